@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -337,6 +337,21 @@ def has_report(folder: Path) -> bool:
     if not (folder / "results.json").exists():
         raise ArtifactError(f"{folder} has no graft.json and no results.json: name a folder that graft train wrote.")
     return True
+
+
+@contextmanager
+def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: Any) -> Iterator[Callable[..., None]]:
+    """Show a bar while the block runs; yields what changes it, as in `update(advance=1)`.
+
+    Args:
+        columns: rich's columns before the time that is left; words stand for themselves, with `fields` filled in.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    extra = [TextColumn(column) if isinstance(column, str) else column for column in columns]
+    shown = (TextColumn("{task.description}"), BarColumn(), *extra, TimeRemainingColumn())
+    with Progress(*shown, disable=not show) as progress:
+        yield partial(progress.update, progress.add_task(title, total=total, **fields))
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def test_a_run_leaves_a_model_that_transformers_reads(tmp_path: Path) -> None:
     assert model.config.vocab_size == len(tokenizer) <= 270
     assert model.config.eos_token_id == tokenizer.eos_token_id
     documents = build_documents(LanguageModelRecipe.parse(values(tmp_path)).data.test["river"])
-    found = score(model, tokenizer, documents, length=64).bits_per_byte
+    found = score(model, tokenizer, documents, length=64).value("bits_per_byte")
     assert value_of(metrics["bpb_river_at_64"]) == pytest.approx(found, abs=1e-5)
 
     written = (out / "model" / "model.safetensors").stat().st_mtime_ns

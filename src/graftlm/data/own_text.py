@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby, takewhile
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import SeedSequence
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 from graftlm.backbone import Backbone, end_ids, leading_bos, left_padded, max_sequence_length, padding_id
 from graftlm.data.chats import render_question
 from graftlm.data.packing import PROMPT
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.errors import DataError, first_line
+from graftlm.io import progress_bar
 
 _DOCUMENT_SEPARATOR = "<|endoftext|>"
 _CONTENT = "the-content-of-the-user"  # a stand-in, in whose place the model writes
@@ -94,21 +95,22 @@ def sample_own_text(
 def _sample_to(path: Path, sampler: _Sampler, config: SelfSourceConfig, key: str, progress: bool) -> list[OwnText]:
     lines = _read_lines(path, key)
     samples = [sample for line in lines for sample in line]
-    with _progress_bar(config.tokens, show=progress) as show, path.open("ab") as file:
+    bar = progress_bar("sampling", config.tokens, MofNCompleteColumn(), "tokens", show=progress)
+    with bar as update, path.open("ab") as file:
         if not lines:
             file.truncate(0)
             file.write(json.dumps({"key": key}).encode() + b"\n")
         for stop in range(1, len(lines) + 1):
             sampler.check_yield(lines[:stop])
-        show(samples)
         while (total := sum(sample.tokens for sample in samples)) < config.tokens:
+            update(completed=total)
             batch = sampler.batch(len(lines), samples, config.tokens - total)
             lines.append(batch)
             samples += batch
             file.write(json.dumps([asdict(sample) for sample in batch]).encode() + b"\n")
             file.flush()
             sampler.check_yield(lines)
-            show(samples)
+        update(completed=config.tokens)
     return samples
 
 
@@ -317,14 +319,6 @@ def _without_penalties(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-@contextmanager
-def _progress_bar(total: int, *, show: bool) -> Iterator[Callable[[Sequence[OwnText]], None]]:
-    columns = TextColumn("sampling"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
-    with Progress(*columns, disable=not show) as progress:
-        task = progress.add_task("sampling", total=total)
-        yield lambda samples: progress.update(task, completed=min(total, sum(sample.tokens for sample in samples)))
 
 
 def marked_ids(sample: OwnText) -> np.ndarray:

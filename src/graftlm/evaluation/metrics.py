@@ -68,18 +68,8 @@ class Scores:
     document: np.ndarray
     kl: np.ndarray | None = None
 
-    @property
-    def nats_per_token(self) -> float:
-        """Log-perplexity."""
-        return self.value("nats_per_token")
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits spent on each UTF-8 byte of the scored text."""
-        return self.value("bits_per_byte")
-
     def value(self, metric: MetricName) -> float:
-        """One metric over all windows."""
+        """One metric over all windows: the log-perplexity, or the bits spent on each UTF-8 byte, or the divergence."""
         nats, units = self.fraction(metric)
         return float(nats.sum() / units.sum())
 

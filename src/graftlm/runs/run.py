@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from torch import Tensor
 
 from graftlm.config import Config
@@ -33,7 +33,7 @@ from graftlm.data.packing import Batches
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.metrics import MemoryWatch
-from graftlm.io import by_content, digest, write_atomically
+from graftlm.io import by_content, digest, progress_bar, write_atomically
 from graftlm.training.checkpoint import read_history
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary, train
@@ -261,7 +261,8 @@ def _execute_all(
     for run in by_id.values():
         if jobs == 1 and not _measurement_file(run, out).exists():
             run.check()
-    with _progress_bar(title, len(waiting), show=progress and title is not None) as advance, _workers(jobs) as pool:
+    columns, shown = (MofNCompleteColumn(), TimeElapsedColumn()), progress and title is not None
+    with progress_bar(title or "", len(waiting), *columns, show=shown) as update, _workers(jobs) as pool:
         running: dict[Future[str], Run] = {}
         while waiting or running:
             for run in [run for run in waiting.values() if all(name in done for name in run.dependencies())]:
@@ -273,13 +274,13 @@ def _execute_all(
                 if finished is None and pool is not None:
                     running[pool.submit(_execute_in_worker, run, out, context)] = run
                     continue
-                shown = replace(context, progress=progress and title is None, log=_quiet if title else log)
-                done[run.id] = finished or _execute_here(run, out, shown)
-                advance()
+                context = replace(context, progress=progress and title is None, log=_quiet if title else log)
+                done[run.id] = finished or _execute_here(run, out, context)
+                update(advance=1)
             if running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     done[running.pop(future).id] = Measurement.from_json(json.loads(future.result()))
-                    advance()
+                    update(advance=1)
     return done
 
 
@@ -403,11 +404,3 @@ def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             raise
-
-
-@contextmanager
-def _progress_bar(title: str | None, total: int, *, show: bool) -> Iterator[Callable[[], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not show) as progress:
-        task = progress.add_task(title or "", total=total)
-        yield lambda: progress.advance(task)

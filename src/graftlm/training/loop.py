@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,17 +18,17 @@ from typing import Any, cast
 import torch
 from accelerate.utils import set_seed
 from numpy.random import SeedSequence
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from graftlm.data import Batch
 from graftlm.data.packing import Batches
 from graftlm.errors import TrainingError
+from graftlm.io import progress_bar
 from graftlm.training.checkpoint import (
     HISTORY,
     History,
-    TrainingCounts,
     TrainingState,
     recurrent_state,
     resume_from_checkpoint,
@@ -107,10 +107,9 @@ def _run_steps(state: TrainingState, progress: bool) -> None:
     first = counts.step
     # Only the main process has a history.
     opened = closing(History(state.out / HISTORY, first)) if context.accelerator.is_main_process else nullcontext()
-    with (
-        opened as history,
-        _progress_bar(config.steps, first, show=progress and context.accelerator.is_main_process) as show,
-    ):
+    columns = (MofNCompleteColumn(), "loss {task.fields[loss]}", "{task.fields[rate]} tokens/s")
+    show, fields = progress and context.accelerator.is_main_process, {"completed": first, "loss": "–", "rate": "–"}
+    with opened as history, progress_bar("training", config.steps, *columns, show=show, **fields) as update:
         while counts.step < config.steps:
             started = time.perf_counter()
             rate = learning_rate(config, counts.step)
@@ -125,7 +124,8 @@ def _run_steps(state: TrainingState, progress: bool) -> None:
                 if history is not None:
                     history.append({"step": counts.step} | values)
                 context.accelerator.log(values, step=counts.step)
-            show(counts)
+            shown_rate = f"{counts.tokens_per_s:,.0f}" if counts.tokens_per_s else "–"
+            update(completed=counts.step, loss=f"{counts.loss:.4f}", rate=shown_rate)
             if counts.step % config.checkpoint_every == 0 or last:
                 if history is not None:
                     history.sync()
@@ -215,18 +215,3 @@ def make_optimizer(
     ]
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
     return AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, fused=fused)
-
-
-@contextmanager
-def _progress_bar(steps: int, done: int, *, show: bool) -> Iterator[Callable[[TrainingCounts], None]]:
-    """Show steps done, loss, tokens per second and time left; gives the function that updates them."""
-    loss, rate = TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[rate]} tokens/s")
-    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), loss, rate, TimeRemainingColumn()
-    with Progress(*columns, disable=not show) as progress:
-        task = progress.add_task("training", total=steps, completed=done, loss="–", rate="–")
-
-        def update(counts: TrainingCounts) -> None:
-            rate = f"{counts.tokens_per_s:,.0f}" if counts.tokens_per_s else "–"
-            progress.update(task, completed=counts.step, loss=f"{counts.loss:.4f}", rate=rate)
-
-        yield update

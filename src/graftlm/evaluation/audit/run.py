@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -15,7 +14,6 @@ from uuid import uuid4
 import numpy as np
 from pydantic import Field
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from graftlm.config import Config
 from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
@@ -44,9 +42,10 @@ from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.evaluation.tables import print_side_by_side
 from graftlm.evaluation.tasks import Task, TaskConfig, TaskResult, measure_task, read_task
-from graftlm.io import by_content, digest, write_atomically
+from graftlm.io import by_content, digest, progress_bar, write_atomically
 
 PAGE_NAME = "audit.html"
+_SHARE = "{task.percentage:>3.0f}%"  # of a progress bar
 _SEED = 2**31 - 2  # of the own text: neither training's nor that of own_kl in a run
 _OWN_METRICS = ("own_kl", "chat_kl", "changed_tokens")
 _LOST = ("stops_lost", "keeps_template_lost", "same_language_lost")
@@ -271,9 +270,14 @@ class _Auditor:
 
     def _compare(self, name: str, windows: list[Any], title: str) -> list[TokenComparison]:
         (base, tuned), size = self.pair, self.config.batch_size
-        with _progress_bar(title, sum(window.tokens for window in windows), show=self.progress) as advance:
+        with progress_bar(title, sum(window.tokens for window in windows), _SHARE, show=self.progress) as update:
             compared = compare_windows(
-                base.predictor, tuned.predictor, base.tokenizer, windows, batch_size=size, on_batch=advance
+                base.predictor,
+                tuned.predictor,
+                base.tokenizer,
+                windows,
+                batch_size=size,
+                on_batch=lambda tokens: update(advance=tokens),
             )
         self.compared += [(name, each) for each in compared]
         return compared
@@ -317,7 +321,7 @@ class _Auditor:
             return
         if not tells_languages():
             self.notes.append("The language of answers is not told: install graftlm[audit] for that.")
-        with _progress_bar("answering questions", 2 * len(questions), show=self.progress) as advance:
+        with progress_bar("answering questions", 2 * len(questions), _SHARE, show=self.progress) as update:
             sides = [
                 answer_questions(
                     model.predictor,
@@ -326,7 +330,7 @@ class _Auditor:
                     tuned_tokenizer=self.pair[1].tokenizer,
                     max_new_tokens=config.max_new_tokens,
                     batch_size=2 * config.batch_size,
-                    on_batch=advance,
+                    on_batch=lambda n: update(advance=n),
                 )
                 for model in self.pair
             ]
@@ -389,12 +393,3 @@ def changed_tokens(compared: Sequence[TokenComparison], *, by_document: bool = F
     """The share of scored tokens whose likeliest choice changed, with its interval over windows, or sampled texts."""
     counts = replace(scores_of(compared, 1), nats=np.array([each.changed.sum() for each in compared], dtype=np.float64))
     return (counts.by_document() if by_document else counts).interval("nats_per_token")
-
-
-@contextmanager
-def _progress_bar(title: str, total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
-    share = TextColumn("{task.percentage:>3.0f}%")
-    columns = (TextColumn("{task.description}"), BarColumn(), share, TimeRemainingColumn())
-    with Progress(*columns, disable=not show) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda count: progress.advance(task, count)
