@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -198,6 +199,18 @@ def find_model(name: str) -> ModelFiles:
         return ModelFiles(PACKAGED_MODELS[name.lower()][1])
     _check_model_folder(name, path)
     return ModelFiles(name)
+
+
+def import_extra(extra: str, module: str, purpose: str) -> Any:
+    """Import a module that an extra of graftlm installs. Raises MissingExtraError where it is not installed."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        root = module.split(".")[0]
+        if error.name != root:
+            raise
+        package = "markdown-it-py" if root == "markdown_it" else root.replace("_", "-")
+        raise MissingExtraError(package, extra, purpose) from None
 
 
 def packaged_model(name: str) -> Path | None:

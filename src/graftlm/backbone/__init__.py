@@ -10,6 +10,7 @@ from graftlm.backbone.load import (
     default_device,
     end_ids,
     fingerprint,
+    generate_rows,
     leading_bos,
     left_padded,
     load_backbone,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -184,6 +184,16 @@ def left_padded(prompts: Sequence[list[int]], padding: int, device: Any) -> dict
     ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": padding}
+
+
+def generate_rows(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], ends: Collection[int], **options: Any
+) -> list[list[int]]:
+    """The tokens that `model.generate` adds to each prompt, up to and with the first of `ends`; `options` are its."""
+    inputs = left_padded(prompts, padding_id(tokenizer), model.device)
+    output = model.generate(**inputs, eos_token_id=sorted(ends) or None, **options)
+    rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 from numpy.random import SeedSequence
 from rich.progress import MofNCompleteColumn
 
-from graftlm.backbone import Backbone, end_ids, leading_bos, left_padded, max_sequence_length, padding_id
+from graftlm.backbone import Backbone, end_ids, generate_rows, leading_bos, max_sequence_length
 from graftlm.data.chats import render_question
 from graftlm.data.packing import PROMPT
 from graftlm.data.sources import SelfSourceConfig
@@ -168,7 +168,6 @@ class _Sampler:
         self._model: Any = backbone.bare_model if model is None else model
         self._live: Any = self._model if model is None else backbone.model
         self._config, self._length = config, length
-        self._pad = padding_id(self._tokenizer)
         self._ends = end_ids(backbone.model, self._tokenizer)
         self._chat_fraction, self._template = self._chats(backbone.name)
         self._starts = self._free_starts(backbone.name) if self._chat_fraction < 1 else []
@@ -255,17 +254,17 @@ class _Sampler:
         width = max(map(len, prompts))
         if length <= width:
             return [[] for _ in prompts]
-        output = self._model.generate(
-            **left_padded(prompts, self._pad, self._model.device),
+        return generate_rows(
+            self._model,
+            self._tokenizer,
+            prompts,
+            ends,
             max_new_tokens=length - width,
             do_sample=True,
             temperature=self._config.temperature,
             top_p=self._config.top_p,
             top_k=0,
-            eos_token_id=sorted(ends) or None,
         )
-        rows = output[:, width:].tolist()
-        return [row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
 
     def _free_starts(self, name: str) -> list[list[int]]:
         """The tokens with which free texts begin in turn."""

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from graftlm.backbone import end_ids, leading_bos, left_padded, max_sequence_length, padding_id
+from graftlm.backbone import end_ids, generate_rows, leading_bos, max_sequence_length
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
-from graftlm.evaluation.metrics import Precision, Scores, cut_windows, device_of, evaluation_mode, score_windows
+from graftlm.evaluation.metrics import Precision, Scores, cut_windows, evaluation_mode, score_windows
 from graftlm.evaluation.sandbox import run_tests
 
 # A decoder joins at most this many tokens with their neighbours, such as the bytes of one character.
@@ -179,12 +178,14 @@ def _generate_batch(
     model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str]
 ) -> list[str]:
     """The answers of one batch of prompts' ids."""
-    width, eos_ids = max(map(len, rows)), sorted(end_ids(model, tokenizer))
-    tokens: Tensor = model.generate(
-        **left_padded(rows, padding_id(tokenizer), device_of(model)),
+    ends = end_ids(model, tokenizer)
+    new = generate_rows(
+        model,
+        tokenizer,
+        rows,
+        ends,
         max_new_tokens=max_new_tokens,
-        stopping_criteria=StoppingCriteriaList([_StopStrings(tokenizer, stop, width)] if stop else []),
-        eos_token_id=eos_ids or None,
+        stopping_criteria=StoppingCriteriaList([_StopStrings(tokenizer, stop, max(map(len, rows)))] if stop else []),
         use_cache=True,
         # A checkpoint's own generation settings would change the greedy choice.
         do_sample=False,
@@ -192,13 +193,12 @@ def _generate_batch(
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
     )
-    new = tokens[:, width:].tolist()
-    return [_decode_answer(tokenizer, row, ids, eos_ids, stop) for row, ids in zip(rows, new, strict=True)]
+    return [_decode_answer(tokenizer, row, ids, ends, stop) for row, ids in zip(rows, new, strict=True)]
 
 
-def _decode_answer(tokenizer: Any, row: list[int], new: list[int], eos_ids: list[int], stop: Sequence[str]) -> str:
+def _decode_answer(tokenizer: Any, row: list[int], new: list[int], ends: set[int], stop: Sequence[str]) -> str:
     """The text of new tokens, cut before the first end-of-text token or stop string."""
-    new = new[: next((i for i, token in enumerate(new) if token in eos_ids), len(new))]
+    new = [token for token in new if token not in ends]
     # Decoded with the prompt, because some decoders drop a blank at the start of a text.
     text = _decode(tokenizer, row + new).removeprefix(_decode(tokenizer, row))
     return text[: min((text.index(end) for end in stop if end in text), default=len(text))]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import EvaluationError, MissingExtraError, did_you_mean, first_line
+from graftlm.errors import EvaluationError, did_you_mean, first_line
 from graftlm.evaluation.metrics import evaluation_mode
+from graftlm.io import import_extra
 
 
 def run_lm_eval(
@@ -39,13 +39,10 @@ def run_lm_eval(
     from graftlm.grafts import GraftedModel  # takes seconds to import
 
     names = list(tasks)
-    try:
-        # Typed as Any: the harness decorates its functions in ways that hide their parameters.
-        evaluator: Any = import_module("lm_eval.evaluator")
-        adapters: Any = import_module("graftlm.evaluation.lm_eval_model")
-        task_index: Any = import_module("lm_eval.tasks")
-    except ImportError:
-        raise MissingExtraError("lm-eval", "harness", "Running academic tasks") from None
+    evaluator, task_index, adapters = (
+        import_extra("harness", module, "Running academic tasks")
+        for module in ("lm_eval.evaluator", "lm_eval.tasks", "graftlm.evaluation.lm_eval_model")
+    )
     manager = _task_manager(task_index, names, include_path)
     _check_names(names, manager.all_tasks)
     logger = logging.getLogger("lm_eval")

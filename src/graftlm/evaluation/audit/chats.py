@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from graftlm.backbone import end_ids, left_padded, max_sequence_length, padding_id
+from graftlm.backbone import end_ids, generate_rows, max_sequence_length
 from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText
 from graftlm.errors import DataError
-from graftlm.evaluation.metrics import bootstrap, device_of, evaluation_mode, share_interval
+from graftlm.evaluation.metrics import bootstrap, evaluation_mode, share_interval
 from graftlm.evaluation.results import Interval
 
 _MIN_LETTERS = 20  # of a text whose language is told
@@ -96,33 +96,25 @@ def answer_questions(
     with evaluation_mode(model), torch.inference_mode():
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
-            rows = _continue(model, tokenizer, [question.ids for question in batch], ends, max_new_tokens)
+            rows = generate_rows(
+                model,
+                tokenizer,
+                [question.ids for question in batch],
+                ends,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                repetition_penalty=1.0,
+            )
             for question, row in zip(batch, rows, strict=True):
                 text = tokenizer.decode(row, skip_special_tokens=True).strip()
                 same = _same_language(question.text, text)
                 answers.append(ChatAnswer(text, bool(row) and row[-1] in ends, kept.issuperset(row), same))
             on_batch(len(batch))
     return answers
-
-
-def _continue(
-    model: Any, tokenizer: Any, prompts: list[list[int]], ends: set[int], max_new_tokens: int
-) -> list[list[int]]:
-    """Greedy tokens behind each prompt, up to and with the first end."""
-    inputs = left_padded(prompts, padding_id(tokenizer), device_of(model))
-    output = model.generate(
-        **inputs,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        repetition_penalty=1.0,
-        eos_token_id=sorted(ends) or None,
-    )
-    rows = output[:, inputs["input_ids"].shape[1] :].tolist()
-    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1] for row in rows]
 
 
 def tells_languages() -> bool:

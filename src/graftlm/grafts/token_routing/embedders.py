@@ -17,9 +17,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
 from graftlm.backbone.cache import join_columns, slots
 from graftlm.backbone.load import clone_without_hooks
-from graftlm.errors import BackboneError, GraftError, MissingExtraError, first_line
+from graftlm.errors import BackboneError, GraftError, first_line
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
+from graftlm.io import import_extra
 
 PROBE = "The quick brown fox asks how much 12 + 30 is."
 """Its embedding is saved beside the centroids, to detect another embedder."""
@@ -242,12 +243,9 @@ class SentenceEmbedder:
     """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
+        library = import_extra("routing", "sentence_transformers", "A sentence embedder")
         try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError:
-            raise MissingExtraError("sentence-transformers", "routing", "A sentence embedder") from None
-        try:
-            self._model = SentenceTransformer(
+            self._model = library.SentenceTransformer(
                 config.name,
                 device=str(backbone.device),
                 trust_remote_code=config.trust_remote_code,

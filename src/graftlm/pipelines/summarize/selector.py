@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import default_device
 from graftlm.config import Config
-from graftlm.errors import ArtifactError, BackboneError, DataError, GraftError, MissingExtraError, first_line
-from graftlm.io import staged_folder
+from graftlm.errors import ArtifactError, BackboneError, DataError, GraftError, first_line
+from graftlm.io import import_extra, staged_folder
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract
@@ -141,12 +141,9 @@ def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "c
 
 @cache
 def _load_encoder(name: str, device: str) -> Any:
+    library = import_extra("routing", "sentence_transformers", "A selector on sentence vectors")
     try:
-        from sentence_transformers import SentenceTransformer
-    except ModuleNotFoundError:
-        raise MissingExtraError("sentence-transformers", "routing", "A selector on sentence vectors") from None
-    try:
-        return SentenceTransformer(name, device=device)
+        return library.SentenceTransformer(name, device=device)
     except (OSError, ValueError) as error:
         raise BackboneError(f"The encoder {name} can't be loaded ({_cause(error)}): name another.") from None
 

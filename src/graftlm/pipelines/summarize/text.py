@@ -7,15 +7,15 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from importlib import import_module
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from graftlm import io
 from graftlm.config import read_yaml
-from graftlm.errors import DataError, MissingExtraError, RecipeError
+from graftlm.errors import DataError, RecipeError
 
-_DISTRIBUTIONS = {"markdown_it": "markdown-it-py", "rouge_score": "rouge-score"}  # where it differs from the module
+import_extra = partial(io.import_extra, "summarize")
 _LINE_BREAK = re.compile(r"[\r\n]")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # a CJK character is a word
 MAX_SENTENCE = 1000  # characters
@@ -30,17 +30,6 @@ _UNSPLIT_LANGUAGES = ("th", "lo", "bo", "km")
 _UNSUPPORTED_SCRIPTS = ("THAI", "LAO", "TIBETAN", "KHMER")  # sentencex knows no mark that ends their sentences
 _ABBREVIATION = re.compile(r"\b(?:Eqs?|Figs?|Secs?|Refs?|Tabs?)\.$")
 _ENGLISH = {"the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "be", "are", "this", "with"}
-
-
-def import_extra(module: str, purpose: str) -> Any:
-    """Import a module of the extra `summarize`, as `markdown_it`. Raises MissingExtraError if it is not installed."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        root = module.split(".")[0]
-        if error.name != root:
-            raise
-        raise MissingExtraError(_DISTRIBUTIONS.get(root, root), "summarize", purpose) from None
 
 
 @cache
