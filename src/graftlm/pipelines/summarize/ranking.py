@@ -12,49 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from graftlm.config import Config
+from graftlm.config import Config, read_yaml
 from graftlm.pipelines.summarize.document import Sentence, SourceDocument, normalize_title
 from graftlm.pipelines.summarize.selection import RankedSentence
 from graftlm.pipelines.summarize.text import split_words
 
 Floats = NDArray[np.float64]
 _MAX_CANDIDATES = 300  # the best sentences, which are compared with each other
-_TITLES = {
-    "introduction": ("introduction", "summary", "abstract", "overview", "executive summary", "tl;dr"),
-    "motivation": ("motivation", "background", "rationale", "problem", "goals"),
-    "proposal": ("proposal", "specification", "design", "solution", "methods"),
-    "conclusion": ("conclusion", "discussion", "results"),
-    "end": (
-        "security", "backward", "drawbacks", "alternatives", "unresolved", "open", "prior art", "copyright", "future",
-        "acknowledg", "test", "implementation history", "risks", "rejected", "graduation", "reference implementation",
-    ),
-}  # fmt: skip
-WORDING: dict[str, Callable[[str], object]] = {
-    "subject": re.compile(
-        r"\b(?:this|the present|our) (?:\w+ ){0,2}?(?:proposal|document|paper|article|work|study|report|standard|"
-        r"specification|feature|guide|chapter|package|library|module|pep|rfc|eip|erc|kep)\b|"
-        r"\bwe (?:propose|present|introduce|show|describe|study|argue|suggest)\b",
-        re.IGNORECASE,
-    ).search,
-    "verb": re.compile(
-        r"\b(?:propos|introduc|defin|specif|describ|present|provid|allow|enabl|add|aim|extend|standard|improv)",
-        re.IGNORECASE,
-    ).search,
-    "backward_reference": re.compile(
-        r"(?:this|these|that|those|it|they|he|she|such|however|but|and|also|for example|thus|therefore|note|if|so|as|"
-        r"instead|otherwise|then|in this case)\b",
-        re.IGNORECASE,
-    ).match,
-    "person": re.compile(r"\b(?:I|my|you|your)\b").search,
-    "question": re.compile(r"\?\W*$").search,
-    "colon": re.compile(":").search,
-}
+_KNOWN = read_yaml(Path(__file__).with_suffix(".yaml"))
+WORDING = {name: re.compile(pattern).search for name, pattern in _KNOWN["wording"].items()}
 
 
 class RankingModel(Config):
@@ -174,7 +147,7 @@ def _sections(document: SourceDocument, sentences: Sequence[Sentence]) -> dict[s
         rank = seen[sentence.section] = seen.get(sentence.section, -1) + 1
         section = document.sections[sentence.section]
         title = normalize_title(section.title)
-        named = [float(title.startswith(known)) for known in _TITLES.values()]
+        named = [float(title.startswith(tuple(known))) for known in _KNOWN["titles"].values()]
         rows.append([1 / (1 + rank), float(rank == 0), 1 / len(seen), section.level / 4, *named])
-    names = ("near_heading", "below_heading", "early_section", "level", *_TITLES)
+    names = ("near_heading", "below_heading", "early_section", "level", *_KNOWN["titles"])
     return dict(zip(names, np.array(rows).T, strict=True))
