@@ -178,10 +178,10 @@ def end_ids(model: Any, tokenizer: Any) -> set[int]:
     return {token for token in ids if isinstance(token, int)}
 
 
-def left_padded(prompts: Sequence[list[int]], padding: int, device: Any) -> dict[str, Any]:
+def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: Any) -> dict[str, Any]:
     """Arguments of `generate` for B prompts that end together: ids and mask (B, T), and the padding's id."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": padding}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call
+from graftlm.backbone import Backbone, Call, left_padded
 from graftlm.backbone.cache import GrowingLayer, JoinError, join, use_growing_layers
 from graftlm.backbone.row_hooks import RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
@@ -135,9 +135,8 @@ class MultiGraftModel:
         """A batch of one group behind `pasts`, and ids and mask (B, T) of the prompts."""
         if graft_set not in self.wired:
             self.wire([*self.wired, graft_set])
-        width, device = max(len(prompt) for prompt in prompts), self._device
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        inputs = left_padded(prompts, 0, self._device)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
         lengths = [past.get_seq_length() for past in pasts] or [0] * len(prompts)
         paddings = [max(lengths) - length for length in lengths]
         known = torch.tensor([[0] * by + [1] * length for by, length in zip(paddings, lengths, strict=True)]).to(ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
@@ -314,6 +315,7 @@ def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Doc
     return {name: list(build_documents(sources)) for name, sources in test.items()}
 
 
+@dataclass(eq=False)
 class BackboneEvaluator:
     """Measures models that are built on one backbone, beside the bare backbone.
 
@@ -324,23 +326,17 @@ class BackboneEvaluator:
         own_text: texts that the backbone sampled, for own_kl and chat_kl.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        tests: Mapping[str, Sequence[Document]],
-        evaluation: EvaluationConfig,
-        length: int,
-        own_text: Sequence[OwnText] = (),
-    ) -> None:
-        self.backbone = backbone
-        self.tokenizer = backbone.need_tokenizer()
-        self.tests = tests
-        self.evaluation = evaluation
-        self.length = length
-        self.own_text = own_text
-        self.tasks = {name: read_task(task) for name, task in evaluation.tasks.items()}
-        self._scores: dict[str, Scores] = {}
-        self._outcomes: dict[str, TaskResult] = {}
+    backbone: Backbone
+    tests: Mapping[str, Sequence[Document]]
+    evaluation: EvaluationConfig
+    length: int
+    own_text: Sequence[OwnText] = ()
+    _scores: dict[str, Scores] = field(default_factory=dict, init=False)
+    _outcomes: dict[str, TaskResult] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = self.backbone.need_tokenizer()
+        self.tasks = {name: read_task(task) for name, task in self.evaluation.tasks.items()}
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
         """Measure the bare backbone."""

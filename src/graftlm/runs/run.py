@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -297,18 +298,13 @@ def _unique(runs: Sequence[Run]) -> dict[str, Run]:
             raise RecipeError(
                 f"The runs {folders[_folder(run, Path())]!r} and {run.id!r} have one folder: give each its own."
             )
-    remaining = dict(by_id)
-    while remaining:
-        ready = [name for name, run in remaining.items() if not any(other in remaining for other in run.dependencies())]
-        missing = [name for run in by_id.values() for name in run.dependencies() if name not in by_id]
-        if missing or not ready:
-            raise RecipeError(
-                f"A run depends on {missing[0]!r}, which is not among the runs."
-                if missing
-                else f"The runs {', '.join(remaining)} depend on each other in a circle."
-            )
-        for name in ready:
-            del remaining[name]
+    before = {name: run.dependencies() for name, run in by_id.items()}
+    if missing := [name for names in before.values() for name in names if name not in by_id]:
+        raise RecipeError(f"A run depends on {missing[0]!r}, which is not among the runs.")
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        raise RecipeError(f"The runs {', '.join(error.args[1][1:])} depend on each other in a circle.") from None
     return by_id
 
 
