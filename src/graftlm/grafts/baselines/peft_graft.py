@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import peft
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
+from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, BackboneError, TapConflictError, did_you_mean, first_line
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 
@@ -28,24 +30,9 @@ if TYPE_CHECKING:
 _ADAPTER = "graft"
 _PREFIX = "base_model."  # before every name of a `PeftModel`
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"DORA": ("LORA", {"use_dora": True})}
-_NOT_HERE = {  # methods, and why they are refused
-    "ADAPTION_PROMPT": "it puts other modules in the place of the attention",
-    "ADALORA": "its ranks are chosen by calls in a training loop of its own",
-    "PVERA": "it draws weights at random in training mode, in which the modules of a frozen backbone never are",
-    "POLY": "it needs a task with each row",
-    "SHADOW": "it runs a second model beside the layers, with a state in the cache",
-    "XLORA": "it mixes adapters that are trained before it",
-}
 _PROMPT = "it puts trained states before the text, whose positions and cache would no longer be the backbone's"
 _NOT_SET = {field.name for field in dataclasses.fields(PeftConfig)}  # what PEFT keeps about files and tasks
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # option -> the values that a graft may have, and why no others
-    "init_lora_weights": (
-        (None, "gaussian", "orthogonal", "mica", True),
-        "takes the start out of the backbone's weights or out of text",
-    ),
-    "layer_replication": ((None,), "changes the backbone's layers"),
-    "alora_invocation_tokens": ((None,), "acts through PEFT's own model class alone"),
-}
+_LIMITS = read_yaml(Path(__file__).with_name("peft.yaml"))
 _START_TOLERANCE = 1e-4  # of the largest logit, for what is equal but for rounding; in half precision 16 roundings
 
 
@@ -82,7 +69,7 @@ class PeftGraftConfig(GraftConfig):
             yield f"options: PEFT refuses them ({first_line(error)}); correct them"
             return
         for key, value in values.items():
-            allowed, reason = _FIXED.get(key, ((value,), ""))
+            allowed, reason = _LIMITS["options"].get(key, ((value,), ""))
             if "dropout" in key:
                 allowed, reason = (None, 0), "has no effect, as a frozen backbone stays in evaluation mode"
             if value not in allowed:
@@ -96,7 +83,7 @@ def _config_class(method: str) -> tuple[Any, dict[str, Any]]:
     if name not in known:
         raise ValueError(f"PEFT {peft.__version__} has no method {method}{did_you_mean(name, {*known, *_ALIASES})}")
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(name)  # type: ignore[call-overload]  # its keys are strings
-    reason = _NOT_HERE.get(name, "" if isinstance(tuner, type) and issubclass(tuner, BaseTuner) else _PROMPT)
+    reason = _LIMITS["methods"].get(name, "" if isinstance(tuner, type) and issubclass(tuner, BaseTuner) else _PROMPT)
     if reason:
         raise ValueError(f"the method {name} can't be a graft, since {reason}; choose another, such as LORA or OFT")
     return known[name], fixed
