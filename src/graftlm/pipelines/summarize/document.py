@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from graftlm.errors import DataError
-from graftlm.pipelines.summarize.text import check_language, detect_language, split_sentences, split_words
+from graftlm.pipelines.summarize.text import WORDS, check_language, detect_language, split_sentences, split_words
 
 _NUMBERING = re.compile(
     r"^\s*(?:(?:chapter|section|appendix)\s+)?(?:\d+(?:\.\d+)*[.):]?|(?:[A-Z](?:\.\d+)*|[IVXLC]+)[.):])\s+",
     re.IGNORECASE,
 )
-_INTRODUCTIONS = ("introduction", "einleitung", "introducción", "introduzione", "introdução", "inleiding", "indledning")
-_INTRODUCTION_FALLBACKS = ("motivation", "overview", "background")
-_ABSTRACTS = ("abstract", "summary", "executive summary", "zusammenfassung", "resumen", "résumé", "riassunto", "resumo")
-_REFERENCES = ("references", "bibliography", "works cited", "literature cited")
+_OPENINGS = (*WORDS["introductions"], *WORDS["introduction_fallbacks"], *WORDS["abstracts"])
 _LETTER = re.compile(r"[^\W\d_]")
 _FIELD = re.compile(r"[A-Z][\w /-]{0,40}:(?:\s|$)")
 _CAPTION = re.compile(r"\s*(?:Fig(?:ure|\.)?|Table|Tab\.|Listing|Algorithm|Scheme)\s+[A-Z]?\d[\d.]*\s*[.:|–—]\s")
@@ -156,17 +153,17 @@ class SourceDocument:
     def title(self) -> str:
         """The first heading, unless it is one of an introduction or abstract; "" without one."""
         title = next((section.title for section in self.sections if section.level), "")
-        return "" if normalize_title(title) in (*_INTRODUCTIONS, *_INTRODUCTION_FALLBACKS, *_ABSTRACTS) else title
+        return "" if normalize_title(title) in _OPENINGS else title
 
     @property
     def introduction(self) -> range | None:
         """Indices of the sentences of the introduction, subsections included; None without such a heading."""
-        return self._sentences_below(_INTRODUCTIONS) or self._sentences_below(_INTRODUCTION_FALLBACKS)
+        return self._sentences_below(WORDS["introductions"]) or self._sentences_below(WORDS["introduction_fallbacks"])
 
     @property
     def abstract(self) -> range | None:
         """Indices of the sentences of an abstract that the document has; None without such a heading."""
-        return self._sentences_below(_ABSTRACTS)
+        return self._sentences_below(WORDS["abstracts"])
 
     def _sentences_below(self, titles: Sequence[str]) -> range | None:
         for index, section in enumerate(self.sections):
@@ -190,8 +187,7 @@ class SourceDocument:
 def normalize_title(title: str) -> str:
     """Return a heading in lower case without its number: `2.1 Background:` becomes `background`."""
     words = title.strip().rstrip(".: ").casefold()
-    known = (*_INTRODUCTIONS, *_INTRODUCTION_FALLBACKS, *_ABSTRACTS, *_REFERENCES)
-    return words if words in known else _NUMBERING.sub("", words, count=1)
+    return words if words in (*_OPENINGS, *WORDS["references"]) else _NUMBERING.sub("", words, count=1)
 
 
 def build_document(
@@ -216,7 +212,7 @@ def build_document(
         if block.level:
             headings.append((_normalize_text(block.text), block.level, len(sentences)))
             if not 0 < references < block.level:
-                references = block.level if normalize_title(headings[-1][0]) in _REFERENCES else 0
+                references = block.level if normalize_title(headings[-1][0]) in WORDS["references"] else 0
         headings = headings or [("", 0, 0)]
         kind = "reference" if references and kind == "prose" else kind
         split = _split_block(block, kind, pages[(block.page or 1) - 1], language, len(headings) - 1)

@@ -20,16 +20,9 @@ _LINE_BREAK = re.compile(r"[\r\n]")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # a CJK character is a word
 MAX_SENTENCE = 1000  # characters
 _SCRIPT_SAMPLE = 20_000  # characters read to detect the script
-_LANGUAGES = {
-    "LATIN": "en", "CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "ARABIC": "ar", "HEBREW": "he",
-    "DEVANAGARI": "hi", "BENGALI": "bn", "CYRILLIC": "ru", "GREEK": "el", "ARMENIAN": "hy", "ETHIOPIC": "am",
-    "MYANMAR": "my",
-}  # fmt: skip
+WORDS = read_yaml(Path(__file__).with_name("words.yaml"))
 _LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(?:-\w{2,8})*", re.IGNORECASE)
-_UNSPLIT_LANGUAGES = ("th", "lo", "bo", "km")
-_UNSUPPORTED_SCRIPTS = ("THAI", "LAO", "TIBETAN", "KHMER")  # sentencex knows no mark that ends their sentences
 _ABBREVIATION = re.compile(r"\b(?:Eqs?|Figs?|Secs?|Refs?|Tabs?)\.$")
-_ENGLISH = {"the", "of", "and", "to", "a", "in", "is", "that", "it", "for", "be", "are", "this", "with"}
 
 
 @cache
@@ -51,25 +44,25 @@ def detect_language(texts: Iterable[str], name: str = "The text") -> str:
     if scripts["HIRAGANA"] + scripts["KATAKANA"] > 0.1 * scripts.total():
         return "ja"  # most letters of Japanese text are Chinese characters
     script = scripts.most_common(1)[0][0]
-    if script in _UNSUPPORTED_SCRIPTS:
+    if script in WORDS["unsplit"]["scripts"]:
         raise DataError(
             f"{name} is in {script.capitalize()} script, whose sentences can't be told apart: give a text in another "
             "script."
         )
-    return _LANGUAGES.get(script, "en")
+    return WORDS["languages"].get(script, "en")
 
 
 def looks_english(text: str) -> bool:
     """Whether a text has as many of the commonest English words as English has; short texts do."""
     words = split_words(text[:_SCRIPT_SAMPLE])
-    return len(words) < 40 or sum(word in _ENGLISH for word in words) > 0.06 * len(words)
+    return len(words) < 40 or sum(word in WORDS["english"] for word in words) > 0.06 * len(words)
 
 
 def check_language(code: str) -> str:
     """Return a language code in lower case; RecipeError if it is none, or no mark ends the language's sentences."""
     if not _LANGUAGE_CODE.fullmatch(code):
         raise RecipeError(f"{code!r} is no language that sentences can be split by: give a code such as en, de or zh.")
-    if code.lower().split("-")[0] in _UNSPLIT_LANGUAGES:
+    if code.lower().split("-")[0] in WORDS["unsplit"]["languages"]:
         raise RecipeError(f"Sentences of the language {code!r} can't be told apart: give a text in another language.")
     return code.lower()
 
