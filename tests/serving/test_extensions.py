@@ -47,6 +47,33 @@ def test_grafts_are_told_with_what_they_learned_and_forgot(client: TestClient) -
     assert router["forgotten"]["mean"] == 0.004
 
 
+def test_limits_are_those_that_requests_are_held_to(client: TestClient, service: Service) -> None:
+    limits = client.get("/v1/graftlm/grafts").json()["limits"]
+    assert limits["max_tokens"] == service.limits.max_tokens == 100
+    too_long = {"text": "a" * (limits["text"] + 1)}
+    assert "text" in refusal(client, "summarize", **too_long)
+    assert "sentences" in refusal(client, "summarize", text=QUERY, sentences=limits["sentences"] + 1)
+    for name, key in {"query": "text", "questions": "budget"}.items():
+        value = "a" * (limits[name] + 1) if key == "text" else limits[name] + 1
+        assert key in refusal(client, "clarify", model="danish", start=START | {key: value})
+    answer = {"conversation": {}, "answer": "a" * (limits["answer"] + 1)}
+    assert "answer" in refusal(client, "clarify", model="danish", **answer)
+    with_less = changed(service, context=40)
+    assert client_of(with_less).get("/v1/graftlm/grafts").json()["limits"]["max_tokens"] == 39
+
+
+def test_a_report_has_the_audit_of_the_graft_s_folder_or_its_run_s(tmp_path: Path) -> None:
+    client = client_of(scripted_service(tmp_path))
+    assert [one["audit"] for one in client.get("/v1/graftlm/grafts").json()["data"]] == [False, False]
+    assert client.get("/v1/graftlm/grafts/danish/report").json()["audit"] is None
+    run = tmp_path / "danish" / "neutral-residues"
+    for folder in (run / "audit", run, run / "graft" / "audit", run / "graft"):  # from the last choice to the first
+        folder.mkdir(exist_ok=True)
+        (folder / "audit.html").write_text(f"<title>{folder.name}</title>")
+        assert client.get("/v1/graftlm/grafts/danish/report").json()["audit"] == f"<title>{folder.name}</title>"
+    assert [one["audit"] for one in client.get("/v1/graftlm/grafts").json()["data"]] == [True, False]
+
+
 def test_a_report_is_the_run_s_own_with_the_graft_s_row_marked(client: TestClient) -> None:
     found = client.get("/v1/graftlm/grafts/danish/report").json()
     assert [(point["id"], point["own"]) for point in found["points"]] == [

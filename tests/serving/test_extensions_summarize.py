@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
 from graftlm.errors import MissingExtraError
 from graftlm.pipelines import summarize
+from graftlm.pipelines.summarize.readers import pdf as pdf_reader
 from graftlm.serving import extensions
+from graftlm.serving.middleware import DOCUMENT_FACTOR
 from graftlm.serving.service import Service
 from serving.extending import client_of, post, refusal
-from serving.scripted import ScriptedEngine
-from summarize.tools import TEA
+from serving.scripted import ENDLESS, ScriptedEngine
+from serving.web import changed, running, until
+from summarize.tools import TEA, write_pdf
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +93,98 @@ def test_texts_of_other_formats_are_read(client: TestClient, kind: str, text: st
         ({"text": TEA, "model": "dansk"}, 404, "dansk"),
         ({"text": TEA, "model": "tiny", "max_tokens": 600}, 400, "no room"),
         ({"path": "/etc/passwd"}, 400, "path"),
+        ({"format": "text"}, 400, "either text or pdf is expected"),
+        ({"text": TEA, "pdf": "JVBERg=="}, 400, "either text or pdf is expected"),
+        ({"pdf": "not base64"}, 400, "pdf"),
+        ({"pdf": "JVBERi0xLjQK"}, 400, "The PDF file is not a whole PDF file"),
     ],
 )
 def test_a_text_that_can_t_be_summarized_is_refused(
     client: TestClient, body: dict[str, Any], status: int, sentence: str
 ) -> None:
     assert sentence in refusal(client, "summarize", status, **body)
+
+
+def encoded(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+def test_a_pdf_is_read_page_by_page(client: TestClient, tmp_path: Path) -> None:
+    pages = [TEA, "The second page tells more of tea. It was written by a merchant who never drank any."]
+    found = post(client, "summarize", pdf=encoded(write_pdf(tmp_path / "tea.pdf", *pages)), sentences=50)
+    assert found["format"] == "pdf"
+    assert len(found["pages"]) == 2
+    sentences = found["extract"]["sentences"]
+    assert {one["page"] for one in sentences} == {1, 2}
+    for one in sentences:
+        assert found["pages"][one["page"] - 1][one["start"] : one["end"]] == one["source"]
+    assert "never drank any" in sentences[-1]["text"]
+
+
+def test_a_pdf_of_too_much_text_is_refused(client: TestClient, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(extensions, "MAX_TEXT", 40)
+    message = refusal(client, "summarize", pdf=encoded(write_pdf(tmp_path / "tea.pdf", TEA)))
+    assert message.startswith("The PDF file has more than 40 characters of text")
+
+
+@pytest.mark.parametrize("limit", [{"RLIMIT_CPU": 0}, {"RLIMIT_AS": 2**20}])
+def test_a_pdf_that_takes_too_much_ends_its_own_process_alone(
+    client: TestClient, tmp_path: Path, monkeypatch: Any, limit: dict[str, int]
+) -> None:
+    """The limits bind: with next to nothing of either, an ordinary file is too much."""
+    path = write_pdf(tmp_path / "tea.pdf", TEA)
+    program = f"pdf._CHILD_LIMITS = {limit}; pdf._main()"
+    monkeypatch.setattr(pdf_reader, "_MAIN", f"from graftlm.pipelines.summarize.readers import pdf; {program}")
+    message = refusal(client, "summarize", pdf=encoded(path))
+    assert message == "The PDF file takes more than a minute or 2 GiB of memory to read: send its text."
+
+
+def test_a_document_may_be_larger_than_other_requests(client: TestClient, service: Service) -> None:
+    limit = service.settings.body_bytes
+    assert "not a whole PDF file" in refusal(client, "summarize", pdf="*" * (limit + 1))
+    body = {"pdf": "*" * (DOCUMENT_FACTOR * limit)}
+    assert f"{DOCUMENT_FACTOR * limit:,} bytes" in refusal(client, "summarize", 413, **body)
+    assert f"{limit:,} bytes" in refusal(client, "clarify", 413, **body)
+
+
+def events_of(client: TestClient, **body: Any) -> list[Any]:
+    answer = client.post("/v1/graftlm/summarize", json=body | {"stream": True})
+    assert answer.status_code == 200
+    *events, last = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    return [json.loads(event) for event in events] + ([] if last == "[DONE]" else [json.loads(last)])
+
+
+def test_a_stream_tells_the_extract_the_text_and_the_whole(client: TestClient, engine: ScriptedEngine) -> None:
+    engine.say = lambda prompt, request: "Tea is old. It is drunk in Asia."
+    body = {"text": TEA, "sentences": 1, "model": "danish", "max_tokens": 100}
+    source, extract, *texts, whole = events_of(client, **body)
+    assert source == {"format": "text"}
+    assert whole == post(client, "summarize", **body)
+    assert extract == {"extract": whole["extract"]}
+    assert len(texts) > 3
+    assert "".join(event["text"] for event in texts) == whole["summary"]
+    assert events_of(client, text=TEA)[-1] == post(client, "summarize", text=TEA)  # no model writes
+
+
+def test_an_error_is_the_last_event_of_a_stream(client: TestClient, tmp_path: Path) -> None:
+    (found,) = events_of(client, text="12 34")
+    assert "no sentence to summarize" in found["error"]["message"]
+    path = write_pdf(tmp_path / "tea.pdf", TEA)
+    source, _, found = events_of(client, pdf=encoded(path), model="tiny", max_tokens=600)
+    assert TEA.split()[0] in source["pages"][0]
+    assert "no room" in found["error"]["message"]
+
+
+def test_who_leaves_a_stream_ends_its_model_and_leaves_room(service: Service, engine: ScriptedEngine) -> None:
+    body = {"text": f"Tea was drunk in Asia {ENDLESS}.", "model": "danish", "stream": True, "max_tokens": 100}
+    engine.say = lambda prompt, request: "Tea is old."
+    with running(changed(service, closing=threading.Event())) as address:
+        for _ in range(extensions.MAX_SUMMARIES + 1):
+            engine.cancelled.clear()
+            with httpx.stream("POST", f"{address}/v1/graftlm/summarize", json=body, timeout=20) as answer:
+                assert answer.status_code == 200
+                assert any(line.startswith('data: {"text"') for line in answer.iter_lines())
+            assert until(engine.cancelled.is_set)
 
 
 def test_a_package_that_is_not_installed_is_not_the_client_s_mistake(client: TestClient, monkeypatch: Any) -> None:

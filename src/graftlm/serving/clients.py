@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from graftlm.serving.protocol import (
@@ -18,6 +18,11 @@ from graftlm.serving.protocol import (
     ShuttingDownError,
 )
 
+OnText = Callable[[str], object] | None
+"""Called with each piece of a text."""
+OnEvent = Callable[[dict[str, Any]], object]
+"""Called with each event of a stream."""
+
 
 class EngineClient:
     """Sends the requests of one HTTP client to a model of an engine, one at a time, and waits for each result."""
@@ -28,7 +33,7 @@ class EngineClient:
         self._lock, self._disconnected = threading.Lock(), False
         self._stream: RequestStream | None = None
 
-    def generate(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Finish:
+    def generate(self, prompt: Sequence[int], max_tokens: int, on_text: OnText = None, **options: Any) -> Finish:
         """The end of a continuation, with its whole text; call it from a thread without an event loop.
 
         Raises ServingError if the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
@@ -38,7 +43,7 @@ class EngineClient:
             if self._disconnected:
                 raise ServingError("The client has disconnected.")
             self._stream = self._engine.submit([request])
-        return asyncio.run(_read(self._stream))
+        return asyncio.run(_read(self._stream, on_text or (lambda text: None)))
 
     def disconnect(self) -> None:
         """Cancel the running request, and accept no other."""
@@ -48,10 +53,11 @@ class EngineClient:
                 self._stream.cancel()
 
 
-async def _read(stream: RequestStream) -> Finish:
+async def _read(stream: RequestStream, on_text: Callable[[str], object]) -> Finish:
     text = ""
     async for item in stream:
         text += item.text
+        on_text(item.text)
         if isinstance(item, Finish):
             if item.reason == "cancelled":
                 raise ShuttingDownError("The server is shutting down: ask again in a moment.")

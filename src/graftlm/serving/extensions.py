@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, Base64Bytes, Field, JsonValue
 
 from graftlm.config import Config
 from graftlm.errors import DataError, GraftError, MissingExtraError
-from graftlm.serving.clients import EngineClient
+from graftlm.serving.clients import EngineClient, OnEvent
 from graftlm.serving.middleware import user_of
 from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError, check_model
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
-from graftlm.serving.responses import run_until_disconnect
+from graftlm.serving.responses import EventStream, run_until_disconnect
 from graftlm.serving.service import Service
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 400_000  # characters of a text to summarize; they take some seconds on one core
 MAX_QUERY = 20_000  # characters of a text to clarify
-MAX_QUESTIONS = 5
+MAX_ANSWER = 2000  # characters of an answer to a question
+MAX_QUESTIONS, MAX_SENTENCES = 5, 1000
 MAX_CONVERSATIONS, MAX_SUMMARIES = 64, 16  # requests at a time, waiting ones included
+_LIMITS = {"text": MAX_TEXT, "query": MAX_QUERY, "answer": MAX_ANSWER}
+_LIMITS |= {"questions": MAX_QUESTIONS, "sentences": MAX_SENTENCES}
 _SUFFIXES = {"text": ".txt", "markdown": ".md", "html": ".html", "latex": ".tex"}
 
 _T = TypeVar("_T")
@@ -81,7 +84,7 @@ class ClarifyBody(Config):
     model: Name
     start: ConversationStart | None = None
     conversation: Annotated[dict[str, JsonValue], AfterValidator(_check_encodable)] | None = None
-    answer: Annotated[str, Field(max_length=2000)] | None = None
+    answer: Annotated[str, Field(max_length=MAX_ANSWER)] | None = None
     rules: bool = False
     max_tokens: int = Field(256, ge=1)
 
@@ -93,23 +96,31 @@ class ClarifyBody(Config):
 
 
 class SummarizeBody(Config):
-    """A text to summarize.
+    """A text or a PDF file to summarize.
 
     Args:
         text: the text itself, not a path.
+        pdf: in place of a text: the bytes of a PDF file, in base64.
         format: format of the text.
         sentences: maximum number of sentences of the extract.
         language: a code such as de; None detects it by the script, and takes Latin script for English.
         model: writes the summary from the extract; with None the extract is the summary.
         max_tokens: maximum tokens of a written summary.
+        stream: sends events: the extract, the pieces of a written text, and at last the whole.
     """
 
-    text: str = Field(max_length=MAX_TEXT)
+    text: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    pdf: Base64Bytes | None = None
     format: Literal["text", "markdown", "html", "latex"] = "text"
-    sentences: int = Field(5, ge=1, le=1000)
+    sentences: int = Field(5, ge=1, le=MAX_SENTENCES)
     language: Annotated[str, Field(pattern=r"^[a-z]{2,3}$")] | None = None
     model: Name | None = None
     max_tokens: int = Field(160, ge=1)
+    stream: bool = False
+
+    def _problems(self) -> Iterator[str]:
+        if (self.text is None) == (self.pdf is None):
+            yield "either text or pdf is expected, and not both"
 
 
 def router(service: Service) -> APIRouter:
@@ -120,7 +131,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/grafts")
     def grafts() -> ServedModels:
         """The backbone and the grafts, with what each graft learned and forgot."""
-        return served_models(service)
+        return served_models(service, _LIMITS)
 
     @routes.get("/grafts/{name}/report")
     def report(name: str) -> GraftReport:
@@ -147,13 +158,16 @@ def router(service: Service) -> APIRouter:
         client = EngineClient(service.engine, body.model, user_of(request))
         return await conversations.run(request, client, partial(_run_turn, service, body, client))
 
-    @routes.post("/summarize")
-    async def summary(body: SummarizeBody, request: Request) -> dict[str, Any]:
-        """Summarize a text, with the character range of each extracted sentence."""
+    @routes.post("/summarize", response_model=dict[str, Any])
+    async def summary(body: SummarizeBody, request: Request) -> Any:
+        """Summarize a text or a PDF file, with the character range of each extracted sentence."""
         if body.model is not None:
             check_model(service.engine.names, body.model)
         client = EngineClient(service.engine, body.model or "", user_of(request))
-        return await summaries.run(request, client, partial(_summarize, service, body, client))
+        work = partial(_summarize, service, body, client)
+        if body.stream:
+            return summaries.stream(client, work, service.settings.send_seconds)
+        return await summaries.run(request, client, partial(work, lambda event: None))
 
     return routes
 
@@ -163,20 +177,37 @@ class PipelineWorkers:
 
     def __init__(self, threads: int, max_open: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="graftlm-pipelines")
-        self._max_open, self._open = max_open, 0
+        self._max_open, self._open = max_open, set[Any]()
+
+    def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        if (count := len(self._open)) >= self._max_open:
+            raise QueueFullError(f"{count} such requests are under way, which is the most: try again in a moment.")
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
 
     async def run(self, request: Request, client: EngineClient, work: Callable[[], _T]) -> _T:
         """The result of `work`; the client disconnects from the engine at the end."""
-        if self._open >= self._max_open:
-            raise QueueFullError(f"{self._open} such requests are under way, which is the most: try again in a moment.")
-        self._open += 1
         try:
-            return await run_until_disconnect(request, asyncio.get_running_loop().run_in_executor(self._pool, work))
+            return await run_until_disconnect(request, self._start(work))
         except MissingExtraError as error:
             raise ServingError(str(error), status=501, code="not_installed") from None
         finally:
             client.disconnect()
-            self._open -= 1
+
+    def stream(self, client: EngineClient, work: Callable[[OnEvent], dict[str, Any]], seconds: float) -> EventStream:
+        """What `work` calls its argument with, and its result last, as events of a stream as of `EventStream`."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        result = self._start(partial(work, partial(loop.call_soon_threadsafe, queue.put_nowait)))
+        result.add_done_callback(queue.put_nowait)
+
+        async def events() -> AsyncGenerator[str, None]:
+            while (event := await queue.get()) is not result:
+                yield json.dumps(event)
+            yield json.dumps(await result)
+
+        return EventStream(events(), seconds, lambda: (result.cancel(), client.disconnect()))
 
 
 def _run_turn(service: Service, body: ClarifyBody, client: EngineClient) -> dict[str, Any]:
@@ -231,25 +262,29 @@ def _check_template(name: object) -> None:
         )
 
 
-def _summarize(service: Service, body: SummarizeBody, client: EngineClient) -> dict[str, Any]:
+def _summarize(service: Service, body: SummarizeBody, client: EngineClient, on_event: OnEvent) -> dict[str, Any]:
     from graftlm.pipelines import summarize
     from graftlm.pipelines.summarize.writer import read_layout
     from graftlm.serving.writers import SummaryWriter
 
     document, writer = _read_document(body), None
+    source = {"format": body.format} if body.pdf is None else {"format": "pdf", "pages": document.pages}
     if body.model is not None:
         entry = service.store.entries().get(body.model)
         layout = read_layout(entry.folder) if entry is not None else None
-        writer = SummaryWriter(client, service.tokenizer, service.context, body.max_tokens, layout)
+        writer = SummaryWriter(client, service.tokenizer, service.context, body.max_tokens, layout, on_event)
+    on_event(source)
     budget = summarize.Budget(amount=body.sentences)
-    return summarize.summarize(document, writer=writer, budget=budget).to_json() | {"format": body.format}
+    return summarize.summarize(document, writer=writer, budget=budget).to_json() | source
 
 
 def _read_document(body: SummarizeBody) -> SourceDocument:
-    from graftlm.pipelines.summarize import read_text
+    from graftlm.pipelines.summarize import read_foreign_pdf, read_text
 
     try:
-        return read_text(body.text, _SUFFIXES[body.format], language=body.language)
+        if body.pdf is not None:
+            return read_foreign_pdf(body.pdf, "The PDF file", MAX_TEXT, body.language)
+        return read_text(body.text or "", _SUFFIXES[body.format], language=body.language)
     except RecursionError:
         raise DataError(f"The text is nested too deeply to be read as {body.format}: send its text.") from None
     except (GraftError, MemoryError):

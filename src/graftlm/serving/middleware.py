@@ -21,6 +21,8 @@ from graftlm.serving.protocol import Engine, QueueFullError, ServingError, Shutt
 from graftlm.serving.settings import ApiKeys, ServerSettings
 
 _PROTECTED = ("/v1/", "/metrics/", "/tokenize/")
+DOCUMENT_FACTOR = 8  # a body with a document, such as a PDF file, may be so many times as large as others
+_DOCUMENT_PATH = "/v1/graftlm/summarize"
 _DRAIN_FACTOR = 8  # a refused body is read up to this multiple of the limit, so that the client receives the error
 _DRAIN_SECONDS = 2.0
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -71,8 +73,8 @@ class Guard:
             if self.open >= self.settings.requests:
                 raise QueueFullError(f"{self.open} requests are open, which is the most: try again in a moment.")
         _check_type(scope, headers)
-        if int(headers.get("content-length") or 0) > self.settings.body_bytes:
-            raise self._too_large()
+        if int(headers.get("content-length") or 0) > (limit := self._body_limit(scope)):
+            raise _too_large(limit)
 
     def _check_host(self, host: str) -> None:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
@@ -112,13 +114,13 @@ class Guard:
             await error_response(internal_error(scope["path"], error))(scope, receive, send)
 
     async def _read(self, request: Request) -> bytes:
-        body = bytearray()
+        body, limit = bytearray(), self._body_limit(request.scope)
         try:
             async with asyncio.timeout(self.settings.body_seconds):
                 async for part in request.stream():
                     body += part
-                    if len(body) > self.settings.body_bytes:
-                        raise self._too_large()
+                    if len(body) > limit:
+                        raise _too_large(limit)
         except TimeoutError:
             message = f"The request did not arrive whole within {self.settings.body_seconds:g} seconds: send it faster."
             raise ServingError(message, status=408, code="request_timeout") from None
@@ -136,9 +138,13 @@ class Guard:
                     if left <= 0:
                         return
 
-    def _too_large(self) -> ServingError:
-        message = f"The request is larger than {self.settings.body_bytes:,} bytes, which is the most: send less text."
-        return ServingError(message, status=413, code="request_too_large")
+    def _body_limit(self, scope: Scope) -> int:
+        return self.settings.body_bytes * (DOCUMENT_FACTOR if scope["path"] == _DOCUMENT_PATH else 1)
+
+
+def _too_large(limit: int) -> ServingError:
+    message = f"The request is larger than {limit:,} bytes, which is the most: send less text."
+    return ServingError(message, status=413, code="request_too_large")
 
 
 def _check_type(scope: Scope, headers: Headers) -> None:

@@ -14,9 +14,11 @@ from graftlm.backbone import UNLIMITED
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import FILE_NAME, Metric, Row
+from graftlm.serving.middleware import DOCUMENT_FACTOR
 from graftlm.serving.service import Service
 from graftlm.serving.store import StoredGraft
 
+_AUDIT_NAME = "audit.html"
 _GRAFT_FOLDER = "graft"  # name of a graft's folder inside of a run's folder
 _MAX_REPORT_BYTES = 32 * 2**20
 _SETTINGS = ("batch_size", "learning_rate", "schedule", "precision", "seed")
@@ -39,7 +41,7 @@ class TradeOff(BaseModel):
 
 
 class GraftSummary(TradeOff):
-    """A graft in short."""
+    """A graft in short; `audit` says whether it has the page of an audit."""
 
     name: str
     kind: str
@@ -47,13 +49,15 @@ class GraftSummary(TradeOff):
     parameters: int
     steps: int | None
     tokens: int | None
+    audit: bool
 
 
 class ServedModels(BaseModel):
-    """The response of /v1/graftlm/grafts."""
+    """The response of /v1/graftlm/grafts; `limits` are the largest values that requests may have."""
 
     object: Literal["list"] = "list"
     backbone: ServedBackbone
+    limits: dict[str, int]
     data: list[GraftSummary]
 
 
@@ -74,6 +78,7 @@ class GraftReport(BaseModel):
         measured: all metrics of the graft.
         training: settings of the run.
         results: the run's results.json, if it is in a folder of the graft's run.
+        audit: the HTML page of the graft's audit, if it has one.
     """
 
     name: str
@@ -83,13 +88,17 @@ class GraftReport(BaseModel):
     measured: dict[str, Metric]
     training: dict[str, JsonValue]
     results: dict[str, JsonValue] | None
+    audit: str | None
 
 
-def served_models(service: Service) -> ServedModels:
-    """The backbone and the grafts of a service."""
+def served_models(service: Service, limits: dict[str, int]) -> ServedModels:
+    """The backbone and the grafts of a service, with its limits and those of its routes."""
+    sizes = {"max_tokens": min(service.limits.max_tokens, service.context - 1)}
+    sizes["document_bytes"] = DOCUMENT_FACTOR * service.settings.body_bytes
     context = service.context if service.context < UNLIMITED else None
     backbone = ServedBackbone(name=service.name, chat=not service.tokenizer.plain, context=context)
-    return ServedModels(backbone=backbone, data=[graft_summary(entry) for entry in service.store.entries().values()])
+    grafts = [graft_summary(entry) for entry in service.store.entries().values()]
+    return ServedModels(backbone=backbone, limits=sizes | limits, data=grafts)
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:
@@ -103,6 +112,7 @@ def graft_summary(entry: StoredGraft) -> GraftSummary:
         parameters=manifest.parameters,
         steps=steps if type(steps) is int else None,
         tokens=tokens if type(tokens) is int else None,
+        audit=_audit_path(entry) is not None,
         **_trade_off(_measured(manifest)),
     )
 
@@ -126,6 +136,7 @@ def graft_report(entry: StoredGraft) -> GraftReport:
         measured=measured,
         training={key: settings[key] for key in _SETTINGS if settings.get(key) is not None},
         results=document,
+        audit=page.read_text(encoding="utf-8") if (page := _audit_path(entry)) else None,
     )
 
 
@@ -158,6 +169,14 @@ def _result_folders(entry: StoredGraft) -> Iterator[tuple[Path, str]]:
     if folder.name == _GRAFT_FOLDER:
         yield folder.parent, kind
         yield folder.parent.parent, folder.parent.name
+
+
+def _audit_path(entry: StoredGraft) -> Path | None:
+    """audit.html in the graft's folder or its run's, or in a folder `audit` there."""
+    folder = entry.folder.absolute()
+    folders = [folder, folder.parent] if folder.name == _GRAFT_FOLDER else [folder]
+    paths = [path for base in folders for path in (base / _AUDIT_NAME, base / "audit" / _AUDIT_NAME)]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _measured(manifest: Manifest) -> dict[str, Metric]:

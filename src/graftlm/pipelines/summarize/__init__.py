@@ -7,7 +7,7 @@ from graftlm.pipelines.summarize.batch import append_summaries, find_documents, 
 from graftlm.pipelines.summarize.document import Section, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
 from graftlm.pipelines.summarize.ranking import DefaultSelector
-from graftlm.pipelines.summarize.readers import read_document, read_text
+from graftlm.pipelines.summarize.readers import read_document, read_foreign_pdf, read_text
 from graftlm.pipelines.summarize.selection import Budget, Extract, LeadSelector, RankedSentence, Selector, select
 from graftlm.pipelines.summarize.summary import Summary, format_summary, summarize
 

@@ -11,7 +11,7 @@ from graftlm.pipelines.summarize.document import SourceDocument, TextBlock, buil
 from graftlm.pipelines.summarize.readers.latex import latex_blocks
 from graftlm.pipelines.summarize.readers.markdown import markdown_blocks
 from graftlm.pipelines.summarize.readers.markup import html_blocks, jats_blocks
-from graftlm.pipelines.summarize.readers.pdf import read_pdf
+from graftlm.pipelines.summarize.readers.pdf import read_foreign_pdf, read_pdf
 from graftlm.pipelines.summarize.readers.plain import plain_blocks
 from graftlm.pipelines.summarize.readers.rst import rst_blocks
 
@@ -36,7 +36,7 @@ def read_document(path: str | Path, language: str | None = None) -> SourceDocume
         raise DataError(f"{path} is no document that can be read: a file ending in {' '.join(SUFFIXES)} is expected.")
     if suffix == ".pdf":
         _check_file_size(path, _MAX_PDF_BYTES)
-        pages, blocks = read_pdf(path, MAX_CHARACTERS)
+        pages, blocks = read_pdf(path, str(path), MAX_CHARACTERS)
         return build_document(str(path), pages, blocks, language)
     return read_text(_read_utf8(path), suffix, str(path), language)
 

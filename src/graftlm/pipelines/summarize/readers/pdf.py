@@ -5,18 +5,24 @@ Spans refer to the text of a page as pdfminer's `extract_text` writes it.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from importlib import import_module
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError, first_line
-from graftlm.io import read_errors
-from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
+from graftlm.pipelines.summarize.document import BlockKind, SourceDocument, TextBlock, TextSpan, build_document
 from graftlm.pipelines.summarize.readers.plain import heading_level, list_item, looks_like_prose
 from graftlm.pipelines.summarize.text import import_extra
 
@@ -29,6 +35,8 @@ _PAGE_NUMBER = re.compile(r"\W*(?:page\s+)?(?:\d{1,4}|[ivxlc]{1,7})(?:\s*(?:of|/
 _LEADERS = re.compile(r"(?:\s?\.){5,}")  # of a table of contents
 _HYPHEN = re.compile(r"(\w+)([-‐\u00ad])\s*\n\s*$")
 _MAX_HEADING_WORDS = 15
+_MAIN = f"from {__name__} import _main; _main()"
+_CHILD_LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 2 * 2**30}  # seconds and bytes of a process that reads one file
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +51,18 @@ class PdfLine:
     size: float
 
 
-def read_pdf(path: Path, max_characters: int) -> tuple[list[str], list[TextBlock]]:
-    """Return each page's text, and all blocks; DataError if the file is encrypted, damaged, scanned or too large."""
+def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[list[str], list[TextBlock]]:
+    """Return each page's text, and all blocks; DataError if the file is encrypted, damaged, scanned or too large.
+
+    Messages call the file `path`.
+    """
     pdfminer: Any = import_extra("pdfminer.high_level", "Reading PDF files")
     document: Any = import_extra("pdfminer.pdfdocument", "Reading PDF files")
     logging.getLogger("pdfminer").setLevel(logging.ERROR)
     pages: list[str] = []
     lines: list[list[PdfLine]] = []
-    with read_errors(path):
-        path.open("rb").close()
     try:
-        for layout in pdfminer.extract_pages(path, laparams=pdfminer.LAParams(all_texts=True)):
+        for layout in pdfminer.extract_pages(source, laparams=pdfminer.LAParams(all_texts=True)):
             text, page = _page_lines(layout)
             pages.append(text)
             lines.append(page)
@@ -75,6 +84,31 @@ def read_pdf(path: Path, max_characters: int) -> tuple[list[str], list[TextBlock
     if not any(page.strip() for page in pages):
         raise DataError(f"{path} has {len(pages)} pages and no text, as scans have: recognize the text first (OCR).")
     return pages, list(_merged(pdf_blocks(lines)))
+
+
+def read_foreign_pdf(data: bytes, name: str, max_characters: int, language: str | None = None) -> SourceDocument:
+    """Read bytes from anywhere as `read_pdf` does, in a process of its own: a minute, 2 GiB of memory."""
+    import_extra("pdfminer.high_level", "Reading PDF files")
+    command = [sys.executable, "-P", "-c", _MAIN, name, str(max_characters)]
+    child = subprocess.run(command, input=data, capture_output=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+    message, pages, blocks = json.loads(child.stdout or "[null, [], []]")
+    if message or not pages:
+        raise DataError(message or f"{name} takes more than a minute or 2 GiB of memory to read: send its text.")
+    read = [TextBlock(tuple(TextSpan(*span) for span in spans), *rest) for spans, *rest in blocks]
+    return build_document(name, pages, read, language)
+
+
+def _main() -> None:
+    """The process of `read_foreign_pdf`: a message or null, the pages and the blocks, as JSON."""
+    with suppress(ImportError, ValueError, OSError):  # not every system has these limits
+        resource: Any = import_module("resource")
+        for name, limit in _CHILD_LIMITS.items():
+            resource.setrlimit(getattr(resource, name), (limit, limit))
+    try:
+        pages, blocks = read_pdf(BytesIO(sys.stdin.buffer.read()), sys.argv[1], int(sys.argv[2]))
+        sys.stdout.write(json.dumps([None, pages, [astuple(block) for block in blocks]]))
+    except DataError as error:
+        sys.stdout.write(json.dumps([str(error), [], []]))
 
 
 def _page_lines(layout: Any) -> tuple[str, list[PdfLine]]:
