@@ -33,6 +33,18 @@ def test_the_page_needs_no_inline_script_or_style() -> None:
     assert "script-src 'self'; style-src 'self'" in text
 
 
+def test_the_page_knows_no_limit_of_the_server_and_one_spelling() -> None:
+    text = (PAGE_FOLDER / "index.html").read_text(encoding="utf-8")
+    assert set(re.findall(r'id="([\w-]+)"[^>]*\smax="', text)) == {"temperature", "seed", "threshold"}
+    assert "maxlength" not in text
+    words = " ".join(file.read_text(encoding="utf-8") for file in PAGE_FOLDER.glob("*.[hj]*"))
+    assert set(re.findall(r"\b\w+is(?:e|es|ed|ing|ation)\b", words)) == {
+        "Promise",
+        "surprise",
+    }  # Oxford's: -ize, colour
+    assert not re.search(r"\bcolors?\b(?!-scheme)", words)
+
+
 # Compare
 
 
@@ -147,6 +159,26 @@ def test_a_chat_goes_on_with_what_was_said(page: Page, engine: ScriptedEngine) -
     expect(page.locator(".tokens")).to_have_count(0)
 
 
+def test_a_chat_has_a_system_prompt_and_enter_sends(page: Page, engine: ScriptedEngine) -> None:
+    expect(page.get_by_label("System prompt")).to_be_hidden()
+    page.get_by_label("Chat").check()
+    page.get_by_label("System prompt").fill(" Answer in rhymes. ")
+    page.get_by_label("Your message").fill("Hello.")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("Well?")
+    expect(page.get_by_label("Your message")).to_have_value("Hello.\nWell?")
+    page.keyboard.press("Enter")
+    expect(column(page, "danish").locator(".tokens")).to_contain_text("This is danish")
+    expect(page.get_by_label("Your message")).to_have_value("")
+    prompts = [engine.tokenizer.decode(list(request.prompt)) for request in engine.requests]
+    assert all("Answer in rhymes.\n\nUser: Hello.\nWell?\nAssistant:" in prompt for prompt in prompts)
+    page.reload()
+    expect(page.get_by_label("System prompt")).to_have_value(" Answer in rhymes. ")
+    page.get_by_label("Your message").fill("half a word")
+    page.get_by_label("Your message").dispatch_event("keydown", {"key": "Enter", "isComposing": True})
+    expect(page.get_by_label("Your message")).to_have_value("half a word")
+
+
 def test_an_empty_prompt_and_a_server_that_is_gone_are_told_in_a_sentence(page: Page, complaints: list[str]) -> None:
     page.get_by_role("button", name="Generate").click()
     expect(page.locator("#compare-error")).to_have_text("There is nothing to answer: write a text first.")
@@ -185,11 +217,12 @@ def test_nothing_that_a_server_says_is_read_as_html(page: Page) -> None:
 
 def test_names_of_grafts_are_text_too(browser: Browser, address: str, complaints: list[str]) -> None:
     name = HOSTILE.replace('"', "'")
-    unknown = dict.fromkeys(("steps", "tokens", "learned", "forgotten"))
+    unknown = dict.fromkeys(("steps", "tokens", "learned", "forgotten", "audit"))
+    limits = dict.fromkeys(("max_tokens", "text", "query", "answer", "questions", "sentences", "document_bytes"), 100)
     backbone, graft = {"name": name, "chat": True, "context": None}, {"name": name, "label": name, "parameters": 1}
     answers = {
         "**/v1/models": {"data": [{"id": "tiny"}, {"id": name}]},
-        "**/v1/graftlm/grafts": {"backbone": backbone, "data": [graft | unknown]},
+        "**/v1/graftlm/grafts": {"backbone": backbone, "data": [graft | unknown], "limits": limits},
     }
     with opened(browser, address, complaints, answers) as page:
         expect(column(page, name)).to_be_visible()

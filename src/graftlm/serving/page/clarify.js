@@ -1,7 +1,7 @@
 // The clarifying conversation as a form. Its state is the pipeline's own JSON, kept here, so that a reload goes on.
 
 import { ask } from "./api.js";
-import { byId, complain, decimals, forever, h, keep, kept, many } from "./dom.js";
+import { byId, complain, decimals, entitle, excess, forever, h, keep, kept, many } from "./dom.js";
 
 const SKIPPED = {
   nothing: "The model found nothing to ask.",
@@ -10,9 +10,9 @@ const SKIPPED = {
   unusable: "The model's question or its options fit another text, so nothing was asked.",
 };
 const HOW = {
-  informed: "written with your answers",
-  settled: "written without asking: the answers it thought possible lead there",
-  plain: "written from the text alone",
+  informed: "Written with your answers",
+  settled: "Written without asking: the answers it thought possible lead there",
+  plain: "Written from the text alone",
 };
 
 export class Clarify {
@@ -27,7 +27,8 @@ export class Clarify {
     byId("clarify-stop").addEventListener("click", () => this.running?.abort());
   }
 
-  async serve() {
+  async serve(served) {
+    this.limits = served.limits;
     if (!this.templates) {
       try {
         this.templates = (await ask("v1/graftlm/clarify")).data;
@@ -41,6 +42,7 @@ export class Clarify {
     this.refill();
     if (this.state?.found) this.draw();
     if (!this.running) this.busy("");
+    entitle();
   }
 
   offerTargets() {
@@ -65,6 +67,8 @@ export class Clarify {
   }
 
   begin() {
+    const mistake = excess(byId("clarify-text").value, this.limits.query);
+    if (mistake) return complain(byId("clarify-error"), mistake);
     const threshold = byId("threshold").value;
     const start = {
       text: byId("clarify-text").value,
@@ -120,7 +124,7 @@ export class Clarify {
 
   form(question, gain) {
     const answers = question.answers.map((text) => choice(text, text));
-    const own = h("input", { type: "text", id: "own-words", maxlength: 2000, autocomplete: "off" });
+    const own = h("input", { type: "text", id: "own-words", maxlength: this.limits.answer, autocomplete: "off" });
     own.addEventListener("input", () => {
       for (const input of form.elements.answer instanceof RadioNodeList ? form.elements.answer : []) input.checked = false;
     });

@@ -41,7 +41,7 @@ export class Column {
       this.rename();
       changed();
     });
-    return { input, label: h("label", { class: "chip", title: graft.label }, input, h("span", {}, graft.name)) };
+    return { input, label: h("label", { class: "chip", title: `${graft.name}: ${graft.label}` }, input, h("span", {}, graft.name)) };
   }
 
   choices() {
@@ -86,7 +86,8 @@ export class Column {
   }
 
   /** Write the continuation of a prompt, or the answer to what was said; never throws what a server may say. */
-  async write({ mode, prompt, settings }, signal) {
+  async write(asked, signal) {
+    const { mode, prompt } = asked;
     complain(this.error);
     if (mode === "completion") this.clear();
     const answer = new TokenText(this.labels);
@@ -98,7 +99,7 @@ export class Column {
     this.element.setAttribute("aria-busy", "true");
     this.status.textContent = "Waiting for the first token …";
     try {
-      const finish = await this.listen(mode, prompt, settings, answer, clock, signal);
+      const finish = await this.listen(asked, answer, clock, signal);
       this.status.textContent = told(answer, clock, finish);
       this.remember(mode, prompt, answer);
     } catch (error) {
@@ -115,11 +116,11 @@ export class Column {
     this.output.append(answer.element);
   }
 
-  async listen(mode, prompt, settings, answer, clock, signal) {
+  async listen(asked, answer, clock, signal) {
     let finish = null;
-    const chat = mode === "chat";
+    const chat = asked.mode === "chat";
     const path = chat ? "v1/chat/completions" : "v1/completions";
-    for await (const chunk of stream(path, this.request(chat, prompt, settings), signal)) {
+    for await (const chunk of stream(path, this.request(asked), signal)) {
       const choice = chunk.choices?.[0];
       if (!choice) continue;
       for (const token of (chat ? chatTokens : completionTokens)(choice)) answer.add(token);
@@ -130,10 +131,11 @@ export class Column {
     return finish;
   }
 
-  request(chat, prompt, settings) {
+  request({ mode, prompt, system, settings }) {
     const shared = { model: this.model, stream: true, graftlm: { trace: true }, ...settings };
-    if (!chat) return { ...shared, prompt, logprobs: 3 };
-    return { ...shared, messages: [...this.history, { role: "user", content: prompt }], logprobs: true, top_logprobs: 3 };
+    if (mode !== "chat") return { ...shared, prompt, logprobs: 3 };
+    const first = system ? [{ role: "system", content: system }] : [];
+    return { ...shared, messages: [...first, ...this.history, { role: "user", content: prompt }], logprobs: true, top_logprobs: 3 };
   }
 
   remember(mode, prompt, answer) {

@@ -17,7 +17,9 @@ export class Compare {
       this.generate();
     });
     byId("prompt").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("compare-form").requestSubmit();
+      if (!sends(event)) return;
+      event.preventDefault();
+      byId("compare-form").requestSubmit();
     });
     byId("compare-form").addEventListener("change", () => this.store());
     byId("colour").addEventListener("change", () => this.recolour());
@@ -78,6 +80,7 @@ export class Compare {
     const chat = this.mode === "chat";
     byId("prompt-label").textContent = chat ? "Your message" : "Text to continue";
     byId("compare-new").hidden = !chat;
+    byId("system-field").hidden = !chat;
     this.restart();
   }
 
@@ -102,7 +105,7 @@ export class Compare {
     if (this.running || this.mistake(prompt)) return;
     this.running = new AbortController();
     this.busy(true);
-    const asked = { mode: this.mode, prompt, settings: this.settings() };
+    const asked = { mode: this.mode, prompt, system: byId("system").value.trim(), settings: this.settings() };
     if (asked.mode === "chat") byId("prompt").value = "";
     await Promise.all(this.columns.map((column) => column.write(asked, this.running.signal)));
     this.running = null;
@@ -124,5 +127,12 @@ export class Compare {
   }
 }
 
-const FIELDS = ["temperature", "most", "seed", "colour"];
+const FIELDS = ["system", "temperature", "most", "seed", "colour"];
+
+/** Whether a key sends the text: Enter, but with Shift, while a word is composed, or on a screen's keyboard, which has no Shift+Enter. */
+function sends(event) {
+  if (event.key !== "Enter" || event.isComposing) return false;
+  return event.ctrlKey || event.metaKey || !(event.shiftKey || matchMedia("(pointer: coarse)").matches);
+}
+
 const modes = () => [...document.querySelectorAll("input[name=mode]")];

@@ -37,6 +37,17 @@ export const many = (number, word) => `${count(number)} ${word}${number === 1 ? 
 /** A number with so many decimals, with a true minus sign. */
 export const decimals = (number, places = 3) => number.toFixed(places).replace(/^-/, "−");
 
+/** What is wrong with a text that is longer than the server takes, or nothing. */
+export function excess(text, most) {
+  const length = Array.from(text).length; // the server counts characters, not units of two bytes
+  return length > most ? `The text has ${many(length, "character")}, and ${count(most)} are the most: shorten it.` : "";
+}
+
+/** Every choice has its whole name as a title, since a narrow field cuts it. */
+export function entitle() {
+  for (const select of document.querySelectorAll("select")) select.title = select.selectedOptions[0]?.textContent ?? "";
+}
+
 /** White space that one can see. */
 export const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 

@@ -1,6 +1,7 @@
 // The grafts that are served, and what each learned and forgot, as a plot and a table.
 
 import { ask } from "./api.js";
+import { auditOf } from "./audit.js";
 import { table } from "./clarify.js";
 import { byId, complain, count, decimals, h, many } from "./dom.js";
 import { markIcon, plot } from "./plot.js";
@@ -18,17 +19,17 @@ export class Grafts {
 
 function card(graft, place) {
   const id = `graft-${place}`;
-  const report = h("div", { id: `${id}-report`, hidden: true });
-  const button = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": report.id }, "Show the report");
   const error = h("p", { class: "error", role: "alert", hidden: true });
-  button.addEventListener("click", () => toggle(graft, button, report, error));
+  const report = () => ask(`v1/graftlm/grafts/${encodeURIComponent(graft.name)}/report`);
+  const parts = [part(`${id}-report`, "the report", error, async () => draw(await report()))];
+  if (graft.audit) parts.push(part(`${id}-audit`, "the audit", error, async () => [auditOf((await report()).audit)]));
   return h(
     "article",
     { class: "sheet graft", "aria-labelledby": id },
-    h("header", {}, h("h2", { id }, graft.name), h("p", { class: "note" }, graft.label), button),
+    h("header", {}, h("h2", { id }, graft.name), h("p", { class: "note" }, graft.label), h("div", { class: "actions" }, ...parts.map((one) => one.button))),
     h("dl", { class: "facts" }, ...facts(graft).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     error,
-    report,
+    ...parts.map((one) => one.place),
   );
 }
 
@@ -41,13 +42,21 @@ function facts(graft) {
   ].filter(([, value]) => value);
 }
 
-async function toggle(graft, button, place, error) {
+/** A part that a button opens, which is asked for when it is opened first. */
+function part(id, name, error, make) {
+  const place = h("div", { id, hidden: true });
+  const button = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": id }, `Show ${name}`);
+  button.addEventListener("click", () => toggle(name, button, place, error, make));
+  return { button, place };
+}
+
+async function toggle(name, button, place, error, make) {
   const open = button.getAttribute("aria-expanded") === "true";
   complain(error);
   if (!open && !place.hasChildNodes()) {
     button.disabled = true;
     try {
-      place.replaceChildren(...draw(await ask(`v1/graftlm/grafts/${encodeURIComponent(graft.name)}/report`)));
+      place.replaceChildren(...(await make()));
     } catch (problem) {
       return complain(error, problem.message);
     } finally {
@@ -57,7 +66,7 @@ async function toggle(graft, button, place, error) {
   }
   place.hidden = open;
   button.setAttribute("aria-expanded", String(!open));
-  button.textContent = open ? "Show the report" : "Hide the report";
+  button.textContent = `${open ? "Show" : "Hide"} ${name}`;
 }
 
 function draw(report) {

@@ -3,11 +3,12 @@
 import { ApiError, ask, setKey } from "./api.js";
 import { Clarify } from "./clarify.js";
 import { Compare } from "./compare.js";
-import { byId, complain, h } from "./dom.js";
+import { byId, complain, entitle, h } from "./dom.js";
 import { Grafts } from "./grafts.js";
 import { Summarize } from "./summarize.js";
 
 const VIEWS = ["compare", "clarify", "summarize", "grafts"];
+const MOST = { most: "max_tokens", "clarify-most": "max_tokens", "summary-most": "max_tokens", budget: "questions", sentences: "sentences" };
 const views = { compare: new Compare(), clarify: new Clarify(), summarize: new Summarize(), grafts: new Grafts() };
 
 function showView() {
@@ -58,9 +59,11 @@ async function load() {
   complain(byId("boot"));
   try {
     const [models, overview] = await Promise.all([ask("v1/models"), ask("v1/graftlm/grafts")]);
-    const served = { names: models.data.map((model) => model.id), backbone: overview.backbone, grafts: overview.data };
+    const served = { names: models.data.map((model) => model.id), backbone: overview.backbone, grafts: overview.data, limits: overview.limits };
     for (const select of document.querySelectorAll("select.models")) offerModels(select, served);
+    for (const [id, limit] of Object.entries(MOST)) limitField(byId(id), served.limits[limit]);
     for (const view of Object.values(views)) view.serve(served);
+    entitle();
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
     if (error.status === 401) return;
@@ -76,7 +79,14 @@ function offerModels(select, served) {
   if ([...select.options].some((option) => option.value === chosen)) select.value = chosen;
 }
 
+/** A field takes what the server takes. */
+function limitField(field, most) {
+  field.max = most;
+  if (Number(field.value) > most) field.value = most;
+}
+
 chooseTheme();
+addEventListener("change", entitle);
 document.addEventListener("graftlm:key", askForKey);
 byId("key").addEventListener("submit", useKey);
 addEventListener("hashchange", showView);

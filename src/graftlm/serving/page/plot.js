@@ -4,7 +4,7 @@ import { decimals, s } from "./dom.js";
 
 const WIDTH = 380;
 const HEIGHT = 300;
-const LEFT = 56;
+const LEFT = 72; // the axis' title, then its numbers
 const RIGHT = 14;
 const TOP = 14;
 const BOTTOM = 50;
@@ -84,7 +84,7 @@ function axes(x, y) {
     ...x.ticks.map(([value, text]) => s("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, text)),
     ...y.ticks.map(([value, text]) => s("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, text)),
     s("text", { class: "axis", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "forgotten, nats per token"),
-    s("text", { class: "axis", transform: `translate(14 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "learned, nats per token"),
+    s("text", { class: "axis", transform: `translate(12 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "learned, nats per token"),
   ];
 }
 

@@ -1,15 +1,17 @@
 // A summary beside its source: each sentence leads to the passage that it rests on, and back.
 
-import { ask } from "./api.js";
-import { byId, complain, count, h, many } from "./dom.js";
+import { stream } from "./api.js";
+import { byId, complain, count, entitle, excess, h, many } from "./dom.js";
+import { markdown, sentence } from "./markdown.js";
 
-const MOST_BYTES = 1_600_000;
 const FORMATS = { md: "markdown", markdown: "markdown", html: "html", htm: "html", xhtml: "html", tex: "latex" };
 const TEXTS = ["txt", "text", "rst", ...Object.keys(FORMATS)];
 
 export class Summarize {
   constructor() {
     this.running = null;
+    this.pdf = null; // the bytes of a file, in base64
+    this.limits = { text: Infinity, document_bytes: Infinity }; // until the server tells its own
     byId("summarize-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.summarize();
@@ -28,9 +30,11 @@ export class Summarize {
       this.take(event.dataTransfer.files[0], event.dataTransfer.getData("text/plain"));
     });
     byId("writer").addEventListener("change", () => this.shown());
+    byId("source-file").querySelector("button").addEventListener("click", () => this.hold(null));
   }
 
-  serve() {
+  serve(served) {
+    this.limits = served.limits;
     this.shown();
     if (!this.running) this.busy("");
   }
@@ -39,37 +43,68 @@ export class Summarize {
     byId("summary-most").disabled = !byId("writer").value;
   }
 
-  /** A file's text into the field. */
+  /** A file's text into the field, or a PDF file in its place. */
   async take(file, text = "") {
     complain(byId("summarize-error"));
     byId("file").value = "";
     if (!file) {
-      if (text) byId("source-text").value = text;
+      if (text) this.hold(null, text);
       return;
     }
     const suffix = file.name.split(".").at(-1).toLowerCase();
-    const mistake = await misfit(file, suffix);
+    const mistake = await misfit(file, suffix, this.limits);
     if (mistake) return complain(byId("summarize-error"), mistake);
-    byId("source-text").value = await file.text();
-    byId("format").value = FORMATS[suffix] ?? "text";
+    if (suffix === "pdf") return this.hold(await base64(file), "", "pdf", `${file.name}, ${many(file.size, "byte")}`);
+    this.hold(null, await file.text(), FORMATS[suffix] ?? "text");
     byId("summarize-status").textContent = `${file.name} was read: ${many(byId("source-text").value.length, "character")}.`;
   }
 
+  /** Hold a PDF file, or a text. */
+  hold(pdf, text = "", format = "text", name = "") {
+    this.pdf = pdf;
+    byId("source-text").value = text;
+    byId("source-text").required = !pdf;
+    byId("source-text").hidden = Boolean(pdf);
+    byId("source-file").hidden = !pdf;
+    byId("source-file").firstElementChild.textContent = name;
+    byId("format").value = format;
+    byId("format").disabled = Boolean(pdf);
+    byId("summarize-status").textContent = "";
+    entitle();
+  }
+
   async summarize() {
-    if (this.running) return;
-    this.running = new AbortController();
     const text = byId("source-text").value;
-    const body = { text, format: byId("format").value, sentences: Number(byId("sentences").value) };
-    if (byId("writer").value) Object.assign(body, { model: byId("writer").value, max_tokens: Number(byId("summary-most").value) });
-    complain(byId("summarize-error"));
+    const mistake = excess(text, this.limits.text);
+    complain(byId("summarize-error"), mistake);
+    if (this.running || mistake) return;
+    this.running = new AbortController();
+    const source = this.pdf ? { pdf: this.pdf } : { text, format: byId("format").value };
+    const body = { ...source, sentences: Number(byId("sentences").value), stream: true };
+    const model = byId("writer").value;
+    if (model) Object.assign(body, { model, max_tokens: Number(byId("summary-most").value) });
     this.busy("The text is being read …");
     try {
-      this.draw(text, await ask("v1/graftlm/summarize", body, this.running.signal));
+      await this.listen(body, text);
     } catch (error) {
       complain(byId("summarize-error"), error.name === "AbortError" ? "You stopped it." : error.message);
+      byId("draft")?.removeAttribute("aria-busy");
     } finally {
       this.running = null;
       this.busy("");
+    }
+  }
+
+  /** The extract is shown before the model writes, what it writes as it comes, and the links at last. */
+  async listen(body, text) {
+    let [read, draft] = [{}, ""];
+    for await (const event of stream("v1/graftlm/summarize", body, this.running.signal)) {
+      const pages = event.pages ?? read.pages ?? [text];
+      if (event.summary !== undefined) this.draw(pages, event);
+      else if (event.text !== undefined) byId("draft").replaceChildren(...markdown((draft += event.text)));
+      else if (event.extract) this.draw(pages, { ...read, extract: event.extract, writer: body.model, links: [], draft: true });
+      else read = event;
+      if (event.extract && event.summary === undefined) this.busy(`${body.model} is writing …`);
     }
   }
 
@@ -79,40 +114,66 @@ export class Summarize {
     document.querySelector("#summarize-form [type=submit]").disabled = Boolean(sentence);
   }
 
-  draw(text, found) {
+  /** Both panes. The source opens at its first passage; once it is open it stays where its reader left it. */
+  draw(pages, found) {
     const linked = passagesOf(found);
-    const sentences = sentencesOf(found, linked);
+    const sentences = found.draft ? [] : sentencesOf(found, linked);
+    const before = byId("summary").querySelector("[data-drawn=draft] .source")?.scrollTop;
+    const source = h("div", { class: "source", tabindex: 0, role: "region", "aria-labelledby": "source-title" }, ...sourceOf(pages, found.format, linked, sentences));
     const panes = h(
       "div",
-      { class: "panes" },
-      h("article", { class: "sheet", "aria-labelledby": "summary-title" }, h("h2", { id: "summary-title", tabindex: -1 }, "Summary"), body(sentences), ...notes(found)),
+      { class: "panes", "data-drawn": found.draft ? "draft" : "whole" },
       h(
         "article",
-        { class: "sheet", "aria-labelledby": "source-title" },
-        h("h2", { id: "source-title" }, "Source"),
-        h("div", { class: "source", tabindex: 0, role: "region", "aria-labelledby": "source-title" }, ...passages(text, linked, sentences)),
+        { class: "sheet", "aria-labelledby": "summary-title" },
+        h("h2", { id: "summary-title", tabindex: -1 }, "Summary"),
+        ...(found.draft ? [h("div", { id: "draft", class: "draft", "aria-busy": "true" })] : [body(sentences, found.writer), ...notes(found)]),
       ),
+      h("article", { class: "sheet", "aria-labelledby": "source-title" }, h("h2", { id: "source-title" }, "Source"), source),
     );
+    number(source);
     for (const kind of ["pointerover", "focusin"]) panes.addEventListener(kind, (event) => light(panes, event.target));
     panes.addEventListener("pointerleave", () => light(panes, null));
     panes.addEventListener("click", follow);
     byId("summary").hidden = false;
     byId("summary").replaceChildren(panes);
+    source.scrollTop = before ?? firstPassage(source);
+    if (before !== undefined) return;
     byId("summary-title").focus({ preventScroll: true });
     panes.scrollIntoView({ block: "nearest" });
   }
 }
 
+/** How far down a source its first passage is, with two lines before it. */
+function firstPassage(source) {
+  const mark = source.querySelector("mark");
+  return mark ? mark.getBoundingClientRect().top - source.getBoundingClientRect().top - 2 * parseFloat(getComputedStyle(source).lineHeight) : 0;
+}
+
 /** What is wrong with a file, in a sentence, or null. */
-async function misfit(file, suffix) {
-  if (!TEXTS.includes(suffix)) return `${file.name} is no text that can be read here: one that ends in ${TEXTS.map((one) => `.${one}`).join(" ")} is expected.`;
-  if (file.size > MOST_BYTES) return `${file.name} has ${count(file.size)} bytes, and ${count(MOST_BYTES)} are the most: split it into its chapters.`;
+async function misfit(file, suffix, limits) {
+  const known = [...TEXTS, "pdf"];
+  if (!known.includes(suffix)) return `${file.name} is no text that can be read here: one that ends in ${known.map((one) => `.${one}`).join(" ")} is expected.`;
+  const most = Math.floor((suffix === "pdf" ? 3 / 4 : 1) * (limits.document_bytes - 2048)); // base64 has four characters for three bytes
+  if (file.size > most) return `${file.name} has ${count(file.size)} bytes, and ${count(most)} are the most: split it into its chapters.`;
+  if (suffix === "pdf") return null;
   try {
     new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     return null;
   } catch {
     return `${file.name} is not UTF-8 text: convert it first.`;
   }
+}
+
+/** The bytes of a file, in base64. */
+async function base64(file) {
+  const reader = new FileReader();
+  await new Promise((resolve, reject) => {
+    reader.onload = resolve;
+    reader.onerror = reject;
+    reader.readAsDataURL(file);
+  });
+  return reader.result.slice(reader.result.indexOf(",") + 1);
 }
 
 /** The passages that are linked, in the order of the source: the extract, and what supports a written sentence. */
@@ -129,34 +190,65 @@ function sentencesOf(found, linked) {
   return found.links.map(({ text, mark, nearest }) => ({ text, mark, passage: mark === "unsupported" ? null : numbers.get(nearest) }));
 }
 
-function body(sentences) {
+function body(sentences, writer) {
+  const nodes = (text) => (writer ? sentence(text) : [text]); // a model may write Markdown; an extract has none left
   const items = sentences.map(({ text, mark, passage }, place) => {
-    if (passage === null) return h("li", {}, `${text} `, h("span", { class: "unsupported" }, mark));
-    const link = h("a", { href: `#source-${passage}`, id: `summary-${place + 1}`, "data-passage": passage }, text);
+    if (passage === null) return h("li", {}, ...nodes(text), " ", h("span", { class: "unsupported" }, mark));
+    const link = h("a", { href: `#source-${passage}`, id: `summary-${place + 1}`, "data-passage": passage }, ...nodes(text));
     return h("li", {}, link, h("sup", { "aria-hidden": "true" }, passage), mark ? h("small", {}, ` ${mark}`) : "");
   });
   return h("ol", { class: "sentences" }, ...items);
 }
 
-/** The source's text, with its passages as links back; offsets count characters, which in JavaScript may be two units. */
-function passages(text, linked, sentences) {
-  const characters = Array.from(text);
-  const slice = (from, to) => characters.slice(from, to).join("");
-  const parts = [];
-  let place = 0;
-  for (const [index, { start, end }] of linked.entries()) {
-    if (start < place) continue;
-    parts.push(slice(place, start), mark(slice(start, end), index + 1, sentences));
-    place = end;
-  }
-  return [...parts, slice(place)];
+/** The source page by page, with its passages as links back. Markdown is drawn as such where that keeps every passage. */
+function sourceOf(pages, format, linked, sentences) {
+  return pages.flatMap((text, index) => {
+    const ranges = rangesOf(text, linked, pages.length > 1 || format === "pdf" ? index + 1 : null);
+    const whole = painter(text, ranges, sentences);
+    if (format === "pdf") return [h("p", { class: "page" }, `Page ${index + 1}`), ...whole.paint(0, text.length)];
+    if (format !== "markdown") return whole.paint(0, text.length);
+    const drawn = painter(text, ranges, sentences);
+    const blocks = markdown(text, drawn.paint);
+    return ranges.every((range) => drawn.seen.has(range.passage)) ? [h("div", { class: "drawn" }, ...blocks)] : whole.paint(0, text.length);
+  });
 }
 
-function mark(text, passage, sentences) {
+/** The linked passages of a page without overlaps. Offsets count characters, which in JavaScript may be two units. */
+function rangesOf(text, linked, page) {
+  const units = [0];
+  for (const character of text) units.push(units.at(-1) + character.length);
+  const ranges = linked.map(({ start, end, page: its }, place) => ({ start: units[start], end: units[end], passage: place + 1, page: its }));
+  const here = ranges.filter((range) => page === null || range.page === page).sort((one, other) => one.start - other.start);
+  return here.filter((range, place) => here.slice(0, place).every((before) => before.end <= range.start));
+}
+
+/** `paint(start, end)` gives the nodes of these characters; the passages among them are marked. */
+function painter(text, ranges, sentences) {
+  const seen = new Set(); // the passages that have been painted, of which the first part has the id
+  const paint = (start, end) => {
+    const nodes = [];
+    for (const range of ranges.filter((one) => one.start < end && one.end > start)) {
+      const [from, to] = [Math.max(start, range.start), Math.min(end, range.end)];
+      nodes.push(text.slice(start, from), mark(text.slice(from, to), range.passage, sentences, !seen.has(range.passage)));
+      seen.add(range.passage);
+      start = to;
+    }
+    return [...nodes, text.slice(start, end)];
+  };
+  return { paint, seen };
+}
+
+function mark(text, passage, sentences, first) {
   const back = sentences.findIndex((one) => one.passage === passage) + 1;
-  const target = back ? { href: `#summary-${back}`, "data-passage": passage } : {};
-  const inside = back ? h("a", { ...target, id: `source-${passage}` }, text) : h("span", { id: `source-${passage}` }, text);
-  return h("mark", { class: back ? null : "unused" }, inside, h("sup", { "aria-hidden": "true" }, passage));
+  const id = first ? `source-${passage}` : null;
+  const inside = back ? h("a", { href: `#summary-${back}`, "data-passage": passage, id, tabindex: first ? null : -1 }, text) : h("span", { id }, text);
+  return h("mark", { class: back || sentences.length === 0 ? null : "unused", "data-number": passage }, inside);
+}
+
+/** Each passage has its number behind its last part. */
+function number(source) {
+  const last = new Map([...source.querySelectorAll("mark")].map((one) => [one.dataset.number, one]));
+  for (const [passage, one] of last) one.append(h("sup", { "aria-hidden": "true" }, passage));
 }
 
 /** Let a sentence and its passage stand out together. */
@@ -171,6 +263,7 @@ function follow(event) {
   if (!link) return;
   event.preventDefault();
   const target = byId(link.hash.slice(1));
+  if (!target) return; // it overlaps another passage
   target.focus({ preventScroll: true });
   target.scrollIntoView({ block: "nearest" });
 }

@@ -96,8 +96,7 @@ export class TokenText {
 
   show(place) {
     this.mark(place);
-    describe(this.tokens[place], this.labels);
-    placeTip(this.tokens[place].element);
+    tipAt(this.tokens[place].element, ...described(this.tokens[place], this.labels));
   }
 
   leave() {
@@ -177,20 +176,26 @@ tip.addEventListener("pointerleave", hideTip);
 addEventListener("keydown", (event) => event.key === "Escape" && hideTip());
 addEventListener("scroll", () => anchor && placeTip(anchor), { passive: true, capture: true });
 
-function hideTip() {
+export function hideTip() {
   tip.hidden = true;
   anchor = null;
 }
 
-function describe(token, labels) {
+/** Show nodes beside an element. */
+export function tipAt(element, ...nodes) {
+  tip.replaceChildren(...nodes);
+  placeTip(element);
+}
+
+function described(token, labels) {
   const rows = Object.entries(token.values).map(([name, value]) => [labels.swatch(name), name, decimals(value, 2), value]);
   if (token.p !== null) rows.push([null, "probability", percent(token.p), token.p]);
   const others = token.others.filter(([text]) => text !== token.text).slice(0, 3);
-  tip.replaceChildren(
+  return [
     h("p", { class: "which" }, visible(token.text)),
     h("dl", {}, ...rows.map(([swatch, name, figure, value]) => row(swatch, name, figure, value))),
     h("p", { class: "others" }, others.length ? `or ${others.map(([text, p]) => `${visible(text)} ${percent(p)}`).join(", ")}` : ""),
-  );
+  ];
 }
 
 function row(swatch, name, figure, value) {

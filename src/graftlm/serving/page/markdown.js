@@ -1,0 +1,143 @@
+// Markdown as elements, made of text nodes alone: no HTML of the text is read, and no address in it is followed.
+
+import { h } from "./dom.js";
+
+const FENCE = /^ {0,3}(`{3,}|~{3,})/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$/;
+const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
+const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+(?=\S)/;
+const QUOTE = /^ {0,3}>[ \t]?/;
+const UNDERLINE = /^ {0,3}(=+|-+)[ \t]*$/;
+const COLUMNS = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const CELL = /(?:\\.|[^|\\])+/g;
+const MOST_DEPTH = 8;
+
+// An escaped character; code; a link or an image; strong; emphasis by stars, and by low lines between words.
+const INLINE =
+  /\\([\\`*_{}[\]()#+.!>|~-])|(`+)(?!`)(.{1,2000}?)(?<!`)\2(?!`)|!?\[([^\]]{0,2000})\]\(((?:[^()\s]|\([^()\s]*\)){0,2000})[^()]{0,200}\)|(\*\*|__)(?=\S)(.{1,2000}?\S)\6|\*(?=[^\s*])(.{0,2000}?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])(.{0,2000}?[^\s_])_(?!\w)/gs;
+
+/** The blocks of a text. `paint(start, end)` gives the nodes of these characters of it; without, they are its text. */
+export function markdown(text, paint = plain(text)) {
+  const lines = [...text.matchAll(/([^\r\n]*)(\r\n|\r|\n|$)/g)].map((match) => ({ text: match[1], start: match.index, end: match.index + match[1].length }));
+  const blocks = [];
+  const state = { level: 2 }; // of the last heading: none below skips a level
+  for (let place = 0; place < lines.length; ) {
+    const [nodes, next] = block(text, lines, place, paint, state);
+    blocks.push(...nodes);
+    place = next;
+  }
+  return blocks;
+}
+
+/** The nodes of one line or sentence. */
+export const sentence = (text) => inline(text, 0, text.length, plain(text));
+
+const plain = (text) => (start, end) => [text.slice(start, end)];
+
+function block(text, lines, place, paint, state) {
+  const line = lines[place];
+  const fence = FENCE.exec(line.text);
+  if (!line.text.trim()) return [[], place + 1];
+  if (fence) return code(lines, place, fence[1], paint);
+  const heading = HEADING.exec(line.text);
+  if (heading) {
+    const start = line.start + line.text.indexOf(heading[2], heading[0].indexOf(heading[1]) + heading[1].length);
+    return [[title(state, heading[1].length, inline(text, start, start + heading[2].length, paint))], place + 1];
+  }
+  if (RULE.test(line.text)) return [[h("hr")], place + 1];
+  if (ITEM.test(line.text)) return list(text, lines, place, paint);
+  if (QUOTE.test(line.text)) return quote(text, lines, place, paint);
+  if (line.text.includes("|") && COLUMNS.test(lines[place + 1]?.text ?? "")) return grid(text, lines, place, paint);
+  return paragraph(text, lines, place, paint, state);
+}
+
+const begins = (line) => !line.text.trim() || [FENCE, HEADING, RULE, ITEM, QUOTE].some((pattern) => pattern.test(line.text));
+
+/** The first line from `place` on that another block begins with. */
+function endOf(lines, place) {
+  while (place < lines.length && !begins(lines[place])) place += 1;
+  return place;
+}
+
+function title(state, depth, nodes) {
+  state.level = Math.min(depth + 2, state.level + 1, 6);
+  return h(`h${state.level}`, {}, ...nodes);
+}
+
+function code(lines, place, fence, paint) {
+  let end = place + 1;
+  while (end < lines.length && !lines[end].text.trim().startsWith(fence)) end += 1;
+  const inside = lines.slice(place + 1, end);
+  const nodes = inside.length ? paint(inside[0].start, inside.at(-1).end) : [];
+  return [[h("pre", {}, h("code", {}, ...nodes))], end + 1];
+}
+
+function list(text, lines, place, paint) {
+  const ordered = /\d/.test(ITEM.exec(lines[place].text)[2]);
+  const items = [];
+  for (let match; place < lines.length && (match = ITEM.exec(lines[place].text)); ) {
+    const next = endOf(lines, place + 1);
+    const depth = Math.min(3, Math.floor(match[1].replaceAll("\t", "    ").length / 2));
+    const value = ordered && /\d/.test(match[2]) ? parseInt(match[2], 10) : null;
+    items.push(h("li", { class: `deep-${depth}`, value }, ...inline(text, lines[place].start + match[0].length, lines[next - 1].end, paint)));
+    place = next;
+    if (place < lines.length - 1 && !lines[place].text.trim() && ITEM.test(lines[place + 1].text)) place += 1; // a loose list
+  }
+  return [[h(ordered ? "ol" : "ul", {}, ...items)], place];
+}
+
+function quote(text, lines, place, paint) {
+  const parts = [];
+  for (let match; place < lines.length && (match = QUOTE.exec(lines[place].text)); place += 1) {
+    parts.push(h("div", {}, ...inline(text, lines[place].start + match[0].length, lines[place].end, paint)));
+  }
+  return [[h("blockquote", {}, ...parts)], place];
+}
+
+function grid(text, lines, place, paint) {
+  const rows = [];
+  for (let row = place; row < lines.length && lines[row].text.includes("|"); row += row === place ? 2 : 1) rows.push(lines[row]);
+  const cells = (line) => [...line.text.matchAll(CELL)].filter((cell) => cell[0].trim() || (cell.index > 0 && cell.index + cell[0].length < line.text.length));
+  const drawn = rows.map((line, number) => h("tr", {}, ...cells(line).map((cell) => h(number ? "td" : "th", {}, ...inline(text, line.start + cell.index, line.start + cell.index + cell[0].length, paint)))));
+  return [[h("table", { class: "words" }, h("thead", {}, drawn[0]), h("tbody", {}, ...drawn.slice(1)))], place + rows.length + 1];
+}
+
+function paragraph(text, lines, place, paint, state) {
+  let end = endOf(lines, place + 1);
+  const ruled = lines.slice(place + 1, end + 1).findIndex((line) => UNDERLINE.test(line.text));
+  if (ruled >= 0) end = place + 1 + ruled;
+  const nodes = inline(text, lines[place].start, lines[end - 1].end, paint);
+  if (ruled >= 0) return [[title(state, lines[end].text.includes("=") ? 1 : 2, nodes)], end + 1];
+  return [[h("p", {}, ...nodes)], end];
+}
+
+function inline(text, start, end, paint, depth = 0) {
+  const nodes = [];
+  let place = start;
+  const put = (to) => {
+    if (to > place) nodes.push(...paint(place, to));
+  };
+  if (depth < MOST_DEPTH) {
+    for (const match of text.slice(start, end).matchAll(INLINE)) {
+      const from = start + match.index;
+      put(from);
+      place = from + match[0].length;
+      nodes.push(...marked(text, match, from, paint, depth));
+    }
+  }
+  put(end);
+  return nodes;
+}
+
+/** The nodes of one match of INLINE. */
+function marked(text, match, from, paint, depth) {
+  const [whole, escaped, ticks, inside, label, address, strong] = match;
+  const within = (before, after) => inline(text, from + before, from + whole.length - after, paint, depth + 1);
+  if (escaped) return paint(from + 1, from + 2);
+  if (ticks) return [h("code", {}, ...paint(from + ticks.length, from + ticks.length + inside.length))];
+  if (address !== undefined) {
+    const before = whole.indexOf("[") + 1;
+    return [h("span", { class: "address", title: address }, ...(label ? within(before, whole.length - before - label.length) : ["image"]))];
+  }
+  return strong ? [h("strong", {}, ...within(2, 2))] : [h("em", {}, ...within(1, 1))];
+}
