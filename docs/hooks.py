@@ -4,10 +4,13 @@
 <!-- verbs -->                  the verbs of `graft`
 <!-- grafts -->                 the kinds of grafts
 <!-- extras -->                 the extras of the package
+<!-- sizing -->                 what a server of SmolLM2 needs and does, from the results of the benchmark `serving`
 """
 
 from __future__ import annotations
 
+import json
+import math
 import posixpath
 import re
 import tomllib
@@ -22,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from graftlm.config import Config
 
-_PLACEHOLDER = re.compile(r"<!-- (keys of (?P<config>[\w.]+)|verbs|grafts|extras|experiments|memory|time) -->")
+_PLACEHOLDER = re.compile(r"<!-- (keys of (?P<config>[\w.]+)|verbs|grafts|extras|experiments|memory|time|sizing) -->")
 GB = 1e9
 
 
@@ -194,6 +197,71 @@ def _time(folder: str) -> str:
     return _table(head, rows)
 
 
+@dataclass(frozen=True)
+class ServingRates:
+    """What one replica did in the benchmark `serving`.
+
+    Attributes:
+        alone, batch: tokens per second that it writes for one client, and for 16 together.
+        prompt: tokens per second of a prompt that it reads for the first time.
+        known: seconds to the first token of a prompt of which 1,000 tokens are known.
+        grafts: rate with four grafts in one batch over that with one.
+    """
+
+    alone: float
+    batch: float
+    prompt: float
+    known: float
+    grafts: float
+
+    def seconds(self, prompt: int, answer: int, *, is_known: bool = False) -> float:
+        """Seconds of a replica that a request takes; `is_known` for a prompt of about 1,000 tokens in the cache."""
+        return (self.known if is_known else prompt / self.prompt) + answer / self.batch
+
+
+def serving_rates(results: dict[str, Any]) -> ServingRates:
+    """The rates of a results.json of the benchmark."""
+    means = {row["id"]: {name: metric["mean"] for name, metric in row["metrics"].items()} for row in results["rows"]}
+    prefix = means["prefix_1000"]
+    return ServingRates(
+        alone=means["clients_1"]["tokens_per_s"],
+        batch=means["clients_16"]["tokens_per_s"],
+        prompt=(results["details"]["size"]["prefix"] + 20) / prefix["first_s"],  # 20 tokens follow the prefix
+        known=prefix["second_s"],
+        grafts=means["mixed_grafts_4"]["ratio"],
+    )
+
+
+def _sizing(folder: str) -> str:
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "serving" / "results.json"
+    rates, shape = serving_rates(json.loads(path.read_text(encoding="utf-8"))), SHAPES[0]
+    token = requirements(shape, context=1).cache
+    new, known = rates.seconds(1000, 200), rates.seconds(1000, 200, is_known=True)
+    rows = [
+        ["weights", f"2 · {shape.parameters / 1e6:.1f} · 10⁶ = {requirements(shape).backbone / GB:.2f} GB"],
+        ["keys and values of a token", f"2 · 2 · {shape.layers} · {shape.kv_width} = {token / 1e3:.1f} kB"],
+        ["of 16 requests of 1,000 tokens", f"{16_000 * token / GB:.2f} GB"],
+        ["of `--prefix-cache 8192`", f"{8192 * token / GB:.2f} GB"],
+        ["prompts that are new", f"**{rates.prompt:,.0f} tokens/s**"],
+        [
+            "1,000 tokens that are known",
+            f"**{rates.known:.2f} s**, where reading them takes {1000 / rates.prompt:.2f} s",
+        ],
+        ["answers, one client", f"**{rates.alone:.0f} tokens/s**"],
+        ["answers, 16 clients together", f"**{rates.batch:.0f} tokens/s**"],
+        ["the same with four grafts in one batch", f"**{rates.grafts:.2f}** of the rate with one"],
+        ["a request of 1,000 new tokens, 200 of answer", f"{new:.1f} s of a replica: {0.7 / new:.2f} a second"],
+        ["the same where the 1,000 tokens are known", f"{known:.1f} s of a replica: {0.7 / known:.2f} a second"],
+        ["replicas for 5 such requests a second", f"{_replicas(5, new)}, or {_replicas(5, known)} where all are known"],
+    ]
+    return _table(["SmolLM2-135M in bfloat16, two CPU cores", ""], rows)
+
+
+def _replicas(rate: float, seconds: float) -> int:
+    """Replicas that are busy for 70% of the time."""
+    return math.ceil(rate * seconds / 0.7)
+
+
 _LISTS: dict[str, Callable[[str], str]] = {
     "verbs": _verbs,
     "grafts": _grafts,
@@ -201,6 +269,7 @@ _LISTS: dict[str, Callable[[str], str]] = {
     "experiments": _experiments,
     "memory": _memory,
     "time": _time,
+    "sizing": _sizing,
 }
 
 

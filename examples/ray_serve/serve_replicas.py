@@ -1,34 +1,92 @@
-"""The server of `graft serve` under Ray Serve: several replicas behind one address.
+"""The server of `graft serve` under Ray Serve: as many replicas as the load needs, behind one address.
 
     pip install 'graftlm[serve]' 'ray[serve]'
-    python serve_replicas.py --backbone google/gemma-2-2b --grafts runs/served --replicas 2
+    python serve_replicas.py --backbone google/gemma-2-2b --grafts runs/served --replicas 1 --most 4
 
 Each replica is a whole server: it loads the backbone, answers in batches of its own, and reads grafts anew when their
-files change. Ray's proxy sends each request to a replica with few under way, and passes streams on.
+files change. A prompt goes to the replica that has read the longest beginning of it for the same model, whose prefix
+cache then has it; where that replica is full, to the next. Ray starts and stops replicas as requests come.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import hashlib
+import json
 import signal
 import threading
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.request_router import RequestRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+BLOCK = 256  # characters; about the 64 tokens of a block of the servers' prefix cache
+MAX_BLOCKS = 64  # of a prompt that are looked at
+KEPT = 20_000  # blocks that are remembered for each replica
+MAX_BODY = 8 * 2**20  # bytes, as a server takes them at most
 
 
-def application(backbone: str, grafts: str | None, replicas: int, cpus: float, gpus: float) -> serve.Application:
-    """Replicas of the server's application, each of which loads models when it starts.
+def prefixes(body: bytes) -> list[str]:
+    """Hashes of all beginnings of a request's prompt in whole blocks, shortest first; each depends on the model."""
+    try:
+        values = json.loads(body)
+        prompt = values.get("prompt") or values.get("messages") or values.get("input") or values.get("text") or ""
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        running = hashlib.sha256(str(values.get("model")).encode())
+    except (ValueError, AttributeError):  # the replica says what is wrong with it
+        return []
+    found = []
+    for start in range(0, min(len(text), MAX_BLOCKS * BLOCK) - BLOCK + 1, BLOCK):
+        running.update(text[start : start + BLOCK].encode("utf-8", "surrogatepass"))
+        found.append(running.hexdigest())
+    return found
 
-    Args:
-        backbone: a model's name or folder, the same on every machine.
-        grafts: a folder of grafts' folders, on a disk that every machine sees.
-        replicas: how many.
-        cpus, gpus: of each.
-    """
 
-    def build() -> Any:
+class PrefixRouter(RequestRouter):
+    """Sends a request to the replica that has read the longest beginning of its prompt, else to the next best."""
+
+    def initialize_state(self) -> None:
+        self._read: dict[Any, OrderedDict[str, None]] = {}
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        """Ranks of replicas: Ray takes the first one with room for another request."""
+        hashes = pending_request.args[0] if pending_request is not None and pending_request.args else []
+
+        def known(replica: Any) -> int:
+            return sum(one in self._read.get(replica.replica_id, ()) for one in hashes)
+
+        best = max(map(known, candidate_replicas), default=0)
+        if best == 0:  # nobody has read it: the replica that has the least to remember
+            ranked = sorted(candidate_replicas, key=lambda replica: len(self._read.get(replica.replica_id, ())))
+        else:
+            ranked = sorted(candidate_replicas, key=known, reverse=True)
+        return [[replica] for replica in ranked]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        read = self._read.setdefault(replica_id, OrderedDict())
+        for one in pending_request.args[0] if pending_request.args else []:
+            read[one] = None
+            read.move_to_end(one)
+        while len(read) > KEPT:
+            read.popitem(last=False)
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        super().update_replicas(replicas)
+        names = {replica.replica_id for replica in replicas}
+        self._read = {name: read for name, read in getattr(self, "_read", {}).items() if name in names}
+
+
+class Replica:
+    """A whole server, whose application is called with the parts of a request and yields those of its answer."""
+
+    def __init__(self, backbone: str, grafts: str | None) -> None:
         from graftlm.backbone import default_device, load_backbone
         from graftlm.serving.app import create_app
         from graftlm.serving.service import open_service
@@ -36,12 +94,78 @@ def application(backbone: str, grafts: str | None, replicas: int, cpus: float, g
 
         settings = ServerSettings(host="0.0.0.0")  # noqa: S104  # Ray's proxy listens, under any name
         model = load_backbone(backbone, device=default_device())
-        return create_app(open_service(model, folder=grafts, settings=settings, keys=read_keys()))
+        self._app = create_app(open_service(model, folder=grafts, settings=settings, keys=read_keys()))
+        self._lifespan: Any = None
 
-    limits = {"max_ongoing_requests": 256, "graceful_shutdown_timeout_s": 60}
-    resources = {"num_cpus": cpus, "num_gpus": gpus}
-    deployment = serve.deployment(num_replicas=replicas, ray_actor_options=resources, **limits)
-    return deployment(serve.ingress(build)()).bind()
+    async def answer(self, prefixes: list[str], scope: dict[str, Any], body: bytes) -> AsyncGenerator[Any, None]:
+        """(status, headers), then the chunks of the body; the router has read `prefixes`."""
+        if self._lifespan is None:  # it watches the grafts' files
+            self._lifespan = self._app.router.lifespan_context(self._app)
+            await self._lifespan.__aenter__()
+        sent: asyncio.Queue[Any] = asyncio.Queue()
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return parts.pop() if parts else await asyncio.Future()  # a client that leaves cancels all of it
+
+        task = asyncio.create_task(self._app(scope, receive, sent.put))
+        task.add_done_callback(lambda _: sent.put_nowait(None))
+        try:
+            while (message := await sent.get()) is not None:
+                start = message["type"] == "http.response.start"
+                yield (message["status"], message["headers"]) if start else message.get("body", b"")
+        finally:
+            task.cancel()
+
+
+class Front:
+    """Reads the bodies of requests, by which replicas are chosen, and passes answers on as they come."""
+
+    def __init__(self, replicas: Any) -> None:
+        self._replicas = replicas.options(stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                return PlainTextResponse(f"The request is larger than {MAX_BODY:,} bytes.\n", status_code=413)
+        keys = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
+        scope = {key: request.scope[key] for key in keys if key in request.scope}
+        parts = self._replicas.answer.remote(prefixes(bytes(body)), {**scope, "root_path": ""}, bytes(body))
+        status, headers = await anext(aiter(parts))
+        answer = StreamingResponse(parts, status_code=status)
+        answer.raw_headers = [(bytes(name), bytes(value)) for name, value in headers]
+        return answer
+
+
+def application(
+    backbone: str, grafts: str | None, replicas: int, most: int, cpus: float, gpus: float
+) -> serve.Application:
+    """Replicas behind a front; Ray keeps their number between `replicas` and `most`.
+
+    Args:
+        backbone: a model's name or folder, the same on every machine.
+        grafts: a folder of grafts' folders, on a disk that every machine sees.
+        replicas, most: the least and the most.
+        cpus, gpus: of each.
+    """
+    scaling = AutoscalingConfig(
+        min_replicas=replicas,
+        max_replicas=most,
+        target_ongoing_requests=16,  # a full batch
+        upscale_delay_s=10,
+        downscale_delay_s=600,  # a new replica begins with an empty prefix cache
+    )
+    limits: dict[str, Any] = {"max_ongoing_requests": 32, "graceful_shutdown_timeout_s": 60}
+    deployment = serve.deployment(
+        autoscaling_config=scaling,
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        **limits,
+    )
+    front = serve.deployment(max_ongoing_requests=1024, ray_actor_options={"num_cpus": 0})
+    return front(Front).bind(deployment(Replica).bind(backbone, grafts))
 
 
 def main() -> None:
@@ -49,7 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", required=True, help="a model's name or folder")
     parser.add_argument("--grafts", help="a folder of grafts' folders")
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1, help="the least")
+    parser.add_argument("--most", type=int, default=4, help="the most")
     parser.add_argument("--cpus", type=float, default=1.0, help="of each replica")
     parser.add_argument("--gpus", type=float, default=0.0, help="of each replica")
     parser.add_argument("--host", default="127.0.0.1")
@@ -59,7 +184,8 @@ def main() -> None:
     serve.start(http_options={"host": chosen.host, "port": chosen.port, "request_timeout_s": 600})
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # after Ray, which sets a handler of its own
-    serve.run(application(chosen.backbone, chosen.grafts, chosen.replicas, chosen.cpus, chosen.gpus))
+    sizes = (max(1, chosen.replicas), max(chosen.replicas, chosen.most), chosen.cpus, chosen.gpus)
+    serve.run(application(chosen.backbone, chosen.grafts, *sizes))
     print(f"serving at http://{chosen.host}:{chosen.port}", flush=True)  # noqa: T201  # what a user waits for
     try:
         while not stop.wait(1):
