@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from graftlm.errors import GraftError
-from graftlm.serving import extensions, requests, responses
+from graftlm.serving import extensions, requests, responses, responses_api
 from graftlm.serving.errors import ErrorResponse, on_error
 from graftlm.serving.middleware import Guard, RequestMetrics, user_of
 from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model
@@ -124,15 +124,15 @@ def _openai_router(service: Service) -> APIRouter:
         parsed = await asyncio.to_thread(requests.parse_completion, service, body, user_of(request))
         return await _respond(service, request, responses.CompletionBuilder, parsed)
 
-    @post("/chat/completions", response_model=responses.Chat, summary="Continue a conversation")
+    @post("/chat/completions", response_model=responses.Chat, summary="Continue a responses_api")
     async def chat(body: requests.ChatRequest, request: Request) -> Any:
         parsed = await asyncio.to_thread(requests.parse_chat, service, body, user_of(request))
         return await _respond(service, request, responses.ChatBuilder, parsed)
 
-    @post("/responses", response_model=responses.OpenAIResponse, summary="Answer a text, or continue a conversation")
-    async def response(body: requests.ResponsesRequest, request: Request) -> Any:
-        parsed = await asyncio.to_thread(requests.parse_responses, service, body, user_of(request))
-        return await _respond(service, request, responses.ResponsesBuilder, parsed)
+    @post("/responses", response_model=responses_api.Response, summary="Answer a text, or continue a responses_api")
+    async def response(body: responses_api.ResponsesRequest, request: Request) -> Any:
+        parsed = await asyncio.to_thread(responses_api.parse_responses, service, body, user_of(request))
+        return await _respond(service, request, responses_api.ResponsesBuilder, parsed)
 
     @router.post("/embeddings", response_model=responses.Embeddings, summary="The mean of a text's last hidden states")
     async def embeddings(body: requests.EmbeddingRequest, request: Request) -> Any:
@@ -199,7 +199,7 @@ async def _respond(
     stream, builder = service.engine.submit(parsed.requests), kind(parsed, service.tokenizer, service.fingerprint)
     outputs = _measured(service, parsed, stream)
     if parsed.stream:
-        return responses.EventStream(builder.events(outputs), service.settings.send_seconds, stream.cancel)
+        return responses.EventStream(builder, outputs, service.settings.send_seconds, stream.cancel)
     try:
         return await responses.run_until_disconnect(request, builder.complete(outputs))
     finally:

@@ -367,8 +367,8 @@ class ModelRegistry:
         check_prompt(request.prompt, self._vocabulary)
         if request.max_tokens > self.limits.max_tokens:
             raise ContextLengthError(
-                f"max_tokens is {request.max_tokens}, but this server writes {self.limits.max_tokens} at most: ask "
-                "for fewer."
+                f"{request.max_tokens} new tokens are too many, as this server writes {self.limits.max_tokens} at "
+                "most: ask for fewer."
             )
         length = len(request.prompt)
         if length + request.max_tokens > self._context:

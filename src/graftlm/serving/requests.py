@@ -7,9 +7,9 @@ implement accept only the value that changes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -223,6 +223,7 @@ class TextPart(StrictBody):
     type: Literal["text", "input_text", "output_text"]
     text: str
     annotations: OnlyEmptyList = None
+    logprobs: OnlyEmptyList = None
 
     @model_validator(mode="before")
     @classmethod
@@ -233,6 +234,15 @@ class TextPart(StrictBody):
                 f"this server reads text alone, and a part of the type {kind[:50]!r} was found: leave it out"
             )
         return values
+
+
+Texts = Annotated[
+    list[TextPart],
+    BeforeValidator(
+        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
+        json_schema_input_type=str | list[TextPart],
+    ),
+]
 
 
 class FunctionCall(StrictBody):
@@ -265,16 +275,7 @@ class ChatMessage(StrictBody):
     """One message of a conversation; `tool` has the result of a call."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[
-            list[TextPart],
-            BeforeValidator(
-                lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
-                json_schema_input_type=str | list[TextPart],
-            ),
-        ]
-        | None
-    ) = None
+    content: Texts | None = None
     name: Ignored = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -341,6 +342,8 @@ class EmbeddingRequest(RequestBody):
 class ChatRequest(ApiRequest):
     """The body of /v1/chat/completions: a conversation that the assistant continues."""
 
+    prompt_key: ClassVar[str] = "messages"  # as errors name it
+    form_key: ClassVar[str] = "response_format"
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -381,39 +384,6 @@ class TokenizeRequest(RequestBody):
             yield "either prompt or messages is expected"
 
 
-class InputMessage(ChatMessage):
-    """A message of /v1/responses, or an earlier answer."""
-
-    type: Literal["message"] = "message"
-    id: Ignored = None
-    status: Ignored = None
-
-
-class ResponsesRequest(RequestBody):
-    """The body of /v1/responses in its plain form: text in, text out."""
-
-    model: str = Field(min_length=1)
-    input: NonEmpty | Annotated[list[InputMessage], NotEmpty]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(1.0, ge=0, le=2)
-    top_p: float | None = Field(1.0, ge=0, le=1)
-    stream: OnlyFalse = None
-    tools: OnlyEmptyList = None
-    include: OnlyEmptyList = None
-    tool_choice: OnlyNoFunction = None
-    background: OnlyFalse = None
-    truncation: Annotated[Any, NeutralValue("disabled")] = None
-    previous_response_id: OnlyNull = None
-    parallel_tool_calls: Ignored = None
-    prompt_cache_key: Ignored = None
-    service_tier: Ignored = None
-    text: Annotated[Any, NeutralValue({"format": {"type": "text"}})] = None
-    metadata: Ignored = None
-    store: Ignored = None
-    user: Ignored = None
-
-
 @dataclass(frozen=True)
 class ParsedRequest:
     """An HTTP request in the engine's terms.
@@ -427,6 +397,7 @@ class ParsedRequest:
         include_usage: whether a stream ends with the numbers of tokens.
         tools: names of the tools that the answer may call.
         base64: whether embeddings are written in base64.
+        repeated: keys of the request that the response has too.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -438,6 +409,7 @@ class ParsedRequest:
     include_usage: bool
     tools: tuple[str, ...] = ()
     base64: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
@@ -479,7 +451,7 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     callable_tools = _callable_tools(body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if callable_tools else []
     prompt = service.tokenizer.encode_chat([message.for_template() for message in body.messages], tools)
-    check_prompt(prompt, service.tokenizer.vocabulary, "messages")
+    check_prompt(prompt, service.tokenizer.vocabulary, body.prompt_key)
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     return _parse(
         service,
@@ -492,15 +464,6 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
         tools=tuple(callable_tools),
         user=user,
     )
-
-
-def parse_responses(service: Service, body: ResponsesRequest, user: str) -> ParsedRequest:
-    """Convert the body of /v1/responses to that of a chat."""
-    first: list[Any] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    rest: Any = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    options = body.model_dump(include={"model", "temperature", "top_p"})
-    chat = ChatRequest(messages=[*first, *rest], max_tokens=body.max_output_tokens, **options)
-    return parse_chat(service, chat, user)
 
 
 def _callable_tools(body: ChatRequest) -> dict[str, Any]:
@@ -524,7 +487,7 @@ def _callable_tools(body: ChatRequest) -> dict[str, Any]:
 def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, Any]) -> Grammar | None:
     """The grammar of the answer; at most one of tools, response_format and structured_outputs may set it."""
     form = body.response_format if body.response_format and body.response_format.type != "text" else None
-    given = {"tools": bool(tools), "response_format": form, "structured_outputs": body.structured_outputs}
+    given = {"tools": bool(tools), body.form_key: form, "structured_outputs": body.structured_outputs}
     set_ = [name for name, value in given.items() if value]
     if len(set_) > 1:
         raise ServingError(f"{set_[0]} and {set_[1]} both say what the answer may be: leave one out.", set_[1])
@@ -533,7 +496,7 @@ def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, Any]) ->
         return tool_grammar(service.grammars, tools, required=required, parallel=parallel)
     if form is not None:
         schema = form.json_schema.json_schema if form.json_schema else {"type": "object"}
-        return service.grammars.json(schema, "response_format")
+        return service.grammars.json(schema, body.form_key)
     return _structured(service, body)
 
 

@@ -31,8 +31,6 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 from openai.types.create_embedding_response import Usage
-from openai.types.responses import Response as OpenAIResponse
-from openai.types.responses import ResponseOutputMessage
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -197,10 +195,13 @@ class ResponseBuilder(ABC):
     response: Callable[..., BaseModel]
     event: Callable[..., BaseModel]
     has_role = False  # whether a choice begins with an event of its own
+    end = "data: [DONE]"
+    """The last event of a stream; none if it is empty."""
 
     def __init__(self, parsed: ParsedRequest, tokenizer: ServingTokenizer, fingerprint: str) -> None:
         self.parsed, self.tokenizer = parsed, tokenizer
         self.choices = [ChoiceState() for _ in parsed.requests]
+        self._readers = [CallReader(parsed.tools) for _ in self.choices] if parsed.tools else []
         self.head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -219,7 +220,7 @@ class ResponseBuilder(ABC):
         return self.response(choices=choices, usage=self.usage, **self.head)
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        """The events of the stream as JSON."""
+        """The events of the stream as server-sent events."""
         started = set[int]()
         async for item in outputs:
             index, state = item.index, self.choices[item.index]
@@ -250,7 +251,11 @@ class ResponseBuilder(ABC):
     def _event(self, choices: list[BaseModel], usage: CompletionUsage | None = None) -> str:
         """An event; with `include_usage` OpenAI sets usage to null in all but the last."""
         last = {"usage": usage} if self.parsed.include_usage else {}
-        return self.event(choices=choices, **last, **self.head).model_dump_json(exclude_unset=True)
+        return f"data: {self.event(choices=choices, **last, **self.head).model_dump_json(exclude_unset=True)}"
+
+    def error(self, body: dict[str, Any]) -> str:
+        """The last event of a stream that fails; `body` is that of an error's response."""
+        return f"data: {json.dumps(body)}"
 
     def base(self, part: ChoicePart) -> dict[str, Any]:
         """The keys of every choice; `graftlm` is set only if it has content."""
@@ -267,7 +272,15 @@ class ResponseBuilder(ABC):
 
     def read_calls(self, part: ChoicePart) -> ChoicePart:
         """The next part of a choice with its tool calls taken out of the text."""
-        return part
+        if not self._readers:
+            return part
+        reader = self._readers[part.index]
+        text, calls = reader.add(part.text)
+        if part.finish_reason is None:
+            return part._replace(text=text, calls=calls)
+        called = reader.calls > 0 and part.finish_reason == "stop"
+        reason: FinishReason = "tool_calls" if called else part.finish_reason
+        return part._replace(text=text + reader.rest(), calls=calls, finish_reason=reason)
 
     @abstractmethod
     def choice(self, part: ChoicePart) -> BaseModel:
@@ -319,29 +332,6 @@ class EmbeddingBuilder(ResponseBuilder):
         return TextEmbedding(embedding=values, index=part.index, object="embedding")
 
 
-class ResponsesBuilder(ResponseBuilder):
-    """The response of /v1/responses."""
-
-    prefix = "resp"
-
-    def response(self, choices: list[ResponseOutputMessage], usage: CompletionUsage, **head: Any) -> OpenAIResponse:
-        (message,), known = choices, usage.prompt_tokens_details
-        read = {"cached_tokens": (known and known.cached_tokens) or 0, "cache_write_tokens": 0}
-        details = {"input_tokens_details": read, "output_tokens_details": {"reasoning_tokens": 0}}
-        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-        values = {"usage": counts | details | {"total_tokens": usage.total_tokens}, "output": [message]}
-        values |= {"id": head["id"], "created_at": head["created"], "model": head["model"], "status": message.status}
-        values |= {"object": "response", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-        if message.status == "incomplete":
-            values["incomplete_details"] = {"reason": "max_output_tokens"}
-        return OpenAIResponse.model_validate(values)
-
-    def choice(self, part: ChoicePart) -> ResponseOutputMessage:
-        content: Any = [{"type": "output_text", "text": part.text, "annotations": []}]
-        values: Any = {"status": "completed" if part.finish_reason == "stop" else "incomplete", "type": "message"}
-        return ResponseOutputMessage(id=f"msg_{uuid.uuid4().hex}", role="assistant", content=content, **values)
-
-
 class ChatBuilder(ResponseBuilder):
     """The response of /v1/chat/completions."""
 
@@ -349,21 +339,6 @@ class ChatBuilder(ResponseBuilder):
     response = staticmethod(partial(Chat, object="chat.completion"))
     event = staticmethod(partial(ChatCompletionChunk, object="chat.completion.chunk"))
     has_role = True
-
-    def __init__(self, parsed: ParsedRequest, tokenizer: ServingTokenizer, fingerprint: str) -> None:
-        super().__init__(parsed, tokenizer, fingerprint)
-        self._readers = [CallReader(parsed.tools) for _ in self.choices] if parsed.tools else []
-
-    def read_calls(self, part: ChoicePart) -> ChoicePart:
-        if not self._readers:
-            return part
-        reader = self._readers[part.index]
-        text, calls = reader.add(part.text)
-        if part.finish_reason is None:
-            return part._replace(text=text, calls=calls)
-        called = reader.calls > 0 and part.finish_reason == "stop"
-        reason: FinishReason = "tool_calls" if called else part.finish_reason
-        return part._replace(text=text + reader.rest(), calls=calls, finish_reason=reason)
 
     def choice(self, part: ChoicePart) -> ChatChoice:
         message = ChatCompletionMessage(role="assistant", content=part.text, refusal=None)
@@ -425,14 +400,17 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events from a generator of JSON texts, until it ends or the client disconnects.
+    """The server-sent events of a response, until it ends or the client disconnects.
 
     An exception becomes the last event. A client that accepts nothing for `send_seconds` counts as disconnected.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], send_seconds: float, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, builder: ResponseBuilder, outputs: Outputs, send_seconds: float, on_end: Callable[[], None]
+    ) -> None:
         super().__init__(self._lines(), headers=_EVENT_HEADERS, media_type="text/event-stream")
-        self.events, self.send_seconds, self.on_end = events, send_seconds, on_end
+        self.builder, self.send_seconds, self.on_end = builder, send_seconds, on_end
+        self.events = builder.events(outputs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -450,11 +428,12 @@ class EventStream(StreamingResponse):
             await super().stream_response(timed_send)
 
     async def _lines(self) -> AsyncGenerator[str, None]:
-        last = "[DONE]"
+        last = self.builder.end
         try:
             async for event in self.events:
-                yield f"data: {event}\n\n"
+                yield f"{event}\n\n"
         except Exception as error:
             known = error if isinstance(error, GraftError) else internal_error("a stream", error)
-            last = json.dumps(error_body(known))
-        yield f"data: {last}\n\n"
+            last = self.builder.error(error_body(known))
+        if last:
+            yield f"{last}\n\n"

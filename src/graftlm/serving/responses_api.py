@@ -1,0 +1,283 @@
+"""/v1/responses: its requests, which become those of a chat, and its responses, whole or as events."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from openai.types.responses import Response
+from pydantic import BeforeValidator, Field
+
+from graftlm.serving.errors import UnsupportedValueError
+from graftlm.serving.protocol import Finish, TokenOutput
+from graftlm.serving.requests import (
+    ChatMessage,
+    ChatRequest,
+    Ignored,
+    NamedTool,
+    NeutralValue,
+    NotEmpty,
+    OnlyEmptyList,
+    OnlyFalse,
+    OnlyNull,
+    ParsedRequest,
+    RequestBody,
+    ResponseFormat,
+    StrictBody,
+    Tool,
+    parse_chat,
+)
+from graftlm.serving.responses import ChoicePart, Outputs, ResponseBuilder
+from graftlm.serving.service import Service
+from graftlm.serving.tools import ToolCall
+
+_AS_IN_CHATS = ("model", "temperature", "top_p", "stream", "tools", "tool_choice", "parallel_tool_calls")
+
+
+def _as_message(item: Any) -> Any:
+    """An item of the input as a message of a chat."""
+    if not isinstance(item, dict):
+        return item
+    kind = _checked_type(item, "message", "message", "function_call", "function_call_output")
+    values = {key: value for key, value in item.items() if key not in ("type", "id", "status")}
+    if kind == "function_call":
+        call_id = {"id": values.pop("call_id")} if "call_id" in values else {}
+        return {"role": "assistant", "tool_calls": [call_id | {"function": values}]}
+    if kind == "function_call_output":
+        names = {"call_id": "tool_call_id", "output": "content"}
+        return {"role": "tool"} | {names.get(key, key): value for key, value in values.items()}
+    return values
+
+
+def _checked_type(values: dict[str, Any], default: str | None, *known: str) -> str:
+    kind = values.get("type", default)
+    if kind not in known:
+        raise UnsupportedValueError(
+            f"the type {' or '.join(known)} is expected, and not {str(kind)[:50]!r}: leave it out"
+        )
+    return str(kind)
+
+
+def _under(key: str, *types: str) -> BeforeValidator:
+    """Puts what is written beside `type` under a key, as chats have it; the type is one of these."""
+
+    def nest(values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        rest = {name: value for name, value in values.items() if name != "type"}
+        return {"type": _checked_type(values, None, *types)} | ({key: rest} if rest else {})
+
+    return BeforeValidator(nest, json_schema_input_type=dict[str, Any])
+
+
+class TextOptions(StrictBody):
+    """What is asked of the answer's text."""
+
+    format: Annotated[ResponseFormat, _under("json_schema", "text", "json_object", "json_schema")] | None = None
+    verbosity: Annotated[Any, NeutralValue("medium")] = None
+
+
+class ResponsesRequest(RequestBody):
+    """The body of /v1/responses."""
+
+    model: str = Field(min_length=1)
+    input: Annotated[
+        list[Annotated[ChatMessage, BeforeValidator(_as_message, json_schema_input_type=dict[str, Any])]],
+        NotEmpty,
+        BeforeValidator(
+            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value,
+            json_schema_input_type=str | Annotated[list[dict[str, Any]], NotEmpty],
+        ),
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(1.0, ge=0, le=1)
+    stream: bool | None = False
+    text: TextOptions | None = None
+    tools: list[Annotated[Tool, _under("function", "function")]] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | Annotated[NamedTool, _under("function", "function")] | None = (
+        None
+    )
+    parallel_tool_calls: bool | None = True
+    metadata: dict[str, str] | None = None
+
+    background: OnlyFalse = None
+    include: OnlyEmptyList = None
+    max_tool_calls: OnlyNull = None
+    previous_response_id: OnlyNull = None
+    reasoning: OnlyNull = None
+    top_logprobs: Annotated[Any, NeutralValue(0)] = None
+    truncation: Annotated[Any, NeutralValue("disabled")] = None
+
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
+    stream_options: Ignored = None
+    user: Ignored = None
+
+
+class _ChatOfResponse(ChatRequest):
+    """The chat that a request means; errors name the request's own keys."""
+
+    prompt_key: ClassVar[str] = "input"
+    form_key: ClassVar[str] = "text.format"
+
+
+def parse_responses(service: Service, body: ResponsesRequest, user: str) -> ParsedRequest:
+    """Convert the body of /v1/responses to that of a chat."""
+    first: list[Any] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    options: dict[str, Any] = {key: getattr(body, key) for key in _AS_IN_CHATS}
+    options |= {"response_format": body.text and body.text.format, "max_tokens": body.max_output_tokens}
+    parsed = parse_chat(service, _ChatOfResponse(messages=[*first, *_joined(body.input)], **options), user)
+    return replace(parsed, repeated=_repeated(body))
+
+
+def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The conversation with each call as a part of the assistant's message before it."""
+    joined: list[ChatMessage] = []
+    for message in messages:
+        if joined and joined[-1].role == message.role == "assistant" and message.content is None:
+            calls = [*(joined[-1].tool_calls or ()), *(message.tool_calls or ())]
+            message = joined.pop().model_copy(update={"tool_calls": calls})
+        joined.append(message)
+    return joined
+
+
+def _repeated(body: ResponsesRequest) -> dict[str, Any]:
+    """What the response repeats of the request, with OpenAI's defaults."""
+    choice, form = body.tool_choice or "auto", body.text and body.text.format
+    values: dict[str, Any] = {key: getattr(body, key) for key in ("instructions", "max_output_tokens", "metadata")}
+    values |= {"temperature": 1.0 if body.temperature is None else body.temperature}
+    values |= {"top_p": 1.0 if body.top_p is None else body.top_p}
+    values |= {"tool_choice": choice if isinstance(choice, str) else {"type": "function", **choice.function}}
+    tools = [tool.function.model_dump(exclude={"strict"}) for tool in body.tools or ()]
+    values |= {"tools": [{"type": "function", "strict": True} | tool for tool in tools]}
+    named = {"name": form.json_schema.name, "schema": form.json_schema.json_schema} if form and form.json_schema else {}
+    values |= {"text": {"format": {"type": form.type if form else "text"} | named}}
+    return values | {"parallel_tool_calls": body.parallel_tool_calls is not False}
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """The response of /v1/responses: messages and calls in the order in which the model wrote them."""
+
+    prefix, end = "resp", ""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._output: list[dict[str, Any]] = []
+        self._is_open = False  # whether text may follow the last of the output
+        self._numbers = itertools.count()
+
+    async def complete(self, outputs: Outputs) -> Response:
+        async for _ in self.events(outputs):
+            pass
+        return Response.model_validate(self._response(self._status))
+
+    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
+        for kind in ("created", "in_progress"):
+            yield self._event_of(kind, response=self._response("in_progress"))
+        async for item in outputs:
+            for event in self._advance(item):
+                yield event
+        yield self._event_of(self._status, response=self._response(self._status))
+
+    def error(self, body: dict[str, Any]) -> str:
+        names = {key: body["error"][key] for key in ("code", "message", "param")}
+        event = (
+            {"type": "error", "sequence_number": next(self._numbers)} | names | body
+        )  # clients look for the key error
+        return f"event: error\ndata: {json.dumps(event)}"
+
+    def _advance(self, item: TokenOutput | Finish) -> Iterator[str]:
+        """The events of one item of the stream."""
+        state = self.choices[0]
+        new = state.add(item, self.tokenizer)
+        part = self.read_calls(ChoicePart(0, item.text, new, state.finish_reason))
+        if part.text:
+            yield from self._write(part.text)
+        for call in part.calls:
+            yield from self._close("completed")
+            yield from self._call(call)
+        if isinstance(item, Finish):
+            yield from self._write("") if not self._output else ()
+            yield from self._close(self._status)
+
+    def _write(self, text: str) -> Iterator[str]:
+        """Add text to the open message, or to a new one."""
+        if not self._is_open:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield self._add("msg", type="message", role="assistant", content=[])
+            self._output[-1]["content"].append(part)
+            yield self._event_of("content_part.added", **self._at, content_index=0, part=part)
+            self._is_open = True
+        if text:
+            self._output[-1]["content"][0]["text"] += text
+            yield self._event_of("output_text.delta", **self._at, content_index=0, delta=text, logprobs=[])
+
+    def _close(self, status: str) -> Iterator[str]:
+        """Complete the open message, if there is one."""
+        if self._is_open:
+            (part,), self._is_open = self._output[-1]["content"], False
+            yield self._event_of("output_text.done", **self._at, content_index=0, text=part["text"], logprobs=[])
+            yield self._event_of("content_part.done", **self._at, content_index=0, part=part)
+            yield self._done(status)
+
+    def _call(self, call: ToolCall) -> Iterator[str]:
+        """A call, whose arguments come as a whole."""
+        yield self._add("fc", type="function_call", call_id=call.id, name=call.name, arguments="")
+        yield self._event_of("function_call_arguments.delta", **self._at, delta=call.arguments)
+        yield self._event_of("function_call_arguments.done", **self._at, name=call.name, arguments=call.arguments)
+        self._output[-1]["arguments"] = call.arguments
+        yield self._done("completed")
+
+    def _add(self, prefix: str, **values: Any) -> str:
+        self._output.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"} | values)
+        return self._event_of("output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+
+    def _done(self, status: str) -> str:
+        self._output[-1]["status"] = status
+        return self._event_of("output_item.done", output_index=len(self._output) - 1, item=self._output[-1])
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _event_of(self, kind: str, **values: Any) -> str:
+        event = {"type": f"response.{kind}", "sequence_number": next(self._numbers)} | values
+        return f"event: response.{kind}\ndata: {json.dumps(event)}"
+
+    @property
+    def _status(self) -> Literal["completed", "incomplete"]:
+        return "completed" if self.choices[0].finish_reason == "stop" else "incomplete"
+
+    def _response(self, status: Literal["in_progress", "completed", "incomplete"]) -> dict[str, Any]:
+        """The response as it is now; its output and its usage come with its end."""
+        values = {"id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": status}
+        values |= {"model": self.parsed.model, "error": None, "incomplete_details": None, "output": [], "usage": None}
+        values |= self.parsed.repeated
+        if status == "in_progress":
+            return values
+        if status == "incomplete":
+            values["incomplete_details"] = {"reason": "max_output_tokens"}
+        if (end := self.choices[0].end) is not None and end.reason == "time":
+            values["graftlm"] = {"ended": "time"}
+        return values | {"output": self._output, "usage": self._token_counts()}
+
+    def _token_counts(self) -> dict[str, Any]:
+        usage = self.usage
+        read = {"cached_tokens": 0, "cache_write_tokens": 0}
+        if usage.prompt_tokens_details is not None:
+            read["cached_tokens"] = usage.prompt_tokens_details.cached_tokens or 0
+        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+        details = {"input_tokens_details": read, "output_tokens_details": {"reasoning_tokens": 0}}
+        return counts | details | {"total_tokens": usage.total_tokens}
+
+    def choice(self, part: ChoicePart) -> Any:
+        raise NotImplementedError("a response has items, and no choices")
