@@ -1,7 +1,8 @@
 """A soak test of ten minutes: every answer is right, every refusal is clean, and memory does not grow.
 
-Clients request whole and streamed texts, disconnect, send invalid and too large bodies, and name unknown grafts, while
-a graft's files are replaced and damaged. Every answer is compared with the answer to the same request alone.
+Clients request whole and streamed texts, texts of a given form and texts with a long common beginning, disconnect, send
+invalid and too large bodies, and name unknown grafts, while a graft's files are replaced and damaged. Every answer is
+compared with the answer to the same request alone, of a server without a prefix cache.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ NAME = "bench-serving-soak"
 TEXT = "The quick brown fox jumps over the lazy dog. Le renard brun saute par-dessus le chien paresseux. "
 MODELS = ("base", "danish", "french", "changing")
 PROMPTS = ("The quick brown fox", "Le renard", "over the lazy dog and then the other dogs", "saute")
+BEGINNING = TEXT * 8
+FORMS: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-e ]{5,30}"},
+    {"choice": ["the fox", "the dog", "le renard"]},
+    {"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "maxProperties": 1}},
+)
 WARM_UP = 0.1  # share of the time
 EDGE = 0.1  # share of the rest at either end; the growth of memory compares both ends
 GROWTH = 0.05
@@ -104,11 +111,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[SoakServer]:
+def served(folder: Path, *more: str) -> Iterator[SoakServer]:
     """A server on these files."""
     options = ["--backbone", "base", "--grafts", "grafts", "--port", "0", "--max-body", str(LIMIT)]
     options += ["--batch-size", "8", "--queue", "8", "--reload-every", "0.5", "--max-tokens", "64", "--quiet"]
-    command = [sys.executable, "-m", "graftlm", "serve", *options]
+    command = [sys.executable, "-m", "graftlm", "serve", *options, *more]
     log = (folder / "log").open("w+")
     process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, text=True)
     try:
@@ -136,6 +143,10 @@ def good_requests() -> list[dict[str, Any]]:
         for number, prompt in enumerate(PROMPTS):
             requests.append({"model": model, "prompt": prompt, "max_tokens": 4 + 9 * number, "temperature": 0})
             requests.append({"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0.9, "seed": number})
+            requests.append({"model": model, "prompt": BEGINNING + prompt, "max_tokens": 12, "temperature": 0})
+        for number, form in enumerate(FORMS):
+            seeded = {"model": model, "prompt": PROMPTS[0], "max_tokens": 48, "temperature": 0.9, "seed": number}
+            requests.append(seeded | {"structured_outputs": form})
     return requests
 
 
@@ -211,9 +222,10 @@ def growth_of(memory: list[float]) -> float:
 
 async def soak(folder: Path, seconds: float, workers: int) -> tuple[Tally, list[float], dict[str, Any]]:
     """Load on one server, and its end by SIGTERM."""
+    with served(folder, "--prefix-cache", "0") as server:
+        expected = await learn(server, folder, good_requests())
     with served(folder) as server:
         before = {path.name: hash_of(path) for path in (folder / "grafts").iterdir()}
-        expected = await learn(server, folder, good_requests())
         until = time.monotonic() + seconds
         clients = Clients(server.address, expected, seconds, workers)
         every = max(0.05, seconds / 600)
@@ -223,6 +235,7 @@ async def soak(folder: Path, seconds: float, workers: int) -> tuple[Tally, list[
         code = await asyncio.to_thread(stop, server)
         after = {path.name: hash_of(path) for path in (folder / "grafts").iterdir() if not path.name.startswith(".")}
     details = {"changes": dict(done), "alive": alive, "exit_code": code, "grafts_intact": before == after}
+    details["cached_tokens"] = clients.tally.cached_tokens
     if clients.tally.wrong:
         print((folder / "log").read_text()[-8000:], file=sys.stderr)
     return clients.tally, memory, details

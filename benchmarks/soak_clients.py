@@ -29,11 +29,13 @@ class Tally:
     Attributes:
         counts: requests by what became of them.
         statuses: of those that were refused.
+        cached_tokens: tokens of prompts that the prefix cache spared.
         wrong: the first few that went wrong, in words.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
+    cached_tokens: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def add(self, outcome: str, what: str = "") -> None:
@@ -61,6 +63,7 @@ class Clients:
             (self.ask, 8),
             (self.stream, 8),
             (self.several, 2),
+            (self.new_form, 1),
             (self.vanish, 4),
             (self.nonsense, 3),
             (self.too_much, 1),
@@ -88,6 +91,23 @@ class Clients:
         answer = await client.post("/v1/completions", json=request)
         if not self._refused(answer.status_code, answer.json(), {429}):
             self._compare(request, answer.json()["choices"][0]["text"])
+            self.tally.cached_tokens += (answer.json()["usage"].get("prompt_tokens_details") or {}).get(
+                "cached_tokens", 0
+            )
+
+    async def new_form(self, client: httpx.AsyncClient, draw: random.Random) -> None:
+        """Request a text of a form that the server has not compiled yet; some disconnect meanwhile."""
+        words = [f"{draw.randrange(10**6)} {number}" for number in range(3)]
+        request = draw.choice(self.good) | {"structured_outputs": {"choice": words}, "max_tokens": 60}
+        patience = draw.choice([0.05, 0.3, 60, 60])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                answer = await client.post("/v1/completions", json=request)
+                if not self._refused(answer.status_code, answer.json(), {429}):
+                    text = answer.json()["choices"][0]["text"]
+                    self.tally.add("answered" if text in words else "wrong", f"{words} gave {text!r}")
+                return
+        self.tally.add("vanished")
 
     async def stream(self, client: httpx.AsyncClient, draw: random.Random) -> None:
         """Request a streamed text."""

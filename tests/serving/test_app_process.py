@@ -50,7 +50,8 @@ def start(home: Path) -> Iterator[Start]:
 
     def begin(*options: str) -> tuple[subprocess.Popen[str], str]:
         command = [sys.executable, "-m", "graftlm", "serve", "--backbone", "llama", "--port", "0", *options]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        (home / "scratch").mkdir(exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(home / "scratch")}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, cwd=home, env=environment, **pipes)
         processes.append(process)
@@ -75,9 +76,16 @@ def answer(address: str, model: str) -> str:
     return client.completions.create(model=model, prompt="the fox", max_tokens=8, temperature=0).choices[0].text
 
 
+def answers_of_a_long_prompt(address: str) -> list[tuple[str, bool]]:
+    """Each answer, and whether the prefix cache knew the prompt's beginning."""
+    body = {"model": "danish", "prompt": [5 + number % 90 for number in range(200)], "max_tokens": 8, "temperature": 0}
+    answers = [httpx.post(f"{address}/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+    return [(one["choices"][0]["text"], "prompt_tokens_details" in one["usage"]) for one in answers]
+
+
 @pytest.mark.exhaustive
 def test_servers_that_are_killed_and_stopped(home: Path, start: Start) -> None:
-    """Two processes for all of it, as each start costs seconds."""
+    """Three processes for all of it, as each start costs seconds."""
     shutil.copytree(home / "danish", home / "grafts" / "danish")
     process, address = start("--grafts", "grafts", "--reload-every", "0")
     check_answers(address)
@@ -86,6 +94,11 @@ def test_servers_that_are_killed_and_stopped(home: Path, start: Start) -> None:
     check_kill(home, process)
     process, address = start("--graft", "danish=danish", "--grafts", "grafts")
     assert answer(address, "llama") == said
+    before = answers_of_a_long_prompt(address)
+    assert [known for _, known in before] == [False, True]
+    check_kill(home, process)
+    process, address = start("--graft", "danish=danish", "--grafts", "grafts")
+    assert answers_of_a_long_prompt(address) == before, "the cache was memory, and answers need none"
     check_end(process, address)
 
 
@@ -122,7 +135,7 @@ def check_kill(home: Path, process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait(30)
     assert hashes(home / "grafts" / "danish") == before
-    assert not list(home.rglob(".*")), "nothing is left lying about"
+    assert not [*home.rglob(".*"), *(home / "scratch").iterdir()], "nothing is left lying about"
 
 
 def check_end(process: subprocess.Popen[str], address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -71,6 +72,25 @@ def folder(backbone: Backbone, tmp_path: Path) -> Path:
     (tmp_path / "grafts" / "notes").mkdir()
     (tmp_path / "grafts" / "readme.md").write_text("ours")
     return tmp_path / "grafts"
+
+
+def test_a_full_disk_delays_new_files_and_loses_nothing(
+    backbone: Backbone, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = Counter(GraftStore(backbone, folder=folder))
+    write(backbone, folder / "danish", 3.0)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        assert counter.look(3) == [("danish", "refused")] * 2
+        assert counter.grafts == {"danish": 1.0, "french": 2.0}
+        assert "No space left on device" in counter.shelf.problems()["danish"]
+    assert counter.look(1) == [("danish", "loaded")]
+    assert counter.grafts == {"danish": 3.0, "french": 2.0}
+    assert counter.shelf.problems() == {}
 
 
 def test_all_grafts_of_a_folder_are_loaded_and_left_alone(backbone: Backbone, folder: Path) -> None:

@@ -6,8 +6,11 @@ llguidance compiles a grammar for the model's tokens, and says for each row whic
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +22,13 @@ from graftlm.serving.protocol import ServingError
 
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spaces of `json.dumps`: with any spaces allowed, a weak model may write nothing else."""
+_CPU_SECONDS = 3  # for the compilation of a grammar
+_TRIAL = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_SECONDS}, {_CPU_SECONDS}))
+from llguidance import LLMatcher, LLTokenizer
+LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
+"""
 
 
 class Grammar:
@@ -47,22 +57,23 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokenizer, number of tokens and end tokens. All methods are thread-safe."""
+    """Compiles grammars for a model's tokenizer, number of tokens and end tokens. All methods are thread-safe.
+
+    Each grammar is tried in a process of its own, which is stopped if it takes too long: compilation can take hours.
+    """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Collection[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, sorted(end_ids)
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
+        self._matcher = lru_cache(maxsize=64)(self._new_matcher)
 
     def json(self, schema: Mapping[str, Any] | bool, param: str) -> Grammar:
         """JSON that a schema describes, with the spaces that `json.dumps` writes.
 
         Raises ServingError if the schema is wrong, or has a keyword that is not supported; so of the other methods.
         """
-        text = json.dumps(schema)
-        if '"x-guidance"' in text:
-            raise ServingError(f"{param} has the key x-guidance, which is the server's: leave it out.", param)
-        return self._compile(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS), param)
+        return self._compile(LLMatcher.grammar_from_json_schema(as_text(schema, param), overrides=JSON_OPTIONS), param)
 
     def regex(self, pattern: str, param: str) -> Grammar:
         """Text that a regular expression of Rust's syntax matches as a whole."""
@@ -77,11 +88,18 @@ class GrammarCompiler:
         return self.lark("start: " + " | ".join(map(quoted, texts)), param)
 
     def _compile(self, grammar: str, param: str) -> Grammar:
-        matcher = LLMatcher(self._llguidance_tokens(), grammar, log_level=0)
-        if problem := matcher.get_error():
+        matcher = self._matcher(grammar)
+        problem = matcher.get_error() if matcher else f"its compilation takes more than {_CPU_SECONDS} seconds"
+        if matcher is None or problem:
             reason = " ".join(problem.split())[:300].rstrip(".")
-            raise ServingError(f"{param} can't be followed ({reason}): change it.", param)
+            code = "grammar_too_complex" if matcher is None else None
+            raise ServingError(f"{param} can't be followed ({reason}): change it.", param, code=code)
         return Grammar(matcher)
+
+    def _new_matcher(self, grammar: str) -> LLMatcher | None:
+        """The compiled grammar; None if a trial takes too long."""
+        trial = subprocess.run([sys.executable, "-I", "-c", _TRIAL], input=grammar.encode(), stderr=subprocess.DEVNULL)
+        return LLMatcher(self._llguidance_tokens(), grammar, log_level=0) if trial.returncode == 0 else None
 
     def _llguidance_tokens(self) -> LLTokenizer:
         with self._lock:
@@ -94,6 +112,14 @@ class GrammarCompiler:
                         "response_format, structured_outputs and tools out."
                     ) from error
             return self._tokens
+
+
+def as_text(schema: Mapping[str, Any] | bool, param: str) -> str:
+    """A schema as JSON; ServingError if it has llguidance's own key, which can switch checks off."""
+    text = json.dumps(schema)
+    if '"x-guidance"' in text:
+        raise ServingError(f"{param} has the key x-guidance, which is the server's: leave it out.", param)
+    return text
 
 
 def quoted(text: str) -> str:

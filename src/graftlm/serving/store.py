@@ -141,7 +141,8 @@ class GraftStore:
                 return None  # the files changed during loading; the next check sees it
             replace(name, graft)
         except Exception as error:  # whatever the error of the new files, the old graft stays in service
-            watched.processed = watched.seen
+            if not isinstance(error, OSError):  # such as a full disk, which the next check may not meet
+                watched.processed = watched.seen
             consequence = "; the one loaded before stays in service" if watched.graft is not None else ""
             self._report(name, str(error) or type(error).__name__, consequence)
             return "refused"

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from graftlm.serving.grammars import JSON_OPTIONS, Grammar, GrammarCompiler, quoted
+from graftlm.serving.grammars import JSON_OPTIONS, Grammar, GrammarCompiler, as_text, quoted
 from graftlm.serving.protocol import ServingError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -33,15 +33,15 @@ def tool_grammar(compiler: GrammarCompiler, tools: Mapping[str, Any], *, require
     calls alone, else text with calls anywhere; with `parallel` there may be several. Raises ServingError if a schema is
     wrong or not supported.
     """
+    schemas = {name: _NO_ARGUMENTS if own is None else {"type": "object"} | own for name, own in tools.items()}
     bodies = []
-    for name, parameters in tools.items():
-        arguments = _NO_ARGUMENTS if parameters is None else {"type": "object"} | parameters
-        if arguments["type"] != "object":
+    for name, schema in schemas.items():
+        if schema["type"] != "object":
             raise ServingError(f"The parameters of the tool {name} are no object: set their type to object.", "tools")
-        compiler.json(arguments, "tools")  # alone, so that the sentence is about the schema
-        schema = arguments | {"x-guidance": JSON_OPTIONS}
+        as_text(schema, "tools")
         head = f'\n{{"name": {json.dumps(name)}, "arguments": '
-        bodies.append(f"{quoted(head)} %json {json.dumps(schema)} {quoted('}' + chr(10) + CLOSE)}")
+        text = json.dumps(schema | {"x-guidance": JSON_OPTIONS})
+        bodies.append(f"{quoted(head)} %json {text} {quoted('}' + chr(10) + CLOSE)}")
     rules = [f"body: {' | '.join(f'body_{n}' for n in range(len(bodies)))}"]
     rules += [f"body_{n}: {body}" for n, body in enumerate(bodies)]
     if required:
@@ -52,7 +52,12 @@ def tool_grammar(compiler: GrammarCompiler, tools: Mapping[str, Any], *, require
             f"opened[lazy]: TEXT {quoted(OPEN)}",
             r"TEXT: /(.|\n)*/",
         ]
-    return compiler.lark("%llguidance {}\n" + "\n".join(rules), "tools")
+    try:
+        return compiler.lark("%llguidance {}\n" + "\n".join(rules), "tools")
+    except ServingError as error:
+        for schema in schemas.values() if error.code is None else ():
+            compiler.json(schema, "tools")  # alone, so that the sentence is about the schema
+        raise
 
 
 def without_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
