@@ -1,5 +1,6 @@
 """Conditional tasks as the equations define them: one row, one token and one block at a time. For tests only.
 
+    z               = v / |v| for a task's trained vector v
     film(y, z)      = gamma(z) * y + beta(z),   gamma(z) = 1 + G z,   beta(z) = B z              (definition 1)
     attention       = softmax(M(z) + Q K^T / sqrt(d)) V,   M(z) = A'_1 (+) ... (+) A'_N,   A'_n = film(A_n, z)
     alignment       : E(x) R^, with film applied to E(x) R, R = I + D                             (equation 3.2)
@@ -45,6 +46,7 @@ class ConditionalWeights:
         norms: a FiLM for each norm of a layer.
         necks: bottlenecks.
         large: whether the bottlenecks run along all layers.
+        aligned: the layer whose input is aligned.
     """
 
     alignment: tuple[Tensor, Film] | None = None
@@ -52,6 +54,7 @@ class ConditionalWeights:
     norms: Mapping[int, Sequence[Film]] = field(default_factory=dict)
     necks: Mapping[int, BottleneckWeights] = field(default_factory=dict)
     large: bool = False
+    aligned: int = 0
 
 
 def film(y: Tensor, z: Tensor, weights: Film) -> Tensor:
@@ -125,7 +128,7 @@ def _self_attention(x_TD: Tensor, attention: Any, m: Tensor) -> Tensor:
 
 
 def encode(
-    x_TD: Tensor, layers: Sequence[Any], modules: ConditionalWeights, z: Tensor, activation: Callable[[Tensor], Tensor]
+    x_TD: Tensor, layers: Sequence[Any], modules: ConditionalWeights, v: Tensor, activation: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The last hidden states, (T, D), of one row in a BERT encoder.
 
@@ -133,15 +136,15 @@ def encode(
         x_TD: the output of the embeddings.
         layers: transformers' BERT layers, for their weights.
         modules: the conditional modules.
-        z: the task's embedding.
+        v: the task's trained vector.
         activation: the FFN's.
     """
-    h = x_TD
-    if modules.alignment is not None:
-        matrix, weights = modules.alignment
-        h = _by_token(lambda x: align(x, matrix, weights, z), h)
+    h, z = x_TD, v / torch.sqrt((v * v).sum())
     skip = torch.zeros_like(h)
     for number, layer in enumerate(layers):
+        if modules.alignment is not None and number == modules.aligned:
+            matrix, weights = modules.alignment
+            h = _by_token(lambda x, matrix=matrix, weights=weights: align(x, matrix, weights, z), h)
         first, second = modules.norms.get(number, (None, None))
         a = modules.biases.get(number)
         m = h.new_zeros(len(h), len(h)) if a is None else bias(a[0], a[1], z, len(h))

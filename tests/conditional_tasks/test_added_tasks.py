@@ -229,3 +229,17 @@ def test_what_can_not_be_extended(backbone: Backbone, folder: Path, tmp_path: Pa
 def test_targets_are_what_the_tools_say() -> None:
     """Guards the rows that other tests here rely on."""
     assert [tuple(target.shape) for target in targets()] == [(13,), (), (), (2,), (2,), ()]
+
+
+def test_whole_model_adaptation_trains_what_the_base_did(backbone: Backbone, folder: Path) -> None:
+    """`adapts: all`: the copy, the modules and every task's own tensors train, from the trained values on."""
+    base = load_graft(folder, backbone)
+    with GraftedModel(backbone, {"graft": base}) as trained:
+        names, before = set(trained.trainable_parameters()), old_predictions(trained)
+    with GraftedModel(backbone, {"graft": extend(backbone, folder, adapts="all")}) as model:
+        for first, second in zip(old_predictions(model), before, strict=True):
+            torch.testing.assert_close(first, second, rtol=0, atol=0)
+        own = {name for name in model.trainable_parameters() if "news" in name}
+        assert own
+        assert set(model.trainable_parameters()) == names | own
+        assert model.train().model.base_model.encoder.layer[-1].training  # type: ignore[union-attr,index]

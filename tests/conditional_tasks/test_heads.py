@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from graftlm.errors import GraftError
-from graftlm.grafts.heads import Heads, TaskSpec, pooled, row_losses, uncertainty
+from graftlm.errors import GraftError, RecipeError
+from graftlm.grafts.heads import Heads, TaskSpec, learnability, pooled, row_losses, uncertainty
 
 TASKS = {
     "topics": TaskSpec(type="classification", labels=["a", "b", "c"]),
@@ -96,12 +96,61 @@ def test_uncertainty_by_hand() -> None:
     assert float(moods) == pytest.approx(0.5)  # type: ignore[arg-type]
 
 
-def test_uncertainty_of_tags_counts_labelled_tokens() -> None:
-    tags = torch.tensor([[0.0, 0.0], [50.0, 0.0], [0.0, 0.0]])
-    spec = [TASKS["names"]]
-    assert float(uncertainty([tags], spec)[0]) == pytest.approx(2 / 3)  # type: ignore[arg-type]
-    assert float(uncertainty([tags], spec, [torch.tensor([0, 1, -100])])[0]) == pytest.approx(0.5)  # type: ignore[arg-type]
-    assert float(uncertainty([tags], spec, [torch.tensor([-100] * 3)])[0]) == 0  # type: ignore[arg-type]
+def test_uncertainty_of_tags_is_that_of_the_most_uncertain_labelled_token() -> None:
+    """A sentence of certain words outside entities and a doubtful one is doubtful, however long it is."""
+    half = 0.5004
+    tags = torch.tensor([[math.log(8.0), 0.0], [50.0, 0.0], [0.0, 0.0]])  # 1/9 and 8/9, certain, even
+    names = [TASKS["names"]]
+    for targets, wanted in (([0, 1, -100], half * 1.0055), ([-100, 0, 1], 1.0), ([-100, 0, -100], 0.0)):
+        (value,) = uncertainty([tags], names, [torch.tensor(targets)])
+        assert float(value) == pytest.approx(wanted, abs=1e-3)  # type: ignore[arg-type]
+    assert float(uncertainty([tags], names)[0]) == pytest.approx(1)  # type: ignore[arg-type]
+
+
+def test_the_uncertainty_of_numbers_is_their_error_over_the_range() -> None:
+    grades = TaskSpec(type="regression", range=(1.0, 5.0))
+    values = uncertainty([torch.tensor(3.0), torch.tensor(9.0)], [grades] * 2, [torch.tensor(4.0), torch.tensor(2.0)])
+    assert [float(value) for value in values] == [0.25, 1.0]  # type: ignore[arg-type]
+
+
+def test_learnability_by_hand() -> None:
+    """4 p (1 - p): 1 where p is a half, near 0 for what is known and for what contradicts the model."""
+    third = torch.zeros(3)
+    predictions = [third, torch.tensor([50.0, 0, 0]), torch.tensor([50.0, 0, 0]), torch.tensor(0.75), torch.zeros(4, 2)]
+    names: tuple[str, ...] = ("topics", "topics", "topics", "marks", "answers")
+    targets = [torch.tensor(1), torch.tensor(0), torch.tensor(2), torch.tensor(1.0), torch.tensor([0, 1])]
+    values = learnability(predictions, [TASKS[name] for name in names], targets)
+    assert values[4] is None
+    assert [float(value) for value in values[:4]] == pytest.approx([8 / 9, 0, 0, 0.75], abs=1e-6)  # type: ignore[arg-type]
+    moods, tags = torch.tensor([math.log(3.0), math.log(3.0)]), torch.tensor([[50.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    values = learnability(
+        [moods, tags], [TASKS["moods"], TASKS["names"]], [torch.tensor([1.0, 0.0]), torch.tensor([0, 1, -100])]
+    )
+    assert [float(value) for value in values] == pytest.approx([0.75, 1.0])  # type: ignore[arg-type]
+
+
+def test_scaled_losses_are_1_at_chance() -> None:
+    """Even predictions of classes, and uniform targets around the middle of the range, lose 1 on average."""
+    tasks = {"many": TaskSpec(type="classification", labels=[f"{n}" for n in range(150)])}
+    tasks |= {"grades": TaskSpec(type="regression", range=(1.0, 5.0)), "moods": TASKS["moods"]}
+    heads = Heads(tasks, 4)
+    grades = torch.linspace(1, 5, 1001)
+    predictions = [torch.zeros(150), torch.zeros(2), *torch.full((1001,), 3.0)]
+    targets = [torch.tensor(7), torch.tensor([0.0, 1.0]), *grades]
+    losses = torch.stack(heads.losses(predictions, targets, torch.tensor([0, 2] + [1] * 1001), scaled=True))
+    assert losses[:2].tolist() == pytest.approx([1, 1])
+    assert float(losses[2:].mean()) == pytest.approx(1, abs=0.01)
+
+
+def test_a_number_is_predicted_within_the_range_of_training() -> None:
+    """The head's 0 and 1 are the lowest and the highest target."""
+    heads = Heads({"grades": TaskSpec(type="regression", range=(1.0, 5.0))}, 4).eval()
+    with torch.no_grad():
+        heads.linear("grades").bias.fill_(0.5)
+    (value,) = heads(torch.zeros(1, 3, 4), None, None)
+    assert value.item() == pytest.approx(3)
+    with pytest.raises(RecipeError, match=r"range is \[5.0, 1.0\]: give two numbers, the smaller first"):
+        TaskSpec(type="regression", range=(5.0, 1.0))
 
 
 def test_names_of_heads() -> None:

@@ -20,11 +20,13 @@ def test_bottlenecks_start_with_variance_1_over_d_and_without_output() -> None:
     assert not block.up.weight.count_nonzero()
 
 
-def test_task_embeddings_are_standard_normal() -> None:
+def test_task_embeddings_point_anywhere_at_length_1() -> None:
+    """Directions of N(0, I): of the length sqrt(Z) that N(0, I) has, FiLM's steps would be as much larger."""
     torch.manual_seed(0)
     tasks = {"topics": {"type": "classification", "labels": ["sport", "politics"]}}
     config = ConditionalTasksConfig.model_validate({"tasks": tasks, "task_width": 2000})
     graft = ConditionalTasks(config, Backbone.wrap(tiny_model("bert"), tiny_tokenizer()))
-    (embedding,) = graft.embeddings.values()
-    assert float(embedding.detach().std()) == pytest.approx(1, rel=0.1)
-    assert float(embedding.detach().mean()) == pytest.approx(0, abs=0.1)
+    (embedding,) = graft._embeddings()
+    assert float(embedding.detach().norm()) == pytest.approx(1)
+    assert float(embedding.detach().std()) == pytest.approx(1 / math.sqrt(2000), rel=0.1)
+    assert float(embedding.detach().mean()) == pytest.approx(0, abs=0.1 / math.sqrt(2000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "attention": OFF | {"attention": "blocks"},
     "full attention": OFF | {"attention": "full"},
     "alignment": OFF | {"alignment": True},
+    "alignment before the first layer that trains": OFF | {"alignment": True, "aligned": "trained"},
     "norm": OFF | {"norm": True},
     "bottleneck": OFF | {"bottleneck": "base"},
     "large bottleneck": OFF | {"bottleneck": "large"},
@@ -51,6 +53,7 @@ def modules_of(graft: Any) -> reference.ConditionalWeights:
         {int(layer): [film_of(film) for film in films] for layer, films in graft.norms.items()},
         {int(layer): neck_of(neck) for layer, neck in graft.bottlenecks.items()},
         graft.config.bottleneck == "large",
+        1 if graft.config.aligned == "trained" else 0,
     )
 
 
@@ -63,9 +66,9 @@ def slow(model: GraftedModel) -> list[Tensor]:
     actual = []
     for row, size in enumerate(LENGTHS):
         name = list(TASKS)[TASK[row]]
-        z = graft.embeddings[task_key(name)]
+        v = graft.embeddings[task_key(name)]
         x = base.embeddings(ids[row : row + 1, :size])[0]
-        h = reference.encode(x, base.encoder.layer, modules_of(graft), z, activation)
+        h = reference.encode(x, base.encoder.layer, modules_of(graft), v, activation)
         head = graft.heads.linear(name)
         of_row = h.mean(0) if graft.config.pooling == "mean" else h[0]
         out = (h if TASKS[name].of_tokens else of_row) @ head.weight.T + head.bias
@@ -73,12 +76,12 @@ def slow(model: GraftedModel) -> list[Tensor]:
     return actual
 
 
-def slow_loss(predictions: list[Tensor]) -> Tensor:
-    """By hand, for `TASK` and `targets()`; the mean of rows."""
+def slow_rows(predictions: list[Tensor]) -> list[Tensor]:
+    """Losses of rows by hand, for `TASK` and `targets()`."""
     tags, topic, quality, moods, answer, second = predictions
     reference_predictions = targets()
     p = torch.sigmoid(moods)
-    rows = [
+    return [
         -torch.stack([tags[t].log_softmax(-1)[reference_predictions[0][t]] for t in range(1, 6)]).mean(),
         -topic.log_softmax(-1)[2],
         (quality - 0.7) ** 2,
@@ -86,6 +89,11 @@ def slow_loss(predictions: list[Tensor]) -> Tensor:
         -(answer[:, 0].log_softmax(0)[3] + answer[:, 1].log_softmax(0)[6]) / 2,
         -second.log_softmax(-1)[0],
     ]
+
+
+def slow_loss(predictions: list[Tensor]) -> Tensor:
+    """The mean of rows."""
+    rows = slow_rows(predictions)
     return sum(row.float() for row in rows) / len(rows)  # type: ignore[return-value]  # losses are computed in float32
 
 
@@ -111,6 +119,16 @@ def test_predictions_losses_and_gradients_are_those_of_the_reference(case: str) 
             torch.testing.assert_close(
                 actual[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def test_scaled_losses_are_those_over_the_losses_at_chance() -> None:
+    """The rows' tasks have 4 tags, 3 topics, a number from 0 to 1, two labels, an answer (as it is) and 3 topics."""
+    chances = [math.log(4), math.log(3), 1 / 12, math.log(2), 1, math.log(3)]
+    ids, mask = batch()
+    inputs = {"input_ids": ids, "attention_mask": mask, "extras": {"task": TASK}, "targets": targets()}
+    with random_model(host(double=True), scaled_losses=True) as model:
+        rows = [row.float() / chance for row, chance in zip(slow_rows(slow(model)), chances, strict=True)]
+        torch.testing.assert_close(model(**inputs).loss, torch.stack(rows).mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_every_module_takes_part_and_has_gradients() -> None:

@@ -17,6 +17,8 @@ from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, RecipeError
 from graftlm.grafts import GraftedModel, default_config
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
+from graftlm.training import TrainingConfig
+from graftlm.training.loop import learning_rate_scales, make_optimizer
 from tiny import tiny_model
 
 
@@ -55,6 +57,26 @@ def test_the_norm_after_the_last_layer_trains_with_it(family: str) -> None:
     with GraftedModel(backbone, {"graft": build(backbone, **OFF)}) as model:
         ends = {name.removesuffix(".weight").rsplit(".", 1)[-1] for name in model.trainable_parameters()}
         assert backbone.sites.family.norm in ends
+
+
+def test_modules_have_their_own_learning_rate() -> None:
+    """AdamW's first step is the rate times the sign of the gradient: of modules and heads `module_rate` times it."""
+    with random_model(host(), module_rate=5.0) as model:
+        parameters = model.trainable_parameters()
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        optimiser = make_optimizer(
+            parameters, TrainingConfig(steps=1, learning_rate=1e-3), (), learning_rate_scales(model)
+        )
+        ids, mask = batch()
+        model(ids, mask, extras={"task": TASK}, targets=targets()).loss.backward()
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-3 * group["scale"]  # as a training step sets it
+        optimiser.step()
+        for name, parameter in parameters.items():
+            moved = (parameter - before[name]).abs()[parameter.grad.abs() > 1e-5]  # type: ignore[union-attr]
+            if not len(moved):
+                continue  # a key's bias, which no softmax feels
+            assert moved.max().item() == pytest.approx(5e-3 if name.startswith("grafts.") else 1e-3, rel=0.02), name
 
 
 def test_dropout_is_on_in_trained_layers_alone_and_in_training_alone() -> None:

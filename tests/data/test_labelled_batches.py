@@ -123,9 +123,9 @@ def test_batches_by_length_give_every_row_once(tmp_path: Path) -> None:
     assert sorted(places) == list(range(len(rows)))
 
 
-@pytest.mark.parametrize("policy", ["uniform", "size", "entropy", "uncertainty"])
+@pytest.mark.parametrize("policy", ["uniform", "size", "entropy", "uncertainty", "learnability"])
 def test_a_mixture_resumes(tmp_path: Path, policy: str) -> None:
-    without = ("length", "where") if policy == "entropy" else ()
+    without = ("where",) if policy == "entropy" else ()
     write_rows(tmp_path)
     tasks = {name: LabelledConfig.parse(task) for name, task in tasks_of(tmp_path).items() if name not in without}
     rows = {name: read_training_rows(name, task) for name, task in tasks.items()}
@@ -145,11 +145,10 @@ def test_a_mixture_resumes(tmp_path: Path, policy: str) -> None:
         second.batch(9)
 
 
-def test_tasks_without_entropy_have_their_uniform_share(tmp_path: Path) -> None:
+def test_tasks_without_a_score_have_their_uniform_share(tmp_path: Path) -> None:
     found = mixture(tmp_path, "uncertainty", by_length)
-    assert found.sampler.config.fixed == pytest.approx({"length": 1 / 6, "where": 1 / 6})
-    counts = [found.batch(step).task.tolist() for step in range(3)]
-    assert [sum(batch.count(number) for batch in counts) for number in (2, 4)] == [6, 6]
+    assert found.sampler.config.fixed == pytest.approx({"where": 1 / 6})
+    assert sum(found.batch(step).task.tolist().count(4) for step in range(3)) == 6
 
 
 def test_a_fixed_share_is_kept(tmp_path: Path) -> None:
@@ -176,18 +175,18 @@ def test_the_uncertain_rows_are_chosen(tmp_path: Path) -> None:
     found = mixture(tmp_path, "uncertainty", by_length)
     asked = found.sampler.candidates()
     measured = {pick: 1 / (1 + len(found.tasks[pick.task].rows[pick.row]) % 7) for pick in asked}
-    best = sorted(asked, key=lambda pick: -measured[pick])[:8]
+    best = sorted(asked, key=lambda pick: -measured[pick])[:10]
     batch = found.batch(0)
     wanted = sorted(found.tasks[pick.task].rows[pick.row].ids.tolist() for pick in best)
     rows = zip(batch.input_ids, batch.attention_mask, batch.task.tolist(), strict=True)
-    chosen = sorted(ids[mask.bool()].tolist() for ids, mask, task in rows if task not in (2, 4))
+    chosen = sorted(ids[mask.bool()].tolist() for ids, mask, task in rows if task != 4)
     assert chosen == wanted
 
 
 def test_policies_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="policy uncertainty depends on a model's predictions, but there is no score"):
         mixture(tmp_path, "uncertainty")
-    with pytest.raises(DataError, match="The task length is of the type regression, whose predictions have no entropy"):
+    with pytest.raises(DataError, match="The task where is of the type span, whose predictions have no score"):
         mixture(tmp_path, "entropy", by_length)
 
 

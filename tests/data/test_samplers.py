@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,12 +27,12 @@ def run(sampler: TaskSampler, steps: int) -> list[list[Pick]]:
     return [sampler.choose(uncertainties_of(sampler.candidates())) for _ in range(steps)]
 
 
-policies = st.sampled_from(["uniform", "size", "temperature", "entropy", "uncertainty"])
+policies = st.sampled_from(["uniform", "size", "temperature", "entropy", "uncertainty", "learnability"])
 
 
 @given(policy=policies, batch=st.integers(1, 20), cut=st.integers(0, 6), seed=st.integers(0, 5))
 def test_a_run_in_two_parts_chooses_what_one_run_does(policy: str, batch: int, cut: int, seed: int) -> None:
-    config = SamplerConfig.parse({"policy": policy})
+    config = SamplerConfig.parse({"policy": policy, "keep": 3, "floor": 0.5})
     whole = TaskSampler(SIZES, config, batch, seed)
     wanted = run(whole, 6)
     first = TaskSampler(SIZES, config, batch, seed)
@@ -98,7 +99,7 @@ def literal(candidates: dict[str, list[tuple[int, float, int]]], size: int, task
 
 
 @pytest.mark.parametrize("task_mean", [False, True])
-@given(data=st.data(), batch=st.integers(1, 8))
+@given(data=st.data(), batch=st.integers(1, 4))  # a task's rows are enough: no row is asked for twice
 def test_uncertainty_chooses_what_algorithm_1_does(task_mean: bool, data: st.DataObject, batch: int) -> None:
     classes = {"large": 5, "middle": 2, "small": 3}
     sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty", task_mean=task_mean), batch)
@@ -130,6 +131,78 @@ def test_tasks_without_an_entropy_take_their_fixed_share() -> None:
     assert sum(counts.values()) == 100
 
 
+def score_of(pick: Pick) -> float:
+    return {"large": 0.9, "middle": 0.5, "small": 0.1}[pick.task] + pick.row / 1000
+
+
+def literal_highest(candidates: list[Pick], size: int, floor: dict[str, int]) -> Counter[Pick]:
+    """The best rows of each task, as many as its floor, and then the best of all others."""
+    best = sorted(candidates, key=lambda pick: -score_of(pick))
+    first = [pick for task in SIZES for pick in [pick for pick in best if pick.task == task][: floor[task]]]
+    others = [pick for pick in best if pick not in first]
+    return Counter((first + others)[:size])
+
+
+def test_no_task_falls_below_its_floor() -> None:
+    """Tasks of low scores get floor / T of all rows, and no more; by their own best rows."""
+    sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty", floor=0.5), 4)
+    counts: Counter[str] = Counter()
+    for step in range(30):
+        asked = sampler.candidates()
+        due = {task: int((step + 1) * 4 * 0.5 / 3) - int(step * 4 * 0.5 / 3) for task in SIZES}
+        picks = sampler.choose([score_of(pick) for pick in asked])
+        assert Counter(picks) == literal_highest(asked, 4, due)
+        counts.update(pick.task for pick in picks)
+    assert counts == {"large": 80, "middle": 20, "small": 20}, "120 rows: a sixth for each, and the rest by score"
+
+
+def test_learnability_is_compared_with_the_tasks_mean() -> None:
+    sampler = TaskSampler({"hard": 3, "easy": 3}, SamplerConfig(policy="learnability"), 3)
+    scores = {"hard": [0.9, 0.8, 0.7], "easy": [0.09, 0.0, 0.0]}
+    asked = sampler.candidates()
+    picks = sampler.choose([scores[pick.task][pick.row] for pick in asked])
+    assert picks == [Pick("easy", 0), Pick("hard", 0), Pick("hard", 1)], "3, 1.125 and 1 times the mean of their task"
+
+
+@pytest.mark.parametrize(("passes", "steps"), [(5.0, 30), (2.5, 7)])
+def test_candidates_make_as_many_passes_as_the_config_says(passes: float, steps: int) -> None:
+    config = SamplerConfig(policy="uncertainty", passes=passes)
+    sampler = TaskSampler(SIZES, config, 4, steps=steps)
+    asked: Counter[Pick] = Counter()
+    for _ in range(steps):
+        candidates = sampler.candidates()
+        asked.update(candidates)
+        assert len(sampler.choose(uncertainties_of(candidates))) == 4
+    for task, size in SIZES.items():
+        counts = [asked[Pick(task, row)] for row in range(size)]
+        assert sum(counts) == int(passes * size)
+        assert max(counts) - min(counts) <= 1, "no row is a candidate again before all others were"
+    with pytest.raises(DataError, match="1 passes over 129 rows give 3 candidates in each of 30 steps, but 4 rows are"):
+        TaskSampler(SIZES, SamplerConfig(policy="uncertainty", passes=1), 4, steps=30)
+
+
+def test_a_score_serves_for_some_steps() -> None:
+    """With `keep` the choice is that of kept scores, and a row is scored again after that many steps alone."""
+    sampler = TaskSampler({"only": 4}, SamplerConfig(policy="uncertainty", keep=3), 2)
+    scored: dict[int, list[int]] = {}
+    table: dict[int, float] = {}
+    for step in range(8):
+        asked = sampler.candidates()
+        for pick in asked:
+            scored.setdefault(pick.row, []).append(step)
+            table[pick.row] = math.cos(5.0 * pick.row + step)
+        assert len(sampler.choose([table[pick.row] for pick in asked])) == 2
+    assert min(len(steps) for steps in scored.values()) >= 2
+    assert all(later - earlier >= 3 for steps in scored.values() for earlier, later in pairwise(steps))
+
+
+def test_kept_scores_decide() -> None:
+    sampler = TaskSampler({"only": 4}, SamplerConfig(policy="uncertainty", keep=9), 4)
+    first = sampler.choose([0.1 * (4 - pick.row) for pick in sampler.candidates()])
+    assert not sampler.candidates(), "all rows have a score"
+    assert sampler.choose() == first == [Pick("only", row) for row in range(4)]
+
+
 def test_the_report_counts_rows_once() -> None:
     sampler = TaskSampler({"only": 4}, SamplerConfig(), 3)
     run(sampler, 1)
@@ -158,9 +231,9 @@ def test_settings_that_do_not_fit(sizes: dict[str, int], settings: dict, batch: 
 
 def test_uncertainties_are_finite_numbers_for_all_candidates() -> None:
     sampler = TaskSampler(SIZES, SamplerConfig(policy="uncertainty"), 2)
-    with pytest.raises(DataError, match="got 1 uncertainties for 6 candidates"):
+    with pytest.raises(DataError, match="got 1 scores for 6 candidates"):
         sampler.choose([0.5])
-    with pytest.raises(DataError, match=r"uncertainty of row \d+ of the task large is nan"):
+    with pytest.raises(DataError, match=r"The score of row \d+ of the task large is nan"):
         sampler.choose([math.nan, 0, 0, 0, 0, 0])
     with pytest.raises(DataError, match="There is no task 'huge'"):
         sampler.observe("huge", [0.1])

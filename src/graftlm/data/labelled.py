@@ -144,6 +144,9 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
             f"{len(rows):,} rows, and there is nothing to tell apart: name files with more, or leave the task out."
         )
     spec = TaskSpec(type=config.type, labels=labels if config.type not in ("regression", "span") else [])
+    numbers = [float(row.target) for row in rows if isinstance(row.target, float)]
+    if numbers and min(numbers) < max(numbers):
+        spec = spec.model_copy(update={"range": (min(numbers), max(numbers))})
     if config.limit is not None and config.limit < len(rows):
         selected = np.random.default_rng(config.seed).choice(len(rows), config.limit, replace=False)
         rows = [rows[index] for index in sorted(selected)]

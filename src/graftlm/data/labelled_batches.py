@@ -19,14 +19,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from graftlm.backbone import padding_id
 from graftlm.data.labelled import AnswerSpan, LabelledRow, TaskRows
-from graftlm.data.samplers import Pick, SamplerConfig, TaskSampler
+from graftlm.data.samplers import SCORED, Pick, SamplerConfig, TaskSampler
 from graftlm.errors import BackboneError, DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WITHOUT_ENTROPY = ("regression", "span")
+_WITHOUT_SCORE = "span"
 
 
 @dataclass(frozen=True)
@@ -264,11 +264,13 @@ class TaskBatch:
         return TaskBatch(self.input_ids[rows, :width], mask[:, :width], segments, self.task[rows], targets, tagged)
 
     def to(self, device: torch.device | str) -> TaskBatch:
-        """The same rows on `device`."""
-        segments = None if self.token_type_ids is None else self.token_type_ids.to(device)
-        targets = None if self.targets is None else [target.to(device) for target in self.targets]
-        tensors = self.input_ids.to(device), self.attention_mask.to(device), segments, self.task.to(device)
-        return TaskBatch(*tensors, targets, self.tagged)
+        """The same rows with their tokens on `device`; nothing waits for it.
+
+        Tasks and targets stay on the CPU, where heads sort rows by task.
+        """
+        segments = None if self.token_type_ids is None else self.token_type_ids.to(device, non_blocking=True)
+        ids, mask = (tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.attention_mask))
+        return TaskBatch(ids, mask, segments, self.task, self.targets, self.tagged)
 
     def prediction_inputs(self) -> dict[str, Any]:
         """Keyword arguments for `GraftedModel.predict`."""
@@ -289,7 +291,7 @@ class TaskBatch:
 TaskRow = tuple[EncodedRow, TaskSpec, int]
 """A row, its task, and the task's number."""
 Score = Callable[[TaskBatch], Sequence[float | None]]
-"""The model's uncertainty about each row of a batch, from 0 to 1; None for a row whose prediction has no entropy."""
+"""A score of each row of a batch, from 0 to 1, such as the model's uncertainty; None for a row that has none."""
 
 
 def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
@@ -329,11 +331,12 @@ class LabelledMixture:
     """Endless batches of rows of several tasks, which a sampler chooses step by step.
 
     Args:
-        sampler: the policy. Under `uncertainty`, a task without entropy (regression, span) has the share of uniform
+        sampler: the policy. Where the model scores rows, a task without a score (span) has the share of uniform
             sampling, 1 / number of tasks, unless `fixed` sets another.
         batch_size: rows of a step, over all processes.
-        score: the training model's uncertainty about rows; needed by the policies uncertainty and entropy.
+        score: the training model's score of rows; needed by the policies uncertainty, learnability and entropy.
         numbers: the number of each task in the model; by default their order in `rows`.
+        steps: number of steps in all, over which the sampler's `passes` are spread.
 
     Raises:
         DataError: a task has no rows, a row is too long, or the policy does not fit the tasks.
@@ -349,6 +352,7 @@ class LabelledMixture:
         score: Score | None = None,
         *,
         numbers: Mapping[str, int] | None = None,
+        steps: int | None = None,
     ) -> None:
         self.batch_size, self.score, self.pad_id = batch_size, score, padding_id(encoder.tokenizer)
         self.tasks = {name: encoder.encode(task, training=True) for name, task in rows.items()}
@@ -356,7 +360,7 @@ class LabelledMixture:
         length = encoder.length
         self.notes = [_note(name, task, len(rows[name]), length) for name, task in self.tasks.items() if task.cut]
         sizes = {name: len(task) for name, task in self.tasks.items()}
-        self.sampler = TaskSampler(sizes, _fit_policy(sampler, rows, score), batch_size, seed)
+        self.sampler = TaskSampler(sizes, _fit_policy(sampler, rows, score), batch_size, seed, steps)
 
     def batch(self, step: int) -> TaskBatch:
         """The rows of one optimiser step, counted from 0; steps must be drawn in order.
@@ -401,7 +405,7 @@ class LabelledMixture:
         return task.rows[pick.row], task.spec, self.numbers[pick.task]
 
     def _scores(self, picks: Sequence[Pick]) -> list[float | None]:
-        """The model's uncertainty about some rows, in their order."""
+        """The model's scores of some rows, in their order."""
         assert self.score is not None, "the policy was checked"
         batches = batches_by_length([self._row(pick) for pick in picks], self.batch_size, self.pad_id)
         scores = {i: value for rows, batch in batches for i, value in zip(rows, self.score(batch), strict=True)}
@@ -416,26 +420,25 @@ class LabelledMixture:
 
 
 def largest_entropy(spec: TaskSpec) -> float:
-    """H' in nats, the entropy of a uniform prediction: log C, and C log 2 for C independent labels."""
+    """H' in nats, the entropy of a uniform prediction: log C, C log 2 for C labels, log 2 for what has no labels."""
     labels = len(spec.labels)
     return labels * float(np.log(2)) if spec.type == "multi-label" else float(np.log(max(2, labels)))
 
 
 def _fit_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Score | None) -> SamplerConfig:
-    """The config, with a fixed share for each task without entropy; refused where the policy does not fit the tasks."""
-    if config.policy not in ("entropy", "uncertainty"):
+    """The config, with a fixed share for each task without a score; refused where the policy does not fit the tasks."""
+    if config.policy not in ("entropy", *SCORED):
         return config
     if score is None:
         raise DataError(
             f"The policy {config.policy} depends on a model's predictions, but there is no score: pass one, or set "
             "policy: temperature."
         )
-    without = [name for name, task in rows.items() if task.spec.type in _WITHOUT_ENTROPY]
+    without = [name for name, task in rows.items() if task.spec.type == _WITHOUT_SCORE]
     if config.policy == "entropy" and without:
         raise DataError(
-            f"The task {without[0]} is of the type {rows[without[0]].spec.type}, whose predictions have no entropy, "
-            "but policy: entropy needs it: take policy: uncertainty, which gives such tasks a fixed share, or "
-            "temperature."
+            f"The task {without[0]} is of the type {_WITHOUT_SCORE}, whose predictions have no score, but policy: "
+            "entropy needs it: take policy: uncertainty, which gives such tasks a fixed share, or temperature."
         )
     return config.model_copy(update={"fixed": dict.fromkeys(without, 1 / len(rows)) | config.fixed})
 

@@ -6,16 +6,18 @@ For T tasks with D_t rows, and H the entropy of a prediction in nats:
     size          q(t) = D_t / sum of D_s
     temperature   q(t) = D_t^alpha / sum of D_s^alpha                                                      (eq. 1.7)
     entropy       q(t) = H_t^beta / sum of H_s^beta, H_t the mean entropy of the task's latest predictions (eq. 1.8)
-    uncertainty   of b candidates of each task the b rows of the largest H / H'_t, H'_t = log C_t          (algorithm 1)
+    uncertainty   of some candidates of each task the b rows of the largest H / H'_t, H'_t = log C_t       (algorithm 1)
+    learnability  the same by 4 p (1 - p) over the task's mean of it, p the probability of what is right
 
-A sampler does not know the model: it names rows, and is given entropies. Each task's rows are shuffled anew in every
-epoch. All choices follow from the seed and the given entropies. A step calls `candidates`, then `choose` with their
-uncertainties, then, under policy entropy, `observe`.
+A sampler does not know the model: it names rows, and is given entropies or scores. Each task's rows are shuffled anew
+in every epoch. All choices follow from the seed and what is given. A step calls `candidates`, then `choose` with their
+scores, then, under policy entropy, `observe`.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -29,6 +31,9 @@ from graftlm.errors import DataError
 _TASKS, _ROWS = 1, 2  # keep random numbers for tasks apart from those for rows
 
 
+SCORED = ("uncertainty", "learnability")
+
+
 class SamplerConfig(Config):
     """How rows are chosen.
 
@@ -37,14 +42,21 @@ class SamplerConfig(Config):
         beta: for `entropy`: larger values prefer uncertain tasks more.
         task_mean: for `uncertainty`: multiply a row's uncertainty by its task's mean over the largest task's mean.
             Algorithm 1 only divides by the largest mean, which is the same for all rows and changes no choice.
-        fixed: for `uncertainty`: the share in every batch of tasks whose predictions have no entropy.
+        fixed: for policies with scores: the share in every batch of tasks whose rows have no score.
+        floor: for policies with scores: the share of uniform sampling that every task gets at least, by its own scores.
+        passes: for policies with scores: how often each row is a candidate in all steps; null takes b candidates of
+            each task in every step, as algorithm 1 does.
+        keep: for policies with scores: a row's score serves this many steps; 0 scores every candidate anew.
     """
 
-    policy: Literal["uniform", "size", "temperature", "entropy", "uncertainty"] = "uniform"
+    policy: Literal["uniform", "size", "temperature", "entropy", "uncertainty", "learnability"] = "uniform"
     alpha: float = Field(0.5, ge=0, le=1)
     beta: float = Field(1.0, gt=0)
     task_mean: bool = False
     fixed: dict[str, float] = {}
+    floor: float = Field(0.0, ge=0, le=1)
+    passes: float | None = Field(None, gt=0)
+    keep: int = Field(0, ge=0)
 
 
 class Pick(NamedTuple):
@@ -55,14 +67,16 @@ class Pick(NamedTuple):
 
 
 class TaskSampler:
-    """Endless batches of `batch_size` rows, b above, of tasks with `sizes` rows.
+    """Endless batches of `batch_size` rows, b above, of tasks with `sizes` rows; `steps` are those of the whole run.
 
     Raises:
-        DataError: a task has no rows, or a fixed share does not fit.
+        DataError: a task has no rows, a fixed share does not fit, or there are fewer candidates than rows to choose.
     """
 
-    def __init__(self, sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, seed: int = 0) -> None:
-        _check(sizes, config, batch_size)
+    def __init__(
+        self, sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, seed: int = 0, steps: int | None = None
+    ) -> None:
+        _check(sizes, config, batch_size, steps)
         self.sizes, self.config, self.batch_size, self.seed = dict(sizes), config, batch_size, seed
         self.step = 0
         self._drawn = dict.fromkeys(sizes, 0)
@@ -70,29 +84,48 @@ class TaskSampler:
         self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
         self._history: list[dict[str, int]] = []
         self._candidates: list[Pick] = []
+        self._steps = steps
+        self._scores = {task: np.zeros(size) for task, size in sizes.items()}
+        self._scored_at = {task: np.full(size, -1, dtype=np.int32) for task, size in sizes.items()}  # -1: never
 
     def candidates(self) -> list[Pick]:
-        """The rows whose uncertainty `choose` needs: b of each task under `uncertainty`, else none."""
-        if self.config.policy != "uncertainty":
-            return []
-        if not self._candidates:
+        """The rows whose score `choose` needs: the candidates without one that may serve; none without scores."""
+        if self.config.policy in SCORED and not self._candidates:
             free = [task for task in self.sizes if task not in self.config.fixed]
-            self._candidates = [pick for task in free for pick in self._draw(task, self.batch_size)]
-        return list(self._candidates)
+            self._candidates = [pick for task in free for pick in self._draw(task, self._count(task))]
+        return [pick for pick in self._candidates if not self._is_scored(pick)]
 
-    def choose(self, uncertainties: Sequence[float] = ()) -> list[Pick]:
-        """The rows of the next batch, given H / H'_t of each of `candidates()`, in their order.
+    def _count(self, task: str) -> int:
+        """The number of a task's candidates in this step."""
+        if self.config.passes is None or self._steps is None:
+            return self.batch_size
+        per_step = self.config.passes * self.sizes[task] / self._steps
+        return int((self.step + 1) * per_step) - int(self.step * per_step)
+
+    def _is_scored(self, pick: Pick) -> bool:
+        at = int(self._scored_at[pick.task][pick.row])
+        return at >= 0 and self.step - at < max(1, self.config.keep)
+
+    def choose(self, scores: Sequence[float] = ()) -> list[Pick]:
+        """The rows of the next batch, given the score of each of `candidates()`, in their order.
 
         Raises:
             DataError: their number is not that of the candidates, or one is not finite.
         """
-        candidates = self.candidates()
-        if len(uncertainties) != len(candidates):
+        asked_for = self.candidates()
+        if len(scores) != len(asked_for):
             raise DataError(
-                f"choose got {len(uncertainties)} uncertainties for {len(candidates)} candidates: give one for each of "
+                f"choose got {len(scores)} scores for {len(asked_for)} candidates: give one for each of "
                 "candidates(), in their order."
             )
-        picks = self._most_uncertain(candidates, uncertainties) if candidates else self._by_task()
+        for pick, value in zip(asked_for, scores, strict=True):
+            if not math.isfinite(value):
+                raise DataError(
+                    f"The score of row {pick.row} of the task {pick.task} is {value}: a number is expected; the "
+                    "model's predictions may have overflowed."
+                )
+            self._scores[pick.task][pick.row], self._scored_at[pick.task][pick.row] = value, self.step
+        picks = self._highest(self._candidates) if self._candidates else self._by_task()
         for pick in picks:
             self._used[pick.task][pick.row] = True
         self._history.append(dict(Counter(pick.task for pick in picks)))
@@ -114,10 +147,10 @@ class TaskSampler:
             self._entropy[task] = float(values.mean())
 
     def shares(self) -> dict[str, float]:
-        """q(t), the probability of each task; for `uncertainty`, which chooses rows, the shares so far."""
+        """q(t), the probability of each task; for policies that choose rows the shares so far."""
         policy, sizes = self.config.policy, self.sizes
         weights: dict[str, float] = {}
-        if policy == "uncertainty":
+        if policy in SCORED:
             weights = {task: sum(step.get(task, 0) for step in self._history) for task in sizes}
         elif policy != "entropy":
             alpha = {"uniform": 0.0, "size": 1.0, "temperature": self.config.alpha}[policy]
@@ -148,7 +181,9 @@ class TaskSampler:
             "drawn": dict(self._drawn),
             "entropy": dict(self._entropy),
             "history": list(self._history),
-            "used": {task: base64.b64encode(np.packbits(rows).tobytes()).decode() for task, rows in self._used.items()},
+            "used": {task: _encoded(np.packbits(rows)) for task, rows in self._used.items()},
+            "scores": {task: _encoded(values) for task, values in self._scores.items()},
+            "scored_at": {task: _encoded(steps) for task, steps in self._scored_at.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -165,8 +200,9 @@ class TaskSampler:
         self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
         self._history = list(state["history"])
         for task, size in self.sizes.items():
-            bits = np.frombuffer(base64.b64decode(state["used"][task]), dtype=np.uint8)
-            self._used[task] = np.unpackbits(bits, count=size).astype(bool)
+            self._used[task] = np.unpackbits(_decoded(state["used"][task], np.uint8), count=size).astype(bool)
+            self._scores[task] = _decoded(state["scores"][task], np.float64)
+            self._scored_at[task] = _decoded(state["scored_at"][task], np.int32)
         self._candidates = []
 
     def _draw(self, task: str, count: int) -> list[Pick]:
@@ -186,37 +222,51 @@ class TaskSampler:
         rows = {task: iter(self._draw(task, count)) for task, count in Counter(drawn).items()}
         return [next(rows[task]) for task in drawn]
 
-    def _most_uncertain(self, candidates: list[Pick], uncertainties: Sequence[float]) -> list[Pick]:
-        values = np.asarray(uncertainties, dtype=float)
-        if not np.isfinite(values).all():
-            worst = int(np.argmin(np.isfinite(values)))
-            raise DataError(
-                f"The uncertainty of row {candidates[worst].row} of the task {candidates[worst].task} is "
-                f"{values[worst]}: a number is expected; the model's predictions may have overflowed."
-            )
-        if self.config.task_mean:
-            values = values * _task_means(candidates, values)
-        fixed: list[Pick] = []
-        for task, share in self.config.fixed.items():  # exact in the long run
-            before, after = (int(step * self.batch_size * share) for step in (self.step, self.step + 1))
-            fixed += self._draw(task, after - before)
-        best = np.argsort(-values, kind="stable")[: self.batch_size - len(fixed)]  # ties: the earlier candidate
-        return [candidates[index] for index in best] + fixed
+    def _highest(self, candidates: list[Pick]) -> list[Pick]:
+        """The batch: rows of fixed tasks, the floor of every other task, and then the highest scores of all."""
+        config, values = self.config, np.array([self._scores[pick.task][pick.row] for pick in candidates], dtype=float)
+        if config.policy == "learnability":
+            values = values / np.maximum(_task_means(candidates, values), 1e-9)
+        elif config.task_mean:
+            means = _task_means(candidates, values)
+            values = values * means / (means.max() or 1.0)
+        picks = [pick for task, share in config.fixed.items() for pick in self._draw(task, self._due(share))]
+        order = np.argsort(-values, kind="stable").tolist()  # ties: the earlier candidate
+        floor = {task: self._due(config.floor / len(self.sizes)) for task in self.sizes}
+        first = []
+        for index in order if config.floor else ():
+            if floor[candidates[index].task] > 0:
+                floor[candidates[index].task] -= 1
+                first.append(index)
+        rest = [index for index in order if index not in set(first)]
+        return [candidates[index] for index in [*first, *rest][: self.batch_size - len(picks)]] + picks
+
+    def _due(self, share: float) -> int:
+        """The rows of this step for a share of all rows, exact in the long run."""
+        before, after = (int(step * self.batch_size * share) for step in (self.step, self.step + 1))
+        return after - before
+
+
+def _encoded(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _decoded(text: str, dtype: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()
 
 
 def _task_means(candidates: list[Pick], values: np.ndarray) -> np.ndarray:
-    """The mean of each candidate's task over the largest mean of a task."""
+    """The mean value of each candidate's task."""
     tasks = np.array([pick.task for pick in candidates])
     means = {task: float(values[tasks == task].mean()) for task in dict.fromkeys(tasks)}
-    largest = max(means.values()) or 1.0
-    return np.array([means[task] / largest for task in tasks])
+    return np.array([means[task] for task in tasks])
 
 
 def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-def _check(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int) -> None:
+def _check(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, steps: int | None) -> None:
     empty = [task for task, size in sizes.items() if size < 1]
     if empty or not sizes:
         what = f"The task {empty[0]} has no rows" if empty else "There is no task"
@@ -224,9 +274,9 @@ def _check(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int) -> 
     if batch_size < 1:
         raise DataError(f"batch_size is {batch_size}; a whole number from 1 is expected.")
     for task, share in config.fixed.items():
-        if config.policy != "uncertainty":
+        if config.policy not in SCORED:
             raise DataError(
-                f"fixed shares belong to policy: uncertainty, and the policy is {config.policy}: leave them out."
+                f"fixed shares belong to policies with scores, and the policy is {config.policy}: leave them out."
             )
         if task not in sizes:
             raise DataError(f"fixed names the task {task!r}; the tasks are {', '.join(sizes)}.")
@@ -236,3 +286,11 @@ def _check(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int) -> 
         raise DataError(
             "The fixed shares leave nothing to choose by uncertainty: lower them, or take policy: temperature."
         )
+    if config.passes is not None and config.policy in SCORED and steps is not None:
+        free = {task: size for task, size in sizes.items() if task not in config.fixed}
+        per_step = sum(int(config.passes * size / steps) for size in free.values())
+        if per_step < batch_size:
+            raise DataError(
+                f"{config.passes:g} passes over {sum(free.values()):,} rows give {per_step} candidates in each of "
+                f"{steps:,} steps, but {batch_size} rows are chosen: raise passes, or lower steps or batch_size."
+            )

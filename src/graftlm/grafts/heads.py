@@ -5,7 +5,7 @@ one batch. Predictions and targets are lists with one entry for each row, since 
 
     type             prediction              target            loss of a row
     classification   (C,) logits             () long           cross-entropy
-    regression       ()                      () float          squared error
+    regression       () in the task's unit   () float          squared error
     multi-label      (C,) logits             (C,) float        mean binary cross-entropy
     tagging          (T, C) logits           (T,) long         mean cross-entropy of the tokens that are not -100
     span             (T, 2) logits           (2,) long         mean cross-entropy of first and last token
@@ -16,7 +16,7 @@ Shape suffixes: B rows, R rows of one task, T tokens, D the backbone's width, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -38,10 +38,12 @@ class TaskSpec(Config):
     Args:
         type: the type of the prediction; regression and span have no labels.
         labels: the classes, in order.
+        range: of regression, the lowest and the highest target in training: the head's 0 and 1.
     """
 
     type: TaskType
     labels: list[str] = []
+    range: tuple[float, float] = (0.0, 1.0)
 
     def _problems(self) -> Iterator[str]:
         fewest = FEWEST_LABELS.get(self.type)
@@ -49,6 +51,8 @@ class TaskSpec(Config):
             yield f"a {self.type} task has no labels: leave them out"
         if fewest is not None and len(self.labels) < fewest:
             yield f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}"
+        if not self.range[0] < self.range[1]:
+            yield f"range is {list(self.range)}: give two numbers, the smaller first"
         if repeated := sorted({label for label in self.labels if self.labels.count(label) > 1}):
             yield f"the label {repeated[0]!r} appears twice"
 
@@ -56,6 +60,22 @@ class TaskSpec(Config):
     def outputs(self) -> int:
         """The number of outputs for a row, or for a token of tagging and span."""
         return {"regression": 1, "span": 2}.get(self.type, len(self.labels))
+
+    @property
+    def unit(self) -> float:
+        """The width of the range."""
+        return self.range[1] - self.range[0]
+
+    @property
+    def chance_loss(self) -> float:
+        """A row's loss when nothing is known: log C or log 2 nats, or the variance of a uniform target; 1 for span."""
+        if self.type == "regression":
+            return self.unit**2 / 12
+        return 1.0 if self.type == "span" else math.log(2 if self.type == "multi-label" else len(self.labels))
+
+    def is_like(self, other: TaskSpec) -> bool:
+        """Whether both have one type and the same labels."""
+        return (self.type, self.labels) == (other.type, other.labels)
 
     @property
     def of_tokens(self) -> bool:
@@ -122,19 +142,26 @@ class Heads(nn.Module):
         spec, linear = self.specs[name], self.linear(name)
         if not spec.of_tokens:
             out_RC = linear(self.dropout(pooled(hidden_RTD, mask_RT, self.pooling)))
-            return out_RC.squeeze(-1) if spec.type == "regression" else out_RC
+            return out_RC.squeeze(-1) * spec.unit + spec.range[0] if spec.type == "regression" else out_RC
         out_RTC = linear(self.dropout(hidden_RTD))
         if spec.type == "span":
             return out_RTC.masked_fill(~mask_RT[..., None], torch.finfo(out_RTC.dtype).min)
         return out_RTC
 
-    def losses(self, predictions: Sequence[Tensor], targets: Sequence[Tensor], task_B: Tensor | None) -> list[Tensor]:
-        """Each row's loss, scalars in nats or squared units, from the output of `forward`; see the table above."""
+    def losses(
+        self, predictions: Sequence[Tensor], targets: Sequence[Tensor], task_B: Tensor | None, *, scaled: bool = False
+    ) -> list[Tensor]:
+        """Each row's loss, scalars in nats or squared units, from the output of `forward`; see the table above.
+
+        `scaled` divides it by the task's `chance_loss`, so that tasks of all types count alike.
+        """
         losses: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B, len(predictions)):
+            spec = self.specs[name]
             out = torch.stack([predictions[row] for row in rows_R]).float()
-            labels = torch.stack([targets[row] for row in rows_R]).to(out.device)
-            losses |= zip(rows_R, row_losses(self.specs[name], out, labels).unbind(0), strict=True)
+            values_R = row_losses(spec, out, _stacked(targets, rows_R, out.device))
+            values_R = values_R / spec.chance_loss if scaled else values_R
+            losses |= zip(rows_R, values_R.unbind(0), strict=True)
         return [losses[row] for row in range(len(predictions))]
 
     def _by_task(self, task_B: Tensor | None, rows: int) -> Iterator[tuple[str, list[int]]]:
@@ -155,7 +182,11 @@ def task_key(name: str) -> str:
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     if len(rows) == len(tensor):
         return tensor
-    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+    return tensor.index_select(0, torch.tensor(rows).to(tensor.device, non_blocking=True))
+
+
+def _stacked(targets: Sequence[Tensor], rows: Sequence[int], device: torch.device) -> Tensor:
+    return torch.stack([targets[row] for row in rows]).to(device, non_blocking=True)
 
 
 def pooled(hidden_RTD: Tensor, mask_RT: Tensor, pooling: Pooling) -> Tensor:
@@ -187,31 +218,83 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
 def uncertainty(
     predictions: Sequence[Tensor], specs: Sequence[TaskSpec], targets: Sequence[Tensor] | None = None
 ) -> list[Tensor | None]:
-    """The uncertainty of each prediction, scalars from 0 to 1; None for regression and span.
+    """The uncertainty of each prediction, scalars from 0 to 1; None for span.
 
-    Classification: the entropy over log C. Tagging: the mean of that over the labelled tokens. Multi-label: the mean
-    entropy of the labels, each over log 2.
+    Classification: the entropy over log C. Tagging: the largest of the labelled tokens' own, since most tokens are
+    outside entities and certain. Multi-label: the mean entropy of the labels, each over log 2. Regression: the error
+    over the task's range, at most 1; None without targets.
 
     Args:
         predictions: one for each row.
         specs: each row's task.
         targets: -100 marks the tokens of tagging that have no label; None counts every token, padding too.
     """
-    rows = zip(predictions, specs, targets or [None] * len(specs), strict=True)
-    return [_uncertainty(prediction.float(), spec, target) for prediction, spec, target in rows]
+    return _scores(_uncertainty, predictions, specs, targets)
 
 
-def _uncertainty(logits: Tensor, spec: TaskSpec, target: Tensor | None) -> Tensor | None:
+def learnability(
+    predictions: Sequence[Tensor], specs: Sequence[TaskSpec], targets: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """4 p (1 - p) of each row, from 0 to 1, where p is the probability of what is right; None for span.
+
+    p (1 - p) is the derivative of p by its logit: what a step on the row gains. Rows that are known and rows that
+    contradict the model have none. Tagging: the largest of the labelled tokens. Multi-label: the mean of the labels.
+    Regression: p is 1 less the error over the task's range. Arguments as those of `uncertainty`.
+    """
+    return _scores(_learnability, predictions, specs, targets)
+
+
+def _scores(
+    score: Callable[[TaskSpec, Tensor, Tensor | None], Tensor | None],
+    predictions: Sequence[Tensor],
+    specs: Sequence[TaskSpec],
+    targets: Sequence[Tensor] | None,
+) -> list[Tensor | None]:
+    """Each row's score; rows of one task and shape are scored together."""
+    groups: dict[tuple[int, torch.Size], list[int]] = {}
+    for row, (prediction, spec) in enumerate(zip(predictions, specs, strict=True)):
+        groups.setdefault((id(spec), prediction.shape), []).append(row)
+    scores: dict[int, Tensor | None] = {}
+    for rows_R in groups.values():
+        out = torch.stack([predictions[row] for row in rows_R]).float()
+        values_R = score(specs[rows_R[0]], out, None if targets is None else _stacked(targets, rows_R, out.device))
+        scores |= zip(rows_R, [None] * len(rows_R) if values_R is None else values_R.unbind(0), strict=True)
+    return [scores[row] for row in range(len(predictions))]
+
+
+def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tensor | None:
+    """(R,) of R rows of one task."""
     if spec.type == "multi-label":
         both = torch.stack([functional.logsigmoid(logits), functional.logsigmoid(-logits)], -1)
-        return _entropy(both).mean() / math.log(2)
+        return _entropy(both).mean(-1) / math.log(2)
+    if spec.type == "regression" and targets is not None:
+        return ((logits - targets).abs() / spec.unit).clamp(max=1)
     if spec.type not in ("classification", "tagging"):
         return None
     entropy = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
-    if spec.type == "classification":
-        return entropy
-    counted_T = torch.ones_like(entropy) if target is None else (target != IGNORED).to(entropy)
-    return (entropy * counted_T).sum() / counted_T.sum().clamp(min=1)
+    return entropy if spec.type == "classification" else _largest_of_labelled(entropy, targets)
+
+
+def _learnability(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tensor | None:
+    """(R,) of R rows of one task."""
+    assert targets is not None, "what is right is known in training"
+    if spec.type == "span":
+        return None
+    if spec.type == "regression":
+        right = 1 - ((logits - targets).abs() / spec.unit).clamp(max=1)
+    elif spec.type == "multi-label":
+        right = torch.sigmoid(torch.where(targets > 0, logits, -logits))
+    else:
+        right = logits.softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    values = 4 * right * (1 - right)
+    if spec.type == "multi-label":
+        return values.mean(-1)
+    return _largest_of_labelled(values, targets) if spec.type == "tagging" else values
+
+
+def _largest_of_labelled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor:
+    counted = values_RT if targets_RT is None else values_RT.masked_fill(targets_RT == IGNORED, 0)
+    return counted.amax(-1)
 
 
 def _entropy(log_probabilities: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.labelled import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
 from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads, graft_config
-from graftlm.grafts.heads import TaskSpec, uncertainty
+from graftlm.grafts.heads import TaskSpec, learnability, uncertainty
 from graftlm.io import write_atomically
 from graftlm.runs.graft_run import AnyGraft, count_parameters
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
@@ -120,10 +120,11 @@ class TaskRun(_TaskSettings, TrainingRun):
         """The batches, whose rows the sampler chooses with the help of the model in training."""
         tasks = tasks_of(model.grafts["graft"])
         encoder = row_encoder(model.backbone, self.length, self.truncation)
-        score = uncertainty_scorer(model, list(tasks.values()), self.training.precision)
+        score = row_scorer(model, list(tasks.values()), self.sampler.policy, self.training.precision)
         numbers = {name: number for number, name in enumerate(tasks) if name in rows}
         size, seed = self.training.batch_size, self.training.seed
-        return LabelledMixture(rows, encoder, self.sampler, size, seed, score, numbers=numbers)
+        steps = self.training.steps
+        return LabelledMixture(rows, encoder, self.sampler, size, seed, score, numbers=numbers, steps=steps)
 
     def _held_out(self, rows: Mapping[str, TaskRows], split: Any) -> dict[str, TaskRows]:
         return {
@@ -198,8 +199,8 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
 
 
-def uncertainty_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Score:
-    """A function that gives the model's uncertainty about rows of the tasks `specs`, in evaluation mode.
+def row_scorer(model: Any, specs: Sequence[TaskSpec], policy: str = "uncertainty", precision: Any = "fp32") -> Score:
+    """A function that scores rows of the tasks `specs` by the model in evaluation mode, as the policy does.
 
     The main process decides, so that all processes choose the same rows.
     """
@@ -209,7 +210,8 @@ def uncertainty_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "
         predictions = predict(batch)
         row_specs = [specs[number] for number in batch.task.tolist()]
         with torch.no_grad():
-            scores = uncertainty(predictions, row_specs, batch.targets)
+            function: Any = learnability if policy == "learnability" else uncertainty
+            scores = function(predictions, row_specs, batch.targets)
             zero = torch.zeros((), device=predictions[0].device)
             values = torch.stack([zero if score is None else score.to(zero.device) for score in scores])
         if PartialState().num_processes > 1:

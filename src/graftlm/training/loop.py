@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -85,10 +85,11 @@ def train(
     out = Path(out)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
-    without_decay = parameters_without_decay(model)  # before sharding, which replaces the parameters
+    # Before sharding, which replaces the parameters.
+    without_decay, scales = parameters_without_decay(model), learning_rate_scales(model)
     with distributed(model, config, out) as context:
         parameters = trainable_parameters(model)
-        optimizer = make_optimizer(parameters, config, without_decay)
+        optimizer = make_optimizer(parameters, config, without_decay, scales)
         state = TrainingState(context, batches, config, out, identity or {}, parameters, optimizer)
         if config.tracker is not None:
             values = {key: value for key, value in config.model_dump().items() if isinstance(value, int | float | str)}
@@ -138,7 +139,7 @@ def _step(state: TrainingState, rate: float) -> tuple[int, dict[str, float]]:
     _seed(state.config.seed, step, context.accelerator.process_index)
     batch = state.batches.batch(step)
     for group in state.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("scale", 1.0)
     buffers = {name: buffer.clone() for name, buffer in graft_buffers(context.model).items()}
     recurrent = recurrent_state(context.model)
     losses = _accumulate(state, batch)
@@ -198,20 +199,42 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
     module above it gives its name.
     """
     names = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
+    return names | _declared(model, "parameters_without_decay").keys()
+
+
+def learning_rate_scales(model: nn.Module) -> dict[str, float]:
+    """The learning rate of parameters over the config's, as `learning_rate_scales()` of modules gives it, by name."""
+    return _declared(model, "learning_rate_scales")
+
+
+def _declared(model: nn.Module, method: str) -> dict[str, Any]:
+    """What the modules' methods of this name give for their parameters, by the parameters' names in `model`."""
+    values: dict[str, Any] = {}
     for prefix, module in model.named_modules():
-        if callable(method := getattr(module, "parameters_without_decay", None)):
-            names |= {f"{prefix}.{name}" if prefix else name for name in cast("Iterable[str]", method())}
-    return names
+        if callable(function := getattr(module, method, None)):
+            declared: Any = function()
+            own = declared if isinstance(declared, Mapping) else dict.fromkeys(declared)
+            values |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
+    return values
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: TrainingConfig, without_decay: Collection[str] = ()
+    parameters: Mapping[str, nn.Parameter],
+    config: TrainingConfig,
+    without_decay: Collection[str] = (),
+    scales: Mapping[str, float] | None = None,
 ) -> AdamW:
-    """AdamW over `parameters`. Only tensors of two or more dimensions decay, and none named in `without_decay`."""
-    decays = {name: parameter.ndim >= 2 and name not in without_decay for name, parameter in parameters.items()}
-    groups = [
-        {"params": [p for name, p in parameters.items() if decays[name]], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in parameters.items() if not decays[name]], "weight_decay": 0.0},
+    """AdamW over `parameters`. Only tensors of two or more dimensions decay, and none named in `without_decay`.
+
+    `scales` has the learning rates of parameters over the config's, by name; of others it is the same.
+    """
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        exempt = parameter.ndim < 2 or name in without_decay
+        groups.setdefault((exempt, (scales or {}).get(name, 1.0)), []).append(parameter)
+    options = [
+        {"params": own, "weight_decay": 0.0 if exempt else config.weight_decay, "scale": scale}
+        for (exempt, scale), own in sorted(groups.items(), key=lambda group: group[0])
     ]
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
-    return AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, fused=fused)
+    return AdamW(options, lr=config.learning_rate, betas=config.betas, fused=fused)

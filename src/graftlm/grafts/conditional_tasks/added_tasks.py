@@ -34,7 +34,7 @@ def choose_start(
         trained: the candidates.
         rows: of the new task, as `GraftedModel.forward` takes them.
     """
-    same = [task for task in trained if tasks[task] == tasks[name]]
+    same = [task for task in trained if tasks[task].is_like(tasks[name])]
     was_training = model.training
     model.eval()
     scores = {}

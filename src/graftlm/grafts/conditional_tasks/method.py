@@ -52,7 +52,8 @@ class ConditionalTasksConfig(GraftConfig):
         modulated: share of the layers, from the last, that have conditional modules.
         attention: adds a learned matrix to the scores, in blocks along the diagonal or as one full block.
         block: width of a block in tokens.
-        alignment: a matrix between embedding and first layer.
+        alignment: a matrix before a layer.
+        aligned: the layer: the first one, or the first that trains, so that gradients stop there.
         norm: modulates the output of each norm.
         bottleneck: `base` is parallel to each modulated layer's FFN, `large` runs along all layers.
         bottleneck_width: inner width of the bottleneck.
@@ -60,7 +61,11 @@ class ConditionalTasksConfig(GraftConfig):
         pooling: the vector that a row is predicted from: its first token, its last, or the mean.
         max_length: maximum number of tokens of a row with conditional attention.
         dropout: of the heads' inputs, in training.
-        extends: folder of a trained graft, whose config and tensors are taken over; only the new tasks train.
+        module_rate: the learning rate of modules, embeddings and heads over that of the backbone's weights.
+        scaled_losses: divide each row's loss by its task's loss at chance, so that tasks of all types count alike.
+        extends: folder of a trained graft, whose config and tensors are taken over; the new tasks train.
+        adapts: with `extends`, what trains: `added` the new tasks' own tensors alone, `all` everything, as the
+            graft without `extends` did; old tasks may then change.
         like: the trained task that new ones start from; by default it is chosen on the run's rows.
     """
 
@@ -73,6 +78,7 @@ class ConditionalTasksConfig(GraftConfig):
     attention: Literal["none", "blocks", "full"] = "blocks"
     block: int = Field(32, ge=1)
     alignment: bool = True
+    aligned: Literal["first", "trained"] = "first"
     norm: bool = True
     bottleneck: Literal["none", "base", "large"] = "base"
     bottleneck_width: int = Field(64, ge=1)
@@ -80,7 +86,10 @@ class ConditionalTasksConfig(GraftConfig):
     pooling: Pooling = "first"
     max_length: int = Field(512, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
+    module_rate: float = Field(1.0, gt=0)
+    scaled_losses: bool = False
     extends: str | None = None
+    adapts: Literal["added", "all"] = "added"
     like: str | None = None
 
     @field_validator("tasks")
@@ -127,7 +136,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         self.to(backbone.device)
         self.copy_weights(backbone.model, trained_names(backbone.model, self.config.frozen))
         self._fixed: list[str] | None = None  # the trained tasks, where only new ones train
-        self._like = config.like
+        self._like, self._adapts_all = config.like, config.adapts == "all"
         if trained is not None:
             self.load_tensors(trained[1])
             for name, spec in new.items():
@@ -150,12 +159,12 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             self.bottlenecks[str(layer)] = Bottleneck(width, config.bottleneck_width, z, sites.activation)
 
     def taps(self) -> list[Tap]:
-        taps = [] if self.alignment is None else [Tap(Site("layer", 0), "before", "add", self._align)]
+        taps = [] if self.alignment is None else [Tap(Site("layer", self._aligned()), "before", "add", self._align)]
         for layer, bias in self.biases.items():
             taps.append(Tap(Site("attention", int(layer)), "before", "bias", partial(self._attend, int(layer), bias)))
         for layer, films in self.norms.items():
             for site, film in zip(_norms(self._sites, int(layer)), films, strict=True):  # type: ignore[arg-type]  # a ModuleList
-                taps.append(Tap(site, "after", "add", partial(self._normalise, film)))
+                taps.append(Tap(site, "after", "replace", partial(self._normalise, film)))
         for layer, bottleneck in self.bottlenecks.items():
             if self.config.bottleneck == "large":
                 site, function = Site("layer", int(layer)), partial(self._skip, int(layer), bottleneck)
@@ -163,6 +172,11 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                 site, function = Site("ffn", int(layer)), partial(self._parallel, bottleneck)
             taps.append(Tap(site, "after", "add", function))
         return taps
+
+    def _aligned(self) -> int:
+        """The layer that the alignment stands before."""
+        trained = share_of(self.config.frozen, self._sites.n_layers)
+        return trained if self.config.aligned == "trained" and trained < self._sites.n_layers else 0
 
     def prepare(self, call: Call) -> None:
         self._tasks(call)
@@ -194,8 +208,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device))
 
     def _embeddings(self) -> list[Tensor]:
-        """The embedding of each task, in the tasks' order, which a ParameterDict does not keep."""
-        return [self.embeddings[task_key(name)] for name in self.config.tasks]
+        """The embedding of each task at length 1, in the tasks' order, which a ParameterDict does not keep."""
+        return [nn.functional.normalize(self.embeddings[task_key(name)], dim=0) for name in self.config.tasks]
 
     def _align(self, call: Call, x_BTD: Tensor) -> Tensor:
         assert self.alignment is not None, "no tap without an alignment"
@@ -209,7 +223,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return bias(self._tasks(call), positions, positions.visible(call, layer)).to(x_BTD.dtype)
 
     def _normalise(self, film: Any, call: Call, _x: Tensor, y_BTD: Tensor) -> Tensor:
-        return film.change(y_BTD, self._tasks(call))
+        return film(y_BTD, self._tasks(call))
 
     def _parallel(self, bottleneck: Any, call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
         return bottleneck(x_BTD.to(call.working_dtype(self)), self._tasks(call)).to(y_BTD.dtype)
@@ -229,16 +243,19 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return self.heads(hidden, call.token_mask, call.extras.get("task"))
 
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
-        losses = torch.stack(self.heads.losses(self.predict(call, hidden), targets, call.extras.get("task")))
+        predictions, scaled = self.predict(call, hidden), self.config.scaled_losses
+        losses = torch.stack(self.heads.losses(predictions, targets, call.extras.get("task"), scaled=scaled))
         return losses.sum() / (len(losses) if call.totals is None else call.totals[0].clamp(min=1))
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`embedding_cosines`: between the tasks' embeddings, in their order."""
-        z = nn.functional.normalize(torch.stack([z.detach().float() for z in self._embeddings()]), dim=-1)
+        z = torch.stack(self._embeddings()).detach().float()
         return {"embedding_cosines": (z @ z.T).tolist()}
 
     def add_task(self, name: str, spec: TaskSpec, like: str | None = None) -> None:
-        """Add a task; from now on only the added tasks' own tensors train, and trained tasks stay the same to the bit.
+        """Add a task; only the added tasks' own tensors train from now on, and trained tasks stay the same to the bit.
+
+        With `adapts: all` everything trains.
 
         Args:
             name: its name.
@@ -265,12 +282,12 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         if like not in tasks:
             raise GraftError(f"There is no task {like} to start {name} from: name one of {', '.join(tasks)}.")
         self.embeddings[task_key(name)].copy_(self.embeddings[task_key(like)])
-        if tasks[name] == tasks[like]:
+        if tasks[name].is_like(tasks[like]):
             self.heads.linear(name).load_state_dict(self.heads.linear(like).state_dict())
 
     def _freeze(self) -> None:
         """Freeze everything but the added tasks' own tensors."""
-        if self._fixed is None:
+        if self._fixed is None or self._adapts_all:
             return
         for module in (self, *self._copy):
             module.requires_grad_(False)
@@ -291,9 +308,13 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return choices
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
-        if not self._copy or self._fixed is not None:
+        if not self._copy or (self._fixed is not None and not self._adapts_all):
             return self._copy
         return modules_outside(self._copy[0], trained_roots(self._copy[0], self.config.frozen))
+
+    def learning_rate_scales(self) -> dict[str, float]:
+        """The learning rate of own parameters over that of the backbone's weights, by name."""
+        return {name: self.config.module_rate for name, _ in self.named_parameters()}
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         live = super().attach(model)

@@ -50,12 +50,17 @@ class FiLM(nn.Module):
 
     def change(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
         """film(y, z) - y."""
-        gain, shift = (tasks.rows(values_UD)[:, None].to(y_BTD.dtype) for values_UD in self.scale_and_shift(tasks.z))
+        gain, shift = self._by_row(y_BTD, tasks)
         return torch.addcmul(shift, y_BTD, gain)
 
     def forward(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """film(y, z)."""
-        return y_BTD + self.change(y_BTD, tasks)
+        """film(y, z), in one operation on y."""
+        gain, shift = self._by_row(y_BTD, tasks)
+        return torch.addcmul(shift, y_BTD, 1 + gain)
+
+    def _by_row(self, y_BTD: Tensor, tasks: RowTasks) -> list[Tensor]:
+        """gamma(z) - 1 and beta(z) of each row, (B or 1, 1, D)."""
+        return [tasks.rows(values_UD)[:, None].to(y_BTD.dtype) for values_UD in self.scale_and_shift(tasks.z)]
 
 
 class Alignment(nn.Module):
