@@ -1,7 +1,7 @@
-"""Eight tasks, read from the data folder and written as the files that a recipe of tasks names.
+"""Eleven English tasks, read from the data folder and written as the files that a recipe of tasks names.
 
-Test and validation rows are the same for every seed. Training rows are drawn by the seed. A set without a test split
-takes it from its training rows; training rows with a held-out text are dropped.
+Test and validation rows are the same for every seed. Training rows are drawn by the seed. A set without a test or
+validation split takes it from its training rows. No text of the test is in validation, and none of both in training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ FILES = (
     "cls/snips/train_AddToPlaylist_full.json",
     "cls/qnli/dev.tsv",
     "cls/query_wellformedness/train.tsv",
-    "cls/hucola/cola_train.json",
-    "cls/husst/sst_train.json",
+    "cls/sst2/train.txt",
+    "cls/trec/train.txt",
+    "cls/subj/all.txt",
+    "cls/sick/SICK_train.txt",
     "ner/wnut17/wnut17train.conll",
 )
 
@@ -52,11 +54,12 @@ class TaskSource(NamedTuple):
 
 
 class SplitSizes(NamedTuple):
-    """Number of rows of each split; for training a share such as 1% of all rows as well."""
+    """Number of rows of each split; for training a share such as 1% of all rows as well, but not fewer than `least`."""
 
     train: int | str
     validation: int
     test: int
+    least: int = 0
 
 
 def _clinc150(folder: Path) -> Splits:
@@ -92,6 +95,33 @@ def _wnut17(folder: Path) -> Splits:
     }
 
 
+def _lines(files: Mapping[str, str]) -> Callable[[Path], Splits]:
+    """Reads files of "label text" lines, in UTF-8 or Latin-1."""
+
+    def read(file: Path) -> list[Record]:
+        content = file.read_bytes()
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            text = content.decode("latin-1")
+        pairs = (line.partition(" ") for line in text.split("\n") if line.strip())
+        return [_labelled(words, f"class {label}") for label, _, words in pairs]
+
+    return lambda folder: {split: read(folder / "cls" / name) for split, name in files.items()}
+
+
+def _sick(column: str, change: Callable[[str], Any]) -> Callable[[Path], Splits]:
+    """Pairs of sentences and one of their two judgements."""
+    files = {"train": "SICK_train.txt", "validation": "SICK_trial.txt", "test": "SICK_test_annotated.txt"}
+
+    def read(file: Path) -> list[Record]:
+        header, *lines = file.read_text(encoding="utf-8").splitlines()
+        cells = (dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines if line.strip())
+        return [{"first": c["sentence_A"], "second": c["sentence_B"], "label": change(c[column])} for c in cells]
+
+    return lambda folder: {split: read(folder / "cls/sick" / name) for split, name in files.items()}
+
+
 def _labelled(text: str, label: str) -> Record:
     return {"text": " ".join(text.split()), "label": label}
 
@@ -112,7 +142,7 @@ def _tables(
 
 
 _TEXT = {"text": "text", "label": "label"}
-_SENT = {"text": "Sent", "label": "label"}
+_PAIR = {"text": ["first", "second"], "label": "label"}
 _QNLI = _tables({"train": "qnli/dev.tsv"}, {name: name for name in ("question", "sentence", "label")}, dict)
 _WELLFORMED = _tables(
     {split: f"query_wellformedness/{name}.tsv" for split, name in zip(SPLITS, ("train", "dev", "test"), strict=True)},
@@ -120,28 +150,27 @@ _WELLFORMED = _tables(
     lambda text, score: {"text": text, "score": float(score)},
     header=("text", "score"),
 )
-# The development file is the test split, since the test file has no labels.
-_HUCOLA = _tables(
-    {"train": "hucola/cola_train.json", "test": "hucola/cola_dev.json"},
-    _SENT,
-    lambda text, label: _labelled(text, {"0": "unacceptable", "1": "acceptable"}[label]),
-)
 _BANKING77 = _tables(
     {"train": "banking77/train.csv", "test": "banking77/test.csv"}, {"text": "text", "label": "category"}
 )
-# The training file alone: 3% of the development rows are positive, and 40% of the training rows.
-_HUSST = _tables({"train": "husst/sst_train.json"}, _SENT)
+_SST2 = _lines({"train": "sst2/train.txt", "validation": "sst2/dev.txt", "test": "sst2/test.txt"})
+_TREC = _lines({"train": "trec/train.txt", "test": "trec/test.txt"})
 TASKS: dict[str, TaskSource] = {
     "clinc150": TaskSource("CLINC150", _clinc150, _TEXT),
     "qnli": TaskSource("QNLI", _QNLI, {"text": ["question", "sentence"], "label": "label"}),
     "wellformed": TaskSource(
         "query well-formedness", _WELLFORMED, {"text": "text", "label": "score"}, "regression", "pearson"
     ),
-    "hucola": TaskSource("HuCOLA", _HUCOLA, _TEXT, metric="matthews"),
     "banking77": TaskSource("Banking77", _BANKING77, _TEXT),
     "snips": TaskSource("SNIPS", _snips, _TEXT),
-    "husst": TaskSource("HuSST", _HUSST, _TEXT),
     "wnut17": TaskSource("WNUT17", _wnut17, {}, "tagging", "entity_f1"),
+    "sst2": TaskSource("SST-2", _SST2, _TEXT),
+    "trec": TaskSource("TREC", _TREC, _TEXT),
+    "subj": TaskSource("SUBJ", _lines({"train": "subj/all.txt"}), _TEXT),
+    "sick": TaskSource("SICK entailment", _sick("entailment_judgment", str), _PAIR),
+    "sick_relatedness": TaskSource(
+        "SICK relatedness", _sick("relatedness_score", float), _PAIR, "regression", "pearson"
+    ),
 }
 
 
@@ -160,37 +189,36 @@ def draw_splits(splits: Mapping[str, list[Record]], sizes: SplitSizes, seed: int
     The seed draws training rows only. Training has at least `MIN_CLASS_ROWS` rows of every class, where the set has.
     """
     splits = {split: shuffled(rows, "parts") for split, rows in splits.items()}
-    test, rest = _held_out(splits, "test", sizes.test)
-    validation, rest = _held_out(splits | {"train": rest}, "validation", sizes.validation)
-    train = _with_every_class(shuffled(rest, f"train {seed}"), sizes.train)
+    test, splits = _held_out(splits, "test", sizes.test)
+    validation, splits = _held_out(splits, "validation", sizes.validation)
+    train = _with_every_class(shuffled(splits["train"], f"train {seed}"), sizes.train, sizes.least)
     return {"train": train, "validation": validation, "test": test}
 
 
-def _held_out(splits: Mapping[str, list[Record]], split: str, count: int) -> tuple[list[Record], list[Record]]:
-    """The first rows of a split, and the training rows that share no text with them."""
+def _held_out(splits: Mapping[str, list[Record]], split: str, count: int) -> tuple[list[Record], Splits]:
+    """The first rows of a split, and of all splits the rows that share no text with them."""
     held = splits.get(split, splits["train"])[:count]
-    texts = {_text(row) for row in held}
-    return held, [row for row in splits["train"] if _text(row) not in texts]
+    texts = {text_of(row) for row in held}
+    return held, {name: [row for row in rows if text_of(row) not in texts] for name, rows in splits.items()}
 
 
-def _with_every_class(rows: Sequence[Record], size: int | str) -> list[Record]:
+def _with_every_class(rows: Sequence[Record], size: int | str, least: int) -> list[Record]:
     """The first rows, `size` of them, among them the first `MIN_CLASS_ROWS` of every class."""
-    count = size if isinstance(size, int) else round(len(rows) * float(size.rstrip("%")) / 100)
+    count = size if isinstance(size, int) else max(least, round(len(rows) * float(size.rstrip("%")) / 100))
     seen: Counter[str] = Counter()
     first, others = [], []
     for row in rows:
-        classes = set(row.get("tags", [row["label"]] if "label" in row else []))
+        classes = set(row.get("tags", [row["label"]] if isinstance(row.get("label"), str) else []))
         is_rare = any(seen[label] < MIN_CLASS_ROWS for label in classes)
         seen.update(classes)
         (first if is_rare else others).append(row)
     return [*first, *others][: max(len(first), count)]
 
 
-def _text(row: Record) -> str:
-    """The text of a row; of a pair the second, since pairs share it."""
-    if "words" in row:
-        return " ".join(row["words"])
-    return row["sentence"] if "sentence" in row else row["text"]
+def text_of(row: Mapping[str, Any]) -> str:
+    """What two rows share if they are the same example, in any case: of QNLI the sentence, of SICK the pair."""
+    parts = row.get("words") or [row[name] for name in ("sentence", "text", "first", "second") if name in row]
+    return " ".join(" ".join(parts if "words" in row else sorted(parts)).lower().split())
 
 
 def _format(rows: Iterable[Record]) -> str:

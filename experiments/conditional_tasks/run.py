@@ -1,14 +1,14 @@
-"""Eight tasks on the real MiniLM: fine-tuning of one task and of all, adapters, and conditional tasks module by module.
+"""Eleven tasks on the real MiniLM: modules x samplers of conditional tasks, fine-tuning, adapters, LoRA, hypernetwork.
 
-Every row trains for the same number of steps and rows. Rows have the learning rate that is best on validation rows
-among the same values; all rows of conditional tasks share one. Further tables add a task to a trained graft, and train
-on 2, 4 and 8 tasks.
+Every row trains for the same number of steps and rows. Every row has the learning rate that is best on validation rows
+among the same values, first seed. `default` is the combination of modules and sampler with the best validation rows
+over all seeds. Further tables add a task to a trained graft, and train the default on fewer rows.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, pstdev
 from typing import Any
 
@@ -16,102 +16,139 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from experiments import Options
-from experiments.conditional_tasks import runs
+from experiments.conditional_tasks.adapters import TaskAdaptersConfig, parameters_per_width
 from experiments.conditional_tasks.corpora import FILES, TASKS, SplitSizes, draw_splits, write_splits
-from experiments.conditional_tasks.runs import AdaptersRun, ConditionalTasksRun
-from experiments.study import Study, aim, bars, check_files, metric, mini_lm, numbers_of, published
+from experiments.conditional_tasks.runs import ConditionalTasksRun
+from experiments.study import Study, aim, bars, check_files, metric, mini_lm, published
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data.labelled import LabelledConfig
-from graftlm.data.samplers import SamplerConfig
+from graftlm.data.samplers import SCORED, SamplerConfig
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import MARKERS, PALETTE
-from graftlm.grafts import GraftConfig, graft_config
-from graftlm.runs.task_run import TaskEvaluationConfig
+from graftlm.grafts import GraftConfig, build_graft, graft_config
+from graftlm.grafts.heads import TaskSpec
+from graftlm.runs.run import shared_workers
+from graftlm.runs.task_run import TaskEvaluationConfig, with_tasks
 from graftlm.training import TrainingConfig
 
 NAME = "conditional-tasks"
-TABLES = ("1", "few", "count")
-MAX_PARAMETERS, MAX_DATA_SHARE = 1.12, 0.7
-FEW_LABELS = {
-    "few_added": "added to a trained graft: its embedding and its head train",
-    "few_finetune": "fine-tuning of the encoder",
-}
-COUNT_LABELS = {"multi_task": "multi-task fine-tuning", "ca_mtl": "all modules, MT-Uncertainty"}
+TABLES = ("1", "few", "rows")
+MAX_PARAMETERS, MAX_ROWS, MIN_GAIN, MAX_TASK_LOSS = 1.12, 0.7, 1.0, 2.0
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
 FINE_TUNING = OFF | {"frozen": 0}
-MODULES: dict[str, dict[str, Any]] = {
-    "multi_task": OFF,
-    "+attention": OFF | {"attention": "blocks"},
-    "+bottleneck": OFF | {"attention": "blocks", "bottleneck": "base"},
-    "+alignment_cln": {"attention": "blocks", "bottleneck": "base", "alignment": True, "norm": True},
+ALL = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
+MODULES: dict[str, dict[str, Any]] = {"none": OFF} | {
+    name: OFF | {key: ALL[key]}
+    for name, key in (
+        ("attention", "attention"),
+        ("bottleneck", "bottleneck"),
+        ("alignment", "alignment"),
+        ("cln", "norm"),
+    )
 }
-ALL_MODULES = MODULES["+alignment_cln"]
+MODULES["all"] = ALL
+NAMES = {"none": "multi_task", "all": "ca_mtl"}  # of rows, as of the modules' other names
+SAMPLERS = ("uniform", *SCORED)
+OTHER_SAMPLERS = ("size", "temperature", "entropy")  # without modules alone
+RIVALS: dict[str, dict[str, Any]] = {
+    "adapters": {"form": "bottleneck", "frozen": 1},
+    "adapters_half": {"form": "bottleneck"},
+    "lora": {"form": "lora", "shared": True, "frozen": 1},
+    "lora_per_task": {"form": "lora", "frozen": 1},
+    "hyper": {"form": "hyper", "frozen": 1},
+}
+FEW: dict[str, tuple[str, dict[str, Any]]] = {
+    "few_added": ("added to a trained graft: its embedding and its head train", {"adapts": "added"}),
+    "few_whole": ("added to a trained graft: the whole model trains", {"adapts": "all"}),
+    "few_finetune": ("fine-tuning of the encoder", FINE_TUNING),
+}
+SIMILAR = ("multi_task", "ca_mtl")
+
+
+def cell_id(modules: str, sampler: str) -> str:
+    """The row of a combination: multi_task and ca_mtl_uniform sample uniformly, ca_mtl by uncertainty as published."""
+    if modules == "all":
+        return {"uniform": "ca_mtl_uniform", "uncertainty": "ca_mtl"}.get(sampler, f"ca_mtl_{sampler}")
+    name = NAMES.get(modules, modules)
+    return name if sampler == "uniform" else f"{name}_{sampler}"
+
+
+CELLS = {cell_id(modules, sampler): (modules, sampler) for modules in MODULES for sampler in SAMPLERS}
+MODULE_LABELS = {
+    "none": "multi-task fine-tuning, half the layers frozen",
+    "attention": "conditional attention",
+    "bottleneck": "conditional bottleneck",
+    "alignment": "conditional alignment",
+    "cln": "conditional layer norm",
+    "all": "all modules",
+}
 LABELS = {
     "single_task": "single-task fine-tuning, one model each",
-    "multi_task": "multi-task fine-tuning, half the layers frozen",
-    "multi_task_uncertainty": "the same, MT-Uncertainty (first seed)",
+    **{row: f"{MODULE_LABELS[modules]}, {sampler}" for row, (modules, sampler) in CELLS.items()},
+    **{f"multi_task_{sampler}": f"{MODULE_LABELS['none']}, {sampler}" for sampler in OTHER_SAMPLERS},
     "adapters": "adapters, parallel bottleneck, frozen encoder",
-    "adapters_half": "the same adapters, upper half trained as well (first seed)",
-    "+attention": "multi-task + conditional attention",
-    "+bottleneck": "+ conditional bottleneck",
-    "+alignment_cln": "+ conditional alignment and layer norm",
-    "ca_mtl_uniform": "all modules, uniform sampling",
-    "ca_mtl": "all modules, MT-Uncertainty",
+    "adapters_half": "the same adapters, upper half trained as well",
+    "lora": "one LoRA for all tasks, frozen encoder",
+    "lora_per_task": "a LoRA for each task, frozen encoder",
+    "hyper": "adapters that a hypernetwork makes, frozen encoder",
 }
-SAME_RUN = {"ca_mtl_uniform": "+alignment_cln"}
-# Rows that take another row's learning rate. Conditional tasks share the rate that all modules have.
-RATE_OF = SAME_RUN | {"+attention": "+alignment_cln", "+bottleneck": "+alignment_cln", "ca_mtl": "+alignment_cln"}
-RATE_OF |= {"multi_task_uncertainty": "multi_task"}
-ADAPTERS = ("adapters", "adapters_half")
-BY_UNCERTAINTY = ("multi_task_uncertainty", "ca_mtl")
-FIRST_SEED_ONLY = ("multi_task_uncertainty", "adapters_half")
 
 
 class ConditionalTasksSize(Config):
     """Sizes of data, training and tables.
 
     Args:
-        train: training rows of each task.
+        train: training rows of each task, as a share of its set.
+        least: the fewest training rows of a task.
         validation: validation rows of each task.
         test: test rows of each task.
         length: maximum tokens of a row; longer texts are cut.
         training: its steps are those of all tasks together, and of all single tasks added up.
-        rates: learning rates to choose from, ascending; the middle two are tried first.
+        rates: learning rates to choose from.
         graft: what the configs of all rows share.
+        sampler: the settings of samplers with scores.
         held_out: the task that is added later.
         shares: the shares of its rows that it is learned from, with the steps of each.
-        added_rates: learning rates of an addition.
-        counts: numbers of tasks that are trained together, the first ones of the list.
+        rows: the shares of all steps after which the default is compared with uniform sampling.
     """
 
-    train: int = 300
-    validation: int = 100
-    test: int = 200
+    train: str = "10%"
+    least: int = 1000
+    validation: int = 250
+    test: int = 500
     length: int = 64
     training: TrainingConfig = TrainingConfig(
-        steps=512, batch_size=16, micro_batch_size=8, schedule="linear", precision="bf16", keep_checkpoints=1
+        steps=300, batch_size=64, schedule="linear", betas=(0.9, 0.99), keep_checkpoints=1, log_every=50
     )
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3)
-    graft: dict[str, Any] = {"frozen": 0.5, "modulated": 0.5, "pooling": "mean", "bottleneck_width": 64}
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    graft: dict[str, Any] = {
+        "frozen": 0.5,
+        "modulated": 0.5,
+        "pooling": "mean",
+        "bottleneck_width": 64,
+        "aligned": "trained",
+        "module_rate": 10.0,
+        "scaled_losses": True,
+    }
+    sampler: dict[str, Any] = {"passes": 5, "keep": 100, "floor": 0.5}
     held_out: str = "snips"
-    shares: dict[str, int] = Field({"0.1%": 16, "1%": 24, "10%": 40, "100%": 64}, min_length=1)
-    added_rates: tuple[float, ...] = (3e-3, 3e-2)
-    counts: tuple[int, ...] = (2, 4, 8)
+    shares: dict[str, int] = Field({"0.1%": 20, "1%": 30, "10%": 60, "100%": 100}, min_length=1)
+    rows: tuple[float, ...] = (0.3, 0.5, 0.7)
 
 
 FULL = ConditionalTasksSize()
 QUICK = ConditionalTasksSize(
-    train=16,
+    train="0.1%",
+    least=16,
     validation=8,
     test=8,
     length=16,
     training=TrainingConfig(steps=len(TASKS), batch_size=4, schedule="linear", keep_checkpoints=1),
     rates=(1e-3,),
-    graft={"pooling": "mean", "bottleneck_width": 4, "task_width": 4, "block": 8},
+    graft={"pooling": "mean", "bottleneck_width": 4, "task_width": 4, "block": 8, "aligned": "trained"},
     shares={"0.1%": 1, "1%": 1},
-    added_rates=(1e-2,),
-    counts=(2, len(TASKS)),
+    rows=(0.5,),
 )
 
 
@@ -119,8 +156,6 @@ class ConditionalTasksStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        rows: ids of the main table's rows; without the package `adapters` its rows are left out.
-        tried: validation average by row and learning rate.
         rates: the learning rate of each row.
     """
 
@@ -129,18 +164,16 @@ class ConditionalTasksStudy(Study):
         self.size = QUICK if options.quick else FULL
         name = options.backbone or mini_lm(options.data, "The encoder")
         self.backbone = BackboneConfig(name=name, device=options.device)
-        self.python = runs.python_with_adapters()
-        self.rows = [row for row in LABELS if self.python or row not in ADAPTERS]
-        self.tried: dict[str, dict[float, float]] = {row: {} for row in self.rows if row not in RATE_OF}
         self.rates: dict[str, float] = {}
         self._files: dict[tuple[str, int, str], LabelledConfig] = {}
+        self._inner: dict[str, int] = {}
 
     def task(self, task: str, seed: int, share: str = "") -> LabelledConfig:
-        """A task and its files, with as many training rows as the others, or with a share of all, such as 1%."""
+        """A task and its files, with its share of training rows, or with another, such as 1%."""
         key = task, seed, share
         if key not in self._files:
             size, source = self.size, TASKS[task]
-            sizes = SplitSizes(share or size.train, size.validation, size.test)
+            sizes = SplitSizes(share or size.train, size.validation, size.test, 0 if share else size.least)
             splits = draw_splits(source.read(self.options.data), sizes, seed)
             folder = self.options.out / "texts" / (f"few_{share}_s{seed}" if share else f"s{seed}")
             files = {split: str(file) for split, file in write_splits(splits, folder, task).items()}
@@ -152,25 +185,25 @@ class ConditionalTasksStudy(Study):
         self,
         name: str,
         tasks: Sequence[str],
-        graft: Mapping[str, Any],
+        graft: GraftConfig,
         rate: float,
         seed: int,
         *,
-        kind: type[ConditionalTasksRun] = ConditionalTasksRun,
+        steps: int | None = None,
         share: str = "",
         **fields: Any,
     ) -> ConditionalTasksRun:
-        """One run, of the tasks' part of all steps, or of the steps of a share of the held-out task's rows."""
+        """One run, by default of the tasks' part of all steps; of a share of the task's rows where there is one."""
         training, size = self.size.training, self.size
-        steps = size.shares[share] if share else max(1, training.steps * len(tasks) // len(TASKS))
+        steps = steps or max(1, training.steps * len(tasks) // len(TASKS))
         update = {"steps": steps, "checkpoint_every": steps, "warmup_steps": max(1, steps // 10)}
-        return kind(
+        return ConditionalTasksRun(
             id=f"{name}_lr{rate:g}_s{seed}",
             backbone=self.backbone,
-            graft=self.graft(graft),
+            graft=graft,
             tasks={task: self.task(task, seed, share) for task in tasks},
             training=training.model_copy(update=update | {"learning_rate": rate, "seed": seed}),
-            evaluation=TaskEvaluationConfig(batch_size=training.batch_size, precision=training.precision),
+            evaluation=TaskEvaluationConfig(batch_size=2 * training.batch_size, precision=training.precision),
             length=size.length,
             **fields,
         )
@@ -179,74 +212,75 @@ class ConditionalTasksStudy(Study):
         """The config of a graft with these modules."""
         return graft_config({"kind": "conditional-tasks", **self.size.graft, **values})
 
-    def row_runs(
-        self, row: str, seed: int, rate: float | None = None, tasks: Sequence[str] = tuple(TASKS)
-    ) -> list[ConditionalTasksRun]:
+    def rival(self, row: str) -> GraftConfig:
+        """The config of adapters, with as many parameters as all modules without heads."""
+        values = RIVALS[row]
+        if row not in self._inner:
+            specs = {f"task {n}": TaskSpec(type="regression") for n in range(len(TASKS))}
+            backbone = self.backbone.model_copy(update={"device": "cpu"}).load(kind="encoder")
+            sites: Any = backbone.sites
+            parameters = build_graft(with_tasks(self.graft(ALL), specs), backbone).named_parameters()
+            added = sum(parameter.numel() for name, parameter in parameters if not name.startswith("heads"))
+            tasks = 1 if values.get("shared") else len(TASKS)
+            unit = parameters_per_width(
+                values["form"], sites.n_layers, sites.width, sites.config.intermediate_size, tasks
+            )
+            self._inner[row] = max(1, round(added / unit))
+        settings = {"kind": "task-adapters", **self.size.graft, **values, "inner": self._inner[row]}
+        return TaskAdaptersConfig.parse({key: value for key, value in settings.items() if key not in ALL})
+
+    def sampler(self, policy: str, share: float = 1.0) -> SamplerConfig:
+        """A sampler; of a part of all steps its candidates make a part of all passes."""
+        scored = self.size.sampler if policy in SCORED else {}
+        if scored:
+            scored = scored | {"passes": scored["passes"] * share}
+        return SamplerConfig.parse({"policy": policy, **scored})
+
+    def row_runs(self, row: str, seed: int, rate: float | None = None) -> list[ConditionalTasksRun]:
         """The runs of a row: one, or one for each task. The rate is by default the chosen one."""
-        rate, row = rate or self.rates[row], SAME_RUN.get(row, row)
+        rate, tasks = rate or self.rates[row], list(TASKS)
         if row == "single_task":
-            return [self.run(f"single_{task}", [task], FINE_TUNING, rate, seed) for task in tasks]
-        prefix = "" if len(tasks) == len(TASKS) else f"count{len(tasks)}_"
-        graft = ALL_MODULES if row == "ca_mtl" else MODULES.get(row, OFF)
-        fields: dict[str, Any] = self._adapters(tasks, half=row == "adapters_half") if row in ADAPTERS else {}
-        if row in BY_UNCERTAINTY:
-            fields["sampler"] = SamplerConfig(policy="uncertainty")
-        return [self.run(prefix + row.replace("+", "plus_"), tasks, graft, rate, seed, **fields)]
-
-    def _adapters(self, tasks: Sequence[str], half: bool) -> dict[str, Any]:
-        """Adapters with as many parameters as all modules without heads."""
-        added, layers, width = runs.module_parameters(self.backbone, self.graft(ALL_MODULES), len(tasks))
-        return {
-            "kind": AdaptersRun,
-            "python": str(self.python),
-            "frozen_layers": round(layers * self.size.graft.get("frozen", 0.5)) if half else layers,
-            "bottleneck": runs.bottleneck_width(added, len(tasks), layers, width),
-        }
-
-    def row_seeds(self, row: str) -> tuple[int, ...]:
-        """The seeds of a row of the main table."""
-        return self.seeds[:1] if row in FIRST_SEED_ONLY else self.seeds
+            return [self.run(f"single_{task}", [task], self.graft(FINE_TUNING), rate, seed) for task in tasks]
+        if row in RIVALS:
+            return [self.run(row, tasks, self.rival(row), rate, seed)]
+        modules, policy = CELLS.get(row, ("none", row.removeprefix("multi_task_")))
+        fields = {"sampler": self.sampler(policy), "similarity": row in SIMILAR}
+        return [self.run(row, tasks, self.graft(MODULES[modules]), rate, seed, **fields)]
 
     def scores(self, runs: Sequence[ConditionalTasksRun], split: str = "test") -> dict[str, float]:
         """The scores of all tasks of some runs."""
         suffix = "" if split == "test" else f"_{split}"
         return {task: metric(self.measured[run.id], task + suffix) for run in runs for task in run.tasks}
 
-    def average(self, runs: Sequence[ConditionalTasksRun], split: str = "test") -> float:
-        """The mean of their scores."""
-        return mean(self.scores(runs, split).values())
+    def average(self, row: str, seed: int, split: str = "test") -> float:
+        """The mean of a row's scores."""
+        return mean(self.scores(self.row_runs(row, seed), split).values())
 
     def choose_rates(self) -> None:
-        """Choose each row's learning rate: the one with the best mean over the tasks' validation rows, first seed.
+        """Choose each row's learning rate, all by the same search."""
+        seed = self.seeds[0]
+        tries = {(row, rate): self.row_runs(row, seed, rate) for row in LABELS for rate in self.size.rates}
+        self.execute([run for row_runs in tries.values() for run in row_runs], "learning rates")
 
-        The middle two rates are tried first, then neighbours of the best one, until it has no untried neighbour.
-        """
-        while pending := [
-            (row, rate) for row, tried in self.tried.items() for rate in next_rates(self.size.rates, tried)
-        ]:
-            tries = {(row, rate): self.row_runs(row, self.seeds[0], rate) for row, rate in pending}
-            self.execute([run for row_runs in tries.values() for run in row_runs], "learning rates")
-            for (row, rate), row_runs in tries.items():
-                self.tried[row][rate] = self.average(row_runs, "validation")
-        best = {row: max(averages, key=lambda rate, of=averages: of[rate]) for row, averages in self.tried.items()}
-        self.rates = {row: best[RATE_OF.get(row, row)] for row in self.rows}
+        def error(row: str, rate: float) -> float:
+            return mean(metric(self.measured[run.id], "validation_error") for run in tries[row, rate])
 
+        for row in LABELS:
+            errors = {rate: error(row, rate) for rate in self.size.rates}
+            self.searched[row] = {f"{rate:g}": round(value, 4) for rate, value in errors.items()}
+            self.rates[row] = min(errors, key=lambda rate, of=errors: of[rate])
 
-def next_rates(rates: Sequence[float], tried: Mapping[float, float]) -> list[float]:
-    """The rates to try next: the middle two, then neighbours of the best one; none when it has no untried neighbour.
+    def best_cell(self, cells: Iterable[str]) -> str:
+        """The row with the best validation rows over all seeds."""
+        return max(cells, key=lambda row: mean(self.average(row, seed, "validation") for seed in self.seeds))
 
-    >>> next_rates([1, 2, 3, 4], {})
-    [2, 3]
-    >>> next_rates([1, 2, 3, 4], {2: 0.1, 3: 0.5})
-    [4]
-    >>> next_rates([1, 2, 3, 4], {1: 0, 2: 5, 3: 4})
-    []
-    """
-    if not tried:
-        middle = len(rates) // 2
-        return list(rates[max(0, middle - 1) : middle + 1])
-    best = rates.index(max(tried, key=lambda rate: tried[rate]))
-    return [rate for rate in rates[max(0, best - 1) : best + 2] if rate not in tried]
+    def differences(self, first: str, second: str, task: str | None = None) -> Interval:
+        """A row's average, or its score of a task, less another's: paired by seed."""
+        values = []
+        for seed in self.seeds:
+            a, b = (self.scores(self.row_runs(row, seed)) for row in (first, second))
+            values.append(a[task] - b[task] if task else mean(a.values()) - mean(b.values()))
+        return combine_seeds(values)
 
 
 def run(options: Options) -> Results:
@@ -254,112 +288,168 @@ def run(options: Options) -> Results:
     chosen = options.chosen(TABLES)
     check_files(options, FILES)
     study = ConditionalTasksStudy(options)
-    study.choose_rates()
-    rows: list[Row] = []
-    plots: dict[str, Figure] = {}
-    results_aims: list[Aim] = []
-    if {"1", "count"} & set(chosen):
-        pairs = [(row, seed) for seed in study.seeds for row in study.rows if seed in study.row_seeds(row)]
-        study.execute([run for row, seed in pairs for run in study.row_runs(row, seed)], "rows")
-    if "1" in chosen:
-        by_seed = {row: [_metrics(study, row, seed) for seed in study.row_seeds(row)] for row in study.rows}
-        rows = [Row(id=row, label=LABELS[row], metrics=combine_metrics(values)) for row, values in by_seed.items()]
-        results_aims = aims(rows, first=study.average(study.row_runs("ca_mtl", study.seeds[0])))
-        plots["scores"] = bars(rows, {"average": "average", "task_sigma": "standard deviation over tasks"}, "score")
-    if "few" in chosen:
-        few = few_rows(study)
-        rows += few
-        shares = {f"score_{share}": share for share in study.size.shares}
-        plots["few"] = bars(few, shares, "score by share of the task's rows")
-    if "count" in chosen:
-        counts, similarities = count_rows(study), similarity_rows(study)
-        rows += [*counts, *similarities]
-        plots["count"] = bars(counts, {"average_first": "average over the first tasks"}, "score")
-        plots["similarity"] = draw_similarity(similarities)
-    details = _details(study, with_rows=bool({"1", "count"} & set(chosen)))
+    with shared_workers(options.jobs):
+        study.choose_rates()
+        runs = [run for seed in study.seeds for row in LABELS for run in study.row_runs(row, seed)]
+        study.execute(runs, "rows")
+        default = study.best_cell(CELLS)
+        rows = [main_row(study, row) for row in LABELS]
+        rows.append(default_row(study, default))
+        plots = {"scores": bars(rows, {"average": "average"}, "score")}
+        rows += [*effect_rows(study), *(similarity_row(study, row) for row in SIMILAR)]
+        plots["similarity"] = draw_similarity([row for row in rows if row.id.endswith("_similarity")])
+        if "rows" in chosen:
+            rows += fewer_rows(study, default)
+        if "few" in chosen:
+            few = few_rows(study, default)
+            rows += few
+            shares = {f"score_{share}": share for share in study.size.shares}
+            plots["few"] = bars(few, shares, "score by share of the task's rows")
     paper = published(__file__, {row.id for row in rows})
-    return study.write(NAME, rows, aims=results_aims, paper=paper, details=details, plots=plots)
+    return study.write(NAME, rows, aims=aims(rows), paper=paper, details=_details(study, default), plots=plots)
+
+
+def main_row(study: ConditionalTasksStudy, row: str) -> Row:
+    """A row of the main table, with its paired difference to multi-task fine-tuning."""
+    metrics = combine_metrics([_metrics(study, row, seed) for seed in study.seeds])
+    metrics |= {"learning_rate": study.rates[row]}
+    if row != "multi_task":
+        metrics["over_multi_task"] = study.differences(row, "multi_task")
+    return Row(id=row, label=LABELS[row], metrics=metrics)
+
+
+def default_row(study: ConditionalTasksStudy, default: str) -> Row:
+    """The chosen combination, and its paired differences to its rivals and to uniform sampling of its modules."""
+    row, uniform = main_row(study, default), cell_id(CELLS[default][0], "uniform")
+    tasks = {task: study.differences(default, uniform, task) for task in TASKS}
+    metrics: dict[str, Metric] = {f"over_{name}": study.differences(default, name) for name in RIVALS}
+    metrics |= {"over_multi_task": study.differences(default, "multi_task")}
+    metrics |= {"over_uniform": study.differences(default, uniform)}
+    metrics |= {f"{task}_over_uniform": value for task, value in tasks.items()}
+    metrics |= {"worst_task_over_uniform": min(value.mean for value in tasks.values())}
+    return Row(id="default", label=f"default: {LABELS[default]}", metrics={**row.metrics, **metrics})
+
+
+def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
+    """The effect of each module over all samplers, and of each sampler over all modules, paired by seed."""
+
+    def effect(name: str, label: str, pairs: Sequence[tuple[str, str]]) -> Row:
+        values = [mean(study.average(a, seed) - study.average(b, seed) for a, b in pairs) for seed in study.seeds]
+        return Row(id=f"effect_{name}", label=f"effect of {label}", metrics={"effect": combine_seeds(values)})
+
+    rows = [
+        effect(name, MODULE_LABELS[name], [(cell_id(name, policy), cell_id("none", policy)) for policy in SAMPLERS])
+        for name in MODULES
+        if name != "none"
+    ]
+    return rows + [
+        effect(policy, policy, [(cell_id(name, policy), cell_id(name, "uniform")) for name in MODULES])
+        for policy in SCORED
+    ]
 
 
 def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Metric]:
-    """A row's metrics for one seed. Parameters and seconds of several models are added up."""
-    row_runs = study.row_runs(row, seed)
-    scores = study.scores(row_runs)
+    """A row's metrics for one seed. Parameters, rows and seconds of several models are added up."""
+    measured = [study.measured[run.id] for run in study.row_runs(row, seed)]
+    scores = study.scores(study.row_runs(row, seed))
     metrics: dict[str, Metric] = {**scores, "average": mean(scores.values()), "task_sigma": pstdev(scores.values())}
-    metrics["data_share"] = mean(_by_task(study, row, seed, "data_share_by_task").values())
-    for name in ("trained_parameters_ratio", "total_parameters_ratio", "seconds"):
-        metrics[name] = sum(metric(study.measured[run.id], name) for run in row_runs)
+    metrics["average_validation"] = study.average(row, seed, "validation")
+    shares = [share for of in measured for share in of.details["data_share_by_task"].values()]
+    metrics["data_share"] = mean(shares)
+    for name in ("trained_parameters_ratio", "total_parameters_ratio", "seconds", "rows_trained", "rows_scored"):
+        metrics[name] = sum(metric(of, name) for of in measured)
     return metrics
 
 
-def _by_task(study: ConditionalTasksStudy, row: str, seed: int, detail: str) -> dict[str, Any]:
-    """A detail of all runs of a row, by task."""
-    details = (study.measured[run.id].details[detail] for run in study.row_runs(row, seed))
-    return {task: value for of_run in details for task, value in of_run.items()}
+def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
+    """The default after a part of the rows, and the part at which it reaches uniform sampling's score.
 
-
-def few_rows(study: ConditionalTasksStudy) -> list[Row]:
-    """A held-out task from a growing share of its rows, first seed: added to a graft of the others, or alone.
-
-    Both take as many steps. Validation rows of the largest share choose the learning rate of an addition.
+    Where the default samples uniformly, the better sampler with scores takes its place.
     """
-    size, seed, shares = study.size, study.seeds[0], study.size.shares
-    tasks = [task for task in TASKS if task != size.held_out]
-    base = study.run("few_base", tasks, ALL_MODULES, study.rates["+alignment_cln"], seed, keep_graft=True)
-    added = {"depends_on": (base.id,), "old_tasks": base.tasks}
-    extended = {"extends": str(study.runs / base.id / "graft")}
+    modules, policy = CELLS[default]
+    if policy == "uniform":
+        _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in SCORED)]
+    row, size, graft = cell_id(modules, policy), study.size, study.graft(MODULES[modules])
 
-    def add(share: str, rate: float) -> ConditionalTasksRun:
-        return study.run(f"few_added_{share}", [size.held_out], extended, rate, seed, share=share, **added)
+    def part(share: float, seed: int) -> ConditionalTasksRun:
+        steps, sampler = max(1, round(size.training.steps * share)), study.sampler(policy, share)
+        return study.run(f"part_{share:g}", list(TASKS), graft, study.rates[row], seed, steps=steps, sampler=sampler)
 
-    largest = list(shares)[-1]
-    tries = {rate: add(largest, rate) for rate in size.added_rates}
-    study.execute([base, *tries.values()], "rates of an addition")
-    rate = max(tries, key=lambda rate: study.average([tries[rate]], "validation"))
-    alone = study.rates["single_task"]
-    added_runs = [add(share, rate) for share in shares]
-    tuned_runs = [
-        study.run(f"few_finetune_{share}", [size.held_out], FINE_TUNING, alone, seed, share=share) for share in shares
-    ]
-    study.execute([base, *added_runs, *tuned_runs], "few rows")
-    few_added, few_finetune = (
-        {f"score_{share}": study.average([run]) for share, run in zip(shares, row_runs, strict=True)}
-        for row_runs in (added_runs, tuned_runs)
-    )
-    changed = sum(metric(study.measured[run.id], "old_changed") for run in added_runs)
-    few_added |= {"old_changed": changed, "learning_rate": rate}
-    rows = zip(FEW_LABELS.items(), (few_added, few_finetune), strict=True)
-    return [Row(id=name, label=label, metrics={**metrics}) for (name, label), metrics in rows]
+    study.execute([part(share, seed) for share in size.rows for seed in study.seeds], "fewer rows")
+    by_share = {
+        share: [mean(study.scores([part(share, seed)]).values()) for seed in study.seeds] for share in size.rows
+    }
+    by_share[1.0] = [study.average(row, seed) for seed in study.seeds]
+    uniform = mean(study.average(cell_id(modules, "uniform"), seed) for seed in study.seeds)
+    metrics: dict[str, Metric] = {f"score_{share:g}": combine_seeds(values) for share, values in by_share.items()}
+    reached = [share for share, values in by_share.items() if mean(values) >= uniform]
+    metrics |= {"uniform": uniform} | ({"rows_to_reach": min(reached)} if reached else {})
+    return [Row(id="fewer_rows", label=f"{LABELS[row]}, after a part of the rows", metrics=metrics)]
 
 
-def count_rows(study: ConditionalTasksStudy) -> list[Row]:
-    """The first tasks of the list, a growing number, first seed: the average over all, and over the smallest set."""
-    rows, tasks = [], list(TASKS)
-    for row, label in COUNT_LABELS.items():
-        for count in study.size.counts:
-            row_runs = study.row_runs(row, study.seeds[0], tasks=tasks[:count])
-            study.execute(row_runs, f"{count} tasks")
-            scores = study.scores(row_runs)
-            first = mean(scores[task] for task in tasks[: study.size.counts[0]])
-            metrics: dict[str, Metric] = {"average": mean(scores.values()), "average_first": first}
-            rows.append(Row(id=f"{row}_{count}", label=f"{label}, {count} tasks", metrics=metrics))
-    return rows
+def few_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
+    """A held-out task from a growing share of its rows: added to a graft of the others, or alone; equal steps.
 
+    Validation rows of the largest share choose each row's learning rate, first seed.
+    """
+    size, shares, rate = study.size, list(study.size.shares), study.rates[default]
+    modules, policy = CELLS[default]
+    others = [task for task in TASKS if task != size.held_out]
+    graft = study.graft(MODULES[modules])
+    bases = {
+        seed: study.run("few_base", others, graft, rate, seed, keep_graft=True, sampler=study.sampler(policy))
+        for seed in study.seeds
+    }
 
-def similarity_rows(study: ConditionalTasksStudy) -> list[Row]:
-    """Covariance similarity of each task's inputs to the other tasks', and its gain over single-task fine-tuning."""
+    def learn(row: str, share: str, rate: float, seed: int) -> ConditionalTasksRun:
+        values, fields = FEW[row][1], {}
+        if row != "few_finetune":
+            values = values | {"extends": str(study.runs / bases[seed].id / "graft")}
+            fields = {"depends_on": (bases[seed].id,), "old_tasks": bases[seed].tasks if share == shares[-1] else {}}
+        steps = size.shares[share]
+        return study.run(
+            f"{row}_{share}", [size.held_out], study.graft(values), rate, seed, share=share, steps=steps, **fields
+        )
+
+    tries = {row: [learn(row, shares[-1], rate, study.seeds[0]) for rate in size.rates] for row in FEW}
+    chosen = study.choose(tries, ["validation_error"], "rates of an addition", list(bases.values()))
+    rates = {row: run.training.learning_rate for row, run in chosen.items()}
+    learned = {
+        (row, share, seed): learn(row, share, rates[row], seed) for row in FEW for share in shares for seed in bases
+    }
+    study.execute([*bases.values(), *learned.values()], "few rows")
     rows = []
-    for row, label in COUNT_LABELS.items():
-        by_seed: list[dict[str, Metric]] = []
-        for seed in study.seeds:
-            (run,) = study.row_runs(row, seed)
-            alone, scores = study.scores(study.row_runs("single_task", seed)), study.scores([run])
-            similarity = study.measured[run.id].details["similarity"]
-            metrics = {f"similarity_{task}": similarity[task] for task in TASKS}
-            metrics |= {f"gain_{task}": scores[task] - alone[task] for task in TASKS}
-            by_seed.append(metrics | {"similarity": mean(similarity.values())})
-        rows.append(Row(id=f"{row}_similarity", label=f"{label}: inputs", metrics=combine_metrics(by_seed)))
+    for row, (label, _) in FEW.items():
+        metrics: dict[str, Metric] = {"learning_rate": rates[row]}
+        for share in shares:
+            runs = [learned[row, share, seed] for seed in bases]
+            metrics[f"score_{share}"] = combine_seeds([metric(study.measured[run.id], "average") for run in runs])
+        if row != "few_finetune":
+            pairs = [
+                (study.measured[learned[row, shares[-1], seed].id], study.measured[bases[seed].id]) for seed in bases
+            ]
+            metrics["old_changed"] = sum(metric(after, "old_changed") for after, _ in pairs)
+            lost = [metric(after, "old_average") - metric(before, "average") for after, before in pairs]
+            metrics["old_average_change"] = combine_seeds(lost)
+        rows.append(Row(id=row, label=label, metrics=metrics))
     return rows
+
+
+def similarity_row(study: ConditionalTasksStudy, row: str) -> Row:
+    """Covariance similarity of each task's inputs to the other tasks', and its gain over single-task fine-tuning.
+
+    `same_task` and `isotropic` are its range.
+    """
+    by_seed: list[dict[str, Metric]] = []
+    for seed in study.seeds:
+        (run,) = study.row_runs(row, seed)
+        alone, scores = study.scores(study.row_runs("single_task", seed)), study.scores([run])
+        similarity = study.measured[run.id].details["similarity"]
+        metrics = {f"similarity_{task}": value for task, value in similarity["by_task"].items()}
+        metrics |= {f"gain_{task}": scores[task] - alone[task] for task in TASKS}
+        metrics |= {name: similarity[name] for name in ("same_task", "isotropic")}
+        by_seed.append(metrics | {"similarity": mean(similarity["by_task"].values())})
+    return Row(id=f"{row}_similarity", label=f"{LABELS[row]}: inputs", metrics=combine_metrics(by_seed))
 
 
 def combine_metrics(by_seed: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -389,47 +479,68 @@ def draw_similarity(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def aims(rows: Sequence[Row], first: float) -> list[Aim]:
-    """CA-MTL above multi-task fine-tuning and adapters with few parameters; as good as uniform with less data.
+def aims(rows: Sequence[Row]) -> list[Aim]:
+    """The default above multi-task fine-tuning, not below adapters and LoRA; no task starves; few weights and rows."""
+    by_id = {row.id: row.metrics for row in rows}
+    default = by_id["default"]
 
-    Args:
-        rows: the table's.
-        first: CA-MTL's average for the first seed, to compare with rows that have one seed.
-    """
-    values = numbers_of(rows)
-    several = {row.id for row in rows if isinstance(row.metrics.get("average"), Interval)}
-    ours, uniform = values["ca_mtl"], values["ca_mtl_uniform"]["average"]
-    limits = (
-        ("parameters over the encoder's", "total_parameters_ratio", MAX_PARAMETERS, operator.le),
-        ("MT-Uncertainty no worse than uniform sampling", "average", uniform, operator.ge),
-        ("share of the rows that MT-Uncertainty trains on", "data_share", MAX_DATA_SHARE, operator.le),
-    )
-    comparisons = [
+    def low(name: str) -> float:
+        value = default[name]
+        return value.low if isinstance(value, Interval) else float(value)
+
+    values = [
         aim(
-            f"all modules with MT-Uncertainty above {LABELS[other]}",
-            "average",
-            values[other]["average"],
-            ours["average"] if other in several else first,
-            operator.gt,
-        )
-        for other in ("multi_task", *ADAPTERS)
-        if other in values
+            "points of the default over multi-task fine-tuning",
+            "over_multi_task",
+            MIN_GAIN,
+            value_of(default["over_multi_task"]),
+            operator.ge,
+        ),
+        aim("the low end of their interval", "over_multi_task", 0, low("over_multi_task"), operator.gt),
+        *(
+            aim(
+                f"points of the default over {LABELS[name]}",
+                f"over_{name}",
+                0,
+                value_of(default[f"over_{name}"]),
+                operator.ge,
+            )
+            for name in ("adapters_half", "lora")
+        ),
+        aim(
+            "points of its worst task over uniform sampling",
+            "worst_task_over_uniform",
+            -MAX_TASK_LOSS,
+            value_of(default["worst_task_over_uniform"]),
+            operator.ge,
+        ),
+        aim(
+            "parameters over the encoder's",
+            "total_parameters_ratio",
+            MAX_PARAMETERS,
+            value_of(default["total_parameters_ratio"]),
+            operator.le,
+        ),
     ]
-    return comparisons + [aim(text, name, bound, ours[name], relation) for text, name, bound, relation in limits]
+    if "fewer_rows" in by_id:
+        reached = by_id["fewer_rows"].get("rows_to_reach")
+        text, name = "part of the rows at which uniform sampling's score is reached", "rows_to_reach"
+        reached = None if reached is None else value_of(reached)
+        values.append(Aim(text=text, metric=name, aim=MAX_ROWS, measured=reached, met=(reached or 2) <= MAX_ROWS))
+    return values
 
 
-def _details(study: ConditionalTasksStudy, with_rows: bool) -> dict[str, Any]:
-    seed = study.seeds[0]
-    rows = study.rows if with_rows else []
-    single = {row: of_row[0].id for row in rows if len(of_row := study.row_runs(row, seed)) == 1}
+def _details(study: ConditionalTasksStudy, default: str) -> dict[str, Any]:
+    def by_task(row: str, detail: str) -> dict[str, Any]:
+        runs = study.row_runs(row, study.seeds[0])
+        return {task: value for run in runs for task, value in study.measured[run.id].details[detail].items()}
+
     return {
+        "default": default,
         "size": study.size.model_dump(mode="json"),
         "learning_rates": study.rates,
-        "tried": {row: {f"{rate:g}": value for rate, value in sorted(of.items())} for row, of in study.tried.items()},
         "labels": {task: source.label for task, source in TASKS.items()},
         "measured_by": {task: source.metric for task, source in TASKS.items()},
-        "losses": {row: study.measured[run].details["losses"] for row, run in single.items()},
-        "data_share_by_task": {row: _by_task(study, row, seed, "data_share_by_task") for row in rows},
-        "picked": {row: _by_task(study, row, seed, "picked") for row in rows if row in BY_UNCERTAINTY},
-        "left_out": [] if study.python else [runs.MISSING],
+        "picked": {row: by_task(row, "picked") for row in LABELS},
+        **study.evidence({row: [run for seed in study.seeds for run in study.row_runs(row, seed)] for row in LABELS}),
     }

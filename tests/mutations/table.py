@@ -229,7 +229,12 @@ MUTATIONS = [
         ("labels summed", "tasks", _HEADS, 'reduction="none").mean(-1)', 'reduction="none").sum(-1)'),
         ("tagging loss over padding", "tasks", _HEADS, "nats.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)", "nats.mean(-1)"),
         ("uncertainty in nats", "tasks", _HEADS, " / math.log(logits.shape[-1])", ""),
-        ("uncertainty of unlabelled tokens", "tasks", _HEADS, "(entropy * counted_T).sum() / counted_T.sum().clamp(min=1)", "entropy.mean()"),
+        ("scores of unlabelled tokens", "tasks", _HEADS, "values_RT.masked_fill(targets_RT == IGNORED, 0)", "values_RT"),
+        ("scaled losses of numbers by their range alone", "tasks", _HEADS, "return self.unit**2 / 12", "return self.unit**2"),
+        ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(self.embeddings[task_key(name)], dim=0)", "self.embeddings[task_key(name)]"),
+        ("learnability is p", "tasks", _HEADS, "values = 4 * right * (1 - right)", "values = right"),
+        ("a score serves for ever", "samplers", "data/samplers.py", "self.step - at < max(1, self.config.keep)", "True"),
+        ("no floor", "samplers", "data/samplers.py", "self._due(config.floor / len(self.sizes))", "0"),
         ("temperature sampling by size", "samplers", "data/samplers.py", "size**alpha for", "size for"),
         ("entropy sampling without beta", "samplers", "data/samplers.py", "self._entropy[task] ** self.config.beta", "self._entropy[task]"),
         # The training loss, and biases on attention

@@ -276,7 +276,7 @@ class TaskBatch:
         """Keyword arguments for `GraftedModel.predict`."""
         segments = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
         tokens = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        return tokens | segments | {"extras": {"task": self.task}}
+        return tokens | segments | {"extras": {"task": self.task, "padding": "right"}}
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for the forward pass of a `GraftedModel`."""

@@ -84,7 +84,7 @@ class TaskSampler:
         self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
         self._history: list[dict[str, int]] = []
         self._candidates: list[Pick] = []
-        self._steps = steps
+        self._steps, self._asked = steps, 0
         self._scores = {task: np.zeros(size) for task, size in sizes.items()}
         self._scored_at = {task: np.full(size, -1, dtype=np.int32) for task, size in sizes.items()}  # -1: never
 
@@ -125,6 +125,7 @@ class TaskSampler:
                     "model's predictions may have overflowed."
                 )
             self._scores[pick.task][pick.row], self._scored_at[pick.task][pick.row] = value, self.step
+        self._asked += len(asked_for)
         picks = self._highest(self._candidates) if self._candidates else self._by_task()
         for pick in picks:
             self._used[pick.task][pick.row] = True
@@ -144,7 +145,7 @@ class TaskSampler:
         if values.size:
             if not np.isfinite(values).all() or values.min() < 0:
                 raise DataError(f"An entropy of the task {task} is {values.min()}; a number from 0 is expected.")
-            self._entropy[task] = float(values.mean())
+            self._entropy[task], self._asked = float(values.mean()), self._asked + len(values)
 
     def shares(self) -> dict[str, float]:
         """q(t), the probability of each task; for policies that choose rows the shares so far."""
@@ -171,6 +172,7 @@ class TaskSampler:
             "data_share_by_task": {task: count / self.sizes[task] for task, count in used.items()},
             "picked": sum(sum(step.values()) for step in self._history),
             "drawn": sum(self._drawn.values()),
+            "scored": self._asked,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,6 +182,7 @@ class TaskSampler:
             "step": self.step,
             "drawn": dict(self._drawn),
             "entropy": dict(self._entropy),
+            "asked": self._asked,
             "history": list(self._history),
             "used": {task: _encoded(np.packbits(rows)) for task, rows in self._used.items()},
             "scores": {task: _encoded(values) for task, values in self._scores.items()},
@@ -198,6 +201,7 @@ class TaskSampler:
                 "of the run that saved it."
             )
         self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
+        self._asked = state["asked"]
         self._history = list(state["history"])
         for task, size in self.sizes.items():
             self._used[task] = np.unpackbits(_decoded(state["used"][task], np.uint8), count=size).astype(bool)

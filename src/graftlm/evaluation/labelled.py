@@ -119,7 +119,8 @@ def predict_labelled(
     predictions: dict[int, Prediction] = {}
     rows = [(row, task.spec, number) for row in encoded.rows]
     for indices, batch in batches_by_length(rows, batch_size, padding_id(encoder.tokenizer)):
-        for i, output in zip(indices, predict(batch), strict=True):
+        outputs = torch.stack(list(predict(batch))).float().cpu()  # of one task, so of one shape: one wait for a device
+        for i, output in zip(indices, outputs, strict=True):
             predictions[i] = decode_prediction(task.spec, task.rows[i], encoded.rows[i], output)
     return [predictions[i] for i in range(len(encoded))]
 

@@ -24,7 +24,7 @@ from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.labelled import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
-from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads, graft_config
+from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads
 from graftlm.grafts.heads import TaskSpec, learnability, uncertainty
 from graftlm.io import write_atomically
 from graftlm.runs.graft_run import AnyGraft, count_parameters
@@ -116,10 +116,14 @@ class TaskRun(_TaskSettings, TrainingRun):
             identity = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
             yield Trainee(model, batches, identity | {"data": batches.fingerprint()}, tests=(tests, starts))
 
+    def encoder(self, backbone: Backbone, truncation: bool = True) -> RowEncoder:
+        """What turns the run's rows into tokens."""
+        return row_encoder(backbone, self.length, truncation)
+
     def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
         """The batches, whose rows the sampler chooses with the help of the model in training."""
         tasks = tasks_of(model.grafts["graft"])
-        encoder = row_encoder(model.backbone, self.length, self.truncation)
+        encoder = self.encoder(model.backbone, self.truncation)
         score = row_scorer(model, list(tasks.values()), self.sampler.policy, self.training.precision)
         numbers = {name: number for number, name in enumerate(tasks) if name in rows}
         size, seed = self.training.batch_size, self.training.seed
@@ -156,7 +160,7 @@ class TaskRun(_TaskSettings, TrainingRun):
     def _score(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> dict[str, TaskScore]:
         if not rows:
             return {}
-        encoder = row_encoder(model.backbone, self.length)  # long test rows are always cut
+        encoder = self.encoder(model.backbone)  # long test rows are always cut
         tests = task_tests(tasks_of(model.grafts["graft"]), self.tasks, rows)
         predict = predictor(model, self.evaluation.precision)
         return measure_labelled(predict, encoder, tests, batch_size=self.evaluation.batch_size)
@@ -190,7 +194,7 @@ def _extended_tasks(config: GraftConfig) -> dict[str, Any]:
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
     """The config of a graft with these tasks."""
     tasks = {name: spec.model_dump() for name, spec in specs.items()}
-    return graft_config(config.model_dump(mode="json") | {"tasks": tasks})
+    return config.parse(config.model_dump(mode="json") | {"tasks": tasks}, where="graft")
 
 
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:

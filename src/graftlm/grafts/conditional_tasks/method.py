@@ -205,7 +205,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         if unknown := [number for number in numbers if not 0 <= number < len(zs)]:
             raise GraftError(f"There is no task number {unknown[0]}: the graft has {len(zs)}, counted from 0.")
         z_UZ = torch.stack([zs[number] for number in numbers])
-        return RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device))
+        return RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device, non_blocking=True))
 
     def _embeddings(self) -> list[Tensor]:
         """The embedding of each task at length 1, in the tasks' order, which a ParameterDict does not keep."""

@@ -115,7 +115,8 @@ class TokenPositions:
         past = call.past()
         keys: Tensor | int = past + queries
         if mask is not None:
-            padded_right = may_read(mask) and bool((mask[:, 1:] <= mask[:, :-1]).all())
+            padded_right = call.extras.get("padding") == "right"
+            padded_right = padded_right or (may_read(mask) and bool((mask[:, 1:] <= mask[:, :-1]).all()))
             keys = mask.shape[1] if padded_right else (mask.long().cumsum(-1) - 1).clamp(min=0)
         elif positions is not None and past == 0 and bool((positions[:, 1:] <= positions[:, :-1]).any()):
             keys = positions  # packed documents
