@@ -133,7 +133,7 @@ class TaskAdapters(ConditionalTasks):
     def _of_task(self, pair: nn.Module, call: Call) -> Weights:
         if (self, "number") not in call.scratch:
             task_B = call.extras.get("task", torch.zeros(1, dtype=torch.long))
-            call.scratch[self, "number"] = task_B.to(self._embeddings()[0].device, non_blocking=True)
+            call.scratch[self, "number"] = task_B.to(self._embeddings().device, non_blocking=True)
         return pair(call.scratch[self, "number"])
 
     def _made(self, layer: int, call: Call) -> Weights:

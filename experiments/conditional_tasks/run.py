@@ -107,6 +107,7 @@ class ConditionalTasksSize(Config):
         training: its steps are those of all tasks together, and of all single tasks added up.
         rates: learning rates to choose from.
         graft: what the configs of all rows share.
+        rival_rate: the learning rate of adapters and LoRA over that of the encoder's layers.
         sampler: the settings of samplers with scores.
         held_out: the task that is added later.
         shares: the shares of its rows that it is learned from, with the steps of each.
@@ -119,7 +120,7 @@ class ConditionalTasksSize(Config):
     test: int = 500
     length: int = 64
     training: TrainingConfig = TrainingConfig(
-        steps=300, batch_size=64, schedule="linear", betas=(0.9, 0.99), keep_checkpoints=1, log_every=50
+        steps=256, batch_size=64, schedule="linear", betas=(0.9, 0.99), keep_checkpoints=0, log_every=50
     )
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     graft: dict[str, Any] = {
@@ -128,9 +129,11 @@ class ConditionalTasksSize(Config):
         "pooling": "mean",
         "bottleneck_width": 64,
         "aligned": "trained",
-        "module_rate": 10.0,
+        "module_rate": 1.0,
+        "head_rate": 10.0,
         "scaled_losses": True,
     }
+    rival_rate: float = 3.0
     sampler: dict[str, Any] = {"passes": 5, "keep": 100, "floor": 0.5}
     held_out: str = "snips"
     shares: dict[str, int] = Field({"0.1%": 20, "1%": 30, "10%": 60, "100%": 100}, min_length=1)
@@ -144,7 +147,7 @@ QUICK = ConditionalTasksSize(
     validation=8,
     test=8,
     length=16,
-    training=TrainingConfig(steps=len(TASKS), batch_size=4, schedule="linear", keep_checkpoints=1),
+    training=TrainingConfig(steps=len(TASKS), batch_size=4, schedule="linear", keep_checkpoints=0),
     rates=(1e-3,),
     graft={"pooling": "mean", "bottleneck_width": 4, "task_width": 4, "block": 8, "aligned": "trained"},
     shares={"0.1%": 1, "1%": 1},
@@ -227,6 +230,7 @@ class ConditionalTasksStudy(Study):
             )
             self._inner[row] = max(1, round(added / unit))
         settings = {"kind": "task-adapters", **self.size.graft, **values, "inner": self._inner[row]}
+        settings["module_rate"] = self.size.rival_rate
         return TaskAdaptersConfig.parse({key: value for key, value in settings.items() if key not in ALL})
 
     def sampler(self, policy: str, share: float = 1.0) -> SamplerConfig:

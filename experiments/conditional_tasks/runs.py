@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone, Site
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows
 from graftlm.data.labelled_batches import EncodedTask, LabelledMixture, RowEncoder, TaskBatch, batches_by_length
-from graftlm.evaluation import value_of
+from graftlm.errors import EvaluationError, TrainingError
+from graftlm.evaluation import Row, value_of
 from graftlm.evaluation.labelled import measure_labelled, predictor, summary_metrics
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts import GraftedModel
@@ -56,6 +56,14 @@ class ConditionalTasksRun(TaskRun):
     def artefacts(self) -> tuple[str, ...]:
         return super().artefacts() if self.keep_graft else ()
 
+    def measure(self, context: RunContext) -> Measurement:
+        """As of a run of tasks; one that diverges, as some rates of a search do, has the largest error."""
+        try:
+            return super().measure(context)
+        except (TrainingError, EvaluationError) as error:
+            row = Row(id=self.id, label=self.id, metrics={"validation_error": 100.0})
+            return Measurement(row, {"diverged": str(error)})
+
     def encoder(self, backbone: Backbone, truncation: bool = True) -> RowEncoder:
         plain = row_encoder(backbone, self.length, truncation)
         return SharedEncoder(plain.tokenizer, self.length, segments=plain.segments, truncation=truncation)
@@ -85,10 +93,9 @@ class ConditionalTasksRun(TaskRun):
     def save(
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
     ) -> None:
-        """Write the graft if it is kept, and delete the checkpoints."""
+        """Write the graft if it is kept."""
         if self.keep_graft:
             super().save(trainee, context, summary, measurement)
-        shutil.rmtree(context.folder / "checkpoints", ignore_errors=True)
 
     def _old_metrics(self, model: GraftedModel) -> dict[str, float]:
         """The average of the old tasks' test scores, and how many predictions of validation rows have changed."""

@@ -60,8 +60,8 @@ def test_the_norm_after_the_last_layer_trains_with_it(family: str) -> None:
 
 
 def test_modules_have_their_own_learning_rate() -> None:
-    """AdamW's first step is the rate times the sign of the gradient: of modules and heads `module_rate` times it."""
-    with random_model(host(), module_rate=5.0) as model:
+    """AdamW's first step is the rate times the sign of the gradient: times `module_rate`, or for heads `head_rate`."""
+    with random_model(host(), module_rate=5.0, head_rate=9.0) as model:
         parameters = model.trainable_parameters()
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         optimiser = make_optimizer(
@@ -76,7 +76,8 @@ def test_modules_have_their_own_learning_rate() -> None:
             moved = (parameter - before[name]).abs()[parameter.grad.abs() > 1e-5]  # type: ignore[union-attr]
             if not len(moved):
                 continue  # a key's bias, which no softmax feels
-            assert moved.max().item() == pytest.approx(5e-3 if name.startswith("grafts.") else 1e-3, rel=0.02), name
+            scale = 9 if ".heads." in name else 5 if name.startswith("grafts.") else 1
+            assert moved.max().item() == pytest.approx(scale * 1e-3, rel=0.02), name
 
 
 def test_dropout_is_on_in_trained_layers_alone_and_in_training_alone() -> None:

@@ -231,7 +231,7 @@ MUTATIONS = [
         ("uncertainty in nats", "tasks", _HEADS, " / math.log(logits.shape[-1])", ""),
         ("scores of unlabelled tokens", "tasks", _HEADS, "values_RT.masked_fill(targets_RT == IGNORED, 0)", "values_RT"),
         ("scaled losses of numbers by their range alone", "tasks", _HEADS, "return self.unit**2 / 12", "return self.unit**2"),
-        ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(self.embeddings[task_key(name)], dim=0)", "self.embeddings[task_key(name)]"),
+        ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(torch.stack(", "(torch.stack("),
         ("learnability is p", "tasks", _HEADS, "values = 4 * right * (1 - right)", "values = right"),
         ("a score serves for ever", "samplers", "data/samplers.py", "self.step - at < max(1, self.config.keep)", "True"),
         ("no floor", "samplers", "data/samplers.py", "self._due(config.floor / len(self.sizes))", "0"),

@@ -115,6 +115,11 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000006"]
 
 
+def test_none_are_written_where_none_is_kept(tmp_path: Path) -> None:
+    run(tmp_path, keep_checkpoints=0, checkpoint_every=1)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
 def tear_state(folder: Path) -> None:
     (folder / "state.json").write_text('{"step": 6, "fil')
 

@@ -68,10 +68,13 @@ class TaskSpec(Config):
 
     @property
     def chance_loss(self) -> float:
-        """A row's loss when nothing is known: log C or log 2 nats, or the variance of a uniform target; 1 for span."""
+        """A row's loss when nothing is known: log C nats, or the variance of a uniform target; 1 for span.
+
+        Of tagging and multi-label it is log 2, as most labels are absent: most words are outside of all entities.
+        """
         if self.type == "regression":
             return self.unit**2 / 12
-        return 1.0 if self.type == "span" else math.log(2 if self.type == "multi-label" else len(self.labels))
+        return 1.0 if self.type == "span" else math.log(len(self.labels) if self.type == "classification" else 2)
 
     def is_like(self, other: TaskSpec) -> bool:
         """Whether both have one type and the same labels."""
@@ -132,19 +135,25 @@ class Heads(nn.Module):
         hidden_BTD = hidden_BTD.to(next(self.linears.parameters()).dtype)
         if token_mask_BT is None:
             token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
+        token_mask_BT, by_task = token_mask_BT.bool(), list(self._by_task(task_B, len(hidden_BTD)))
+        of_rows = not all(self.specs[name].of_tokens for name, _ in by_task)
+        vectors_BD = pooled(hidden_BTD, token_mask_BT, self.pooling) if of_rows else None
         predictions: dict[int, Tensor] = {}
-        for name, rows_R in self._by_task(task_B, len(hidden_BTD)):
-            out = self._predict(name, _rows(hidden_BTD, rows_R), _rows(token_mask_BT.bool(), rows_R))
+        for name, rows_R in by_task:
+            if self.specs[name].of_tokens or vectors_BD is None:
+                out = self._of_tokens(name, _rows(hidden_BTD, rows_R), _rows(token_mask_BT, rows_R))
+            else:
+                out = self._of_rows(name, _rows(vectors_BD, rows_R))
             predictions |= zip(rows_R, out.unbind(0), strict=True)
         return [predictions[row] for row in range(len(predictions))]
 
-    def _predict(self, name: str, hidden_RTD: Tensor, mask_RT: Tensor) -> Tensor:
-        spec, linear = self.specs[name], self.linear(name)
-        if not spec.of_tokens:
-            out_RC = linear(self.dropout(pooled(hidden_RTD, mask_RT, self.pooling)))
-            return out_RC.squeeze(-1) * spec.unit + spec.range[0] if spec.type == "regression" else out_RC
-        out_RTC = linear(self.dropout(hidden_RTD))
-        if spec.type == "span":
+    def _of_rows(self, name: str, vectors_RD: Tensor) -> Tensor:
+        spec, out_RC = self.specs[name], self.linear(name)(self.dropout(vectors_RD))
+        return out_RC.squeeze(-1) * spec.unit + spec.range[0] if spec.type == "regression" else out_RC
+
+    def _of_tokens(self, name: str, hidden_RTD: Tensor, mask_RT: Tensor) -> Tensor:
+        out_RTC = self.linear(name)(self.dropout(hidden_RTD))
+        if self.specs[name].type == "span":
             return out_RTC.masked_fill(~mask_RT[..., None], torch.finfo(out_RTC.dtype).min)
         return out_RTC
 

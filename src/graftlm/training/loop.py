@@ -127,7 +127,7 @@ def _run_steps(state: TrainingState, progress: bool) -> None:
                 context.accelerator.log(values, step=counts.step)
             shown_rate = f"{counts.tokens_per_s:,.0f}" if counts.tokens_per_s else "–"
             update(completed=counts.step, loss=f"{counts.loss:.4f}", rate=shown_rate)
-            if counts.step % config.checkpoint_every == 0 or last:
+            if config.keep_checkpoints and (counts.step % config.checkpoint_every == 0 or last):
                 if history is not None:
                     history.sync()
                 save_checkpoint(state, config.keep_checkpoints)

@@ -61,7 +61,8 @@ class ConditionalTasksConfig(GraftConfig):
         pooling: the vector that a row is predicted from: its first token, its last, or the mean.
         max_length: maximum number of tokens of a row with conditional attention.
         dropout: of the heads' inputs, in training.
-        module_rate: the learning rate of modules, embeddings and heads over that of the backbone's weights.
+        module_rate: the learning rate of modules and embeddings over that of the backbone's weights.
+        head_rate: the learning rate of heads over that of the backbone's weights.
         scaled_losses: divide each row's loss by its task's loss at chance, so that tasks of all types count alike.
         extends: folder of a trained graft, whose config and tensors are taken over; the new tasks train.
         adapts: with `extends`, what trains: `added` the new tasks' own tensors alone, `all` everything, as the
@@ -87,6 +88,7 @@ class ConditionalTasksConfig(GraftConfig):
     max_length: int = Field(512, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
     module_rate: float = Field(1.0, gt=0)
+    head_rate: float = Field(1.0, gt=0)
     scaled_losses: bool = False
     extends: str | None = None
     adapts: Literal["added", "all"] = "added"
@@ -199,17 +201,17 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                     f"The graft has {len(zs)} tasks ({', '.join(self.config.tasks)}), and the batch does not say which "
                     "each row has: give extras={'task': indices}."
                 )
-            return RowTasks(zs[0][None], None)
+            return RowTasks(zs[:1], None)
         numbers_U, index_B = task_B.unique(return_inverse=True)
         numbers = numbers_U.tolist()
         if unknown := [number for number in numbers if not 0 <= number < len(zs)]:
             raise GraftError(f"There is no task number {unknown[0]}: the graft has {len(zs)}, counted from 0.")
-        z_UZ = torch.stack([zs[number] for number in numbers])
+        z_UZ = zs.index_select(0, numbers_U.to(zs.device, non_blocking=True))
         return RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device, non_blocking=True))
 
-    def _embeddings(self) -> list[Tensor]:
-        """The embedding of each task at length 1, in the tasks' order, which a ParameterDict does not keep."""
-        return [nn.functional.normalize(self.embeddings[task_key(name)], dim=0) for name in self.config.tasks]
+    def _embeddings(self) -> Tensor:
+        """(tasks, Z): the embeddings at length 1, in the tasks' order, which a ParameterDict does not keep."""
+        return nn.functional.normalize(torch.stack([self.embeddings[task_key(name)] for name in self.config.tasks]))
 
     def _align(self, call: Call, x_BTD: Tensor) -> Tensor:
         assert self.alignment is not None, "no tap without an alignment"
@@ -249,7 +251,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`embedding_cosines`: between the tasks' embeddings, in their order."""
-        z = torch.stack(self._embeddings()).detach().float()
+        z = self._embeddings().detach().float()
         return {"embedding_cosines": (z @ z.T).tolist()}
 
     def add_task(self, name: str, spec: TaskSpec, like: str | None = None) -> None:
@@ -266,7 +268,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         Raises:
             GraftError: there is a task of that name, or none called `like`.
         """
-        mean = torch.stack(self._embeddings()).mean(0)
+        mean = self._embeddings().mean(0)
         self.heads.add(name, spec).to(mean.device)
         self.embeddings[task_key(name)] = nn.Parameter(mean.detach().clone())
         self._fixed = list(self.config.tasks) if self._fixed is None else self._fixed
@@ -314,7 +316,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     def learning_rate_scales(self) -> dict[str, float]:
         """The learning rate of own parameters over that of the backbone's weights, by name."""
-        return {name: self.config.module_rate for name, _ in self.named_parameters()}
+        rates, heads = (self.config.module_rate, self.config.head_rate), "heads."
+        return {name: rates[name.startswith(heads)] for name, _ in self.named_parameters()}
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         live = super().attach(model)
