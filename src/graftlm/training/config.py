@@ -37,7 +37,7 @@ class TrainingConfig(Config):
         False, description="With several processes: FSDP2 shards weights and optimiser instead of copying them."
     )
     checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints; the end has one too.")
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=0, description="0 writes none: a killed run starts anew.")
     log_every: int = Field(1, ge=1, description="Steps between lines of the history and of the tracker.")
     tracker: str | None = Field(
         None, description="A tracker that Accelerate knows, such as tensorboard, wandb, trackio or mlflow."
