@@ -166,7 +166,7 @@ class ConditionalTasksStudy(Study):
         super().__init__(options)
         self.size = QUICK if options.quick else FULL
         name = options.backbone or mini_lm(options.data, "The encoder")
-        self.backbone = BackboneConfig(name=name, device=options.device)
+        self.backbone = BackboneConfig(name=name, device=options.device, dtype="float32")
         self.rates: dict[str, float] = {}
         self._files: dict[tuple[str, int, str], LabelledConfig] = {}
         self._inner: dict[str, int] = {}
