@@ -84,7 +84,7 @@ class TaskSampler:
         self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
         self._history: list[dict[str, int]] = []
         self._candidates: list[Pick] = []
-        self._steps, self._asked = steps, 0
+        self._steps, self._scored = steps, 0
         self._scores = {task: np.zeros(size) for task, size in sizes.items()}
         self._scored_at = {task: np.full(size, -1, dtype=np.int32) for task, size in sizes.items()}  # -1: never
 
@@ -112,20 +112,20 @@ class TaskSampler:
         Raises:
             DataError: their number is not that of the candidates, or one is not finite.
         """
-        asked_for = self.candidates()
-        if len(scores) != len(asked_for):
+        unscored = self.candidates()
+        if len(scores) != len(unscored):
             raise DataError(
-                f"choose got {len(scores)} scores for {len(asked_for)} candidates: give one for each of "
+                f"choose got {len(scores)} scores for {len(unscored)} candidates: give one for each of "
                 "candidates(), in their order."
             )
-        for pick, value in zip(asked_for, scores, strict=True):
+        for pick, value in zip(unscored, scores, strict=True):
             if not math.isfinite(value):
                 raise DataError(
                     f"The score of row {pick.row} of the task {pick.task} is {value}: a number is expected; the "
                     "model's predictions may have overflowed."
                 )
             self._scores[pick.task][pick.row], self._scored_at[pick.task][pick.row] = value, self.step
-        self._asked += len(asked_for)
+        self._scored += len(unscored)
         picks = self._highest(self._candidates) if self._candidates else self._by_task()
         for pick in picks:
             self._used[pick.task][pick.row] = True
@@ -145,7 +145,7 @@ class TaskSampler:
         if values.size:
             if not np.isfinite(values).all() or values.min() < 0:
                 raise DataError(f"An entropy of the task {task} is {values.min()}; a number from 0 is expected.")
-            self._entropy[task], self._asked = float(values.mean()), self._asked + len(values)
+            self._entropy[task], self._scored = float(values.mean()), self._scored + len(values)
 
     def shares(self) -> dict[str, float]:
         """q(t), the probability of each task; for policies that choose rows the shares so far."""
@@ -172,7 +172,7 @@ class TaskSampler:
             "data_share_by_task": {task: count / self.sizes[task] for task, count in used.items()},
             "picked": sum(sum(step.values()) for step in self._history),
             "drawn": sum(self._drawn.values()),
-            "scored": self._asked,
+            "scored": self._scored,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class TaskSampler:
             "step": self.step,
             "drawn": dict(self._drawn),
             "entropy": dict(self._entropy),
-            "asked": self._asked,
+            "scored": self._scored,
             "history": list(self._history),
             "used": {task: _encoded(np.packbits(rows)) for task, rows in self._used.items()},
             "scores": {task: _encoded(values) for task, values in self._scores.items()},
@@ -201,7 +201,7 @@ class TaskSampler:
                 "of the run that saved it."
             )
         self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
-        self._asked = state["asked"]
+        self._scored = state["scored"]
         self._history = list(state["history"])
         for task, size in self.sizes.items():
             self._used[task] = np.unpackbits(_decoded(state["used"][task], np.uint8), count=size).astype(bool)
