@@ -36,7 +36,10 @@ def test_rows_are_measured(graft: Graft, served: Path) -> None:
     assert metrics == pytest.approx({name: kept[name] for name in metrics}, abs=1e-3)
     shown = graft("eval", str(served / "run/graft"), "--rows", rows[0], "--out", str(served / "measured"))
     assert "task sigma" in shown.out
-    assert (served / "measured/report.md").exists()
+    assert "| topic | 24 |" in (served / "measured/report.md").read_text()
+    report = (served / "run/report.md").read_text()
+    assert all(f"| {name} | 24 |" in report for name in tasks_of(served / "rows")), "what is confused, task by task"
+    assert (served / "run/reliability-conditional-tasks.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ the tasks' scores and `task_sigma` their population standard deviation.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import statistics
@@ -19,7 +20,7 @@ import string
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from graftlm.backbone import padding_id
 from graftlm.data.labelled import METRICS, OUTSIDE, AnswerSpan, LabelledRow, Metric, TaskRows
 from graftlm.data.labelled_batches import EncodedRow, RowEncoder, TaskBatch, batches_by_length
 from graftlm.errors import EvaluationError
+from graftlm.evaluation.calibration import calibration, confusion_matrix, residuals
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts.heads import TaskSpec
 
@@ -46,12 +48,13 @@ class Prediction:
 
     Attributes:
         value: a label, a number, a tuple of labels, a tag per word, or a `AnswerSpan` with its text.
-        probability: probability of the label, or of the span's two ends; None for other types.
+        probability: of the label, of the span's two ends, or of each word's tag, NaN where a word has no token of its
+            own; None for other types.
         probabilities: probability of each label, for multi-label.
     """
 
     value: Any
-    probability: float | None = None
+    probability: Any = None
     probabilities: Mapping[str, float] | None = None
 
     def to_json(self, spec: TaskSpec, row: LabelledRow) -> dict[str, Any]:
@@ -83,11 +86,12 @@ class TaskTestSet:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A model's metrics on one task, in points."""
+    """A model's metrics on one task, in points, and its `task_diagnostics`."""
 
     metric: Metric
     metrics: dict[str, float]
     rows: int
+    diagnostics: dict[str, Any] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -96,7 +100,7 @@ class TaskScore:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the details of `results.json`."""
-        return {"score": self.metric, "rows": self.rows, "metrics": self.metrics}
+        return {"score": self.metric, "rows": self.rows, "metrics": self.metrics} | self.diagnostics
 
 
 def predictor(model: Any, precision: Literal["fp32", "bf16"] = "fp32") -> PredictFn:
@@ -132,8 +136,10 @@ def measure_labelled(
     scores = {}
     for name, test in tests.items():
         predictions = predict_labelled(predict, encoder, test.rows, test.number, batch_size=batch_size)
-        metrics = task_metrics(test.rows.spec, test.rows.rows, predictions)
-        scores[name] = TaskScore(test.metric, metrics, len(test.rows))
+        metrics, diagnostics = (
+            f(test.rows.spec, test.rows.rows, predictions) for f in (task_metrics, task_diagnostics)
+        )
+        scores[name] = TaskScore(test.metric, metrics, len(test.rows), diagnostics)
     return scores
 
 
@@ -172,8 +178,9 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
     if spec.type == "span":
         return _best_span(logits[: len(encoded)], encoded.alignment, row.texts[1])
     outside = OUTSIDE if OUTSIDE in spec.labels else spec.labels[0]
-    tags = logits.argmax(-1).tolist()
-    return Prediction(tuple(spec.labels[tags[token]] if token >= 0 else outside for token in encoded.alignment))
+    best = [(float(p), spec.labels[i]) for p, i in zip(*map(Tensor.tolist, logits.softmax(-1).max(-1)), strict=True)]
+    words = [best[token] if token >= 0 else (math.nan, outside) for token in encoded.alignment]
+    return Prediction(tuple(tag for _, tag in words), tuple(probability for probability, _ in words))
 
 
 def _best_span(logits: Tensor, offsets: np.ndarray, context: str) -> Prediction:
@@ -195,6 +202,32 @@ def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Seque
     truth = [row.target for row in rows]
     predicted = [prediction.value for prediction in predictions]
     return {name: 100 * float(_METRICS[spec.type, name](truth, predicted)) for name in METRICS[spec.type]}
+
+
+def task_diagnostics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Beside the metrics: residuals of numbers; of other types calibration, and what is confused.
+
+    A label of multi-label counts as a prediction of its own, a word of tagging too; a span is right if it matches
+    exactly. `multilabel_confusion_matrix` has [[true negatives, false positives], [false negatives, true positives]].
+    """
+    truth: list[Any] = [row.target for row in rows]
+    predicted, p = [each.value for each in predictions], [each.probability for each in predictions]
+    if spec.type == "regression":
+        return residuals(truth, predicted)
+    if spec.type == "span":
+        pairs = zip(truth, predicted, strict=True)
+        return calibration(p, [_best_over_answers(operator.eq, [a], [b]) == 1 for a, b in pairs])
+    if spec.type == "multi-label":
+        has = np.array([[label in of for label in spec.labels] for of in truth])
+        says = np.array([[label in of for label in spec.labels] for of in predicted])
+        cells = [[(a & b).sum(0).tolist() for b in (~says, says)] for a in (~has, has)]
+        p = [(each.probabilities or {}).get(label, math.nan) for each in predictions for label in spec.labels]
+        named = {label: [[cell[i] for cell in row] for row in cells] for i, label in enumerate(spec.labels)}
+        return {"multilabel_confusion_matrix": named} | calibration(p, has.ravel().tolist())
+    if spec.type == "tagging":
+        truth, predicted, p = ([*chain(*of)] for of in (truth, predicted, p))
+    right = [a == b for a, b in zip(truth, predicted, strict=True)]
+    return {"confusion_matrix": confusion_matrix(truth, predicted)} | calibration(p, right)
 
 
 def entities(tags: Sequence[str]) -> list[tuple[int, int, str]]:
