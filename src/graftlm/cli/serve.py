@@ -65,10 +65,12 @@ def serve(
     from graftlm.backbone import default_device, load_backbone
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    loaded = load_backbone(backbone, device=device or default_device(), **options)
-    from graftlm.serving import server  # the web side is imported after the model is loaded
+    from graftlm.serving import server
     from graftlm.serving.protocol import EngineLimits
-    from graftlm.serving.service import open_service
+    from graftlm.serving.service import open_service, served_kind
+
+    kind = served_kind(given, grafts)
+    loaded = load_backbone(backbone, kind=kind, device=device or default_device(), **options)
 
     server.log_to_stderr(quiet)
     sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}

@@ -38,6 +38,12 @@ class TaskGraft:
     configs: Mapping[str, LabelledConfig]
     length: int
 
+    @classmethod
+    def of(cls, manifest: Manifest, graft: Graft, backbone: Backbone) -> TaskGraft:
+        """A loaded graft with what its manifest says of its tasks."""
+        length = manifest.training.get("length")
+        return cls(backbone, graft, _task_configs(manifest), length if isinstance(length, int) else 128)
+
     @property
     def tasks(self) -> dict[str, TaskSpec]:
         """The specification of each head by the task's name."""
@@ -79,9 +85,7 @@ def load_task_graft(
             "trained on tasks."
         )
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    graft = load_graft(folder, loaded, changes)
-    length = manifest.training.get("length")
-    return TaskGraft(loaded, graft, _task_configs(manifest), length if isinstance(length, int) else 128)
+    return TaskGraft.of(manifest, load_graft(folder, loaded, changes), loaded)
 
 
 def _task_configs(manifest: Manifest) -> dict[str, LabelledConfig]:
@@ -147,14 +151,14 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     elif is_table(path):
         keys = {f"text.{i}": name for i, name in enumerate(texts)}
         for values, where in read_values(path, keys, "task", config.columns):
-            yield _question(config, values, texts, where)
+            yield read_question(config, values, texts, where)
         return
     else:
         lines = iter(read_text(path).split("\n"))
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{origin}: line {number}"
-            yield _question(config, _parse_line(line, config, columns, where), texts, where)
+            yield read_question(config, _parse_line(line, config, columns, where), texts, where)
 
 
 def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> list[Any]:
@@ -176,7 +180,8 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
     return parts
 
 
-def _question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str], where: str) -> LabelledRow:
+def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str], where: str) -> LabelledRow:
+    """A row without a label, of as many `values` as the task has columns of text; DataError if one can't be read."""
     if config.type == "tagging":
         words = values[0].split() if isinstance(values[0], str) else values[0]
         if not isinstance(words, list) or not words:

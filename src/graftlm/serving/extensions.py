@@ -1,4 +1,4 @@
-"""The routes under /v1/graftlm/: grafts and their reports, clarifying conversations, summaries.
+"""The routes under /v1/graftlm/: grafts and their reports, clarifying conversations, summaries, predictions.
 
 Texts and states travel in request bodies. No name that a client sends is opened as a file.
 """
@@ -19,6 +19,7 @@ from graftlm.config import Config
 from graftlm.errors import DataError, GraftError, MissingExtraError
 from graftlm.serving.clients import EngineClient, OnEvent
 from graftlm.serving.middleware import user_of
+from graftlm.serving.predicting import PredictBody, PredictionEngine, predictions
 from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError, check_model
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
 from graftlm.serving.responses import EventStream, run_until_disconnect
@@ -168,6 +169,21 @@ def router(service: Service) -> APIRouter:
         if body.stream:
             return summaries.stream(client, work, service.settings.send_seconds)
         return await summaries.run(request, client, partial(work, lambda event: None))
+
+    @routes.post("/predict")
+    async def predict(body: PredictBody, request: Request) -> dict[str, Any]:
+        """Predictions of a graft's heads for rows of any of its tasks, in their order."""
+        engine, data = service.engine, []
+        if not isinstance(engine, PredictionEngine):
+            raise ServingError(f"{service.name} is served to write text: serve an encoder's graft to predict.", "model")
+        rows = await asyncio.to_thread(lambda: list(engine.requests(body, service.store.entries(), user_of(request))))
+        for first in range(0, len(rows), size := service.limits.batch_size):  # more would fill the queue
+            stream = engine.submit(rows[first : first + size])
+            try:
+                data += await run_until_disconnect(request, predictions(stream))
+            finally:
+                stream.cancel()
+        return {"object": "list", "model": body.model, "data": data}
 
     return routes
 

@@ -12,11 +12,12 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
 from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
+from graftlm.backbone.load import BackboneKind
 from graftlm.backbone.taps import check_conflicts
 from graftlm.config import Config
 from graftlm.errors import BackboneError, GraftError, TapConflictError
@@ -124,6 +125,7 @@ class GenerationRequest:
         logprobs: number of most likely tokens to report at each step; None reports no log-probabilities.
         trace: True reports what the grafts did at each token.
         embed: True asks for the mean of the last hidden states of the prompt, and for no new token.
+        row: for heads, in place of a continuation: the task, the row and its encoding.
         user: name of the API key or address of the client; waiting requests are admitted from users in turn.
     """
 
@@ -144,6 +146,7 @@ class GenerationRequest:
     logprobs: int | None = None
     trace: bool = False
     embed: bool = False
+    row: Any = None
     user: str = ""
 
 
@@ -180,6 +183,7 @@ class Finish:
         index: number of the continuation in its stream.
         cached_tokens: prompt tokens that were not read again.
         embedding: the mean of the last hidden states, if it was requested.
+        prediction: of a row, as plain JSON values.
     """
 
     reason: EngineFinishReason
@@ -189,6 +193,7 @@ class Finish:
     index: int = 0
     cached_tokens: int = 0
     embedding: tuple[float, ...] = ()
+    prediction: dict[str, Any] | None = None
 
 
 class RequestStream:
@@ -300,14 +305,15 @@ class ModelRegistry:
     """The backbone and the grafts by name, and the check of requests. All methods are thread-safe.
 
     Args:
-        backbone: a causal language model.
+        backbone: of the engine's `kind`, a causal language model unless a subclass says otherwise.
         grafts: grafts for this backbone, by name.
         name: name of the backbone in requests; by default its own name.
         limits: of the engine.
 
-    Raises BackboneError if the backbone is not a causal language model, and GraftError if a name is not usable.
+    Raises BackboneError if the backbone is of another kind, and GraftError if a name is not usable.
     """
 
+    kind: ClassVar[BackboneKind] = "causal-lm"
     shares_batches = False  # True accepts only grafts that can act on some rows of a batch
 
     def __init__(
@@ -317,10 +323,10 @@ class ModelRegistry:
         name: str | None = None,
         limits: EngineLimits | None = None,
     ) -> None:
-        if backbone.kind != "causal-lm" or not backbone.sites.family.causal:
+        if backbone.kind != self.kind or (self.kind == "causal-lm" and not backbone.sites.family.causal):
             raise BackboneError(
                 f"The backbone {backbone.name} ({backbone.sites.model_type}) writes no text: serve a causal language "
-                "model."
+                "model, or a graft that was trained on tasks."
             )
         self.name, self.limits = name or backbone.name, limits or EngineLimits()
         self._backbone, self._context = backbone, context_limit(backbone, self.limits)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from graftlm.artifact import read_manifest
 from graftlm.backbone import Backbone, end_ids
+from graftlm.backbone.load import BackboneKind
 from graftlm.errors import GraftError
 from graftlm.io import fetch_folder
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.middleware import ServerMetrics
+from graftlm.serving.predicting import PredictionEngine
 from graftlm.serving.protocol import Engine, EngineLimits, context_limit
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.store import NAME, GraftStore
@@ -77,7 +81,7 @@ def open_service(
     """Load grafts, start the engine, and return the service.
 
     Args:
-        backbone: a causal language model with its tokenizer.
+        backbone: a causal language model with its tokenizer, or an encoder for grafts with heads.
         given: folders of grafts by name.
         folder: a folder with further grafts' folders.
         name: name of the backbone in requests; by default its name on the hub, or its folder's name.
@@ -89,8 +93,17 @@ def open_service(
     backbone.need_tokenizer()
     folders = {graft: fetch_folder(path, "graft.json") for graft, path in (given or {}).items()}
     store = GraftStore(backbone, folders, None if folder is None else Path(folder), frozenset({name}))
-    engine = BatchingEngine(backbone, store.open(), name, limits)
+    engine = (PredictionEngine if backbone.kind == "encoder" else BatchingEngine)(backbone, store.open(), name, limits)
     return Service(backbone, engine, store, name, settings=settings, limits=limits, keys=keys)
+
+
+def served_kind(given: Mapping[str, str | Path], folder: Path | None) -> BackboneKind:
+    """How the backbone of these grafts is loaded: as an encoder if one was trained so. Broken grafts don't count."""
+    for path in (*given.values(), *(folder.iterdir() if folder is not None and folder.is_dir() else ())):
+        with suppress(GraftError):
+            if read_manifest(path).backbone.kind == "encoder":
+                return "encoder"
+    return "causal-lm"
 
 
 def served_name(name: str) -> str:

@@ -1,0 +1,135 @@
+"""An engine for heads: predictions for rows of several tasks and of several requests in one pass of an encoder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from graftlm.backbone import padding_id
+from graftlm.config import Config
+from graftlm.data.labelled import TaskRows
+from graftlm.data.labelled_batches import batches_by_length
+from graftlm.errors import DataError, GraftError
+from graftlm.evaluation.labelled import decode_prediction
+from graftlm.generation.predict import TaskGraft, read_question
+from graftlm.grafts import Graft, GraftedModel, HasHeads
+from graftlm.runs.task_run import tasks_of
+from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
+from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, ServingError, check_model
+from graftlm.serving.store import StoredGraft
+
+
+class PredictRow(Config):
+    """One row: the name of its task; its text, a pair of texts, or the words to tag."""
+
+    task: str = Field(min_length=1, max_length=500)
+    text: str | list[str]
+
+
+class PredictBody(Config):
+    """Rows of any tasks of a graft with heads, `model`; they are answered in their order."""
+
+    model: str = Field(min_length=1, max_length=500)
+    rows: list[PredictRow] = Field(min_length=1, max_length=4096)
+
+
+class PredictionEngine(ThreadedEngine):
+    """An `Engine` of `protocol.py` for the heads of grafts; a `Finish` holds the prediction of one row.
+
+    Each step takes waiting rows, at most `batch_size`, and makes one pass for the rows of each graft. Arguments and
+    errors as those of `ThreadedEngine`; the backbone is loaded as an encoder.
+    """
+
+    kind = "encoder"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tokenizing = threading.Lock()
+        self._model: GraftedModel | None = None
+        self._thread.start()
+
+    def replace(self, name: str, graft: object | None) -> None:
+        if isinstance(graft, Graft) and not isinstance(graft, HasHeads):
+            raise GraftError(f"The graft {name} has no heads, and an encoder writes no text: name one with tasks.")
+        super().replace(name, graft)
+
+    def check(self, request: GenerationRequest) -> dict[str, Graft]:
+        if request.row is None:
+            raise ServingError(f"The encoder {self.name} writes no text: send rows to /v1/graftlm/predict.", "model")
+        grafts = super().check(request)
+        if [request.row[0] in tasks_of(graft) for graft in grafts.values()] != [True]:  # it may be another one by now
+            raise ServingError(f"{request.model!r} is no graft with the task {request.row[0]!r}: name that.", "model")
+        return grafts
+
+    def requests(self, body: PredictBody, entries: Mapping[str, StoredGraft], user: str) -> Iterator[GenerationRequest]:
+        """The rows of a body as requests. Raises UnknownModelError, and DataError if a row does not fit its task."""
+        check_model(self.names, body.model)
+        if body.model not in entries:
+            raise ServingError(f"{body.model!r} has no heads: name one of {', '.join(entries)}.", "model")
+        task_graft = TaskGraft.of(entries[body.model].manifest, self._grafts[body.model], self._backbone)
+        with self._tokenizing:
+            encoder = task_graft.encoder
+            for number, row in enumerate(body.rows):
+                spec, config = task_graft.task(row.task), task_graft.config(row.task)
+                texts = [row.text] if isinstance(row.text, str) or spec.type == "tagging" else row.text
+                if len(texts) != len(config.texts):
+                    raise DataError(
+                        f"Row {number} has {len(texts)} texts, but the task {row.task} reads {len(config.texts)} "
+                        f"({', '.join(config.texts)}): give as many."
+                    )
+                question = read_question(config, texts, config.texts, f"Row {number}")
+                (encoded,) = encoder.encode(TaskRows(spec, [question])).rows
+                prompt, own = tuple(encoded.ids.tolist()), (row.task, question, encoded)
+                yield GenerationRequest(prompt, body.model, max_tokens=0, embed=True, row=own, user=user)
+
+    def _end_all(self) -> None:
+        super()._end_all()
+        self._attach(None)
+
+    def _attach(self, graft: Graft | None) -> None:
+        """Attach this graft alone to the backbone."""
+        if self._model is not None:
+            if self._model.grafts["graft"] is graft:
+                return
+            self._model.detach()
+        self._model = None if graft is None else GraftedModel(self._backbone, {"graft": graft}).eval()
+
+    def _step(self) -> None:
+        self._drop_waiting()
+        by_graft: dict[Graft, list[ScheduledRequest]] = {}
+        for request in self._admit(self.limits.batch_size):
+            by_graft.setdefault(request.graft_set.grafts[0][1], []).append(request)
+        for graft, requests in by_graft.items():
+            self._predict(graft, requests)
+
+    @torch.inference_mode()
+    def _predict(self, graft: Graft, requests: list[ScheduledRequest]) -> None:
+        """Answer rows of one graft; a row whose prediction is no number fails alone."""
+        self._attach(graft)
+        assert self._model is not None, "it is attached"
+        names, texts, encoded = zip(*(request.request.row for request in requests), strict=True)
+        tasks, numbers = tasks_of(graft), {name: number for number, name in enumerate(tasks_of(graft))}
+        rows = [(row, tasks[name], numbers[name]) for row, name in zip(encoded, names, strict=True)]
+        ((order, batch),) = batches_by_length(rows, len(rows), padding_id(self._tokenizer))
+        outputs = self._model.predict(**batch.to(self._backbone.device).prediction_inputs())
+        for i, output in zip(order, outputs, strict=True):
+            spec, row = tasks[names[i]], texts[i]
+            try:
+                prediction = {"task": names[i]} | decode_prediction(spec, row, encoded[i], output).to_json(spec, row)
+            except GraftError as error:
+                self._finish(requests[i], error)
+            else:
+                self._finish(requests[i], replace(requests[i].finish("stop"), prediction=prediction))
+
+
+async def predictions(stream: RequestStream) -> list[dict[str, Any]]:
+    """The predictions of all rows of a stream in their order; ServingError if one was not answered."""
+    by_index = {item.index: item async for item in stream if isinstance(item, Finish)}
+    if late := [end for end in by_index.values() if end.prediction is None]:
+        raise ServingError(f"{len(late)} rows were not answered ({late[0].reason}): send fewer, or later.", status=503)
+    return [by_index[index].prediction or {} for index in sorted(by_index)]

@@ -1,0 +1,180 @@
+"""Twenty tasks in one graft: trained by a recipe, loaded, and answered over HTTP in mixed batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from graftlm.backbone import load_backbone
+from graftlm.errors import GraftError
+from graftlm.generation.predict import TaskGraft, load_task_graft, predict_rows, read_question
+from graftlm.grafts import build_graft, graft_config
+from graftlm.grafts.model import GraftedModel
+from graftlm.runs.recipe import run_recipe
+from graftlm.runs.task_run import TaskRecipe
+from graftlm.serving.protocol import EngineLimits
+from graftlm.serving.service import Service, open_service, served_kind
+from graftlm.serving.settings import ServerSettings
+from serving.extending import client_of, refusal
+from serving.scripted import scripted_service
+from serving.web import running
+from tiny import BackboneFolder
+from training.tasks import WORDS, task_recipe
+
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFolder) -> Path:
+    """A run of twenty tasks: fourteen of two to fifteen classes, and one or two of each other type."""
+    folder = tmp_path_factory.mktemp("twenty")
+    recipe = task_recipe(folder, tiny_backbone("bert"))
+    for number in range(14):
+        rows = [
+            {"text": f"{a} {b}", "label": f"c{(i + j) % (number + 2)}"}
+            for i, a in enumerate(WORDS)
+            for j, b in enumerate(WORDS[:5])
+        ]
+        path = folder / "rows" / f"class{number}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        recipe["tasks"][f"class{number}"] = {"type": "classification", "train": str(path), "test": str(path)}
+    recipe |= {"sampler": {"policy": "uniform"}, "training": {"steps": 8, "batch_size": 20, "learning_rate": 1e-2}}
+    run_recipe(TaskRecipe.parse(recipe), progress=False, log=lambda _: None)
+    return folder / "run" / "graft"
+
+
+@pytest.fixture(scope="module")
+def task_graft(folder: Path) -> TaskGraft:
+    return load_task_graft(folder)
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path, tiny_backbone: BackboneFolder) -> Service:
+    assert served_kind({"tasks": folder}, None) == "encoder"
+    backbone, limits = load_backbone(tiny_backbone("bert"), kind="encoder"), EngineLimits(batch_size=BATCH, queue=200)
+    return open_service(backbone, {"tasks": folder}, name="tiny", limits=limits, settings=ServerSettings(port=0))
+
+
+@pytest.fixture(scope="module")
+def passes() -> Iterator[list[list[int]]]:
+    """The tasks of each pass of the encoder."""
+    seen: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        predict = GraftedModel.predict
+
+        def noting(model: GraftedModel, *args: Any, extras: Any = None, **inputs: Any) -> Any:
+            seen.append(extras["task"].tolist())
+            return predict(model, *args, extras=extras, **inputs)
+
+        patch.setattr(GraftedModel, "predict", noting)
+        yield seen
+
+
+@pytest.fixture(scope="module")
+def address(service: Service, passes: Any) -> Iterator[str]:
+    with running(service) as address:
+        yield address
+
+
+def text_of(name: str, task_graft: TaskGraft, number: int) -> Any:
+    words = [WORDS[(number * 5 + step) % len(WORDS)] for step in range(2 + number % 4)]
+    if task_graft.task(name).type == "tagging":
+        return words
+    return " ".join(words) if len(task_graft.config(name).texts) == 1 else [" ".join(words[::-1]), " ".join(words)]
+
+
+def alone(task_graft: TaskGraft, name: str, text: Any) -> dict[str, Any]:
+    """What `graft predict` says of one row."""
+    config = task_graft.config(name)
+    values = text if len(config.texts) > 1 else [text]
+    (answer,) = predict_rows(task_graft, name, [read_question(config, values, config.texts, "row")])
+    return {"task": name} | answer
+
+
+def close(a: Any, b: Any) -> bool:
+    """Equal, but for rounding of probabilities and numbers."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
+    return a == pytest.approx(b, abs=1e-4) if isinstance(a, float) else a == b
+
+
+def test_twenty_tasks_in_mixed_batches_of_several_requests(
+    address: str, task_graft: TaskGraft, passes: list[list[int]], service: Service
+) -> None:
+    names = list(task_graft.tasks)
+    assert len(names) == 20
+    rows = [{"task": name, "text": text_of(name, task_graft, number)} for number, name in enumerate(names)]
+    bodies = [{"model": "tasks", "rows": rows[start::4]} for start in range(4)]
+    passes.clear()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(
+            pool.map(lambda body: httpx.post(f"{address}/v1/graftlm/predict", json=body, timeout=60), bodies)
+        )
+    shared = list(passes)
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer.status_code == 200, answer.text
+        for row, prediction in zip(body["rows"], answer.json()["data"], strict=True):
+            assert close(alone(task_graft, row["task"], row["text"]), prediction), (row, prediction)
+    assert sorted(task for own in shared for task in own) == list(range(20))
+    assert max(map(len, shared)) > 5, "a request has five rows, so a pass holds rows of several"
+    assert max(map(len, shared)) <= BATCH
+    assert len(service.engine.stats().finished) == 1
+
+
+def test_more_rows_than_a_batch_are_answered_in_their_order(address: str, task_graft: TaskGraft) -> None:
+    rows = [{"task": "topic", "text": text_of("topic", task_graft, number)} for number in range(2 * BATCH + 3)]
+    answer = httpx.post(f"{address}/v1/graftlm/predict", json={"model": "tasks", "rows": rows}, timeout=60).json()
+    assert (answer["object"], answer["model"]) == ("list", "tasks")
+    labels = [alone(task_graft, "topic", row["text"])["label"] for row in rows]
+    assert [row["label"] for row in answer["data"]] == labels
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"model": "gone", "rows": [{"task": "topic", "text": "a"}]}, 404, "There is no model 'gone' here: use one of"),
+        (
+            {"model": "tiny", "rows": [{"task": "topic", "text": "a"}]},
+            400,
+            "'tiny' has no heads: name one of tasks.",
+        ),
+        ({"model": "tasks", "rows": [{"task": "topics", "text": "a"}]}, 400, "no task 'topics' (did you mean topic?)"),
+        (
+            {"model": "tasks", "rows": [{"task": "alike", "text": "fox"}]},
+            400,
+            "Row 0 has 1 texts, but the task alike reads 2 (a, b)",
+        ),
+        ({"model": "tasks", "rows": [{"task": "topic", "text": " "}]}, 400, "Row 0 has an empty text"),
+        ({"model": "tasks", "rows": []}, 400, "rows"),
+    ],
+)
+def test_what_a_client_can_mend(address: str, body: dict[str, Any], status: int, sentence: str) -> None:
+    answer = httpx.post(f"{address}/v1/graftlm/predict", json=body, timeout=60)
+    assert answer.status_code == status, answer.text
+    assert sentence in answer.json()["error"]["message"]
+
+
+def test_an_encoder_writes_no_text(address: str) -> None:
+    answer = httpx.post(f"{address}/v1/completions", json={"model": "tasks", "prompt": "a"}, timeout=60)
+    assert answer.status_code == 400
+    assert "The encoder tiny writes no text: send rows to /v1/graftlm/predict." in answer.text
+    assert {model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]} == {"tiny", "tasks"}
+    assert httpx.get(f"{address}/health").json()["status"] == "ready"
+
+
+def test_a_graft_without_heads_is_refused(service: Service) -> None:
+    backbone = service.store.backbone
+    with pytest.raises(GraftError, match="The graft other has no heads, and an encoder writes no text"):
+        service.engine.replace("other", build_graft(graft_config({"kind": "lora"}), backbone))
+
+
+def test_a_server_that_writes_has_no_heads(tmp_path: Path) -> None:
+    service = scripted_service(tmp_path)
+    said = refusal(client_of(service), "predict", model="tiny", rows=[{"task": "topic", "text": "a"}])
+    assert said == "tiny is served to write text: serve an encoder's graft to predict."
