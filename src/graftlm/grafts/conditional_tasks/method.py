@@ -202,6 +202,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                     "each row has: give extras={'task': indices}."
                 )
             return RowTasks(zs[:1], None)
+        if torch.compiler.is_compiling():  # a graph can't depend on which tasks there are
+            return RowTasks(zs, task_B.to(zs.device))
         numbers_U, index_B = task_B.unique(return_inverse=True)
         numbers = numbers_U.tolist()
         if unknown := [number for number in numbers if not 0 <= number < len(zs)]:
