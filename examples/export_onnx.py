@@ -3,10 +3,11 @@
     pip install 'graftlm[onnx]'
     python examples/export_onnx.py runs/tasks/graft FOLDER
 
-writes `model.onnx`, the tokenizer, and `tasks.json` with each task's number, type and labels. The inputs are `input_ids`,
-`attention_mask` with padding on the right, and `token_type_ids` where the encoder has segments, of shape (rows,
-tokens), and each row's number in `task` (rows,). An output `task:NAME` has a task's predictions for all rows, so that a
-batch may mix tasks. The file is compared with torch before it is said to be written.
+writes `model.onnx`, the tokenizer, and `tasks.json` with each task's number, type and labels. The inputs are
+`input_ids`, `attention_mask` with padding on the right, and `token_type_ids` where the encoder has segments, all of
+shape (rows, tokens), and the number of each row's task, `task` (rows,). An output `task:NAME` has this task's logits
+for all rows, or a number in its unit, so that a batch may mix tasks; those at padding mean nothing. The file is
+compared with torch before it is called written.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from graftlm import GraftedModel, GraftError
 from graftlm.generation.predict import TaskGraft, load_task_graft
+from graftlm.grafts.heads import pooled
 
 TOLERANCE = 1e-4  # of the largest value: onnxruntime adds in another order
 
@@ -41,7 +43,11 @@ class TaskOutputs(nn.Module):
         marks = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         hidden = self.model.encode(input_ids, attention_mask, extras={"task": task}, **marks)
         heads: Any = self.model.grafts["graft"].heads
-        return tuple(heads.of_all_rows(hidden, attention_mask))
+        vectors, outputs = pooled(hidden, attention_mask.bool(), heads.pooling), []
+        for name, spec in heads.specs.items():
+            out = heads.linear(name)(hidden if spec.of_tokens else vectors)
+            outputs.append(out.squeeze(-1) * spec.unit + spec.range[0] if spec.type == "regression" else out)
+        return tuple(outputs)
 
 
 def export(task_graft: TaskGraft, folder: Path) -> None:

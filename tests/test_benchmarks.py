@@ -37,7 +37,7 @@ ROWS = {
         "experts_128",
     ],
     "block_state": ["forward_1k", "forward_4k", "forward_16k", "forward_65k", "growth_exponent", "decode_65k_vs_1k"],
-    "conditional_tasks": ["train_step", "selection", "serve_20_tasks"],
+    "conditional_tasks": ["train_step", "selection", "mixed_20_tasks", "memory_20_tasks", "serve_20_tasks"],
     "summarize": ["selector", "embedding_ranking", "sent_clf", "sent_ptr", "sent_modern", "oracle_labels"],
     "serving": [
         "clients_1",
@@ -58,7 +58,7 @@ AIMS = {
     "composition": ["ratio"] * 2,
     "token_routing": [*["ratio"] * 4, "ratio_top2"],
     "block_state": [*["ratio"] * 3, "value", "value"],
-    "conditional_tasks": ["ratio"] * 2,
+    "conditional_tasks": ["ratio"] * 4,
     "summarize": ["ratio"],
     "serving": ["ratio"] * 6,
 }

@@ -62,14 +62,15 @@ def serve(
             raise MissingExtraError(package, "serve", "A server")
     log(f"loading {backbone}", quiet=quiet)
     configure_logging()
+    from graftlm.artifact import read_manifest
     from graftlm.backbone import default_device, load_backbone
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     from graftlm.serving import server
     from graftlm.serving.protocol import EngineLimits
-    from graftlm.serving.service import open_service, served_kind
+    from graftlm.serving.service import open_service
 
-    kind = served_kind(given, grafts)
+    kind = "encoder" if "encoder" in {read_manifest(path).backbone.kind for path in given.values()} else "causal-lm"
     loaded = load_backbone(backbone, kind=kind, device=device or default_device(), **options)
 
     server.log_to_stderr(quiet)

@@ -19,7 +19,7 @@ import statistics
 import string
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -33,7 +33,6 @@ from graftlm.backbone import padding_id
 from graftlm.data.labelled import METRICS, OUTSIDE, AnswerSpan, LabelledRow, Metric, TaskRows
 from graftlm.data.labelled_batches import EncodedRow, RowEncoder, TaskBatch, batches_by_length
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.calibration import calibration, confusion_matrix, residuals
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts.heads import TaskSpec
 
@@ -205,29 +204,52 @@ def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Seque
 
 
 def task_diagnostics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Beside the metrics: residuals of numbers; of other types calibration, and what is confused.
+    """Beside the metrics: errors of numbers in their unit; of other types what is confused, and calibration.
 
-    A label of multi-label counts as a prediction of its own, a word of tagging too; a span is right if it matches
-    exactly. `multilabel_confusion_matrix` has [[true negatives, false positives], [false negatives, true positives]].
+    `confusion_matrix`: true label, predicted label, count; zeros are left out. A label of multi-label counts for
+    itself, as x or not x, and so does a word of tagging. A span is exact or other.
     """
-    truth: list[Any] = [row.target for row in rows]
-    predicted, p = [each.value for each in predictions], [each.probability for each in predictions]
     if spec.type == "regression":
-        return residuals(truth, predicted)
-    if spec.type == "span":
-        pairs = zip(truth, predicted, strict=True)
-        return calibration(p, [_best_over_answers(operator.eq, [a], [b]) == 1 for a, b in pairs])
+        truth, predicted = [row.target for row in rows], [prediction.value for prediction in predictions]
+        names = ("mean_absolute_error", "root_mean_squared_error", "max_error")
+        return {name: _sklearn(name, truth, predicted) for name in names}
+    pairs = zip(rows, predictions, strict=True)
+    decisions = [decision for row, prediction in pairs for decision in _decisions(spec, row.target, prediction)]
+    matrix: dict[str, dict[str, int]] = {}
+    for (true, label), count in sorted(Counter((true, label) for true, label, _ in decisions).items()):
+        matrix.setdefault(true, {})[label] = count
+    right = [true == label for true, label, _ in decisions]
+    return {"confusion_matrix": matrix} | calibration([probability for *_, probability in decisions], right)
+
+
+def _decisions(spec: TaskSpec, target: Any, prediction: Prediction) -> Iterator[tuple[str, str, float]]:
+    """What is true, what is predicted, and the probability of that, for each part of a row."""
     if spec.type == "multi-label":
-        has = np.array([[label in of for label in spec.labels] for of in truth])
-        says = np.array([[label in of for label in spec.labels] for of in predicted])
-        cells = [[(a & b).sum(0).tolist() for b in (~says, says)] for a in (~has, has)]
-        p = [(each.probabilities or {}).get(label, math.nan) for each in predictions for label in spec.labels]
-        named = {label: [[cell[i] for cell in row] for row in cells] for i, label in enumerate(spec.labels)}
-        return {"multilabel_confusion_matrix": named} | calibration(p, has.ravel().tolist())
-    if spec.type == "tagging":
-        truth, predicted, p = ([*chain(*of)] for of in (truth, predicted, p))
-    right = [a == b for a, b in zip(truth, predicted, strict=True)]
-    return {"confusion_matrix": confusion_matrix(truth, predicted)} | calibration(p, right)
+        for label, p in (prediction.probabilities or {}).items():
+            yield label if label in target else f"not {label}", label if p >= 0.5 else f"not {label}", max(p, 1 - p)
+    elif spec.type == "tagging":
+        yield from zip(target, prediction.value, prediction.probability, strict=True)
+    elif spec.type == "span":
+        exact = _best_over_answers(operator.eq, [target], [prediction.value])
+        yield "exact", "exact" if exact else "other", prediction.probability
+    else:
+        yield target, prediction.value, prediction.probability
+
+
+def calibration(probabilities: Sequence[float], right: Any) -> dict[str, Any]:
+    """How far probabilities are from shares that are right, over ten bins ((m - 1) / 10, m / 10] of the probability.
+
+    With n_m of n predictions in bin m, a mean probability of p_m, and a share of t_m that is right (scikit-learn's
+    `calibration_curve`), expected_calibration_error = Σ n_m / n |t_m - p_m|, in points (Guo et al., 2017).
+    """
+    p, hits = np.asarray(probabilities, np.float64), np.asarray(right, np.float64)
+    p, hits = p[known := ~np.isnan(p)], hits[known]  # a word without a token has no probability
+    bins = np.searchsorted(np.linspace(0, 1, 11)[1:-1], p)
+    count, sums, right_ones = (np.bincount(bins, weights) for weights in (None, p, hits))
+    error, used = 100 * float(np.abs(sums - right_ones).sum()) / max(1, len(p)), count > 0
+    curve = {"prob_pred": sums[used] / count[used], "prob_true": right_ones[used] / count[used], "count": count[used]}
+    curve = {name: values.tolist() for name, values in curve.items()}
+    return {"expected_calibration_error": error, "calibration_curve": curve}
 
 
 def entities(tags: Sequence[str]) -> list[tuple[int, int, str]]:

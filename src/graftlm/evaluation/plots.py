@@ -127,16 +127,6 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     return figure
 
 
-def reliability(curves: Mapping[str, Mapping[str, Sequence[float]]], *, title: str = "Reliability") -> Figure:
-    """The share of predictions that is right against their mean probability; `curves` maps a task to its curve."""
-    figure, axes = _figure(title, "mean probability of what is predicted", "share that is right")
-    axes.plot([0, 1], [0, 1], color=_GREY, linewidth=1.2, linestyle=":", zorder=1)
-    for index, (name, curve) in enumerate(curves.items()):
-        _line(axes, index, curve["prob_pred"], curve["prob_true"], name)
-    _legend(axes)
-    return figure
-
-
 def by_length(
     curves: Mapping[str, Sequence[tuple[int, Metric]]], *, trained: int | None = None, title: str = "Length"
 ) -> Figure:

@@ -5,7 +5,6 @@
     statistics   {row id: {"open_share": {domain: [per layer]}, "spectrum": {name: [values] or [[values] per layer]}}}
     paths        {row id: [[forgotten, learned], ...]}, other settings of the row, in order
     losses       {row id: [[step, loss], ...]}
-    tasks        {row id: {"test": {task: `TaskScore.to_json()`}}}, of grafts with heads
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from graftlm.errors import DataError
 from graftlm.evaluation.results import FILE_NAME, Results
-from graftlm.evaluation.tables import measured_tasks, render_markdown
+from graftlm.evaluation.tables import render_markdown
 from graftlm.io import write_atomically
 
 if TYPE_CHECKING:
@@ -56,10 +55,6 @@ def _draw_figures(results: Results) -> dict[str, Figure]:
             figures[f"open-share-{row_id}"] = plots.open_share(share, title=f"{label}: open gates")
         if values := _mapping(statistics).get("spectrum"):
             figures[f"spectrum-{row_id}"] = plots.spectrum(values, title=f"{label}: spectrum of the gating matrices")
-    for row_id, tasks in measured_tasks(results).items():
-        if curves := {name: task["calibration_curve"] for name, task in tasks.items() if "calibration_curve" in task}:
-            title = f"{labels.get(row_id, row_id)}: reliability"
-            figures[f"reliability-{row_id}"] = plots.reliability(curves, title=title)
     if losses := _mapping(results.details.get("losses")):
         figures["training-loss"] = plots.loss_curves({labels.get(key, key): pairs for key, pairs in losses.items()})
     return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +25,6 @@ _TERMINAL = {  # metric: column head
     "decode_new_tokens_per_s": "decode tok/s",
 }
 _TERMINAL_COLUMNS = 4  # further metrics per table
-_NAMED_ERRORS, _FEW_LABELS = 3, 12  # of a task in the report; more labels have no matrix there
 _MARKS = {True: "✓", False: "✗", None: ABSENT}
 _NOTE = (
     "Old and new: nats per token. Forgotten: the loss on the old domain minus the backbone's. Learned: the backbone's "
@@ -43,7 +42,7 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         f"`{results.command}`",
         f"Seeds {', '.join(map(str, results.seeds))}; {where}; commit {results.commit or 'unknown'}.",
         *_measured_sections(results),
-        *_tasks_sections(results),
+        _tasks_section(results),
         _aims_section(results),
         _paper_section(results),
         *(f"![{Path(name).stem.replace('-', ' ')}]({name})" for name in pictures),
@@ -170,32 +169,17 @@ def _metrics_table(title: str, results: Results, names: Sequence[str]) -> str:
     return _section(title, ["method", *map(metric_title, names)], rows)
 
 
-def measured_tasks(results: Results) -> dict[str, dict[str, Any]]:
-    """What `TaskScore.to_json` gave of each task's test rows, by the row's id and the task."""
-    rows: Any = results.details.get("tasks") or {}
-    tests = {row_id: of["test"] for row_id, of in rows.items() if isinstance(of.get("test"), dict)}
-    return {row_id: of for row_id, of in tests.items() if all("score" in task for task in of.values())}
-
-
-def _tasks_sections(results: Results) -> list[str]:
-    """One table of all tasks, and the confusion matrix of each that has few labels."""
-    rows, matrices, labels = [], [], {row.id: row.label for row in results.rows}
-    for row_id, name, task in (
-        (i, name, task) for i, of in measured_tasks(results).items() for name, task in of.items()
-    ):
-        matrix, score = task.get("confusion_matrix", {}), task["score"]
-        errors = sorted(((n, true, label) for true, row in matrix.items() for label, n in row.items() if label != true))
-        notes = "; ".join(f"{true} as {label} ({n})" for n, true, label in errors[: -_NAMED_ERRORS - 1 : -1]) or ABSENT
-        if "residuals" in task:
-            notes = f"mean absolute error {_number(task['mean_absolute_error'])}, r2 {_number(task['r2_score'])}"
-        cells = [f"{_number(task['metrics'][score])} ({score})", _number(task.get("expected_calibration_error")), notes]
-        rows.append([(title := labels.get(row_id, row_id)), name, str(task["rows"]), *cells])
-        names = sorted({*matrix, *(label for row in matrix.values() for label in row)})
-        if 0 < len(names) <= _FEW_LABELS:
-            counts = [[true, *(str(matrix.get(true, {}).get(label, 0)) for label in names)] for true in names]
-            matrices.append(_section(f"{title}: {name}, predicted for each true label", ["true", *names], counts))
-    heads = ["method", "task", "rows", "score", "calibration error", "errors"]
-    return [_section("Tasks", heads, rows), *matrices] if rows else []
+def _tasks_section(results: Results) -> str:
+    """Each task of grafts with heads: score, calibration, and what is confused most often."""
+    rows, details = [], cast("dict[str, Any]", results.details.get("tasks") or {})
+    for row in results.rows:
+        for name, task in details.get(row.id, {}).get("test", {}).items():
+            matrix, score = task.get("confusion_matrix", {}), task["score"]
+            errors = [(n, f"{a} as {b} ({n})") for a, of in matrix.items() for b, n in of.items() if a != b]
+            most = [text for _, text in sorted(errors, key=lambda error: -error[0])[:3]]
+            values = [f"{_number(task['metrics'][score])} ({score})", _number(task.get("expected_calibration_error"))]
+            rows.append([row.label, name, str(task["rows"]), *values, "; ".join(most) or ABSENT])
+    return _section("Tasks", ["method", "task", "rows", "score", "calibration error", "errors"], rows) if rows else ""
 
 
 def _aims_section(results: Results) -> str:

@@ -171,17 +171,13 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
                 f"{where} is no JSON object with {' and '.join(columns)}: correct it, or leave out --text-column "
                 "to read plain lines."
             ) from None
-    parts = line.split("\t") if len(config.texts) > 1 else [line]
-    if len(parts) != len(config.texts):
-        raise DataError(
-            f"{where} has {len(parts)} texts, but {len(config.texts)} with a tab between them are expected "
-            f"({', '.join(config.texts)})."
-        )
-    return parts
+    return line.split("\t") if len(config.texts) > 1 else [line]
 
 
 def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str], where: str) -> LabelledRow:
-    """A row without a label, of as many `values` as the task has columns of text; DataError if one can't be read."""
+    """A row without a label, of as many values as there are names; DataError otherwise, or if one can't be read."""
+    if len(values) != len(names):
+        raise DataError(f"{where} has {len(values)} texts, but {len(names)} are expected ({', '.join(names)}).")
     if config.type == "tagging":
         words = values[0].split() if isinstance(values[0], str) else values[0]
         if not isinstance(words, list) or not words:

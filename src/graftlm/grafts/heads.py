@@ -147,15 +147,6 @@ class Heads(nn.Module):
             predictions |= zip(rows_R, out.unbind(0), strict=True)
         return [predictions[row] for row in range(len(predictions))]
 
-    def of_all_rows(self, hidden_BTD: Tensor, token_mask_BT: Tensor) -> list[Tensor]:
-        """Each task's predictions for all rows, (B, ...), as `forward` has those of its own rows."""
-        hidden_BTD, mask_BT = hidden_BTD.to(next(self.linears.parameters()).dtype), token_mask_BT.bool()
-        vectors_BD = pooled(hidden_BTD, mask_BT, self.pooling)
-        return [
-            self._of_tokens(name, hidden_BTD, mask_BT) if spec.of_tokens else self._of_rows(name, vectors_BD)
-            for name, spec in self.specs.items()
-        ]
-
     def _of_rows(self, name: str, vectors_RD: Tensor) -> Tensor:
         spec, out_RC = self.specs[name], self.linear(name)(self.dropout(vectors_RD))
         return out_RC.squeeze(-1) * spec.unit + spec.range[0] if spec.type == "regression" else out_RC

@@ -14,10 +14,9 @@ from graftlm.backbone import padding_id
 from graftlm.config import Config
 from graftlm.data.labelled import TaskRows
 from graftlm.data.labelled_batches import batches_by_length
-from graftlm.errors import DataError, GraftError
 from graftlm.evaluation.labelled import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question
-from graftlm.grafts import Graft, GraftedModel, HasHeads
+from graftlm.grafts import Graft, GraftedModel
 from graftlm.runs.task_run import tasks_of
 from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
 from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, ServingError, check_model
@@ -53,17 +52,12 @@ class PredictionEngine(ThreadedEngine):
         self._model: GraftedModel | None = None
         self._thread.start()
 
-    def replace(self, name: str, graft: object | None) -> None:
-        if isinstance(graft, Graft) and not isinstance(graft, HasHeads):
-            raise GraftError(f"The graft {name} has no heads, and an encoder writes no text: name one with tasks.")
-        super().replace(name, graft)
-
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
         if request.row is None:
             raise ServingError(f"The encoder {self.name} writes no text: send rows to /v1/graftlm/predict.", "model")
         grafts = super().check(request)
-        if [request.row[0] in tasks_of(graft) for graft in grafts.values()] != [True]:  # it may be another one by now
-            raise ServingError(f"{request.model!r} is no graft with the task {request.row[0]!r}: name that.", "model")
+        if [request.row[0] in tasks_of(graft) for graft in grafts.values()] != [True]:
+            raise ServingError(f"{request.model!r} has no task {request.row[0]!r}: name one graft that has.", "model")
         return grafts
 
     def requests(self, body: PredictBody, entries: Mapping[str, StoredGraft], user: str) -> Iterator[GenerationRequest]:
@@ -77,11 +71,6 @@ class PredictionEngine(ThreadedEngine):
             for number, row in enumerate(body.rows):
                 spec, config = task_graft.task(row.task), task_graft.config(row.task)
                 texts = [row.text] if isinstance(row.text, str) or spec.type == "tagging" else row.text
-                if len(texts) != len(config.texts):
-                    raise DataError(
-                        f"Row {number} has {len(texts)} texts, but the task {row.task} reads {len(config.texts)} "
-                        f"({', '.join(config.texts)}): give as many."
-                    )
                 question = read_question(config, texts, config.texts, f"Row {number}")
                 (encoded,) = encoder.encode(TaskRows(spec, [question])).rows
                 prompt, own = tuple(encoded.ids.tolist()), (row.task, question, encoded)
@@ -99,37 +88,28 @@ class PredictionEngine(ThreadedEngine):
             self._model.detach()
         self._model = None if graft is None else GraftedModel(self._backbone, {"graft": graft}).eval()
 
+    @torch.inference_mode()
     def _step(self) -> None:
         self._drop_waiting()
         by_graft: dict[Graft, list[ScheduledRequest]] = {}
         for request in self._admit(self.limits.batch_size):
             by_graft.setdefault(request.graft_set.grafts[0][1], []).append(request)
         for graft, requests in by_graft.items():
-            self._predict(graft, requests)
-
-    @torch.inference_mode()
-    def _predict(self, graft: Graft, requests: list[ScheduledRequest]) -> None:
-        """Answer rows of one graft; a row whose prediction is no number fails alone."""
-        self._attach(graft)
-        assert self._model is not None, "it is attached"
-        names, texts, encoded = zip(*(request.request.row for request in requests), strict=True)
-        tasks, numbers = tasks_of(graft), {name: number for number, name in enumerate(tasks_of(graft))}
-        rows = [(row, tasks[name], numbers[name]) for row, name in zip(encoded, names, strict=True)]
-        ((order, batch),) = batches_by_length(rows, len(rows), padding_id(self._tokenizer))
-        outputs = self._model.predict(**batch.to(self._backbone.device).prediction_inputs())
-        for i, output in zip(order, outputs, strict=True):
-            spec, row = tasks[names[i]], texts[i]
-            try:
-                prediction = {"task": names[i]} | decode_prediction(spec, row, encoded[i], output).to_json(spec, row)
-            except GraftError as error:
-                self._finish(requests[i], error)
-            else:
-                self._finish(requests[i], replace(requests[i].finish("stop"), prediction=prediction))
+            self._attach(graft)
+            tasks, own = tasks_of(graft), [request.request.row for request in requests]
+            rows = [(encoded, tasks[name], list(tasks).index(name)) for name, _, encoded in own]
+            ((order, batch),) = batches_by_length(rows, len(rows), padding_id(self._tokenizer))
+            assert self._model is not None, "it is attached"
+            outputs = self._model.predict(**batch.to(self._backbone.device).prediction_inputs())
+            for i, output in zip(order, outputs, strict=True):
+                name, row, encoded = own[i]
+                prediction = decode_prediction(tasks[name], row, encoded, output).to_json(tasks[name], row)
+                self._finish(requests[i], replace(requests[i].finish("stop"), prediction={"task": name} | prediction))
 
 
 async def predictions(stream: RequestStream) -> list[dict[str, Any]]:
     """The predictions of all rows of a stream in their order; ServingError if one was not answered."""
-    by_index = {item.index: item async for item in stream if isinstance(item, Finish)}
-    if late := [end for end in by_index.values() if end.prediction is None]:
-        raise ServingError(f"{len(late)} rows were not answered ({late[0].reason}): send fewer, or later.", status=503)
-    return [by_index[index].prediction or {} for index in sorted(by_index)]
+    ends = sorted([item async for item in stream if isinstance(item, Finish)], key=lambda end: end.index)
+    if late := [end.reason for end in ends if end.prediction is None]:
+        raise ServingError(f"{len(late)} rows were not answered ({late[0]}): send fewer, or try later.", status=503)
+    return [end.prediction or {} for end in ends]

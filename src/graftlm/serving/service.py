@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
-from graftlm.artifact import read_manifest
 from graftlm.backbone import Backbone, end_ids
-from graftlm.backbone.load import BackboneKind
 from graftlm.errors import GraftError
 from graftlm.io import fetch_folder
 from graftlm.serving.engine import BatchingEngine
@@ -95,15 +92,6 @@ def open_service(
     store = GraftStore(backbone, folders, None if folder is None else Path(folder), frozenset({name}))
     engine = (PredictionEngine if backbone.kind == "encoder" else BatchingEngine)(backbone, store.open(), name, limits)
     return Service(backbone, engine, store, name, settings=settings, limits=limits, keys=keys)
-
-
-def served_kind(given: Mapping[str, str | Path], folder: Path | None) -> BackboneKind:
-    """How the backbone of these grafts is loaded: as an encoder if one was trained so. Broken grafts don't count."""
-    for path in (*given.values(), *(folder.iterdir() if folder is not None and folder.is_dir() else ())):
-        with suppress(GraftError):
-            if read_manifest(path).backbone.kind == "encoder":
-                return "encoder"
-    return "causal-lm"
 
 
 def served_name(name: str) -> str:

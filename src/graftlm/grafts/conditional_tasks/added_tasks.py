@@ -93,14 +93,9 @@ def leave_one_out_error(features: Tensor, targets: Tensor) -> float:
         features: (n, D).
         targets: (n, C).
     """
-    x, y = features.double() - features.double().mean(0), targets.double() - targets.double().mean(0)
-    kernel = x @ x.T
-    values, vectors = torch.linalg.eigh(kernel)
-    variance = y.square().sum().clamp(min=1e-12)
-    errors = []
-    for ridge in _RIDGES:
-        kept = values / (values + ridge * kernel.diagonal().mean().clamp(min=1e-12))
-        hat = (vectors * kept) @ vectors.T
-        left = (1 - hat.diagonal() - 1 / len(x)).clamp(min=1e-6)
-        errors.append(float(((y - hat @ y) / left[:, None]).square().sum() / variance))
-    return min(errors)
+    from sklearn.linear_model import RidgeCV
+
+    x, y = (values.double().cpu().numpy() for values in (features, targets))
+    mean = max(float(x.var(0).sum()), 1e-12)  # of the diagonal of K
+    ridge = RidgeCV([strength * mean for strength in _RIDGES], store_cv_results=True).fit(x, y)
+    return float(ridge.cv_results_.sum(axis=(0, 1)).min() / max(len(y) * y.var(0).sum(), 1e-12))
