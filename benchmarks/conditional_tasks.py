@@ -54,7 +54,8 @@ HOW = {
     "for every task: the experiment's settings, and its 256 steps of 64 rows. ratio is ratio_pass, the pass over rows "
     "without gradients and their uncertainties over the step that trains on as many, times the rows that are scored "
     "over those that are trained on, which the sampler counts. ratio_scored_once: a score serves the whole run. "
-    "ratio_algorithm_1: b candidates of each task in every step, scored anew",
+    "ratio_algorithm_1: b candidates of each task in every step, scored anew. ratio_half_precision: with scores in "
+    "bfloat16 beside the step in float32",
     "mixed_20_tasks": "32 rows of twenty tasks in turn, and 32 rows of one task, by the same graft",
     "memory_20_tasks": "bytes of weights. load_ratio: seconds of loading encoder and graft from a folder, over loading "
     "20 fine-tuned encoders, from memory that the system has them in",
@@ -185,21 +186,23 @@ def measure_selection(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[st
     trained, specs = Training(bench), [bench.spec] * bench.size.rows
 
     @torch.no_grad()
-    def score() -> None:
+    def score(half: bool) -> None:
         trained.model.eval()
-        uncertainty(trained.model.predict(**trained.batch), specs)
+        with torch.autocast(bench.device.type, torch.bfloat16, enabled=half):
+            uncertainty(trained.model.predict(**trained.batch), specs)
         trained.model.train()
 
-    turns = {"step": trained.step, "pass": score}
+    turns = {"step": trained.step, "pass": partial(score, False), "pass_half": partial(score, True)}
     taken = rounds({name: partial(bench.seconds, turn) for name, turn in turns.items()}, bench.size.select_rounds)
-    one = ratios(taken["pass"], taken["step"])
+    one, half = (ratios(taken[name], taken["step"]) for name in ("pass", "pass_half"))
     scored = {
         "ratio": scored_share(bench.size, SELECTION | {"keep": 100}),
         "ratio_scored_once": scored_share(bench.size, SELECTION | {"keep": bench.size.steps}),
         "ratio_algorithm_1": scored_share(bench.size, {"policy": "uncertainty"}),
     }
     metrics: dict[str, Metric] = {name: times(one, share) for name, share in scored.items()}
-    return {"seconds": taken, "scored_over_trained": scored}, metrics | {"ratio_pass": one}
+    metrics |= {"ratio_pass": one, "ratio_half_precision": times(half, scored["ratio"])}
+    return {"seconds": taken, "scored_over_trained": scored}, metrics
 
 
 def scored_share(size: Size, sampler: dict[str, Any]) -> float:

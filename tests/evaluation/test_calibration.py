@@ -117,8 +117,13 @@ def test_the_report_has_them(tmp_path: Any) -> None:
     length = TaskScore(
         "pearson", {"pearson": 90.0}, 2, task_diagnostics(number, rows([1.0, 2.0]), [Prediction(1.0), Prediction(3.0)])
     )
-    tasks = {"ca": {"test": {"kind": sound.to_json(), "length": length.to_json()}}}
-    results = Results.here("tasks", [Row(id="ca", label="CA", metrics={"average": 70.0})], details={"tasks": tasks})
+    tasks: dict[str, Any] = {"ca": {"test": {"kind": sound.to_json(), "length": length.to_json()}}}
+    tasks["other"] = {"test": {"examples": 4, "samples": []}}  # a task of text may have this name
+    results = Results.here(
+        "tasks",
+        [Row(id="ca", label="CA", metrics={"average": 70.0}), Row(id="other", label="O", metrics={})],
+        details={"tasks": tasks},
+    )
     text = write_report(results, tmp_path).read_text(encoding="utf-8")
     assert r"| CA | kind | 4 | 50 (accuracy) | 30 | a\|b as c (2) |" in text
     assert "| CA | length | 2 | 90 (pearson) | – | – |" in text

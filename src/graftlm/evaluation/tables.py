@@ -174,7 +174,9 @@ def _tasks_section(results: Results) -> str:
     rows, details = [], cast("dict[str, Any]", results.details.get("tasks") or {})
     for row in results.rows:
         for name, task in details.get(row.id, {}).get("test", {}).items():
-            matrix, score = task.get("confusion_matrix", {}), task["score"]
+            if not (score := isinstance(task, dict) and task.get("score")):
+                continue  # of a task of text that is called test
+            matrix = task.get("confusion_matrix", {})
             errors = [(n, f"{a} as {b} ({n})") for a, of in matrix.items() for b, n in of.items() if a != b]
             most = [text for _, text in sorted(errors, key=lambda error: -error[0])[:3]]
             values = [f"{_number(task['metrics'][score])} ({score})", _number(task.get("expected_calibration_error"))]
