@@ -16,7 +16,6 @@ scores, then, under policy entropy, `observe`.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -87,6 +86,7 @@ class TaskSampler:
         self._steps, self._scored = steps, 0
         self._scores = {task: np.zeros(size) for task, size in sizes.items()}
         self._scored_at = {task: np.full(size, -1, dtype=np.int32) for task, size in sizes.items()}  # -1: never
+        self._of_rows: tuple[dict[str, np.ndarray], ...] = (self._used, self._scores, self._scored_at)
 
     def candidates(self) -> list[Pick]:
         """The rows whose score `choose` needs: the candidates without one that may serve; none without scores."""
@@ -184,9 +184,7 @@ class TaskSampler:
             "entropy": dict(self._entropy),
             "scored": self._scored,
             "history": list(self._history),
-            "used": {task: _encoded(np.packbits(rows)) for task, rows in self._used.items()},
-            "scores": {task: _encoded(values) for task, values in self._scores.items()},
-            "scored_at": {task: _encoded(steps) for task, steps in self._scored_at.items()},
+            "rows": [{task: of[task].tolist() for task in self.sizes} for of in self._of_rows],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,10 +201,8 @@ class TaskSampler:
         self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
         self._scored = state["scored"]
         self._history = list(state["history"])
-        for task, size in self.sizes.items():
-            self._used[task] = np.unpackbits(_decoded(state["used"][task], np.uint8), count=size).astype(bool)
-            self._scores[task] = _decoded(state["scores"][task], np.float64)
-            self._scored_at[task] = _decoded(state["scored_at"][task], np.int32)
+        for of, saved in zip(self._of_rows, state["rows"], strict=True):
+            of.update({task: np.array(saved[task], dtype=of[task].dtype) for task in of})
         self._candidates = []
 
     def _draw(self, task: str, count: int) -> list[Pick]:
@@ -249,14 +245,6 @@ class TaskSampler:
         """The rows of this step for a share of all rows, exact in the long run."""
         before, after = (int(step * self.batch_size * share) for step in (self.step, self.step + 1))
         return after - before
-
-
-def _encoded(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode()
-
-
-def _decoded(text: str, dtype: Any) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()
 
 
 def _task_means(candidates: list[Pick], values: np.ndarray) -> np.ndarray:

@@ -270,10 +270,6 @@ def entities(tags: Sequence[str]) -> list[tuple[int, int, str]]:
 # scikit-learn and scipy take a second to import, so the metrics import them.
 
 
-def _accuracy(truth: Sequence[str], predicted: Sequence[str]) -> float:
-    return sum(a == b for a, b in zip(truth, predicted, strict=True)) / len(truth)
-
-
 def _sklearn(name: str, truth: Any, predicted: Any, **options: Any) -> float:
     import sklearn.metrics
 
@@ -329,7 +325,7 @@ def _token_f1(reference: list[str], predicted: list[str]) -> float:
 
 
 _METRICS: dict[tuple[str, str], Callable[..., float]] = {
-    ("classification", "accuracy"): _accuracy,
+    ("classification", "accuracy"): partial(_sklearn, "accuracy_score"),
     ("classification", "macro_f1"): partial(_sklearn, "f1_score", average="macro", zero_division=0),
     ("classification", "matthews"): partial(_sklearn, "matthews_corrcoef"),
     ("regression", "pearson"): partial(_correlation, "pearsonr"),
@@ -337,7 +333,7 @@ _METRICS: dict[tuple[str, str], Callable[..., float]] = {
     ("multi-label", "micro_f1"): partial(_multi_label_f1, "micro"),
     ("multi-label", "macro_f1"): partial(_multi_label_f1, "macro"),
     ("tagging", "entity_f1"): _entity_f1,
-    ("tagging", "accuracy"): lambda truth, predicted: _accuracy([*chain(*truth)], [*chain(*predicted)]),
+    ("tagging", "accuracy"): lambda *both: _sklearn("accuracy_score", *([*chain(*tags)] for tags in both)),
     ("span", "token_f1"): partial(_best_over_answers, _token_f1),
     ("span", "exact_match"): partial(_best_over_answers, operator.eq),
 }

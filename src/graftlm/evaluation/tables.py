@@ -174,13 +174,16 @@ def _tasks_section(results: Results) -> str:
     rows, details = [], cast("dict[str, Any]", results.details.get("tasks") or {})
     for row in results.rows:
         for name, task in details.get(row.id, {}).get("test", {}).items():
-            if not (score := isinstance(task, dict) and task.get("score")):
-                continue  # of a task of text that is called test
-            matrix = task.get("confusion_matrix", {})
-            errors = [(n, f"{a} as {b} ({n})") for a, of in matrix.items() for b, n in of.items() if a != b]
-            most = [text for _, text in sorted(errors, key=lambda error: -error[0])[:3]]
-            values = [f"{_number(task['metrics'][score])} ({score})", _number(task.get("expected_calibration_error"))]
-            rows.append([row.label, name, str(task["rows"]), *values, "; ".join(most) or ABSENT])
+            if score := isinstance(task, dict) and task.get("score"):  # else of a task of text that is called test
+                pairs = [
+                    (n, a, b) for a, of in task.get("confusion_matrix", {}).items() for b, n in of.items() if a != b
+                ]
+                errors = "; ".join(f"{a} as {b} ({n})" for n, a, b in sorted(pairs, key=lambda pair: -pair[0])[:3])
+                values = [
+                    f"{_number(task['metrics'][score])} ({score})",
+                    _number(task.get("expected_calibration_error")),
+                ]
+                rows.append([row.label, name, str(task["rows"]), *values, errors or ABSENT])
     return _section("Tasks", ["method", "task", "rows", "score", "calibration error", "errors"], rows) if rows else ""
 
 

@@ -135,12 +135,11 @@ class Heads(nn.Module):
         hidden_BTD = hidden_BTD.to(next(self.linears.parameters()).dtype)
         if token_mask_BT is None:
             token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
-        token_mask_BT, by_task = token_mask_BT.bool(), list(self._by_task(task_B, len(hidden_BTD)))
-        of_rows = not all(self.specs[name].of_tokens for name, _ in by_task)
-        vectors_BD = pooled(hidden_BTD, token_mask_BT, self.pooling) if of_rows else None
+        token_mask_BT = token_mask_BT.bool()
+        vectors_BD = pooled(hidden_BTD, token_mask_BT, self.pooling)
         predictions: dict[int, Tensor] = {}
-        for name, rows_R in by_task:
-            if self.specs[name].of_tokens or vectors_BD is None:
+        for name, rows_R in self._by_task(task_B, len(hidden_BTD)):
+            if self.specs[name].of_tokens:
                 out = self._of_tokens(name, _rows(hidden_BTD, rows_R), _rows(token_mask_BT, rows_R))
             else:
                 out = self._of_rows(name, _rows(vectors_BD, rows_R))
@@ -254,7 +253,7 @@ def learnability(
 
 
 def _scores(
-    score: Callable[[TaskSpec, Tensor, Tensor | None], Tensor | None],
+    score: Callable[..., Tensor | None],
     predictions: Sequence[Tensor],
     specs: Sequence[TaskSpec],
     targets: Sequence[Tensor] | None,

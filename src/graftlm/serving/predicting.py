@@ -46,10 +46,11 @@ class PredictionEngine(ThreadedEngine):
 
     kind = "encoder"
 
+    _model: GraftedModel | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tokenizing = threading.Lock()
-        self._model: GraftedModel | None = None
         self._thread.start()
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:

@@ -12,12 +12,11 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
 from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
-from graftlm.backbone.load import BackboneKind
 from graftlm.backbone.taps import check_conflicts
 from graftlm.config import Config
 from graftlm.errors import BackboneError, GraftError, TapConflictError
@@ -313,7 +312,7 @@ class ModelRegistry:
     Raises BackboneError if the backbone is of another kind, and GraftError if a name is not usable.
     """
 
-    kind: ClassVar[BackboneKind] = "causal-lm"
+    kind = "causal-lm"
     shares_batches = False  # True accepts only grafts that can act on some rows of a batch
 
     def __init__(

@@ -86,7 +86,7 @@ def train(
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
     # Before sharding, which replaces the parameters.
-    without_decay, scales = parameters_without_decay(model), learning_rate_scales(model)
+    without_decay, scales = parameters_without_decay(model), _declared(model, "learning_rate_scales")
     with distributed(model, config, out) as context:
         parameters = trainable_parameters(model)
         optimizer = make_optimizer(parameters, config, without_decay, scales)
@@ -200,11 +200,6 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
     """
     names = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
     return names | _declared(model, "parameters_without_decay").keys()
-
-
-def learning_rate_scales(model: nn.Module) -> dict[str, float]:
-    """The learning rate of parameters over the config's, as `learning_rate_scales()` of modules gives it, by name."""
-    return _declared(model, "learning_rate_scales")
 
 
 def _declared(model: nn.Module, method: str) -> dict[str, Any]:
