@@ -53,7 +53,7 @@ def test_what_a_family_can_not_do_is_refused(family: str, kind: str) -> None:
     tasks = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}}
     backbone = Backbone.wrap(tiny_model(family), tiny_tokenizer(), family)
     with pytest.raises(TapError, match="several streams of hidden states|takes no additive mask"):
-        logits(attach_graft(backbone, {"kind": kind, **tasks}), tiny_ids())
+        logits(attach_graft(backbone, {"kind": kind, "attention": "blocks", "alignment": True, **tasks}), tiny_ids())
 
 
 def test_documents_that_a_family_can_not_keep_apart_are_refused() -> None:

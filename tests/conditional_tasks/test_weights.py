@@ -18,7 +18,7 @@ from graftlm.errors import BackboneError, RecipeError
 from graftlm.grafts import GraftedModel, default_config
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
 from graftlm.training import TrainingConfig
-from graftlm.training.loop import learning_rate_scales, make_optimizer
+from graftlm.training.loop import declared, make_optimizer
 from tiny import tiny_model
 
 
@@ -65,7 +65,7 @@ def test_modules_have_their_own_learning_rate() -> None:
         parameters = model.trainable_parameters()
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         optimiser = make_optimizer(
-            parameters, TrainingConfig(steps=1, learning_rate=1e-3), (), learning_rate_scales(model)
+            parameters, TrainingConfig(steps=1, learning_rate=1e-3), (), declared(model, "learning_rate_scales")
         )
         ids, mask = batch()
         model(ids, mask, extras={"task": TASK}, targets=targets()).loss.backward()

@@ -20,7 +20,17 @@ TASKS: dict[str, TaskSpec] = {
     "answers": TaskSpec(type="span"),
     "moods": TaskSpec(type="multi-label", labels=["glad", "angry"]),
 }
-SMALL: dict[str, Any] = {"block": 4, "task_width": 3, "bottleneck_width": 5, "max_length": 30}
+ALL: dict[str, Any] = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
+SMALL: dict[str, Any] = {
+    **ALL,
+    "modulated": 0.5,
+    "head_rate": 1.0,
+    "scaled_losses": False,
+    "block": 4,
+    "task_width": 3,
+    "bottleneck_width": 5,
+    "max_length": 30,
+}
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
 TASK = torch.tensor([2, 0, 1, 4, 3, 0])
 LENGTHS = (9, 13, 5, 7, 11, 13)

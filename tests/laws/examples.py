@@ -150,7 +150,8 @@ _ROUTING = {
 _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}, "task_width": 4}
 _FIRST_SHOWS = dict.fromkeys(("gpt2", "qwen3", "int8", "encoders"), "the first example is tested there")
 _ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
-_HALF_FROZEN = {**_TOPICS, "block": 5, "bottleneck_width": 6, "max_length": 160}
+_ALL_MODULES = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base", "modulated": 0.5}
+_HALF_FROZEN = {**_TOPICS, **_ALL_MODULES, "block": 5, "bottleneck_width": 6, "max_length": 160}
 _STATES = {"layers": [0, 1], "heads": 2, "head_width": 8}
 _ROTARY = (
     *(
@@ -247,7 +248,7 @@ EXAMPLES: dict[str, list[Example]] = {
         ),
         Example(
             "conditional-tasks",
-            {**_TOPICS, "frozen": 1.0, "attention": "none", "norm": False, "bottleneck": "large"},
+            {**_TOPICS, "frozen": 1.0, "modulated": 0.5, "alignment": True, "norm": False, "bottleneck": "large"},
             name="all-frozen",
             spread=0.1,
             exceptions=dict.fromkeys(_ON_FEW, "the first example is tested there"),

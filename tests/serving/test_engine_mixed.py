@@ -29,6 +29,7 @@ BIASED = Example(
         "tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}},
         "task_width": 4,
         "frozen": 1.0,
+        "attention": "blocks",
         "block": 5,
         "max_length": 128,
         "bottleneck": "large",

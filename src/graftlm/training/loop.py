@@ -86,7 +86,7 @@ def train(
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
     # Before sharding, which replaces the parameters.
-    without_decay, scales = parameters_without_decay(model), _declared(model, "learning_rate_scales")
+    without_decay, scales = parameters_without_decay(model), declared(model, "learning_rate_scales")
     with distributed(model, config, out) as context:
         parameters = trainable_parameters(model)
         optimizer = make_optimizer(parameters, config, without_decay, scales)
@@ -199,10 +199,10 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
     module above it gives its name.
     """
     names = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
-    return names | _declared(model, "parameters_without_decay").keys()
+    return names | declared(model, "parameters_without_decay").keys()
 
 
-def _declared(model: nn.Module, method: str) -> dict[str, Any]:
+def declared(model: nn.Module, method: str) -> dict[str, Any]:
     """What the modules' methods of this name give for their parameters, by the parameters' names in `model`."""
     values: dict[str, Any] = {}
     for prefix, module in model.named_modules():

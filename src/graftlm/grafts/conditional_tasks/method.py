@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 class ConditionalTasksConfig(GraftConfig):
     """Config of conditional tasks.
 
-    With every module off the method is multi-task fine-tuning; with one task and `frozen: 0` it is fine-tuning.
+    The defaults are those that had the best validation rows in the experiment `conditional-tasks`: the norms of all
+    layers are modulated. With every module off the method is multi-task fine-tuning; with one task and `frozen: 0` it
+    is fine-tuning.
 
     Args:
         tasks: the tasks by name, in order; a run fills them in from its rows.
@@ -75,21 +77,21 @@ class ConditionalTasksConfig(GraftConfig):
     kind: Literal["conditional-tasks"] = "conditional-tasks"
     tasks: dict[str, TaskSpec] = {}
     frozen: float = Field(0.5, ge=0, le=1)
-    modulated: float = Field(0.5, ge=0, le=1)
-    attention: Literal["none", "blocks", "full"] = "blocks"
+    modulated: float = Field(1.0, ge=0, le=1)
+    attention: Literal["none", "blocks", "full"] = "none"
     block: int = Field(32, ge=1)
-    alignment: bool = True
+    alignment: bool = False
     aligned: Literal["first", "trained"] = "first"
     norm: bool = True
-    bottleneck: Literal["none", "base", "large"] = "base"
+    bottleneck: Literal["none", "base", "large"] = "none"
     bottleneck_width: int = Field(64, ge=1)
     task_width: int = Field(64, ge=1)
     pooling: Pooling = "first"
     max_length: int = Field(512, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
     module_rate: float = Field(1.0, gt=0)
-    head_rate: float = Field(1.0, gt=0)
-    scaled_losses: bool = False
+    head_rate: float = Field(10.0, gt=0)
+    scaled_losses: bool = True
     extends: str | None = None
     adapts: Literal["added", "all"] = "added"
     like: str | None = None
