@@ -169,4 +169,6 @@ def test_the_source_does_not_grow() -> None:
         return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
 
     assert lines(ROOT / "src" / "graftlm") <= 36_000
-    assert lines(ROOT / "experiments") <= 12_700  # with what reads their data sets, and the tables on a real model
+    assert (
+        lines(ROOT / "experiments") <= 12_800
+    )  # with what reads their data sets, tables on a real model, and controls

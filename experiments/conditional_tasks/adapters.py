@@ -1,5 +1,7 @@
 """The rivals: bottlenecks and LoRA, one for each task or one for all, and adapters that a hypernetwork makes.
 
+And the control of the modules: one vector for all tasks, so that only what conditions them is missing.
+
 A row's task chooses its weights, so a batch mixes tasks. Heads, pooling, frozen layers and losses are those of
 conditional tasks with all modules off.
 
@@ -153,6 +155,22 @@ class TaskAdapters(ConditionalTasks):
         down, up = weights(call)
         inner = x_BTD.to(call.working_dtype(self)) @ down
         return ((inner if activation is None else activation(inner)) @ up).to(y_BTD.dtype)
+
+
+class OneVectorConfig(ConditionalTasksConfig):
+    """Config of conditional tasks whose modules can't tell the tasks apart."""
+
+    kind: Literal["one-vector"] = "one-vector"
+
+
+class OneVector(ConditionalTasks):
+    """Conditional tasks with the first task's vector for all of them."""
+
+    Config: ClassVar[type[GraftConfig]] = OneVectorConfig
+    label = "one vector for all tasks"
+
+    def _embeddings(self) -> Tensor:
+        return super()._embeddings()[:1].expand(len(self.config.tasks), -1)
 
 
 def parameters_per_width(form: str, layers: int, width: int, ffn: int, tasks: int) -> int:

@@ -1,8 +1,9 @@
 """Eleven tasks on the real MiniLM: modules x samplers of conditional tasks, fine-tuning, adapters, LoRA, hypernetwork.
 
 Every row trains for the same number of steps and rows. Every row has the learning rate that is best on validation rows
-among the same values, first seed. `default` is the combination of modules and sampler with the best validation rows
-over all seeds. Further tables add a task to a trained graft, and train the default on fewer rows.
+among the same values, by seed 0; the tables may have other seeds. `default` is the combination of modules and sampler
+with the best validation rows over all seeds. Further tables add a task to a trained graft, and train the default on
+fewer rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from experiments import Options
-from experiments.conditional_tasks.adapters import TaskAdaptersConfig, parameters_per_width
+from experiments.conditional_tasks.adapters import OneVectorConfig, TaskAdaptersConfig, parameters_per_width
 from experiments.conditional_tasks.corpora import FILES, TASKS, SplitSizes, draw_splits, write_splits
 from experiments.conditional_tasks.runs import ConditionalTasksRun
 from experiments.study import Study, aim, bars, check_files, metric, mini_lm, published
@@ -33,7 +34,8 @@ from graftlm.runs.task_run import TaskEvaluationConfig, with_tasks
 from graftlm.training import TrainingConfig
 
 NAME = "conditional-tasks"
-TABLES = ("1", "few", "rows")
+TABLES = ("1", "uncertainty", "learnability", "samplers", "few", "rows")
+SEARCH_SEED = 0
 MAX_PARAMETERS, MAX_ROWS, MIN_GAIN, MAX_TASK_LOSS = 1.12, 0.7, 1.0, 2.0
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
 FINE_TUNING = OFF | {"frozen": 0}
@@ -48,9 +50,12 @@ MODULES: dict[str, dict[str, Any]] = {"none": OFF} | {
     )
 }
 MODULES["all"] = ALL
+EVERYWHERE = "cln_all_layers"  # samples uniformly alone
+MODULES[EVERYWHERE] = MODULES["cln"] | {"modulated": 1.0}
 NAMES = {"none": "multi_task", "all": "ca_mtl"}  # of rows, as of the modules' other names
 SAMPLERS = ("uniform", *SCORED)
 OTHER_SAMPLERS = ("size", "temperature", "entropy")  # without modules alone
+CONTROLS = {"cln_one_vector": "cln", "cln_all_layers_one_vector": EVERYWHERE}  # what conditions them is missing
 RIVALS: dict[str, dict[str, Any]] = {
     "adapters": {"form": "bottleneck", "frozen": 1},
     "adapters_half": {"form": "bottleneck"},
@@ -74,7 +79,12 @@ def cell_id(modules: str, sampler: str) -> str:
     return name if sampler == "uniform" else f"{name}_{sampler}"
 
 
-CELLS = {cell_id(modules, sampler): (modules, sampler) for modules in MODULES for sampler in SAMPLERS}
+CELLS = {
+    cell_id(modules, sampler): (modules, sampler)
+    for modules in MODULES
+    for sampler in SAMPLERS
+    if modules != EVERYWHERE or sampler == "uniform"
+}
 MODULE_LABELS = {
     "none": "multi-task fine-tuning, half the layers frozen",
     "attention": "conditional attention",
@@ -82,17 +92,28 @@ MODULE_LABELS = {
     "alignment": "conditional alignment",
     "cln": "conditional layer norm",
     "all": "all modules",
+    EVERYWHERE: "conditional layer norm in the frozen layers as well",
 }
 LABELS = {
     "single_task": "single-task fine-tuning, one model each",
     **{row: f"{MODULE_LABELS[modules]}, {sampler}" for row, (modules, sampler) in CELLS.items()},
     **{f"multi_task_{sampler}": f"{MODULE_LABELS['none']}, {sampler}" for sampler in OTHER_SAMPLERS},
+    **{row: f"{MODULE_LABELS[modules]}, one vector for all tasks, uniform" for row, modules in CONTROLS.items()},
     "adapters": "adapters, parallel bottleneck, frozen encoder",
     "adapters_half": "the same adapters, upper half trained as well",
     "lora": "one LoRA for all tasks, frozen encoder",
     "lora_per_task": "a LoRA for each task, frozen encoder",
     "hyper": "adapters that a hypernetwork makes, frozen encoder",
 }
+
+
+def table_of(row: str) -> str:
+    """The table that a row stands in."""
+    if row.removeprefix("multi_task_") in OTHER_SAMPLERS:
+        return "samplers"
+    if row in (f"{name}_uncertainty" for name in ("attention", "bottleneck", "alignment")):
+        return "uncertainty"
+    return "learnability" if row.endswith("learnability") else "1"
 
 
 class ConditionalTasksSize(Config):
@@ -120,9 +141,16 @@ class ConditionalTasksSize(Config):
     test: int = 500
     length: int = 64
     training: TrainingConfig = TrainingConfig(
-        steps=256, batch_size=64, schedule="linear", betas=(0.9, 0.99), keep_checkpoints=0, log_every=50
+        steps=200,
+        batch_size=64,
+        micro_batch_size=16,  # rows of like length: less padding
+        schedule="linear",
+        betas=(0.9, 0.99),
+        precision="bf16",
+        keep_checkpoints=0,
+        log_every=50,
     )
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    rates: tuple[float, ...] = (3e-4, 6e-4, 1e-3)
     graft: dict[str, Any] = {
         "frozen": 0.5,
         "modulated": 0.5,
@@ -159,11 +187,16 @@ class ConditionalTasksStudy(Study):
     """The runs of the experiment.
 
     Attributes:
+        labels: of the rows of the chosen tables.
+        samplers: of the combinations among them.
         rates: the learning rate of each row.
     """
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        chosen = options.chosen(TABLES)
+        self.labels = {row: label for row, label in LABELS.items() if table_of(row) in {"1", *chosen}}
+        self.samplers = [policy for policy in SAMPLERS if cell_id("none", policy) in self.labels]
         self.size = QUICK if options.quick else FULL
         name = options.backbone or mini_lm(options.data, "The encoder")
         self.backbone = BackboneConfig(name=name, device=options.device, dtype="float32")
@@ -247,6 +280,9 @@ class ConditionalTasksStudy(Study):
             return [self.run(f"single_{task}", [task], self.graft(FINE_TUNING), rate, seed) for task in tasks]
         if row in RIVALS:
             return [self.run(row, tasks, self.rival(row), rate, seed)]
+        if row in CONTROLS:
+            values = {"kind": "one-vector", **self.size.graft, **MODULES[CONTROLS[row]]}
+            return [self.run(row, tasks, OneVectorConfig.parse(values), rate, seed)]
         modules, policy = CELLS.get(row, ("none", row.removeprefix("multi_task_")))
         fields = {"sampler": self.sampler(policy), "similarity": row in SIMILAR}
         return [self.run(row, tasks, self.graft(MODULES[modules]), rate, seed, **fields)]
@@ -262,15 +298,15 @@ class ConditionalTasksStudy(Study):
 
     def choose_rates(self) -> None:
         """Choose each row's learning rate, all by the same search."""
-        seed = self.seeds[0]
-        tries = {(row, rate): self.row_runs(row, seed, rate) for row in LABELS for rate in self.size.rates}
+        rates = self.size.rates
+        tries = {(row, rate): self.row_runs(row, SEARCH_SEED, rate) for row in self.labels for rate in rates}
         self.execute([run for row_runs in tries.values() for run in row_runs], "learning rates")
 
         def error(row: str, rate: float) -> float:
             return mean(metric(self.measured[run.id], "validation_error") for run in tries[row, rate])
 
-        for row in LABELS:
-            errors = {rate: error(row, rate) for rate in self.size.rates}
+        for row in self.labels:
+            errors = {rate: error(row, rate) for rate in rates}
             self.searched[row] = {f"{rate:g}": round(value, 4) for rate, value in errors.items()}
             self.rates[row] = min(errors, key=lambda rate, of=errors: of[rate])
 
@@ -294,10 +330,10 @@ def run(options: Options) -> Results:
     study = ConditionalTasksStudy(options)
     with shared_workers(options.jobs):
         study.choose_rates()
-        runs = [run for seed in study.seeds for row in LABELS for run in study.row_runs(row, seed)]
+        runs = [run for seed in study.seeds for row in study.labels for run in study.row_runs(row, seed)]
         study.execute(runs, "rows")
-        default = study.best_cell(CELLS)
-        rows = [main_row(study, row) for row in LABELS]
+        default = study.best_cell(row for row in CELLS if row in study.labels)
+        rows = [main_row(study, row) for row in study.labels]
         rows.append(default_row(study, default))
         plots = {"scores": bars(rows, {"average": "average"}, "score")}
         rows += [*effect_rows(study), *(similarity_row(study, row) for row in SIMILAR)]
@@ -326,7 +362,7 @@ def default_row(study: ConditionalTasksStudy, default: str) -> Row:
     """The chosen combination, and its paired differences to its rivals and to uniform sampling of its modules."""
     row, uniform = main_row(study, default), cell_id(CELLS[default][0], "uniform")
     tasks = {task: study.differences(default, uniform, task) for task in TASKS}
-    metrics: dict[str, Metric] = {f"over_{name}": study.differences(default, name) for name in RIVALS}
+    metrics: dict[str, Metric] = {f"over_{name}": study.differences(default, name) for name in (*CONTROLS, *RIVALS)}
     metrics |= {"over_multi_task": study.differences(default, "multi_task")}
     metrics |= {"over_uniform": study.differences(default, uniform)}
     metrics |= {f"{task}_over_uniform": value for task, value in tasks.items()}
@@ -335,20 +371,24 @@ def default_row(study: ConditionalTasksStudy, default: str) -> Row:
 
 
 def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
-    """The effect of each module over all samplers, and of each sampler over all modules, paired by seed."""
+    """The effect of each module over the samplers, and of each sampler over the modules, paired by seed."""
 
-    def effect(name: str, label: str, pairs: Sequence[tuple[str, str]]) -> Row:
+    def effect(name: str, label: str, cells: Sequence[tuple[str, str]]) -> Row:
+        pairs = [pair for pair in cells if study.labels.keys() >= {*pair}]
         values = [mean(study.average(a, seed) - study.average(b, seed) for a, b in pairs) for seed in study.seeds]
         return Row(id=f"effect_{name}", label=f"effect of {label}", metrics={"effect": combine_seeds(values)})
 
     rows = [
-        effect(name, MODULE_LABELS[name], [(cell_id(name, policy), cell_id("none", policy)) for policy in SAMPLERS])
+        effect(
+            name, MODULE_LABELS[name], [(cell_id(name, policy), cell_id("none", policy)) for policy in study.samplers]
+        )
         for name in MODULES
         if name != "none"
     ]
     return rows + [
         effect(policy, policy, [(cell_id(name, policy), cell_id(name, "uniform")) for name in MODULES])
-        for policy in SCORED
+        for policy in study.samplers
+        if policy in SCORED
     ]
 
 
@@ -372,7 +412,7 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     """
     modules, policy = CELLS[default]
     if policy == "uniform":
-        _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in SCORED)]
+        _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in study.samplers if policy in SCORED)]
     row, size, graft = cell_id(modules, policy), study.size, study.graft(MODULES[modules])
 
     def part(share: float, seed: int) -> ConditionalTasksRun:
@@ -545,6 +585,8 @@ def _details(study: ConditionalTasksStudy, default: str) -> dict[str, Any]:
         "learning_rates": study.rates,
         "labels": {task: source.label for task, source in TASKS.items()},
         "measured_by": {task: source.metric for task, source in TASKS.items()},
-        "picked": {row: by_task(row, "picked") for row in LABELS},
-        **study.evidence({row: [run for seed in study.seeds for run in study.row_runs(row, seed)] for row in LABELS}),
+        "picked": {row: by_task(row, "picked") for row in study.labels},
+        **study.evidence(
+            {row: [run for seed in study.seeds for run in study.row_runs(row, seed)] for row in study.labels}
+        ),
     }

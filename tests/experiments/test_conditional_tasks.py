@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments import Options, reproduce
-from experiments.conditional_tasks.adapters import TaskAdapters, TaskAdaptersConfig
+from experiments.conditional_tasks.adapters import OneVectorConfig, TaskAdapters, TaskAdaptersConfig
 from experiments.conditional_tasks.corpora import (
     FILES,
     MIN_CLASS_ROWS,
@@ -27,6 +27,7 @@ from experiments.conditional_tasks.corpora import (
 from experiments.conditional_tasks.run import (
     ALL,
     CELLS,
+    CONTROLS,
     FEW,
     FULL,
     LABELS,
@@ -41,6 +42,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Interval, Row, value_of
 from graftlm.grafts import GraftedModel, build_graft
+from graftlm.grafts.conditional_tasks import ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec, pooled, task_key
 from graftlm.runs.task_run import with_tasks
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
@@ -175,8 +177,24 @@ def test_rows_differ_only_in_what_they_compare(
         assert run.sampler.policy == policy
         assert run.graft == study.graft(MODULES[modules])
     single = {row: {key for key in ALL if value[key] != OFF[key]} for row, value in MODULES.items()}
-    assert [len(changed) for changed in single.values()] == [0, 1, 1, 1, 1, 4]
+    assert [len(changed) for changed in single.values()] == [0, 1, 1, 1, 1, 4, 1], "in the frozen layers too"
     assert len(set.union(*(single[row] for row in MODULES if row not in ("none", "all")))) == 4
+    for row, modules in CONTROLS.items():
+        (run,) = runs[row]
+        assert run.graft.model_dump() | {"kind": "conditional-tasks"} == study.graft(MODULES[modules]).model_dump()
+
+
+@pytest.mark.parametrize("config", [OneVectorConfig, ConditionalTasksConfig])
+def test_with_one_vector_no_module_tells_the_tasks_apart(config: type[ConditionalTasksConfig]) -> None:
+    torch.manual_seed(0)
+    tasks = {name: TaskSpec(type="regression") for name in ("x", "y")}
+    backbone = Backbone.wrap(tiny_model("bert"), tiny_tokenizer())
+    with GraftedModel(backbone, {"graft": build_graft(config(tasks=tasks, task_width=4), backbone)}).eval() as model:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+        states = [model.encode(tiny_ids(), extras={"task": torch.tensor([n, n])}) for n in (0, 1)]
+        assert torch.allclose(*states, atol=1e-5) == (config is OneVectorConfig)
 
 
 def test_rivals_have_as_many_parameters_as_our_modules(
