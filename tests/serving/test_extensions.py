@@ -190,7 +190,7 @@ def test_what_is_no_conversation_is_refused_in_a_sentence(client: TestClient) ->
         (first | {"target": "tlh"}, "does not write 'tlh'"),
         (first | {"turns": first["turns"] * 2}, "turn 2 is asked"),
         (first | {"turns": [{"kind": "told"}]}, "conversation"),
-        (first | {"text": "\ud800"}, "surrogates"),
+        (first | {"text": "\ud800"}, "surrogate pair"),
         ({}, "no template"),
     ]
     for conversation, sentence in cases:

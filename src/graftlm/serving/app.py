@@ -199,7 +199,7 @@ async def _respond(
     stream, builder = service.engine.submit(parsed.requests), kind(parsed, service.tokenizer, service.fingerprint)
     outputs = _measured(service, parsed, stream)
     if parsed.stream:
-        return responses.EventStream(builder, outputs, service.settings.send_seconds, stream.cancel)
+        return responses.EventStream(builder.events(outputs), service.settings.send_seconds, stream.cancel, builder)
     try:
         return await responses.run_until_disconnect(request, builder.complete(outputs))
     finally:

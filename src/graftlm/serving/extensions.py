@@ -6,14 +6,13 @@ Texts and states travel in request bodies. No name that a client sends is opened
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, Base64Bytes, Field, JsonValue
+from pydantic import Base64Bytes, Field, JsonValue
 
 from graftlm.config import Config
 from graftlm.errors import DataError, GraftError, MissingExtraError
@@ -22,7 +21,8 @@ from graftlm.serving.middleware import user_of
 from graftlm.serving.predicting import PredictBody, PredictionEngine, predictions
 from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError, check_model
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
-from graftlm.serving.responses import EventStream, run_until_disconnect
+from graftlm.serving.requests import RequestBody
+from graftlm.serving.responses import EventStream, as_event, run_until_disconnect
 from graftlm.serving.service import Service
 
 if TYPE_CHECKING:
@@ -39,14 +39,6 @@ _LIMITS |= {"questions": MAX_QUESTIONS, "sentences": MAX_SENTENCES}
 _SUFFIXES = {"text": ".txt", "markdown": ".md", "html": ".html", "latex": ".tex"}
 
 _T = TypeVar("_T")
-
-
-def _check_encodable(values: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half of a pair of surrogates stands alone at character {error.start}") from None
-    return values
 
 
 Name = Annotated[str, Field(min_length=1, max_length=500)]
@@ -70,7 +62,7 @@ class ConversationStart(Config):
     threshold: float | None = Field(None, ge=0, le=1000)
 
 
-class ClarifyBody(Config):
+class ClarifyBody(RequestBody):
     """One turn: the start of a conversation, or the answer to its open question.
 
     Args:
@@ -84,7 +76,7 @@ class ClarifyBody(Config):
 
     model: Name
     start: ConversationStart | None = None
-    conversation: Annotated[dict[str, JsonValue], AfterValidator(_check_encodable)] | None = None
+    conversation: dict[str, JsonValue] | None = None
     answer: Annotated[str, Field(max_length=MAX_ANSWER)] | None = None
     rules: bool = False
     max_tokens: int = Field(256, ge=1)
@@ -220,8 +212,8 @@ class PipelineWorkers:
 
         async def events() -> AsyncGenerator[str, None]:
             while (event := await queue.get()) is not result:
-                yield json.dumps(event)
-            yield json.dumps(await result)
+                yield as_event(event)
+            yield as_event(await result)
 
         return EventStream(events(), seconds, lambda: (result.cancel(), client.disconnect()))
 

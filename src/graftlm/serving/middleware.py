@@ -22,7 +22,6 @@ from graftlm.serving.settings import ApiKeys, ServerSettings
 
 _PROTECTED = ("/v1/", "/metrics/", "/tokenize/")
 DOCUMENT_FACTOR = 8  # a body with a document, such as a PDF file, may be so many times as large as others
-_DOCUMENT_PATH = "/v1/graftlm/summarize"
 _DRAIN_FACTOR = 8  # a refused body is read up to this multiple of the limit, so that the client receives the error
 _DRAIN_SECONDS = 2.0
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -139,7 +138,7 @@ class Guard:
                         return
 
     def _body_limit(self, scope: Scope) -> int:
-        return self.settings.body_bytes * (DOCUMENT_FACTOR if scope["path"] == _DOCUMENT_PATH else 1)
+        return self.settings.body_bytes * (DOCUMENT_FACTOR if scope["path"] == "/v1/graftlm/summarize" else 1)
 
 
 def _too_large(limit: int) -> ServingError:

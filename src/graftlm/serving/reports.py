@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from graftlm.serving.middleware import DOCUMENT_FACTOR
 from graftlm.serving.service import Service
 from graftlm.serving.store import StoredGraft
 
-_AUDIT_NAME = "audit.html"
 _GRAFT_FOLDER = "graft"  # name of a graft's folder inside of a run's folder
 _MAX_REPORT_BYTES = 32 * 2**20
 _SETTINGS = ("batch_size", "learning_rate", "schedule", "precision", "seed")
@@ -82,7 +82,6 @@ class GraftReport(BaseModel):
     """
 
     name: str
-    card: GraftSummary
     points: list[TradeOffPoint]
     paths: dict[str, JsonValue]
     measured: dict[str, Metric]
@@ -126,7 +125,6 @@ def graft_report(entry: StoredGraft) -> GraftReport:
     settings = _mapping(manifest.training.get("training"))
     return GraftReport(
         name=entry.name,
-        card=graft_summary(entry),
         points=[
             TradeOffPoint(id=row.id, label=row.label, own=row.id == row_id, **_trade_off(row.metrics))
             for row in rows
@@ -153,12 +151,10 @@ def _find_results(entry: StoredGraft) -> tuple[Results | None, str]:
     for folder, row_id in _result_folders(entry):
         path = folder / FILE_NAME
         if path.is_file() and path.stat().st_size <= _MAX_REPORT_BYTES:
-            try:
+            with suppress(GraftError):
                 results = Results.read(path)
-            except GraftError:
-                continue
-            if row_id in [row.id for row in results.rows]:
-                return results, row_id
+                if row_id in [row.id for row in results.rows]:
+                    return results, row_id
     return None, entry.manifest.kind
 
 
@@ -173,9 +169,8 @@ def _result_folders(entry: StoredGraft) -> Iterator[tuple[Path, str]]:
 
 def _audit_path(entry: StoredGraft) -> Path | None:
     """audit.html in the graft's folder or its run's, or in a folder `audit` there."""
-    folder = entry.folder.absolute()
-    folders = [folder, folder.parent] if folder.name == _GRAFT_FOLDER else [folder]
-    paths = [path for base in folders for path in (base / _AUDIT_NAME, base / "audit" / _AUDIT_NAME)]
+    folders = [folder for folder, _ in _result_folders(entry)][:2]
+    paths = [folder / name for folder in folders for name in ("audit.html", "audit/audit.html")]
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -194,10 +189,9 @@ def _trade_off(metrics: Mapping[str, Metric]) -> dict[str, Interval | None]:
 
 
 def _label(manifest: Manifest) -> str:
-    try:
+    with suppress(GraftError):
         return manifest.graft_config().label
-    except GraftError:
-        return manifest.kind
+    return manifest.kind
 
 
 def _mapping(value: Any) -> dict[str, Any]:

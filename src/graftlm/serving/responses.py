@@ -188,6 +188,11 @@ class ChoicePart(NamedTuple):
     calls: Sequence[ToolCall] = ()
 
 
+def as_event(value: Any) -> str:
+    """A JSON value as a server-sent event."""
+    return f"data: {json.dumps(value)}"
+
+
 class ResponseBuilder(ABC):
     """The response to one request; subclasses define its types and the form of its choices."""
 
@@ -197,6 +202,8 @@ class ResponseBuilder(ABC):
     has_role = False  # whether a choice begins with an event of its own
     end = "data: [DONE]"
     """The last event of a stream; none if it is empty."""
+    error = staticmethod(as_event)
+    """The last event of a stream that fails, from the body of an error's response."""
 
     def __init__(self, parsed: ParsedRequest, tokenizer: ServingTokenizer, fingerprint: str) -> None:
         self.parsed, self.tokenizer = parsed, tokenizer
@@ -252,10 +259,6 @@ class ResponseBuilder(ABC):
         """An event; with `include_usage` OpenAI sets usage to null in all but the last."""
         last = {"usage": usage} if self.parsed.include_usage else {}
         return f"data: {self.event(choices=choices, **last, **self.head).model_dump_json(exclude_unset=True)}"
-
-    def error(self, body: dict[str, Any]) -> str:
-        """The last event of a stream that fails; `body` is that of an error's response."""
-        return f"data: {json.dumps(body)}"
 
     def base(self, part: ChoicePart) -> dict[str, Any]:
         """The keys of every choice; `graftlm` is set only if it has content."""
@@ -406,11 +409,11 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(
-        self, builder: ResponseBuilder, outputs: Outputs, send_seconds: float, on_end: Callable[[], None]
+        self, events: AsyncGenerator[str, None], send_seconds: float, on_end: Callable[[], object], builder: Any = None
     ) -> None:
         super().__init__(self._lines(), headers=_EVENT_HEADERS, media_type="text/event-stream")
-        self.builder, self.send_seconds, self.on_end = builder, send_seconds, on_end
-        self.events = builder.events(outputs)
+        self.events, self.send_seconds, self.on_end = events, send_seconds, on_end
+        self.builder = builder or ResponseBuilder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

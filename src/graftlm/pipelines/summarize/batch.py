@@ -44,7 +44,8 @@ def summarize_many(paths: Iterable[Path], batch_size: int = 1, **arguments: Any)
             results += summarize_batch(batch, **arguments) if len(batch) > 1 else []
         for path in batch:
             yield results.pop(0) if results else _summarize_or_fail(path, arguments)
-            _free_memory(path)
+            if _file_state(path).get("bytes", 0) >= _LARGE_FILE:
+                gc.collect()  # parsers leave reference cycles behind that keep a document in memory
 
 
 def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | SummaryFailure:
@@ -117,12 +118,6 @@ def append_summaries(
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
             yield row
-
-
-def _free_memory(path: Path) -> None:
-    """Collect a large document at once: parsers leave reference cycles behind that keep it in memory."""
-    if _file_state(path).get("bytes", 0) >= _LARGE_FILE:
-        gc.collect()
 
 
 def _file_state(path: Path) -> dict[str, int]:

@@ -13,9 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
-from importlib import import_module
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -70,12 +68,10 @@ def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[li
                 raise DataError(
                     f"{path} has more than {max_characters:,} characters of text: split it into its chapters."
                 )
-    except DataError:
+    except (DataError, MemoryError):
         raise
     except document.PDFPasswordIncorrect:
         raise DataError(f"{path} is encrypted and asks for a password: save a copy without one.") from None
-    except MemoryError:
-        raise
     except Exception as error:  # pdfminer raises nearly anything on a damaged file
         cause = first_line(error) or type(error).__name__
         raise DataError(f"{path} is not a whole PDF file ({cause}): save or fetch it again.") from None
@@ -100,10 +96,10 @@ def read_foreign_pdf(data: bytes, name: str, max_characters: int, language: str 
 
 def _main() -> None:
     """The process of `read_foreign_pdf`: a message or null, the pages and the blocks, as JSON."""
-    with suppress(ImportError, ValueError, OSError):  # not every system has these limits
-        resource: Any = import_module("resource")
-        for name, limit in _CHILD_LIMITS.items():
-            resource.setrlimit(getattr(resource, name), (limit, limit))
+    import resource  # as the server, it is of POSIX
+
+    for name, limit in _CHILD_LIMITS.items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
     try:
         pages, blocks = read_pdf(BytesIO(sys.stdin.buffer.read()), sys.argv[1], int(sys.argv[2]))
         sys.stdout.write(json.dumps([None, pages, [astuple(block) for block in blocks]]))
