@@ -69,6 +69,9 @@ def test_confusion() -> None:
     matrix = result["confusion_matrix"]
     dense = [[matrix.get(true, {}).get(label, 0) for label in labels] for true in labels]
     assert dense == sklearn.metrics.confusion_matrix(truth, predicted, labels=labels).tolist()
+    worst = max(matrix[a].get(b, 0) for a in "xyz" for b in "xyz" if a != b)
+    assert next(count for *_, count in result["most_confused"]) == worst
+    assert all(true != label and matrix[true][label] == count for true, label, count in result["most_confused"])
     assert all(count for row in matrix.values() for count in row.values())
 
 
@@ -125,6 +128,6 @@ def test_the_report_has_them(tmp_path: Any) -> None:
         details={"tasks": tasks},
     )
     text = write_report(results, tmp_path).read_text(encoding="utf-8")
-    assert r"| CA | kind | 4 | 50 (accuracy) | 30 | a\|b as c (2) |" in text
-    assert "| CA | length | 2 | 90 (pearson) | – | – |" in text
+    assert r"| CA | kind | 4 | accuracy | 50 | 30 | a\|b as c (2) |" in text
+    assert "| CA | length | 2 | pearson | 90 | – | – |" in text
     assert Results.read(tmp_path) == results

@@ -215,11 +215,13 @@ def task_diagnostics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: S
         return {name: _sklearn(name, truth, predicted) for name in names}
     pairs = zip(rows, predictions, strict=True)
     decisions = [decision for row, prediction in pairs for decision in _decisions(spec, row.target, prediction)]
-    matrix: dict[str, dict[str, int]] = {}
-    for (true, label), count in sorted(Counter((true, label) for true, label, _ in decisions).items()):
-        matrix.setdefault(true, {})[label] = count
-    right = [true == label for true, label, _ in decisions]
-    return {"confusion_matrix": matrix} | calibration([probability for *_, probability in decisions], right)
+    counts = Counter((true, label) for true, label, _ in decisions).most_common()
+    matrix: dict[str, dict[str, int]] = {true: {} for (true, _), _ in counts}
+    for (true, label), count in counts:
+        matrix[true][label] = count
+    confused = [[true, label, count] for (true, label), count in counts if true != label]
+    right = calibration([p for *_, p in decisions], [true == label for true, label, _ in decisions])
+    return {"confusion_matrix": matrix, "most_confused": confused[:3]} | right
 
 
 def _decisions(spec: TaskSpec, target: Any, prediction: Prediction) -> Iterator[tuple[str, str, float]]:

@@ -175,16 +175,11 @@ def _tasks_section(results: Results) -> str:
     for row in results.rows:
         for name, task in details.get(row.id, {}).get("test", {}).items():
             if score := isinstance(task, dict) and task.get("score"):  # else of a task of text that is called test
-                pairs = [
-                    (n, a, b) for a, of in task.get("confusion_matrix", {}).items() for b, n in of.items() if a != b
-                ]
-                errors = "; ".join(f"{a} as {b} ({n})" for n, a, b in sorted(pairs, key=lambda pair: -pair[0])[:3])
-                values = [
-                    f"{_number(task['metrics'][score])} ({score})",
-                    _number(task.get("expected_calibration_error")),
-                ]
-                rows.append([row.label, name, str(task["rows"]), *values, errors or ABSENT])
-    return _section("Tasks", ["method", "task", "rows", "score", "calibration error", "errors"], rows) if rows else ""
+                cells = map(_number, (task["metrics"][score], task.get("expected_calibration_error")))
+                errors = "; ".join(f"{a} as {b} ({n})" for a, b, n in task.get("most_confused", ())) or ABSENT
+                rows.append([row.label, name, str(task["rows"]), score, *cells, errors])
+    heads = ["method", "task", "rows", "metric", "score", "calibration error", "errors"]
+    return _section("Tasks", heads, rows) if rows else ""
 
 
 def _aims_section(results: Results) -> str:
