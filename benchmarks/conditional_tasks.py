@@ -31,12 +31,15 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.data.samplers import SamplerConfig, TaskSampler
 from graftlm.evaluation import Interval, Metric, Results, Row, value_of
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafts.conditional_tasks.method import ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
 
 NAME = "bench-conditional-tasks"
+ALL: dict[str, Any] = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
+DEFAULT: dict[str, Any] = {name: ConditionalTasksConfig.model_fields[name].default for name in (*ALL, "modulated")}
 SELECTION: dict[str, Any] = {"policy": "uncertainty", "passes": 5, "floor": 0.5}
 ROWS = {  # row id -> label, aim of its ratio
     "train_step": ("a training step with all modules, over one with none", (AT_MOST, 1.25)),
@@ -48,7 +51,8 @@ ROWS = {  # row id -> label, aim of its ratio
 HOW = {
     "train_step": "forward, loss, backward and AdamW of eight tasks' rows; on both sides the upper half of the layers "
     "and the heads train. The alignment stands before the first layer that trains, as in the experiment. "
-    "ratio_aligned_first: before the first layer, so that gradients go down through the frozen half. "
+    "ratio_default: the default config, whose norms are modulated in all layers, so that gradients go down through the "
+    "frozen half. ratio_aligned_first: all modules, the alignment before the first layer, which does so too. "
     "ratio_half_precision: with bfloat16 autocast. ratio_MODULE: with this module alone. parameters: those trained",
     "selection": "five passes over all rows as candidates, a score serves 100 steps, at least half of uniform sampling "
     "for every task: the experiment's settings, and its 256 steps of 64 rows. ratio is ratio_pass, the pass over rows "
@@ -119,7 +123,8 @@ class BackboneEvaluator:
     def config(self, tasks: int) -> dict[str, Any]:
         """Of a graft with all modules."""
         specs = {f"task{n}": self.spec.model_dump() for n in range(tasks)}
-        return {"kind": "conditional-tasks", "tasks": specs, "aligned": "trained", "max_length": 64, "pooling": "mean"}
+        own = {"kind": "conditional-tasks", "tasks": specs, "max_length": 64, "pooling": "mean"}
+        return own | ALL | {"aligned": "trained", "modulated": 0.5}
 
     @property
     def spec(self) -> TaskSpec:
@@ -166,14 +171,13 @@ class Training:
 
 def measure_training(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
     """Seconds of a step with all modules, with each and with none, and in half precision; and the row."""
-    defaults = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
-    settings = {"all": {}, "none": OFF, "aligned_first": {"aligned": "first"}}
-    settings |= {name: OFF | {name: value} for name, value in defaults.items()}
+    settings = {"all": {}, "none": OFF, "aligned_first": {"aligned": "first"}, "default": DEFAULT}
+    settings |= {name: OFF | {name: value} for name, value in ALL.items()}
     sides = {name: Training(bench, **changes) for name, changes in settings.items()}
     sides |= {f"{name}_half": Training(bench, True, **settings[name]) for name in ("all", "none")}
     taken = rounds({name: partial(bench.seconds, one.step) for name, one in sides.items()}, bench.size.train_rounds)
     parameters = {name: sides[name].parameters for name in ("all", "none")}
-    named = {f"ratio_{name}": ratios(taken[name], taken["none"]) for name in ("aligned_first", *defaults)}
+    named = {f"ratio_{name}": ratios(taken[name], taken["none"]) for name in ("default", "aligned_first", *ALL)}
     return {"seconds": taken, "parameters": parameters}, {
         "ratio": ratios(taken["all"], taken["none"]),
         "ratio_half_precision": ratios(taken["all_half"], taken["none_half"]),
