@@ -55,7 +55,9 @@ def task_graft(folder: Path) -> TaskGraft:
 @pytest.fixture(scope="module")
 def service(folder: Path, tiny_backbone: BackboneFolder) -> Service:
     backbone, limits = load_backbone(tiny_backbone("bert"), kind="encoder"), EngineLimits(batch_size=BATCH, queue=200)
-    return open_service(backbone, {"tasks": folder}, name="tiny", limits=limits, settings=ServerSettings(port=0))
+    return open_service(
+        backbone, {"other": folder, "tasks": folder}, name="tiny", limits=limits, settings=ServerSettings(port=0)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,15 @@ def test_more_rows_than_a_batch_are_answered_in_their_order(address: str, task_g
     assert [row["label"] for row in answer["data"]] == labels
 
 
+def test_grafts_take_turns_on_one_encoder(address: str, task_graft: TaskGraft) -> None:
+    row = {"task": "animals", "text": text_of("animals", task_graft, 3)}
+    expected = alone(task_graft, row["task"], row["text"])
+    for model in ("tasks", "other", "tasks"):
+        answer = httpx.post(f"{address}/v1/graftlm/predict", json={"model": model, "rows": [row]}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert close(expected, answer.json()["data"][0])
+
+
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
@@ -139,7 +150,7 @@ def test_more_rows_than_a_batch_are_answered_in_their_order(address: str, task_g
         (
             {"model": "tiny", "rows": [{"task": "topic", "text": "a"}]},
             400,
-            "'tiny' has no heads: name one of tasks.",
+            "'tiny' has no heads: name one of other, tasks.",
         ),
         ({"model": "tasks", "rows": [{"task": "topics", "text": "a"}]}, 400, "no task 'topics' (did you mean topic?)"),
         (
@@ -161,7 +172,7 @@ def test_an_encoder_writes_no_text(address: str) -> None:
     answer = httpx.post(f"{address}/v1/completions", json={"model": "tasks", "prompt": "a"}, timeout=60)
     assert answer.status_code == 400
     assert "The encoder tiny writes no text: send rows to /v1/graftlm/predict." in answer.text
-    assert {model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]} == {"tiny", "tasks"}
+    assert {model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]} == {"tiny", "other", "tasks"}
     assert httpx.get(f"{address}/health").json()["status"] == "ready"
 
 

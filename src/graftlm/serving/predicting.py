@@ -45,7 +45,6 @@ class PredictionEngine(ThreadedEngine):
     """
 
     kind = "encoder"
-
     _model: GraftedModel | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
