@@ -20,7 +20,11 @@ import torch
 
 from graftlm.artifact import save_graft
 from graftlm.backbone import load_backbone
+from graftlm.backbone.load import quantize_weights
 from graftlm.grafts import build_graft, graft_config
+from graftlm.serving.protocol import GenerationRequest
+from graftlm.serving.service import open_service
+from serving.engines import complete
 from serving.web import until
 from tiny import BackboneFolder
 
@@ -160,6 +164,20 @@ def check_end(process: subprocess.Popen[str], address: str) -> None:
     assert "Traceback" not in (process.stderr.read() if process.stderr else "")
 
 
+def test_grafts_are_served_on_their_backbone_in_int8(home: Path) -> None:
+    pytest.importorskip("torchao")
+    backbone = load_backbone(home / "llama")
+    quantize_weights(backbone.bare_model, "int8", "llama")
+    ids = [5, 40, 7, 90, 12]
+    expected = backbone.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6)[0, len(ids) :].tolist()
+    service = open_service(backbone, {"danish": home / "danish"}, name="llama")
+    requests = [GenerationRequest(tuple(ids), model, max_tokens=6) for model in ("llama", "danish")]
+    plain, danish = complete(service.engine, requests)
+    assert [output.token for output in plain.outputs] == expected[: len(plain.outputs)]
+    assert [output.token for output in danish.outputs] != expected[: len(danish.outputs)]
+    assert service.engine.close(10)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -169,6 +187,7 @@ def check_end(process: subprocess.Popen[str], address: str) -> None:
         (("--grafts", "nowhere"), "There is no folder nowhere"),
         (("--api-keys", "nowhere"), "The file of API keys nowhere can't be read"),
         (("--chat-template", "nowhere"), "The chat template nowhere can't be read"),
+        (("--quantize", "int3"), "There is no quantisation 'int3': int8 and int4 are known."),
         (("--name", "a+b"), "can't call the backbone 'a+b'"),
         (("--host", "192.0.2.1"), "The address 192.0.2.1:0 can't be listened at"),
     ],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
 from graftlm.config import Config
-from graftlm.errors import BackboneError, WrongBackboneError, first_line
+from graftlm.errors import BackboneError, MissingExtraError, WrongBackboneError, first_line
 from graftlm.io import ModelFiles, find_model
 from graftlm.models import register
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
+Quantization = Literal["int8", "int4"]
 UNLIMITED = sys.maxsize
+_INT4_GROUP = 32
 _LOADERS: dict[BackboneKind, str] = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
@@ -275,6 +277,32 @@ def load_backbone(
     if tokenizer_required:
         backbone.need_tokenizer()
     return backbone
+
+
+def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
+    """Put the weights of a model's linear layers into int8 or int4, in place; `name` is the model's in errors.
+
+    Raises MissingExtraError without torchao, and BackboneError if the kind is unknown or does not fit the weights.
+    """
+    try:
+        from torchao import quantization as torchao
+    except ImportError:
+        raise MissingExtraError("torchao", "quantised", "Quantising a model") from None
+    configs = {
+        "int8": lambda: torchao.Int8WeightOnlyConfig(),
+        "int4": lambda: torchao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4,  # type: ignore[attr-defined]  # which torch's stubs lack
+            granularity=torchao.PerGroup(_INT4_GROUP),
+        ),
+    }
+    if quantization not in configs:
+        raise BackboneError(f"There is no quantisation {quantization!r}: int8 and int4 are known.")
+    try:
+        torchao.quantize_(model, configs[quantization]())
+    except (AssertionError, RuntimeError, NotImplementedError) as error:  # of widths that its kernels don't take
+        raise BackboneError(
+            f"{name} can't be quantised to {quantization} ({first_line(error)}): leave --quantize out."
+        ) from error
 
 
 def _check_structure(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:

@@ -38,6 +38,7 @@ def serve(
     ] = 2.0,
     device: Device = None,
     dtype: Annotated[str, option("DTYPE", "Precision of the backbone; by default its own.")] = "auto",
+    quantize: Annotated[str | None, option("KIND", "Weights in int8 or int4: less memory, slower.")] = None,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
@@ -64,6 +65,7 @@ def serve(
     configure_logging()
     from graftlm.artifact import read_manifest
     from graftlm.backbone import default_device, load_backbone
+    from graftlm.backbone.load import quantize_weights
 
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     from graftlm.serving import server
@@ -72,6 +74,8 @@ def serve(
 
     kind = "encoder" if "encoder" in {read_manifest(path).backbone.kind for path in given.values()} else "causal-lm"
     loaded = load_backbone(backbone, kind=kind, device=device or default_device(), **options)
+    if quantize is not None:
+        quantize_weights(loaded.bare_model, quantize, loaded.name)
 
     server.log_to_stderr(quiet)
     sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}

@@ -9,9 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from graftlm.errors import DataError, first_line
 from graftlm.io import BYTE_ORDER_MARK, decode_utf8, open_binary, read_errors
 
@@ -107,6 +104,8 @@ def _read_csv(
 
 
 def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[tuple[list[Any], str]]:
+    import pyarrow.parquet  # takes a quarter of a second
+
     names = list(columns.values())
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

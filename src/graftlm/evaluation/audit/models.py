@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from graftlm.artifact import backbone_of, load_grafts, read_manifest
 from graftlm.backbone import Backbone, default_device, load_backbone
-from graftlm.backbone.load import load_tokenizer
+from graftlm.backbone.load import Quantization, load_tokenizer, quantize_weights
 from graftlm.errors import (
     ArtifactError,
     BackboneError,
     EvaluationError,
-    MissingExtraError,
     WrongBackboneError,
     first_line,
 )
@@ -25,8 +24,6 @@ from graftlm.grafts import GraftedModel
 from graftlm.io import ADAPTER_CONFIG, ModelFiles, fetch_folder, holds, read_adapter_config
 
 Auditable = str | Path | Backbone | GraftedModel
-Quantization = Literal["int8", "int4"]
-_INT4_GROUP = 32
 _CONVERSATION = (("user", "Where?"), ("assistant", "There."), ("user", "Why?"))
 _PROBES = (
     "The 3 cafés cost 1,250.75 €.",
@@ -83,7 +80,7 @@ def load_pair(
         dtype: precision of models that are loaded; `auto` keeps their own.
 
     Raises BackboneError if a model can't be loaded, or is no causal language model, and ArtifactError if a graft or an
-    adapter can't be loaded, or a folder holds neither, and EvaluationError if the quantisation is unknown.
+    adapter can't be loaded, or a folder holds neither, and BackboneError if the quantisation is unknown.
     """
     options = {"backbone": backbone, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     first = _load(base, None, options)
@@ -214,30 +211,10 @@ def _drop_prompt(_: Any, __: Any, inputs: dict[str, Any], output: Any) -> Any:
 
 def _quantize(audited: AuditedModel, quantization: Quantization) -> AuditedModel:
     """A copy of a plain model with the weights of its linear layers in int8 or int4."""
-    try:
-        from torchao import quantization as torchao
-    except ImportError:
-        raise MissingExtraError("torchao", "quantised", "Quantising a model") from None
-    import torch
-
     if not audited.is_bare:
         raise EvaluationError(f"{audited.name} is no plain model, so it can't be quantised here: name a model.")
-    configs = {
-        "int8": lambda: torchao.Int8WeightOnlyConfig(),
-        "int4": lambda: torchao.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4,  # type: ignore[attr-defined]  # which torch's stubs lack
-            granularity=torchao.PerGroup(_INT4_GROUP),
-        ),
-    }
-    if quantization not in configs:
-        raise EvaluationError(f"There is no quantisation {quantization!r}: int8 and int4 are known.")
     model = copy.deepcopy(audited.backbone.bare_model)
-    try:
-        torchao.quantize_(model, configs[quantization]())
-    except (AssertionError, RuntimeError, NotImplementedError) as error:  # of widths that its kernels don't take
-        raise EvaluationError(
-            f"{audited.name} can't be quantised to {quantization} ({first_line(error)}): leave --quantize out."
-        ) from error
+    quantize_weights(model, quantization, audited.name)
     backbone = Backbone.wrap(model, audited.backbone.tokenizer, f"{audited.name} in {quantization}")
     return AuditedModel(backbone.name, backbone, backbone.model, audited.tokenizer, is_bare=True)
 
