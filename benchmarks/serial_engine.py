@@ -18,7 +18,7 @@ from graftlm.grafts import GraftedModel
 from graftlm.grafts.graft_set import trace_values
 from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
 from graftlm.serving.protocol import EngineFinishReason, Finish, GenerationRequest, TokenOutput
-from graftlm.serving.sampling import RowSampling, SampledToken
+from graftlm.serving.sampling import RowSampling
 
 
 class SerialEngine(ThreadedEngine):
@@ -70,7 +70,7 @@ class SerialEngine(ThreadedEngine):
     @torch.inference_mode()
     def _sampled_tokens(
         self, scheduled: ScheduledRequest, model: GraftedModel
-    ) -> Iterator[tuple[SampledToken, dict[str, float]]]:
+    ) -> Iterator[tuple[TokenOutput, dict[str, float]]]:
         """Each token with its trace, without end."""
         request = scheduled.request
         cache = DynamicCache(config=model.config)
@@ -81,10 +81,10 @@ class SerialEngine(ThreadedEngine):
             )
             logits = output.logits[0, -1].float()
             token = sample_row(changed(logits, scheduled.sampling), request, scheduled.sampling.generator)
-            sampled = SampledToken(token)
+            sampled = TokenOutput(token, "")
             if request.logprobs is not None:
                 logprobs = logits.log_softmax(-1)
-                sampled = SampledToken(token, float(logprobs[token]), most_likely(logprobs, request.logprobs))
+                sampled = TokenOutput(token, "", float(logprobs[token]), most_likely(logprobs, request.logprobs))
             yield sampled, trace_values(traces, 0) if request.trace else {}
             ids = torch.tensor([[token]], device=model.device)
 
@@ -100,7 +100,7 @@ def changed(logits_V: Tensor, row: RowSampling) -> Tensor:
     for token, count in row.counts.items():
         logits[token] -= request.presence_penalty + count * request.frequency_penalty
     if row.matcher is not None:
-        allowed = row.matcher.allowed()
+        allowed = row.matcher.compute_logit_bias()
         for token in range(len(logits)):
             if token >= len(allowed) or not allowed[token]:
                 logits[token] = -torch.inf

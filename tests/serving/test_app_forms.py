@@ -261,12 +261,12 @@ def test_the_grammar_of_calls(required: bool, parallel: bool) -> None:
 
     def follows(text: str) -> bool:
         """Whether the grammar lets the text be an answer."""
-        matcher = grammar.matcher()
+        matcher = grammar.deep_copy()
         for token in service.tokenizer.encode(text, special=False):
-            if not matcher.allowed()[token]:
+            if not matcher.compute_logit_bias()[token]:
                 return False
-            matcher.add(token)
-        return bool(matcher.allowed()[1])
+            matcher.consume_token(token)
+        return bool(matcher.compute_logit_bias()[1])
 
     wrong = CALL.replace("city", "town")
     assert follows(CALL)

@@ -35,7 +35,7 @@ from graftlm.serving.protocol import (
     ShuttingDownError,
     TokenOutput,
 )
-from graftlm.serving.sampling import RowSampling, SampledToken, sample
+from graftlm.serving.sampling import RowSampling, sample
 from graftlm.serving.tokenization import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ScheduledRequest:
         return "time" if time.monotonic() > self._deadline else None
 
     def add(
-        self, sampled: SampledToken, trace: dict[str, float], tokenizer: PreTrainedTokenizerBase
+        self, sampled: TokenOutput, trace: dict[str, float], tokenizer: PreTrainedTokenizerBase
     ) -> tuple[TokenOutput, Finish | None]:
         """The output of a sampled token, and the end at a stop string, the grammar's end or the maximum length."""
         if self._detokenizer is None:
@@ -77,7 +77,7 @@ class ScheduledRequest:
         text, stopped = self._detokenizer.add(sampled.token)
         complete = self.sampling.add(sampled.token)
         self.answer.append(sampled.token)
-        output = TokenOutput(sampled.token, text, sampled.logprob, sampled.top, trace, self.index)
+        output = replace(sampled, text=text, trace=trace, index=self.index)
         if stopped:
             return output, replace(self.finish("stop"), text="")
         if complete:

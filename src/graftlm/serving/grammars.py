@@ -13,10 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
-from torch import Tensor
 
 from graftlm.serving.protocol import ServingError
 
@@ -31,31 +29,6 @@ LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
 """
 
 
-class Grammar:
-    """A compiled grammar, and the state of one answer in it."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-
-    def matcher(self) -> Grammar:
-        """A copy for another answer."""
-        return Grammar(self._matcher.deep_copy())
-
-    @property
-    def problem(self) -> str:
-        """Why the answer can not go on, such as a grammar whose states are too many; empty if nothing is wrong."""
-        return self._matcher.get_error()
-
-    def allowed(self) -> Tensor:
-        """(V,) bool: the tokens that may come next, end tokens included; none after a problem."""
-        return torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
-
-    def add(self, token: int) -> bool:
-        """Go on by a token; whether nothing can follow it."""
-        self._matcher.consume_token(token)
-        return self._matcher.is_stopped() and not self.problem
-
-
 class GrammarCompiler:
     """Compiles grammars for a model's tokenizer, number of tokens and end tokens. All methods are thread-safe.
 
@@ -68,33 +41,33 @@ class GrammarCompiler:
         self._tokens: LLTokenizer | None = None
         self._matcher = lru_cache(maxsize=64)(self._new_matcher)
 
-    def json(self, schema: Mapping[str, Any] | bool, param: str) -> Grammar:
+    def json(self, schema: Mapping[str, Any] | bool, param: str) -> LLMatcher:
         """JSON that a schema describes, with the spaces that `json.dumps` writes.
 
         Raises ServingError if the schema is wrong, or has a keyword that is not supported; so of the other methods.
         """
         return self._compile(LLMatcher.grammar_from_json_schema(as_text(schema, param), overrides=JSON_OPTIONS), param)
 
-    def regex(self, pattern: str, param: str) -> Grammar:
+    def regex(self, pattern: str, param: str) -> LLMatcher:
         """Text that a regular expression of Rust's syntax matches as a whole."""
         return self._compile(LLMatcher.grammar_from_regex(pattern), param)
 
-    def lark(self, grammar: str, param: str) -> Grammar:
+    def lark(self, grammar: str, param: str) -> LLMatcher:
         """Text that the rule `start` of a Lark grammar matches."""
         return self._compile(LLMatcher.grammar_from_lark(grammar), param)
 
-    def choice(self, texts: Sequence[str], param: str) -> Grammar:
+    def choice(self, texts: Sequence[str], param: str) -> LLMatcher:
         """One of these texts."""
         return self.lark("start: " + " | ".join(map(quoted, texts)), param)
 
-    def _compile(self, grammar: str, param: str) -> Grammar:
+    def _compile(self, grammar: str, param: str) -> LLMatcher:
         matcher = self._matcher(grammar)
         problem = matcher.get_error() if matcher else f"its compilation takes more than {_CPU_SECONDS} seconds"
         if matcher is None or problem:
             reason = " ".join(problem.split())[:300].rstrip(".")
             code = "grammar_too_complex" if matcher is None else None
             raise ServingError(f"{param} can't be followed ({reason}): change it.", param, code=code)
-        return Grammar(matcher)
+        return matcher
 
     def _new_matcher(self, grammar: str) -> LLMatcher | None:
         """The compiled grammar; None if a trial takes too long."""

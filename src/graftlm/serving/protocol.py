@@ -118,7 +118,7 @@ class GenerationRequest:
         repetition_penalty: divides the positive logits of tokens of the prompt and the answer, multiplies the others.
         presence_penalty, frequency_penalty: taken from the logits of tokens of the answer, once and for each time.
         logit_bias: token ids and what is added to their logits.
-        grammar: a `Grammar`, what the answer may be; None lets it be any text.
+        grammar: an `LLMatcher`, what the answer may be; None lets it be any text.
         seed: of the sampling; None draws a seed.
         stop: the continuation ends before the first of these strings.
         logprobs: number of most likely tokens to report at each step; None reports no log-probabilities.

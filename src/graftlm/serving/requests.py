@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from llguidance import LLMatcher
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -26,7 +27,6 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
-from graftlm.serving.grammars import Grammar
 from graftlm.serving.protocol import GenerationRequest, ServingError, check_model, check_prompt
 from graftlm.serving.service import Service
 from graftlm.serving.tools import tool_grammar
@@ -484,7 +484,7 @@ def _callable_tools(body: ChatRequest) -> dict[str, Any]:
     return tools
 
 
-def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, Any]) -> Grammar | None:
+def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, Any]) -> LLMatcher | None:
     """The grammar of the answer; at most one of tools, response_format and structured_outputs may set it."""
     form = body.response_format if body.response_format and body.response_format.type != "text" else None
     given = {"tools": bool(tools), body.form_key: form, "structured_outputs": body.structured_outputs}
@@ -500,7 +500,7 @@ def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, Any]) ->
     return _structured(service, body)
 
 
-def _structured(service: Service, body: ApiRequest) -> Grammar | None:
+def _structured(service: Service, body: ApiRequest) -> LLMatcher | None:
     if body.structured_outputs is None:
         return None
     ((name, value),) = body.structured_outputs.model_dump(by_alias=True, exclude_unset=True).items()

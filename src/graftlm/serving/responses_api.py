@@ -227,7 +227,7 @@ class ResponsesBuilder(ResponseBuilder):
             (part,), self._is_open = self._output[-1]["content"], False
             yield self._event_of("output_text.done", **self._at, content_index=0, text=part["text"], logprobs=[])
             yield self._event_of("content_part.done", **self._at, content_index=0, part=part)
-            yield self._done(status)
+            yield self._item("done", status)
 
     def _call(self, call: ToolCall) -> Iterator[str]:
         """A call, whose arguments come as a whole."""
@@ -235,15 +235,15 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._event_of("function_call_arguments.delta", **self._at, delta=call.arguments)
         yield self._event_of("function_call_arguments.done", **self._at, name=call.name, arguments=call.arguments)
         self._output[-1]["arguments"] = call.arguments
-        yield self._done("completed")
+        yield self._item("done", "completed")
 
     def _add(self, prefix: str, **values: Any) -> str:
-        self._output.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"} | values)
-        return self._event_of("output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        self._output.append({"id": f"{prefix}_{uuid.uuid4().hex}"} | values)
+        return self._item("added", "in_progress")
 
-    def _done(self, status: str) -> str:
+    def _item(self, what: str, status: str) -> str:
         self._output[-1]["status"] = status
-        return self._event_of("output_item.done", output_index=len(self._output) - 1, item=self._output[-1])
+        return self._event_of(f"output_item.{what}", output_index=len(self._output) - 1, item=self._output[-1])
 
     @property
     def _at(self) -> dict[str, Any]:
@@ -262,22 +262,16 @@ class ResponsesBuilder(ResponseBuilder):
         values = {"id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": status}
         values |= {"model": self.parsed.model, "error": None, "incomplete_details": None, "output": [], "usage": None}
         values |= self.parsed.repeated
-        if status == "in_progress":
+        if (end := self.choices[0].end) is None:
             return values
         if status == "incomplete":
             values["incomplete_details"] = {"reason": "max_output_tokens"}
-        if (end := self.choices[0].end) is not None and end.reason == "time":
+        if end.reason == "time":
             values["graftlm"] = {"ended": "time"}
-        return values | {"output": self._output, "usage": self._token_counts()}
-
-    def _token_counts(self) -> dict[str, Any]:
-        usage = self.usage
-        read = {"cached_tokens": 0, "cache_write_tokens": 0}
-        if usage.prompt_tokens_details is not None:
-            read["cached_tokens"] = usage.prompt_tokens_details.cached_tokens or 0
-        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-        details = {"input_tokens_details": read, "output_tokens_details": {"reasoning_tokens": 0}}
-        return counts | details | {"total_tokens": usage.total_tokens}
+        details = {"input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0}}
+        details |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": self.usage.total_tokens}
+        counts = {"input_tokens": end.prompt_tokens, "output_tokens": end.completion_tokens}
+        return values | {"output": self._output, "usage": counts | details}
 
     def choice(self, part: ChoicePart) -> Any:
         raise NotImplementedError("a response has items, and no choices")

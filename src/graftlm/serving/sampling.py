@@ -10,21 +10,11 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graftlm.serving.protocol import GenerationRequest
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """A row's next token; its log p and the most likely tokens, where they were requested."""
-
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+from graftlm.serving.protocol import GenerationRequest, TokenOutput
 
 
 class RowSampling:
@@ -34,18 +24,18 @@ class RowSampling:
         self.request = request
         self.generator = random.Random(secrets.randbits(64) if request.seed is None else request.seed)
         self.counts: Counter[int] = Counter()  # of the answer's tokens
-        self.matcher = None if request.grammar is None else request.grammar.matcher()
+        self.matcher = None if request.grammar is None else request.grammar.deep_copy()
         self.read = set(request.prompt) if request.repetition_penalty != 1 else set()
 
     def add(self, token: int) -> bool:
         """Count a sampled token; whether the grammar lets nothing follow it."""
         self.counts[token] += 1
-        return self.matcher is not None and self.matcher.add(token)
+        return self.matcher is not None and self.matcher.consume_token(token) and self.matcher.is_stopped()
 
     @property
     def problem(self) -> str:
         """Why the grammar lets the answer not go on; empty if nothing is wrong."""
-        return "" if self.matcher is None else self.matcher.problem
+        return "" if self.matcher is None else self.matcher.get_error()
 
     @property
     def changes_logits(self) -> bool:
@@ -55,8 +45,8 @@ class RowSampling:
         return bool(request.logit_bias or self.matcher is not None or penalties)
 
 
-def sample(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[SampledToken | None]:
-    """Each row's next token, as `sample_row` of the reference defines it; None where no token can follow."""
+def sample(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[TokenOutput | None]:
+    """Each row's next token, as `sample_row` of the reference has it, without a text; None where none can follow."""
     logits_BV = logits_BV.float()
     finite = logits_BV.amax(-1).isfinite()
     changed_BV = _changed(logits_BV, rows)
@@ -69,7 +59,7 @@ def sample(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[SampledToken 
             tokens[row] = token
     with_logprobs = _with_logprobs(logits_BV, [row.request for row in rows], tokens)
     usable = [number and not row.problem for number, row in zip(finite.tolist(), rows, strict=True)]
-    return [with_logprobs.get(row, SampledToken(token)) if usable[row] else None for row, token in enumerate(tokens)]
+    return [with_logprobs.get(row, TokenOutput(token, "")) if usable[row] else None for row, token in enumerate(tokens)]
 
 
 def _changed(logits_BV: Tensor, rows: Sequence[RowSampling]) -> Tensor:
@@ -97,7 +87,7 @@ def _change(logits_V: Tensor, row: RowSampling) -> None:
         penalties = [request.presence_penalty + count * request.frequency_penalty for count in counts]
         logits_V.index_add_(0, torch.tensor(tokens, device=device), -torch.tensor(penalties, device=device))
     if row.matcher is not None:
-        allowed = row.matcher.allowed().to(device)
+        allowed = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8).to(device) > 0
         logits_V[: len(allowed)].masked_fill_(~allowed[: len(logits_V)], -torch.inf)
         logits_V[len(allowed) :] = -torch.inf
 
@@ -138,7 +128,7 @@ def _likely_enough(p_RV: Tensor, requests: Sequence[GenerationRequest]) -> Tenso
 
 def _with_logprobs(
     logits_BV: Tensor, requests: Sequence[GenerationRequest], tokens: Sequence[int]
-) -> dict[int, SampledToken]:
+) -> dict[int, TokenOutput]:
     """The tokens of the rows whose requests ask for log-probabilities, by row."""
     counts = {row: request.logprobs for row, request in enumerate(requests) if request.logprobs is not None}
     if not counts:
@@ -148,5 +138,5 @@ def _with_logprobs(
     sampled = {}
     for index, (row, count) in enumerate(counts.items()):
         top = zip(ids_RK[index, :count].tolist(), values_RK[index, :count].tolist(), strict=True)
-        sampled[row] = SampledToken(tokens[row], float(logprobs_RV[index, tokens[row]]), tuple(top))
+        sampled[row] = TokenOutput(tokens[row], "", float(logprobs_RV[index, tokens[row]]), tuple(top))
     return sampled

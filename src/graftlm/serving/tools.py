@@ -11,7 +11,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from graftlm.serving.grammars import JSON_OPTIONS, Grammar, GrammarCompiler, as_text, quoted
+from llguidance import LLMatcher
+
+from graftlm.serving.grammars import JSON_OPTIONS, GrammarCompiler, as_text, quoted
 from graftlm.serving.protocol import ServingError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -26,7 +28,7 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-def tool_grammar(compiler: GrammarCompiler, tools: Mapping[str, Any], *, required: bool, parallel: bool) -> Grammar:
+def tool_grammar(compiler: GrammarCompiler, tools: Mapping[str, Any], *, required: bool, parallel: bool) -> LLMatcher:
     """The grammar of an answer with calls.
 
     `tools` has the JSON schema of each tool's arguments by name, None for no arguments. With `required` the answer is
