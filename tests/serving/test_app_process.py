@@ -183,7 +183,7 @@ def test_grafts_are_served_on_their_backbone_in_int8(home: Path) -> None:
     [
         (("--graft", "danish"), "--graft takes NAME=DIR, such as danish=runs/danish/graft, but 'danish' was given."),
         (("--graft", "a=b", "--graft", "a=c"), "--graft gives the name a twice"),
-        (("--graft", "a=nowhere"), "nowhere has no graft.json, so it is not a graft"),
+        (("--graft", "a=nowhere"), "There is no folder nowhere, so it is not a graft"),
         (("--grafts", "nowhere"), "There is no folder nowhere"),
         (("--api-keys", "nowhere"), "The file of API keys nowhere can't be read"),
         (("--chat-template", "nowhere"), "The chat template nowhere can't be read"),
