@@ -55,7 +55,7 @@ HOW = {
     "frozen half. ratio_aligned_first: all modules, the alignment before the first layer, which does so too. "
     "ratio_half_precision: with bfloat16 autocast. ratio_MODULE: with this module alone. parameters: those trained",
     "selection": "five passes over all rows as candidates, a score serves 100 steps, at least half of uniform sampling "
-    "for every task: the experiment's settings, and its 256 steps of 64 rows. ratio is ratio_pass, the pass over rows "
+    "for every task: the experiment's settings, over 256 steps of 64 rows. ratio is ratio_pass, the pass over rows "
     "without gradients and their uncertainties over the step that trains on as many, times the rows that are scored "
     "over those that are trained on, which the sampler counts. ratio_scored_once: a score serves the whole run. "
     "ratio_algorithm_1: b candidates of each task in every step, scored anew. ratio_half_precision: with scores in "

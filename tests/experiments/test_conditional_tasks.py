@@ -359,7 +359,7 @@ def test_aims_take_the_interval_of_paired_differences() -> None:
             "over_multi_task": gain,
             "over_adapters_half": -0.1,
             "over_lora": 0.0,
-            "worst_task_over_uniform": -2.5,
+            "worst_task_over_multi_task": -2.5,
         }
         fewer = {} if reached is None else {"rows_to_reach": reached}
         return [

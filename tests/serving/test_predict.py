@@ -12,10 +12,12 @@ import httpx
 import pytest
 
 from graftlm.backbone import load_backbone
+from graftlm.errors import EvaluationError
 from graftlm.generation.predict import TaskGraft, load_task_graft, predict_rows, read_question
 from graftlm.grafts.model import GraftedModel
 from graftlm.runs.recipe import run_recipe
 from graftlm.runs.task_run import TaskRecipe
+from graftlm.serving import predicting
 from graftlm.serving.protocol import EngineLimits
 from graftlm.serving.service import Service, open_service
 from graftlm.serving.settings import ServerSettings
@@ -156,7 +158,7 @@ def test_grafts_take_turns_on_one_encoder(address: str, task_graft: TaskGraft) -
         (
             {"model": "tasks", "rows": [{"task": "alike", "text": "fox"}]},
             400,
-            "Row 0 has 1 texts, but 2 are expected (a, b).",
+            "Row 0 has 1 of 2 texts (a, b): give one for each.",
         ),
         ({"model": "tasks", "rows": [{"task": "topic", "text": " "}]}, 400, "Row 0 has an empty text"),
         ({"model": "tasks", "rows": []}, 400, "rows"),
@@ -166,6 +168,22 @@ def test_what_a_client_can_mend(address: str, body: dict[str, Any], status: int,
     answer = httpx.post(f"{address}/v1/graftlm/predict", json=body, timeout=60)
     assert answer.status_code == status, answer.text
     assert sentence in answer.json()["error"]["message"]
+
+
+def test_a_row_without_a_prediction_stops_no_other(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = predicting.decode_prediction
+
+    def failing(spec: Any, row: Any, *rest: Any) -> Any:
+        if row.texts == ("bad",):
+            raise EvaluationError("not finite")
+        return decode(spec, row, *rest)
+
+    monkeypatch.setattr(predicting, "decode_prediction", failing)
+    rows = [{"task": "topic", "text": text} for text in ("bad", "fox")]
+    answer = httpx.post(f"{address}/v1/graftlm/predict", json={"model": "tasks", "rows": rows}, timeout=60)
+    bad, good = answer.json()["data"]
+    assert bad == {"task": "topic", "error": "not finite"}
+    assert good["label"]
 
 
 def test_an_encoder_writes_no_text(address: str) -> None:

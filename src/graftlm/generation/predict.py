@@ -177,7 +177,7 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
 def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str], where: str) -> LabelledRow:
     """A row without a label, of as many values as there are names; DataError otherwise, or if one can't be read."""
     if len(values) != len(names):
-        raise DataError(f"{where} has {len(values)} texts, but {len(names)} are expected ({', '.join(names)}).")
+        raise DataError(f"{where} has {len(values)} of {len(names)} texts ({', '.join(names)}): give one for each.")
     if config.type == "tagging":
         words = values[0].split() if isinstance(values[0], str) else values[0]
         if not isinstance(words, list) or not words:

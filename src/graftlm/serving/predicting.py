@@ -14,6 +14,7 @@ from graftlm.backbone import padding_id
 from graftlm.config import Config
 from graftlm.data.labelled import TaskRows
 from graftlm.data.labelled_batches import batches_by_length
+from graftlm.errors import EvaluationError
 from graftlm.evaluation.labelled import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question
 from graftlm.grafts import Graft, GraftedModel
@@ -103,7 +104,10 @@ class PredictionEngine(ThreadedEngine):
             outputs = self._model.predict(**batch.to(self._backbone.device).prediction_inputs())
             for i, output in zip(order, outputs, strict=True):
                 name, row, encoded = own[i]
-                prediction = decode_prediction(tasks[name], row, encoded, output).to_json(tasks[name], row)
+                try:
+                    prediction = decode_prediction(tasks[name], row, encoded, output).to_json(tasks[name], row)
+                except EvaluationError as error:  # of this row alone
+                    prediction = {"error": str(error)}
                 self._finish(requests[i], replace(requests[i].finish("stop"), prediction={"task": name} | prediction))
 
 
