@@ -44,7 +44,7 @@ class SchemaDraw:
         if depth == 0:
             return self.scalar()
         kinds = [self.object, self.object, self.array, self.tuple, self.either, self.both, self.reference, self.table]
-        return self.draw.choice(kinds)(depth - 1)
+        return self.draw.choice([*kinds, self.open])(depth - 1)
 
     def scalar(self) -> Schema:
         kinds = [self.integer, self.number, self.string, self.string, self.pattern, self.format, self.fixed, self.types]
@@ -94,6 +94,11 @@ class SchemaDraw:
         names = self.draw.sample(_NAMES, self.draw.randint(0, 4))
         optional = self.draw.choice([0, 0, min(1, len(names)), len(names)])
         return self.closed({name: self.any(depth) for name in names}, optional)
+
+    def open(self, depth: int) -> Schema:
+        """An object with further names."""
+        fixed = self.closed({name: self.any(depth) for name in self.draw.sample(_NAMES, 2)})
+        return fixed | {"additionalProperties": self.draw.choice([self.fixed(), {"type": "boolean"}])}
 
     def table(self, depth: int) -> Schema:
         """An object with names of a pattern."""

@@ -223,6 +223,11 @@ def test_langchain_s_client(real: openai.OpenAI) -> None:
             "tools.0: the type function is expected, and not 'web_search'",
         ),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input.0", "input.0: the type message or function_call or"),
+        (
+            {"input": [{"type": "function_call_output", "output": "sunny"}]},
+            "input.0",
+            "input.0: the call_id of a call is expected",
+        ),
         ({"input": []}, "input", "input: List should have at least 1 item"),
         ({"input": [{"role": "critic", "content": "a"}]}, "input.0.role", "input.0.role: the value should be 'system'"),
         (
@@ -247,7 +252,7 @@ def test_langchain_s_client(real: openai.OpenAI) -> None:
         ({"tool_choice": "required"}, "tool_choice", "tool_choice is 'required', and tools has none: give one."),
     ],
 )
-def test_what_does_not_fit_is_named_as_the_request_names_it(
+def test_what_does_not_fit_is_named(
     real: openai.OpenAI, body: dict[str, Any], param: str | None, sentence: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

@@ -1,6 +1,6 @@
 """Frozen models: loading, families, taps, cache layers and fingerprints."""
 
-from graftlm.backbone.cache import GrowingLayer, StateLayer, slots
+from graftlm.backbone.cache import GrowingLayer, StateLayer, left_padded, slots
 from graftlm.backbone.families import FAMILIES, Family, Site, Sites, Sublayer, register_family
 from graftlm.backbone.load import (
     UNLIMITED,
@@ -12,7 +12,6 @@ from graftlm.backbone.load import (
     fingerprint,
     generate_rows,
     leading_bos,
-    left_padded,
     load_backbone,
     max_sequence_length,
     need_backbone,

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from graftlm.backbone.cache import left_padded
 from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
 from graftlm.config import Config
 from graftlm.errors import BackboneError, MissingExtraError, WrongBackboneError, first_line
@@ -178,14 +179,6 @@ def end_ids(model: Any, tokenizer: Any) -> set[int]:
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = (*(own if isinstance(own, list | tuple) else [own]), tokenizer.eos_token_id)
     return {token for token in ids if isinstance(token, int)}
-
-
-def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: Any) -> dict[str, Any]:
-    """Arguments of `generate` for B prompts that end together: ids and mask (B, T), and the padding's id."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": padding}
 
 
 def generate_rows(

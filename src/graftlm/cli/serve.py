@@ -58,7 +58,7 @@ def serve(
         chat_template=None if chat_template is None else read_template(chat_template),
     )
     keys = read_keys(api_keys)
-    for package in ("fastapi", "openai", "prometheus_client", "uvicorn"):
+    for package in ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"):
         if find_spec(package) is None:
             raise MissingExtraError(package, "serve", "A server")
     log(f"loading {backbone}", quiet=quiet)

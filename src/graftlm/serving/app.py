@@ -121,17 +121,17 @@ def _openai_router(service: Service) -> APIRouter:
 
     @post("/completions", response_model=responses.TextCompletion, summary="Continue a text")
     async def completions(body: requests.CompletionRequest, request: Request) -> Any:
-        parsed = await asyncio.to_thread(requests.parse_completion, service, body, user_of(request))
+        parsed = await _parsed(requests.parse_completion, service, body, request)
         return await _respond(service, request, responses.CompletionBuilder, parsed)
 
-    @post("/chat/completions", response_model=responses.Chat, summary="Continue a responses_api")
+    @post("/chat/completions", response_model=responses.Chat, summary="Continue a conversation")
     async def chat(body: requests.ChatRequest, request: Request) -> Any:
-        parsed = await asyncio.to_thread(requests.parse_chat, service, body, user_of(request))
+        parsed = await _parsed(requests.parse_chat, service, body, request)
         return await _respond(service, request, responses.ChatBuilder, parsed)
 
-    @post("/responses", response_model=responses_api.Response, summary="Answer a text, or continue a responses_api")
+    @post("/responses", response_model=responses_api.Response, summary="Answer a text, or continue a conversation")
     async def response(body: responses_api.ResponsesRequest, request: Request) -> Any:
-        parsed = await asyncio.to_thread(responses_api.parse_responses, service, body, user_of(request))
+        parsed = await _parsed(responses_api.parse_responses, service, body, request)
         return await _respond(service, request, responses_api.ResponsesBuilder, parsed)
 
     @router.post("/embeddings", response_model=responses.Embeddings, summary="The mean of a text's last hidden states")
@@ -190,6 +190,13 @@ def _card(service: Service, name: str) -> responses.ModelCard:
         owned_by="graftlm",
         graftlm={"kind": kind, "chat": "plain" if service.tokenizer.plain else "template"},
     )
+
+
+async def _parsed(parse: Any, service: Service, body: Any, request: Request) -> requests.ParsedRequest:
+    """A body in the engine's terms; those whose form is compiled wait for each other, and for nobody else."""
+    with_form = any(getattr(body, key, None) for key in ("structured_outputs", "response_format", "tools", "text"))
+    pool = service.grammars.pool if with_form else None
+    return await asyncio.get_running_loop().run_in_executor(pool, parse, service, body, user_of(request))
 
 
 async def _respond(

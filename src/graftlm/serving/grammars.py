@@ -6,24 +6,27 @@ llguidance compiles a grammar for the model's tokens, and says for each row whic
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from graftlm.serving.protocol import ServingError
+from graftlm.serving.protocol import EngineError, ServingError
 
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spaces of `json.dumps`: with any spaces allowed, a weak model may write nothing else."""
-_CPU_SECONDS = 3  # for the compilation of a grammar
+_CPU_SECONDS, _BYTES = 3, 2**32  # for the compilation of a grammar
 _TRIAL = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_SECONDS}, {_CPU_SECONDS}))
+resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
 from llguidance import LLMatcher, LLTokenizer
 LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
 """
@@ -33,6 +36,7 @@ class GrammarCompiler:
     """Compiles grammars for a model's tokenizer, number of tokens and end tokens. All methods are thread-safe.
 
     Each grammar is tried in a process of its own, which is stopped if it takes too long: compilation can take hours.
+    Call the methods from the threads of `pool`.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Collection[int]) -> None:
@@ -40,6 +44,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
         self._matcher = lru_cache(maxsize=64)(self._new_matcher)
+        self.pool = ThreadPoolExecutor(2, thread_name_prefix="graftlm-grammars")
 
     def json(self, schema: Mapping[str, Any] | bool, param: str) -> LLMatcher:
         """JSON that a schema describes, with the spaces that `json.dumps` writes.
@@ -71,8 +76,12 @@ class GrammarCompiler:
 
     def _new_matcher(self, grammar: str) -> LLMatcher | None:
         """The compiled grammar; None if a trial takes too long."""
-        trial = subprocess.run([sys.executable, "-I", "-c", _TRIAL], input=grammar.encode(), stderr=subprocess.DEVNULL)
-        return LLMatcher(self._llguidance_tokens(), grammar, log_level=0) if trial.returncode == 0 else None
+        trial = subprocess.run([sys.executable, "-P", "-c", _TRIAL], input=grammar.encode(), stderr=subprocess.DEVNULL)
+        if trial.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+            return None
+        if trial.returncode:
+            raise EngineError(f"A trial of this form ended with status {trial.returncode}: ask again, or change it.")
+        return LLMatcher(self._llguidance_tokens(), grammar, log_level=0)
 
     def _llguidance_tokens(self) -> LLTokenizer:
         with self._lock:

@@ -44,9 +44,10 @@ def _as_message(item: Any) -> Any:
         return item
     kind = _checked_type(item, "message", "message", "function_call", "function_call_output")
     values = {key: value for key, value in item.items() if key not in ("type", "id", "status")}
+    if kind != "message" and not values.get("call_id"):
+        raise ValueError("the call_id of a call is expected")
     if kind == "function_call":
-        call_id = {"id": values.pop("call_id")} if "call_id" in values else {}
-        return {"role": "assistant", "tool_calls": [call_id | {"function": values}]}
+        return {"role": "assistant", "tool_calls": [{"id": values.pop("call_id"), "function": values}]}
     if kind == "function_call_output":
         names = {"call_id": "tool_call_id", "output": "content"}
         return {"role": "tool"} | {names.get(key, key): value for key, value in values.items()}
