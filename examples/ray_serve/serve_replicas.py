@@ -5,7 +5,8 @@
 
 Each replica is a whole server: it loads the backbone, answers in batches of its own, and reads grafts anew when their
 files change. A prompt goes to the replica that has read the longest beginning of it for the same model, whose prefix
-cache then has it; where that replica is full, to the next. Ray starts and stops replicas as requests come.
+cache then has it. Where that replica has a full batch, or nobody knows the prompt, it goes to the replica with the
+fewest requests. Ray starts and stops replicas as requests come.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import random
 import signal
 import threading
 from collections import OrderedDict
@@ -23,13 +25,19 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import RequestRouter
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
+
+from graftlm.serving.errors import error_response
+from graftlm.serving.protocol import QueueFullError, ServingError
+from graftlm.serving.settings import ServerSettings, read_keys
 
 BLOCK = 256  # characters; about the 64 tokens of a block of the servers' prefix cache
 MAX_BLOCKS = 64  # of a prompt that are looked at
 KEPT = 20_000  # blocks that are remembered for each replica
+BATCH = 16  # requests that a replica generates at a time
 MAX_BODY = 8 * 2**20  # bytes, as a server takes them at most
 
 
@@ -50,24 +58,24 @@ def prefixes(body: bytes) -> list[str]:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that has read the longest beginning of its prompt, else to the next best."""
+    """Sends a request to the replica that has read the longest beginning of its prompt, else to the least busy."""
 
     def initialize_state(self) -> None:
         self._read: dict[Any, OrderedDict[str, None]] = {}
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Ranks of replicas: Ray takes the first one with room for another request."""
+        """Ranks of replicas: of the first with room for another request, Ray takes the one with the fewest."""
         hashes = pending_request.args[0] if pending_request is not None and pending_request.args else []
+        least_busy = random.sample(candidate_replicas, len(candidate_replicas))  # in any order, as Ray compares them
 
         def known(replica: Any) -> int:
             return sum(one in self._read.get(replica.replica_id, ()) for one in hashes)
 
-        best = max(map(known, candidate_replicas), default=0)
-        if best == 0:  # nobody has read it: the replica that has the least to remember
-            ranked = sorted(candidate_replicas, key=lambda replica: len(self._read.get(replica.replica_id, ())))
-        else:
-            ranked = sorted(candidate_replicas, key=known, reverse=True)
-        return [[replica] for replica in ranked]
+        def has_room(replica: Any) -> bool:
+            return (self.replica_queue_len_cache.get(replica.replica_id) or 0) < BATCH
+
+        readers = [replica for replica in candidate_replicas if known(replica) and has_room(replica)]
+        return [*([replica] for replica in sorted(readers, key=known, reverse=True)), least_busy]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         read = self._read.setdefault(replica_id, OrderedDict())
@@ -86,13 +94,12 @@ class PrefixRouter(RequestRouter):
 class Replica:
     """A whole server, whose application is called with the parts of a request and yields those of its answer."""
 
-    def __init__(self, backbone: str, grafts: str | None) -> None:
+    def __init__(self, backbone: str, grafts: str | None, host: str) -> None:
         from graftlm.backbone import default_device, load_backbone
         from graftlm.serving.app import create_app
         from graftlm.serving.service import open_service
-        from graftlm.serving.settings import ServerSettings, read_keys
 
-        settings = ServerSettings(host="0.0.0.0")  # noqa: S104  # Ray's proxy listens, under any name
+        settings = ServerSettings(host=host)  # where Ray's proxy listens: a local one answers to local names alone
         model = load_backbone(backbone, device=default_device())
         self._app = create_app(open_service(model, folder=grafts, settings=settings, keys=read_keys()))
         self._lifespan: Any = None
@@ -118,29 +125,46 @@ class Replica:
             task.cancel()
 
 
+def too_large() -> Response:
+    """The error that `graft serve` sends."""
+    message = f"The request is larger than {MAX_BODY:,} bytes, which is the most: send less text."
+    return error_response(ServingError(message, status=413, code="request_too_large"))
+
+
 class Front:
-    """Reads the bodies of requests, by which replicas are chosen, and passes answers on as they come."""
+    """Reads the bodies of requests, by which replicas are chosen, and passes answers on as they come.
+
+    It checks key and size before it reads a body; whatever else is wrong, the replica says.
+    """
 
     def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas.options(stream=True)
+        self._replicas, self._keys = replicas.options(stream=True), read_keys()
 
     async def __call__(self, request: Request) -> Response:
-        body = bytearray()
+        headers, body = request.headers, bytearray()
+        if self._keys and request.method == "POST" and not self._keys.name_of_header(headers.get("authorization", "")):
+            message = "The API key is missing or wrong: send the header Authorization: Bearer KEY."
+            return error_response(ServingError(message, status=401, code="invalid_api_key"))
+        if int(headers.get("content-length") or 0) > MAX_BODY:
+            return too_large()
         async for part in request.stream():
             body += part
             if len(body) > MAX_BODY:
-                return PlainTextResponse(f"The request is larger than {MAX_BODY:,} bytes.\n", status_code=413)
+                return too_large()
         keys = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
         scope = {key: request.scope[key] for key in keys if key in request.scope}
         parts = self._replicas.answer.remote(prefixes(bytes(body)), {**scope, "root_path": ""}, bytes(body))
-        status, headers = await anext(aiter(parts))
+        try:
+            status, headers = await anext(aiter(parts))
+        except BackPressureError:
+            return error_response(QueueFullError("The queue of all replicas is full: try again in a moment."))
         answer = StreamingResponse(parts, status_code=status)
         answer.raw_headers = [(bytes(name), bytes(value)) for name, value in headers]
         return answer
 
 
 def application(
-    backbone: str, grafts: str | None, replicas: int, most: int, cpus: float, gpus: float
+    backbone: str, grafts: str | None, replicas: int, most: int, cpus: float, gpus: float, host: str = "127.0.0.1"
 ) -> serve.Application:
     """Replicas behind a front; Ray keeps their number between `replicas` and `most`.
 
@@ -149,23 +173,28 @@ def application(
         grafts: a folder of grafts' folders, on a disk that every machine sees.
         replicas, most: the least and the most.
         cpus, gpus: of each.
+        host: where Ray's proxy listens.
     """
     scaling = AutoscalingConfig(
         min_replicas=replicas,
         max_replicas=most,
-        target_ongoing_requests=16,  # a full batch
+        target_ongoing_requests=BATCH,
         upscale_delay_s=10,
         downscale_delay_s=600,  # a new replica begins with an empty prefix cache
     )
-    limits: dict[str, Any] = {"max_ongoing_requests": 32, "graceful_shutdown_timeout_s": 60}
+    limits: dict[str, Any] = {
+        "max_ongoing_requests": 2 * BATCH,
+        "max_queued_requests": 256,
+        "graceful_shutdown_timeout_s": 60,
+    }
     deployment = serve.deployment(
         autoscaling_config=scaling,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         **limits,
     )
-    front = serve.deployment(max_ongoing_requests=1024, ray_actor_options={"num_cpus": 0})
-    return front(Front).bind(deployment(Replica).bind(backbone, grafts))
+    front = serve.deployment(max_ongoing_requests=1024, max_queued_requests=256, ray_actor_options={"num_cpus": 0})
+    return front(Front).bind(deployment(Replica).bind(backbone, grafts, host))
 
 
 def main() -> None:
@@ -184,7 +213,7 @@ def main() -> None:
     serve.start(http_options={"host": chosen.host, "port": chosen.port, "request_timeout_s": 600})
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # after Ray, which sets a handler of its own
-    sizes = (max(1, chosen.replicas), max(chosen.replicas, chosen.most), chosen.cpus, chosen.gpus)
+    sizes = (max(1, chosen.replicas), max(chosen.replicas, chosen.most), chosen.cpus, chosen.gpus, chosen.host)
     serve.run(application(chosen.backbone, chosen.grafts, *sizes))
     print(f"serving at http://{chosen.host}:{chosen.port}", flush=True)  # noqa: T201  # what a user waits for
     try:

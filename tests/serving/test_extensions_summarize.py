@@ -127,7 +127,7 @@ def test_a_pdf_of_too_much_text_is_refused(client: TestClient, tmp_path: Path, m
     assert message.startswith("The PDF file has more than 40 characters of text")
 
 
-@pytest.mark.parametrize("limit", [{"RLIMIT_CPU": 0}, {"RLIMIT_AS": 2**20}])
+@pytest.mark.parametrize("limit", [{"RLIMIT_CPU": 0}, {"RLIMIT_DATA": 2**20}])
 def test_a_pdf_that_takes_too_much_ends_its_own_process_alone(
     client: TestClient, tmp_path: Path, monkeypatch: Any, limit: dict[str, int]
 ) -> None:
@@ -136,7 +136,15 @@ def test_a_pdf_that_takes_too_much_ends_its_own_process_alone(
     program = f"pdf._CHILD_LIMITS = {limit}; pdf._main()"
     monkeypatch.setattr(pdf_reader, "_MAIN", f"from graftlm.pipelines.summarize.readers import pdf; {program}")
     message = refusal(client, "summarize", pdf=encoded(path))
-    assert message == "The PDF file takes more than a minute or 2 GiB of memory to read: send its text."
+    assert message == "The PDF file takes more than a minute or 512 MiB of memory to read: send its text."
+
+
+def test_a_pdf_that_waits_ends_too(client: TestClient, tmp_path: Path, monkeypatch: Any) -> None:
+    """A process that uses no time of a core ends by the clock."""
+    monkeypatch.setattr(pdf_reader, "_MAIN", "import time; time.sleep(600)")
+    monkeypatch.setitem(pdf_reader._CHILD_LIMITS, "RLIMIT_CPU", 0.5)
+    message = refusal(client, "summarize", pdf=encoded(write_pdf(tmp_path / "tea.pdf", TEA)))
+    assert message == "The PDF file takes more than a minute or 512 MiB of memory to read: send its text."
 
 
 def test_a_document_may_be_larger_than_other_requests(client: TestClient, service: Service) -> None:

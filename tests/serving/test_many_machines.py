@@ -17,6 +17,7 @@ import typer.main
 import yaml
 
 from graftlm.cli import app
+from graftlm.pipelines.summarize.readers.pdf import _CHILD_LIMITS
 from graftlm.serving.settings import KEYS_VARIABLE, ServerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -42,14 +43,18 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The example with a Ray that has nothing but the router's base class."""
 
     class RequestRouter:
+        def __init__(self) -> None:
+            self.replica_queue_len_cache: dict[str, int] = {}
+
         def update_replicas(self, replicas: list[Any]) -> None:
             self.replicas = replicas
 
-    names = ("ray", "ray.serve", "ray.serve.config", "ray.serve.request_router")
+    names = ("ray", "ray.serve", "ray.serve.config", "ray.serve.exceptions", "ray.serve.request_router")
     modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     modules["ray"].serve = modules["ray.serve"]
     modules["ray.serve"].Application = object
     modules["ray.serve.config"].AutoscalingConfig = modules["ray.serve.config"].RequestRouterConfig = SimpleNamespace
+    modules["ray.serve.exceptions"].BackPressureError = TimeoutError  # any that nothing else raises
     modules["ray.serve.request_router"].RequestRouter = RequestRouter
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -80,29 +85,73 @@ def test_a_prompt_goes_where_its_longest_beginning_was_read(example: Any) -> Non
     router.initialize_state()
     router.update_replicas(replicas)
 
-    def route(text: str) -> list[str]:
-        """Route to the first choice; all ranks in order."""
+    def ranks(text: str) -> list[set[str]]:
         request = SimpleNamespace(args=[example.prefixes(body(text))])
-        ranks = asyncio.run(router.choose_replicas(replicas, request))
-        router.on_request_routed(request, ranks[0][0].replica_id, None)
-        return [replica.replica_id for (replica,) in ranks]
+        chosen = asyncio.run(router.choose_replicas(replicas, request))
+        return [{replica.replica_id for replica in rank} for rank in chosen]
+
+    def routed(text: str, replica: str) -> None:
+        router.on_request_routed(SimpleNamespace(args=[example.prefixes(body(text))]), replica, None)
 
     long, other = "x" * 1000, "y" * 1000
-    assert route(long)[0] == "a"
-    assert route(other)[0] == "b"  # nobody knows it, and a has more to remember
-    assert route(long + "?" * 600) == ["a", "b", "c"]
-    assert route(other + "!" * 600)[0] == "b"
-    full = SimpleNamespace(args=[example.prefixes(body(long))])
-    router.on_request_routed(full, "c", None)  # a was full
-    assert route(long)[:2] == ["a", "c"]
+    assert ranks("short") == ranks(long) == [{*"abc"}]  # nobody knows it: Ray takes the one with the fewest requests
+    routed(long, "a")
+    routed(other, "b")
+    assert ranks("short") == [{*"abc"}]
+    assert ranks(long + "?" * 600) == [{"a"}, {*"abc"}]
+    assert ranks(other + "!" * 600) == [{"b"}, {*"abc"}]
+    routed(long[:600], "c")
+    assert ranks(long) == [{"a"}, {"c"}, {*"abc"}]
+    router.replica_queue_len_cache["a"] = example.BATCH
+    assert ranks(long) == [{"c"}, {*"abc"}]  # a has a full batch
     router.update_replicas(replicas[1:])
     assert set(router._read) == {"b", "c"}
-    router._read["b"] = dict.fromkeys(map(str, range(example.KEPT)))  # too many by what follows
-    router._read["b"] = type(router._read["c"])(router._read["b"])
-    router.on_request_routed(full, "b", None)
+    router._read["b"] = type(router._read["c"])(dict.fromkeys(map(str, range(example.KEPT))))  # too many with more
+    routed(long, "b")
     assert len(router._read["b"]) == example.KEPT
     assert "0" not in router._read["b"]
     assert asyncio.run(router.choose_replicas(replicas)) != []  # no request is known yet
+
+
+class Replicas:
+    """A handle of replicas that all say who asked; `error` is raised in place of an answer."""
+
+    error: Exception | None = None
+
+    def options(self, stream: bool) -> Any:
+        self.answer = SimpleNamespace(remote=self.said)
+        return self
+
+    async def said(self, prefixes: list[str], scope: dict[str, Any], body: bytes) -> Any:
+        if self.error is not None:
+            raise self.error
+        yield 200, []
+        yield body
+
+
+def test_the_front_checks_key_and_size_before_it_reads(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEYS_VARIABLE, "ann:" + "k" * 16)
+    replicas, key = Replicas(), {"authorization": "Bearer " + "k" * 16}
+    front, unread = example.Front(replicas), {"content-length": str(example.MAX_BODY + 1)}
+
+    def ask(headers: dict[str, str], size: int | None) -> tuple[int, str]:
+        """The status and the code of the error, of a request whose body can not be read where its size is None."""
+
+        async def receive() -> Any:
+            assert size is not None, "the body was read"
+            return {"type": "http.request", "body": b"." * size, "more_body": False}
+
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs}
+        answer = asyncio.run(front(example.Request(scope, receive)))
+        return answer.status_code, json.loads(answer.body)["error"]["code"] if answer.status_code != 200 else ""
+
+    assert ask({}, None) == (401, "invalid_api_key")
+    assert ask(key | unread, None) == (413, "request_too_large")
+    assert ask(key, example.MAX_BODY + 1) == (413, "request_too_large")
+    assert ask(key, 10) == (200, "")
+    replicas.error = example.BackPressureError()
+    assert ask(key, 10)[0] == 429
 
 
 # The image and the deployment of examples/kubernetes
@@ -135,7 +184,12 @@ def test_the_deployment_fits_the_server() -> None:
     port = ServerSettings().port
     assert server["ports"] == [{"name": "http", "containerPort": port}]
     assert f"EXPOSE {port}" in DOCKERFILE
-    assert {server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness")} == {"/health"}
+    assert {server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")} == {"/health"}
+    assert server["livenessProbe"]["timeoutSeconds"] > 1
+    children = 2 * _CHILD_LIMITS["RLIMIT_DATA"] // 2**20
+    assert f"two processes that read PDF files, of {children // 2}Mi each" in text
+    assert server["resources"]["limits"]["memory"] == f"{3 + children // 1024}Gi"
+    assert "annotations" not in pod["metadata"]  # a scrape without a key gets 401
     labels = pod["metadata"]["labels"]
     assert documents["Service"]["spec"]["selector"] == labels
     for kind in ("Deployment", "PodDisruptionBudget"):

@@ -159,6 +159,18 @@ def test_a_chat_goes_on_with_what_was_said(page: Page, engine: ScriptedEngine) -
     expect(page.locator(".tokens")).to_have_count(0)
 
 
+def test_a_new_chat_forgets_an_answer_that_is_still_written(page: Page, engine: ScriptedEngine) -> None:
+    page.get_by_label("Chat").check()
+    generate(page, f"Go on {ENDLESS}")
+    expect(column(page, "danish").get_by_role("status")).to_contain_text("so far")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("button", name="Generate")).to_be_enabled()
+    expect(column(page, "danish").get_by_role("status")).to_have_text("")
+    generate(page, "Hello.")
+    expect(column(page, "danish").locator(".tokens")).to_contain_text("This is danish")
+    assert ENDLESS not in engine.tokenizer.decode(list(engine.requests[-1].prompt))
+
+
 def test_a_chat_has_a_system_prompt_and_enter_sends(page: Page, engine: ScriptedEngine) -> None:
     expect(page.get_by_label("System prompt")).to_be_hidden()
     page.get_by_label("Chat").check()

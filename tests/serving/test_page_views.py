@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,20 @@ def test_a_passage_that_markdown_hides_shows_the_text_as_it_is(page: Page) -> No
     summarized(page, MARKDOWN, ["javascript:alert(1)"], "markdown")
     expect(page.locator(".source mark a")).to_have_text("javascript:alert(1)")
     expect(page.locator(".source")).to_contain_text("# Tea & <b>more</b>")
+
+
+def test_markdown_of_any_form_is_drawn_at_once_and_with_its_empty_cells(page: Page) -> None:
+    blanks = " " * 5000
+    worst = (
+        f"# a{blanks}b #\n\na|b\n-{blanks}x\n\na{'`' * 5000}\n\n{'**a ' * 2000}\n\n|1||3|\n|-|:-:|-|\n|4|\\||6|\n\nTea."
+    )
+    began = time.monotonic()
+    summarized(page, worst, ["Tea."], "markdown")
+    assert time.monotonic() - began < 20  # minutes before
+    source = page.locator(".source")
+    expect(source.locator("h3")).to_have_text(re.compile("^a +b$"))
+    expect(source.locator("th")).to_have_text(["1", "", "3"])
+    expect(source.locator("td")).to_have_text(["4", "|", "6"])
 
 
 # Limits and names

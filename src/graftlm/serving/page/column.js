@@ -90,6 +90,7 @@ export class Column {
     const { mode, prompt } = asked;
     complain(this.error);
     if (mode === "completion") this.clear();
+    const history = this.history; // the column has another one once it is cleared, and then this answer is gone
     const answer = new TokenText(this.labels);
     answer.mode = this.colour;
     answer.name(this.title.textContent);
@@ -100,10 +101,10 @@ export class Column {
     this.status.textContent = "Waiting for the first token …";
     try {
       const finish = await this.listen(asked, answer, clock, signal);
-      this.status.textContent = told(answer, clock, finish);
-      this.remember(mode, prompt, answer);
+      this.end(asked, answer, history, told(answer, clock, finish));
     } catch (error) {
-      this.fail(mode, prompt, error, answer, clock);
+      const stopped = error.name === "AbortError";
+      this.end(asked, answer, history, stopped ? told(answer, clock, "stopped") : "", stopped ? "" : error.message);
     } finally {
       this.element.removeAttribute("aria-busy");
       this.showLegend();
@@ -138,19 +139,12 @@ export class Column {
     return { ...shared, messages: [...first, ...this.history, { role: "user", content: prompt }], logprobs: true, top_logprobs: 3 };
   }
 
-  remember(mode, prompt, answer) {
-    if (mode !== "chat") return;
-    this.history.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
-  }
-
-  fail(mode, prompt, error, answer, clock) {
-    if (error.name === "AbortError") {
-      this.status.textContent = told(answer, clock, "stopped");
-      this.remember(mode, prompt, answer);
-      return;
-    }
-    this.status.textContent = "";
-    complain(this.error, error.message);
+  /** Say how an answer ended, and remember a chat's; `history` is that of its beginning. */
+  end({ mode, prompt }, answer, history, status, mistake = "") {
+    if (this.history !== history) return;
+    this.status.textContent = status;
+    complain(this.error, mistake);
+    if (mode === "chat" && !mistake) history.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
   }
 }
 

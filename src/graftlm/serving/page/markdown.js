@@ -3,18 +3,20 @@
 import { h } from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})/;
-const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+(?=\S)/;
 const QUOTE = /^ {0,3}>[ \t]?/;
 const UNDERLINE = /^ {0,3}(=+|-+)[ \t]*$/;
-const COLUMNS = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
-const CELL = /(?:\\.|[^|\\])+/g;
+const DASHES = /^:?-+:?$/; // a cell below a table's head
+const BAR = /\\.|\|/g; // or an escaped character
 const MOST_DEPTH = 8;
+const MOST_INLINE = 20_000; // characters of a paragraph, above which its marks stay as they are
 
-// An escaped character; code; a link or an image; strong; emphasis by stars, and by low lines between words.
+// An escaped character; code; a link or an image; strong; emphasis by stars, and by low lines between words. What is
+// inside ends where another of its kind begins, so that a text of any form takes time in proportion to its length.
 const INLINE =
-  /\\([\\`*_{}[\]()#+.!>|~-])|(`+)(?!`)(.{1,2000}?)(?<!`)\2(?!`)|!?\[([^\]]{0,2000})\]\(((?:[^()\s]|\([^()\s]*\)){0,2000})[^()]{0,200}\)|(\*\*|__)(?=\S)(.{1,2000}?\S)\6|\*(?=[^\s*])(.{0,2000}?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])(.{0,2000}?[^\s_])_(?!\w)/gs;
+  /\\([\\`*_{}[\]()#+.!>|~-])|(?<!`)(`+)(?!`)(.{1,2000}?)(?<!`)\2(?!`)|!?\[([^[\]]{0,2000})\]\(((?:[^()\s]|\([^()\s]{0,2000}\)){0,2000})(?:\s[^()]{0,200})?\)|(\*\*|__)(?=\S)((?:(?!\s\6\S).){0,2000}?\S)\6|(?<!\*)\*(?=[^\s*])((?:(?!\s\*[^\s*]).){0,2000}?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])((?:(?!(?<!\w)_[^\s_]).){0,2000}?[^\s_])_(?!\w)/gs;
 
 /** The blocks of a text. `paint(start, end)` gives the nodes of these characters of it; without, they are its text. */
 export function markdown(text, paint = plain(text)) {
@@ -41,13 +43,13 @@ function block(text, lines, place, paint, state) {
   if (fence) return code(lines, place, fence[1], paint);
   const heading = HEADING.exec(line.text);
   if (heading) {
-    const start = line.start + line.text.indexOf(heading[2], heading[0].indexOf(heading[1]) + heading[1].length);
-    return [[title(state, heading[1].length, inline(text, start, start + heading[2].length, paint))], place + 1];
+    const [start, end] = [heading[0].length, headingEnd(line.text, heading[0].length)];
+    return [[title(state, heading[1].length, inline(text, line.start + start, line.start + end, paint))], place + 1];
   }
   if (RULE.test(line.text)) return [[h("hr")], place + 1];
   if (ITEM.test(line.text)) return list(text, lines, place, paint);
   if (QUOTE.test(line.text)) return quote(text, lines, place, paint);
-  if (line.text.includes("|") && COLUMNS.test(lines[place + 1]?.text ?? "")) return grid(text, lines, place, paint);
+  if (line.text.includes("|") && rules(lines[place + 1]?.text ?? "")) return grid(text, lines, place, paint);
   return paragraph(text, lines, place, paint, state);
 }
 
@@ -57,6 +59,15 @@ const begins = (line) => !line.text.trim() || [FENCE, HEADING, RULE, ITEM, QUOTE
 function endOf(lines, place) {
   while (place < lines.length && !begins(lines[place])) place += 1;
   return place;
+}
+
+/** Where the words of a heading end: before its blanks, and before number signs that a blank parts from them. */
+function headingEnd(line, start) {
+  const end = line.trimEnd().length;
+  let sign = end;
+  while (line[sign - 1] === "#") sign -= 1;
+  const closed = sign < end && (sign <= start || /\s/.test(line[sign - 1]));
+  return Math.max(start, closed ? line.slice(0, sign).trimEnd().length : end);
 }
 
 function title(state, depth, nodes) {
@@ -94,11 +105,23 @@ function quote(text, lines, place, paint) {
   return [[h("blockquote", {}, ...parts)], place];
 }
 
+/** Start and end of each cell of a row, empty ones too; bars at its edges bound no cell. */
+function cells(row) {
+  const bars = [...row.matchAll(BAR)].filter((match) => match[0] === "|").map((match) => match.index);
+  const all = [-1, ...bars].map((bar, place) => [bar + 1, bars[place] ?? row.length]);
+  return all.filter(([start, end], place) => (place > 0 && place < bars.length) || row.slice(start, end).trim());
+}
+
+/** Whether a line has dashes alone in its cells, as the one below a table's head. */
+function rules(row) {
+  const dashes = cells(row).map(([start, end]) => row.slice(start, end).trim());
+  return dashes.length > 0 && dashes.every((one) => DASHES.test(one));
+}
+
 function grid(text, lines, place, paint) {
   const rows = [];
   for (let row = place; row < lines.length && lines[row].text.includes("|"); row += row === place ? 2 : 1) rows.push(lines[row]);
-  const cells = (line) => [...line.text.matchAll(CELL)].filter((cell) => cell[0].trim() || (cell.index > 0 && cell.index + cell[0].length < line.text.length));
-  const drawn = rows.map((line, number) => h("tr", {}, ...cells(line).map((cell) => h(number ? "td" : "th", {}, ...inline(text, line.start + cell.index, line.start + cell.index + cell[0].length, paint)))));
+  const drawn = rows.map((line, number) => h("tr", {}, ...cells(line.text).map(([start, end]) => h(number ? "td" : "th", {}, ...inline(text, line.start + start, line.start + end, paint)))));
   return [[h("table", { class: "words" }, h("thead", {}, drawn[0]), h("tbody", {}, ...drawn.slice(1)))], place + rows.length + 1];
 }
 
@@ -117,7 +140,7 @@ function inline(text, start, end, paint, depth = 0) {
   const put = (to) => {
     if (to > place) nodes.push(...paint(place, to));
   };
-  if (depth < MOST_DEPTH) {
+  if (depth < MOST_DEPTH && end - start <= MOST_INLINE) {
     for (const match of text.slice(start, end).matchAll(INLINE)) {
       const from = start + match.index;
       put(from);

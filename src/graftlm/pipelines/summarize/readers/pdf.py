@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -33,8 +32,8 @@ _PAGE_NUMBER = re.compile(r"\W*(?:page\s+)?(?:\d{1,4}|[ivxlc]{1,7})(?:\s*(?:of|/
 _LEADERS = re.compile(r"(?:\s?\.){5,}")  # of a table of contents
 _HYPHEN = re.compile(r"(\w+)([-‐\u00ad])\s*\n\s*$")
 _MAX_HEADING_WORDS = 15
-_MAIN = f"from {__name__} import _main; _main()"
-_CHILD_LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 2 * 2**30}  # seconds and bytes of a process that reads one file
+_MAIN = f"import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'; from {__name__} import _main; _main()"
+_CHILD_LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_DATA": 512 * 2**20}  # seconds (by the clock too) and bytes, for one file
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,7 @@ def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[li
             pages.append(text)
             lines.append(page)
             if sum(map(len, pages)) > max_characters:
-                raise DataError(
-                    f"{path} has more than {max_characters:,} characters of text: split it into its chapters."
-                )
+                raise DataError(f"{path} has more than {max_characters:,} characters of text: split it into chapters.")
     except (DataError, MemoryError):
         raise
     except document.PDFPasswordIncorrect:
@@ -83,13 +80,16 @@ def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[li
 
 
 def read_foreign_pdf(data: bytes, name: str, max_characters: int, language: str | None = None) -> SourceDocument:
-    """Read bytes from anywhere as `read_pdf` does, in a process of its own: a minute, 2 GiB of memory."""
+    """Read bytes from anywhere as `read_pdf` does, in a process of its own: a minute, 512 MiB of memory."""
     import_extra("pdfminer.high_level", "Reading PDF files")
     command = [sys.executable, "-P", "-c", _MAIN, name, str(max_characters)]
-    child = subprocess.run(command, input=data, capture_output=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
-    message, pages, blocks = json.loads(child.stdout or "[null, [], []]")
-    if message or not pages:
-        raise DataError(message or f"{name} takes more than a minute or 2 GiB of memory to read: send its text.")
+    try:
+        child = subprocess.run(command, input=data, capture_output=True, timeout=_CHILD_LIMITS["RLIMIT_CPU"])
+        message, pages, blocks = json.loads(child.stdout)
+    except (subprocess.TimeoutExpired, ValueError):  # no answer, or half of one
+        raise DataError(f"{name} takes more than a minute or 512 MiB of memory to read: send its text.") from None
+    if message:
+        raise DataError(message)
     read = [TextBlock(tuple(TextSpan(*span) for span in spans), *rest) for spans, *rest in blocks]
     return build_document(name, pages, read, language)
 
@@ -196,9 +196,8 @@ def _paragraphs(lines: list[PdfLine], kind: BlockKind, level: int, page: int, wo
         yield TextBlock(spans, level, page, "prose" if named == "heading" else named)
 
 
-def _joined(lines: Iterable[PdfLine], words: set[str]) -> Iterator[TextSpan]:
+def _joined(rows: Sequence[PdfLine], words: set[str]) -> Iterator[TextSpan]:
     """Yield the spans of lines. A hyphen at the end of a line goes where the document has the word without it."""
-    rows = list(lines)
     for line, following in zip(rows, [*rows[1:], None], strict=True):
         item = list_item(line.text) if line is rows[0] else 0
         match = _HYPHEN.search(line.text) if following is not None and following.text[:1].islower() else None
