@@ -149,10 +149,12 @@ FIGURES = {
         "15.1%": "uniform.accuracy",
     },
     "conditional_tasks": {
-        "47.4": "ca_mtl.average",
-        "44.8": "multi_task.average",
-        "49.1": "single_task.average",
-        "51.0": "multi_task_uncertainty.average",
+        "75.3": "cln_all_layers.average",
+        "74.5": "cln.average",
+        "73.0": "cln_one_vector.average",
+        "72.9": "multi_task.average",
+        "75.7": "adapters_half.average",
+        "75.0": "ca_mtl.average",
     },
     "block_state": {
         "2.274": "sh_delta.bpb_code",

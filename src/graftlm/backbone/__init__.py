@@ -1,6 +1,6 @@
 """Frozen models: loading, families, taps, cache layers and fingerprints."""
 
-from graftlm.backbone.cache import GrowingLayer, StateLayer, left_padded, slots
+from graftlm.backbone.cache import GrowingLayer, StateLayer, slots
 from graftlm.backbone.families import FAMILIES, Family, Site, Sites, Sublayer, register_family
 from graftlm.backbone.load import (
     UNLIMITED,
@@ -18,4 +18,4 @@ from graftlm.backbone.load import (
     padding_id,
     token_texts,
 )
-from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, may_read
+from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, left_padded, may_read

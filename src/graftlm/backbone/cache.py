@@ -37,14 +37,6 @@ Block = list[tuple[Tensor, Tensor]]
 """Keys and values (1, H, 64, d) of each layer."""
 
 
-def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: Any) -> dict[str, Any]:
-    """Arguments of `generate` for B prompts that end together: ids and mask (B, T), and the padding's id."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": padding}
-
-
 def slots(
     cache: Cache, owner: str, count: int, backbone_layers: int, make: Callable[[], CacheLayerMixin] = DynamicLayer
 ) -> range:

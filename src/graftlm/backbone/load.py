@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from graftlm.backbone.cache import left_padded
 from graftlm.backbone.families import FAMILIES, Sites, architecture, register_family
+from graftlm.backbone.taps import left_padded
 from graftlm.config import Config
 from graftlm.errors import BackboneError, MissingExtraError, WrongBackboneError, first_line
 from graftlm.io import ModelFiles, find_model

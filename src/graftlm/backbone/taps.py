@@ -577,3 +577,11 @@ def _static_columns(call: Call, site: Site, queries: int) -> int | None:
     if call.cache is None or layer is None or layer >= len(layers) or not is_static_layer(layers[layer]):
         return None
     return call.cache.get_mask_sizes(queries, layer)[0]
+
+
+def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: Any) -> dict[str, Any]:
+    """Arguments of `generate` for B prompts that end together: ids and mask (B, T), and the padding's id."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": padding}
