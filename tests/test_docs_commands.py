@@ -55,6 +55,8 @@ NOT_OURS = {  # the first words of commands of other programs, and why they do n
     "pip": "installs",
     "uv": "installs, or runs a command that is tested by itself",
     "accelerate": "starts processes; tests/training/test_processes.py runs it",
+    "docker": "builds an image",
+    "kubectl": "needs a cluster",
 }
 PYTHON_NOT_RUN = {  # page, what a block has in it, and why it does not run here
     ("docs/trainers.md", "SFTTrainer("): "needs trl and a chat template; tests/training/test_trainers.py runs it",

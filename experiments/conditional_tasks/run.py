@@ -409,9 +409,11 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
 def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     """The default after a part of the rows, and the part at which it reaches uniform sampling's score.
 
-    Where the default samples uniformly, the better sampler with scores takes its place.
+    Where the default samples uniformly, the better sampler with scores takes its place; norms of all layers have none,
+    so those of the upper half are taken.
     """
     modules, policy = CELLS[default]
+    modules = "cln" if modules == EVERYWHERE else modules
     if policy == "uniform":
         _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in study.samplers if policy in SCORED)]
     row, size, graft = cell_id(modules, policy), study.size, study.graft(MODULES[modules])

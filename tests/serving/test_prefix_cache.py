@@ -21,6 +21,7 @@ from graftlm.serving import engine as engine_module
 from graftlm.serving.engine import BatchingEngine, next_pass
 from graftlm.serving.protocol import EngineLimits, GenerationRequest
 from graftlm.serving.service import open_service
+from graftlm.serving.settings import ServerSettings
 from laws.examples import EXAMPLES, examples
 from serving.engines import Completion, backbone, complete, grafts, prompt, trained
 from serving.web import running
@@ -172,7 +173,7 @@ def test_rows_of_a_pass() -> None:
 
 def test_openai_s_client_is_told_what_was_cached() -> None:
     served = Backbone.wrap(tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer(), "tiny")
-    with running(open_service(served)) as address:
+    with running(open_service(served, settings=ServerSettings(port=0))) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)
         ids = [*TEXT[:150]]
         usages = [client.completions.create(model="tiny", prompt=ids, n=2, max_tokens=2).usage for _ in range(2)]
