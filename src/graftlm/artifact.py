@@ -87,9 +87,11 @@ class Manifest(Config):
             )
 
     def graft_config(self) -> GraftConfig:
-        """The graft's config. Raises ArtifactError if this version of the library does not know the kind or a key."""
+        """The graft's config. Raises ArtifactError if this version does not know the kind or a key, or misses one."""
         try:
-            return graft_config({**self.config, "kind": self.kind}, where=JSON_NAME)
+            config = graft_config({**self.config, "kind": self.kind}, where=JSON_NAME)
+            config.check_saved(self.config)
+            return config
         except RecipeError as error:
             raise ArtifactError(
                 f"The graft was written by graftlm {self.library}, and this is {__version__}: {error}"

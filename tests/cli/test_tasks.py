@@ -80,7 +80,7 @@ def test_a_file_and_stdin_in_a_new_process_say_the_same(graft: Graft, served: Pa
         (
             ("predict", "GRAFT", "--task", "alike"),
             "one text\n",
-            "stdin: line 1 has 1 of 2 texts (a, b): give one for each.",
+            "stdin: line 1: the number of texts is 1, but 2 (a, b) is expected: give one for each.",
         ),
         (
             ("predict", "GRAFT", "gone.csv", "--task", "topic"),

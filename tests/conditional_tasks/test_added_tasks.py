@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,18 @@ def test_what_can_not_be_extended(backbone: Backbone, folder: Path, tmp_path: Pa
         extend(backbone, tmp_path / "adapter")
     with pytest.raises(GraftError, match="The task name 'topics' is there already"):
         build(backbone).add_task("topics", TOPICS)
+
+
+def test_a_graft_from_before_unit_embeddings_is_refused(backbone: Backbone, folder: Path, tmp_path: Path) -> None:
+    """It would load, and predict something else."""
+    shutil.copytree(folder, tmp_path / "old")
+    manifest = json.loads((tmp_path / "old" / "graft.json").read_text())
+    del manifest["config"]["module_rate"]
+    (tmp_path / "old" / "graft.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match="has the key module_rate in its config; this one was saved before"):
+        load_graft(tmp_path / "old", backbone)
+    with pytest.raises(RecipeError, match="would predict something else: train it again"):
+        extend(backbone, tmp_path / "old")
 
 
 def test_targets_are_what_the_tools_say() -> None:

@@ -24,20 +24,10 @@ from experiments.conditional_tasks.corpora import (
     text_of,
     write_splits,
 )
-from experiments.conditional_tasks.run import (
-    ALL,
-    CELLS,
-    CONTROLS,
-    FEW,
-    FULL,
-    LABELS,
-    MODULES,
-    OFF,
-    RIVALS,
-    ConditionalTasksStudy,
-    aims,
-)
+from experiments.conditional_tasks.rows import ALL, CELLS, CONTROLS, FEW, LABELS, MODULES, OFF, RIVALS
+from experiments.conditional_tasks.run import aims
 from experiments.conditional_tasks.runs import count_changed, covariance_factor, similarity_of
+from experiments.conditional_tasks.study import FULL, ConditionalTasksStudy
 from graftlm.backbone import Backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Interval, Row, value_of

@@ -158,7 +158,7 @@ def test_grafts_take_turns_on_one_encoder(address: str, task_graft: TaskGraft) -
         (
             {"model": "tasks", "rows": [{"task": "alike", "text": "fox"}]},
             400,
-            "Row 0 has 1 of 2 texts (a, b): give one for each.",
+            "Row 0: the number of texts is 1, but 2 (a, b) is expected: give one for each.",
         ),
         ({"model": "tasks", "rows": [{"task": "topic", "text": " "}]}, 400, "Row 0 has an empty text"),
         ({"model": "tasks", "rows": []}, 400, "rows"),

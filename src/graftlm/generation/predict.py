@@ -177,7 +177,10 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
 def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str], where: str) -> LabelledRow:
     """A row without a label, of as many values as there are names; DataError otherwise, or if one can't be read."""
     if len(values) != len(names):
-        raise DataError(f"{where} has {len(values)} of {len(names)} texts ({', '.join(names)}): give one for each.")
+        expected = f"{len(names)} ({', '.join(names)})"
+        raise DataError(
+            f"{where}: the number of texts is {len(values)}, but {expected} is expected: give one for each."
+        )
     if config.type == "tagging":
         words = values[0].split() if isinstance(values[0], str) else values[0]
         if not isinstance(words, list) or not words:

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone, Call, Fingerprint, Sites, Tap
 from graftlm.config import Config
-from graftlm.errors import ArtifactError
+from graftlm.errors import ArtifactError, RecipeError
 from graftlm.grafts.heads import TaskSpec
 
 if TYPE_CHECKING:
@@ -31,14 +31,24 @@ class GraftConfig(Config):
     Attributes:
         kind: the name of the method in recipes and in the registry.
         needs_tasks: whether the graft is built for labelled tasks, which a run adds to the config.
+        saved_keys: keys that a saved config must have; without them its tensors were written for another computation.
         graft_class: the class that the config builds; set by `Graft.__init_subclass__`.
         label: the method's name in tables and plots; set with it, unless the config has one of its own.
     """
 
     kind: str
     needs_tasks: ClassVar[bool] = False
+    saved_keys: ClassVar[frozenset[str]] = frozenset()
     graft_class: ClassVar[type[Graft]]
     label: ClassVar[str]
+
+    def check_saved(self, values: Mapping[str, Any]) -> None:
+        """Raise RecipeError if `values`, the saved config that this one was read from, lack one of `saved_keys`."""
+        if missing := sorted(self.saved_keys - values.keys()):
+            raise RecipeError(
+                f"a graft of the kind {self.kind} has the key {missing[0]} in its config; this one was saved before "
+                "there was one, and would predict something else: train it again."
+            )
 
     @property
     def has_auxiliary_loss(self) -> bool:

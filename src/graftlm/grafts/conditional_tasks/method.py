@@ -73,6 +73,7 @@ class ConditionalTasksConfig(GraftConfig):
     """
 
     needs_tasks: ClassVar[bool] = True
+    saved_keys: ClassVar[frozenset[str]] = frozenset({"module_rate"})  # before it, embeddings had any length
 
     kind: Literal["conditional-tasks"] = "conditional-tasks"
     tasks: dict[str, TaskSpec] = {}
@@ -361,6 +362,7 @@ def read_trained(
             f"{folder}, which is to be extended, was trained on another backbone than {backbone.name}: {difference}."
         )
     trained = ConditionalTasksConfig.parse({**values, "kind": kind}, where=str(folder))
+    trained.check_saved(values)
     if both := sorted(set(trained.tasks) & set(config.tasks)):
         raise RecipeError(f"The graft {folder} has a task {both[0]} already: name the new one another way.")
     return trained, tensors

@@ -1,0 +1,88 @@
+"""The rows of the experiment: modules and samplers, their controls and rivals, and the table that each stands in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graftlm.data.samplers import SCORED
+
+TABLES = ("1", "rivals", "uncertainty", "learnability", "samplers", "few", "rows")
+OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
+FINE_TUNING = OFF | {"frozen": 0}
+ALL = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
+MODULES: dict[str, dict[str, Any]] = {"none": OFF} | {
+    name: OFF | {key: ALL[key]}
+    for name, key in (
+        ("attention", "attention"),
+        ("bottleneck", "bottleneck"),
+        ("alignment", "alignment"),
+        ("cln", "norm"),
+    )
+}
+MODULES["all"] = ALL
+EVERYWHERE = "cln_all_layers"  # samples uniformly alone
+MODULES[EVERYWHERE] = MODULES["cln"] | {"modulated": 1.0}
+NAMES = {"none": "multi_task", "all": "ca_mtl"}  # of rows, as of the modules' other names
+SAMPLERS = ("uniform", *SCORED)
+OTHER_SAMPLERS = ("size", "temperature", "entropy")  # without modules alone
+CONTROLS = {"cln_one_vector": "cln", "cln_all_layers_one_vector": EVERYWHERE}  # what conditions them is missing
+RIVALS: dict[str, dict[str, Any]] = {
+    "adapters": {"form": "bottleneck", "frozen": 1},
+    "adapters_half": {"form": "bottleneck"},
+    "lora": {"form": "lora", "shared": True, "frozen": 1},
+    "lora_per_task": {"form": "lora", "frozen": 1},
+    "hyper": {"form": "hyper", "frozen": 1},
+}
+FEW: dict[str, tuple[str, dict[str, Any]]] = {
+    "few_added": ("added to a trained graft: its embedding and its head train", {"adapts": "added"}),
+    "few_whole": ("added to a trained graft: the whole model trains", {"adapts": "all"}),
+    "few_finetune": ("fine-tuning of the encoder", FINE_TUNING),
+}
+SIMILAR = ("multi_task", "ca_mtl")
+
+
+def cell_id(modules: str, sampler: str) -> str:
+    """The row of a combination: multi_task and ca_mtl_uniform sample uniformly, ca_mtl by uncertainty as published."""
+    if modules == "all":
+        return {"uniform": "ca_mtl_uniform", "uncertainty": "ca_mtl"}.get(sampler, f"ca_mtl_{sampler}")
+    name = NAMES.get(modules, modules)
+    return name if sampler == "uniform" else f"{name}_{sampler}"
+
+
+CELLS = {
+    cell_id(modules, sampler): (modules, sampler)
+    for modules in MODULES
+    for sampler in SAMPLERS
+    if modules != EVERYWHERE or sampler == "uniform"
+}
+MODULE_LABELS = {
+    "none": "multi-task fine-tuning, half the layers frozen",
+    "attention": "conditional attention",
+    "bottleneck": "conditional bottleneck",
+    "alignment": "conditional alignment",
+    "cln": "conditional layer norm",
+    "all": "all modules",
+    EVERYWHERE: "conditional layer norm in the frozen layers as well",
+}
+LABELS = {
+    "single_task": "single-task fine-tuning, one model each",
+    **{row: f"{MODULE_LABELS[modules]}, {sampler}" for row, (modules, sampler) in CELLS.items()},
+    **{f"multi_task_{sampler}": f"{MODULE_LABELS['none']}, {sampler}" for sampler in OTHER_SAMPLERS},
+    **{row: f"{MODULE_LABELS[modules]}, one vector for all tasks, uniform" for row, modules in CONTROLS.items()},
+    "adapters": "adapters, parallel bottleneck, frozen encoder",
+    "adapters_half": "the same adapters, upper half trained as well",
+    "lora": "one LoRA for all tasks, frozen encoder",
+    "lora_per_task": "a LoRA for each task, frozen encoder",
+    "hyper": "adapters that a hypernetwork makes, frozen encoder",
+}
+
+
+def table_of(row: str) -> str:
+    """The table that a row stands in."""
+    if row.removeprefix("multi_task_") in OTHER_SAMPLERS:
+        return "samplers"
+    if row in ("adapters", "lora_per_task", "hyper"):
+        return "rivals"
+    if row in (f"{name}_uncertainty" for name in ("attention", "bottleneck", "alignment")):
+        return "uncertainty"
+    return "learnability" if row.endswith("learnability") else "1"
