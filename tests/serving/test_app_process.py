@@ -101,7 +101,7 @@ def test_servers_that_are_killed_and_stopped(home: Path, start: Start) -> None:
     before = answers_of_a_long_prompt(address)
     assert [known for _, known in before] == [False, True]
     check_kill(home, process)
-    process, address = start("--graft", "danish=danish", "--grafts", "grafts")
+    process, address = start("--graft", "danish=danish", "--grafts", "grafts", "--batch-size", "1", "--grace", "200")
     assert answers_of_a_long_prompt(address) == before, "the cache was memory, and answers need none"
     check_end(process, address)
 
@@ -142,25 +142,35 @@ def check_kill(home: Path, process: subprocess.Popen[str]) -> None:
     assert not [*home.rglob(".*"), *(home / "scratch").iterdir()], "nothing is left lying about"
 
 
+def refused(client: openai.OpenAI) -> bool:
+    """Whether the server says that it ends. One that has ended fails the test: its clients got no reason."""
+    try:
+        client.models.list()
+    except openai.InternalServerError as error:
+        return "The server is shutting down and takes nothing new" in str(error)
+    return False
+
+
 def check_end(process: subprocess.Popen[str], address: str) -> None:
-    """What was begun is finished, what comes later is refused, and the process ends well."""
+    """What was begun is finished, what comes later is refused, and the process ends well.
+
+    One answer at a time, so that the work outlasts a client that gets little of the processor.
+    """
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)
     how = {"model": "danish", "prompt": "the fox", "max_tokens": 300, "temperature": 0, "stop": None}
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
         stream = client.completions.create(**how, stream=True, stream_options={"include_usage": True})
         first = next(stream)
-        whole = [pool.submit(client.completions.create, **how) for _ in range(2)]
-        assert until(lambda: sum(httpx.get(f"{address}/health").json()[key] for key in ("running", "waiting")) == 3)
+        whole = [pool.submit(client.completions.create, **how) for _ in range(12)]
+        assert until(lambda: sum(httpx.get(f"{address}/health").json()[key] for key in ("running", "waiting")) > 6)
         process.send_signal(signal.SIGTERM)
-        assert until(lambda: httpx.get(f"{address}/health").status_code == 503, 30)
-        with pytest.raises(openai.InternalServerError, match="The server is shutting down and takes nothing new"):
-            client.models.list()
+        assert until(lambda: refused(client), 30)
         chunks = [first, *stream]
         answers = [one.result() for one in whole]
     text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
     assert {one.choices[0].text for one in answers} == {text}
     assert chunks[-1].usage == answers[0].usage
-    assert process.wait(30) == 0
+    assert process.wait(200) == 0
     assert "Traceback" not in (process.stderr.read() if process.stderr else "")
 
 
