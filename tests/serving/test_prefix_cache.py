@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache
@@ -63,7 +63,7 @@ REQUESTS = st.builds(
     request,
     st.integers(1, 200),
     st.integers(0, 20),
-    st.sampled_from(["llama", "llama", "a", "b", "two", "a+b"]),
+    st.sampled_from(["llama", "llama", "a", "b", "two", "calm", "a+b", "a+calm"]),
     st.integers(1, 80),
     temperature=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 3),
@@ -73,7 +73,7 @@ REQUESTS = st.builds(
 @settings(max_examples=8, derandomize=True, phases=[Phase.generate])
 @given(st.lists(st.lists(REQUESTS, min_size=1, max_size=6), min_size=1, max_size=3), st.sampled_from([64, 256, 8192]))
 def test_answers_are_those_without_a_cache(rounds: list[list[GenerationRequest]], tokens: int) -> None:
-    served = grafts("llama")
+    served = grafts("llama") | {"calm": trained("llama", EXAMPLES["composition"][0])}
     found, engine = answers(served, rounds, tokens)
     expected, _ = answers(served, rounds, 0)
     assert_same(found, expected)
@@ -89,8 +89,22 @@ def test_every_graft_uses_the_cache_or_is_left_out_of_it(example: Any) -> None:
     found, _ = answers({"g": graft}, rounds, 8192)
     expected, _ = answers({"g": graft}, rounds, 0)
     assert_same(found, expected)
-    own_layers = example.kind in ("composition", "token-routing", "memory")
-    assert [done.finish.cached_tokens for done in found] == [0, 0, 0 if own_layers else 2 * BLOCK_TOKENS, 0]
+    left_out = example.kind in ("token-routing", "memory") or str(example) in ("two-tokenizers", "prompt")
+    assert [done.finish.cached_tokens for done in found] == [0, 0, 0 if left_out else 2 * BLOCK_TOKENS, 0]
+
+
+def test_each_row_of_a_group_keeps_its_own_layers() -> None:
+    """Blocks that are full when two rows of a graft with keys and values of its own end, behind a row of another."""
+    texts = [prompt(length)[:60] for length in (150, 160)]
+    first = [request(3, new=20), *(GenerationRequest(text, "calm", max_tokens=8) for text in texts)]
+    served = {"calm": trained("llama", EXAMPLES["composition"][0])}
+    written, _ = answers(served, [first], 0)
+    known = [(*text, *(output.token for output in done.outputs)) for text, done in zip(texts, written[1:], strict=True)]
+    again = [GenerationRequest((*text, 7), "calm", max_tokens=3, logprobs=3) for text in known]
+    found, _ = answers(served, [first, again], 8192)
+    expected, _ = answers(served, [first, again], 0)
+    assert_same(found, expected)
+    assert [done.finish.cached_tokens for done in found[-2:]] == [BLOCK_TOKENS] * 2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "block-state"])
@@ -133,28 +147,28 @@ def test_a_replaced_graft_leaves_nothing() -> None:
     assert_same([again], fresh)
 
 
-def filled(length: int) -> DynamicCache:
-    cache = DynamicCache()
-    cache.update(torch.arange(float(length)).view(1, 1, length, 1), torch.zeros(1, 1, length, 1), 0)
-    return cache
+def filled(length: int) -> list[tuple[Any, int]]:
+    layer = DynamicLayer()
+    layer.update(torch.arange(float(length)).view(1, 1, length, 1), torch.zeros(1, 1, length, 1))
+    return [(layer, 0)]
 
 
 def test_blocks_last_used_are_kept_beginnings_longest() -> None:
     prefixes, texts = PrefixBlocks(4 * BLOCK_TOKENS + 5), [prompt(2 * BLOCK_TOKENS + n) for n in (1, 2, 3)]
     for text in texts[:2]:
-        prefixes.add("o", text, filled(len(text)), 0)
+        prefixes.add("o", text, filled(len(text)))
     assert [len(prefixes.longest("o", text)) for text in texts] == [2, 2, 0]
     assert not prefixes.longest("another", texts[0])
     prefixes.longest("o", texts[0])
-    prefixes.add("o", texts[2][: BLOCK_TOKENS + 1], filled(BLOCK_TOKENS + 1), 0)
+    prefixes.add("o", texts[2][: BLOCK_TOKENS + 1], filled(BLOCK_TOKENS + 1))
     assert [len(prefixes.longest("o", text)) for text in texts] == [2, 1, 1]
     assert len(prefixes.longest("o", texts[0][: 2 * BLOCK_TOKENS])) == 1, "the last token is always read"
 
 
 def test_padding_is_no_part_of_a_block() -> None:
     prefixes, text = PrefixBlocks(1024), prompt(BLOCK_TOKENS)
-    prefixes.add("o", text, filled(BLOCK_TOKENS + 7), 0)
-    layer: Any = as_cache(prefixes.longest("o", (*text, 1)), 10, None).layers[0]
+    prefixes.add("o", text, filled(BLOCK_TOKENS + 7))
+    layer: Any = as_cache(prefixes.longest("o", (*text, 1)), 10, None, {}).layers[0]
     assert layer.keys.flatten().tolist() == list(range(7, 17))
 
 
@@ -187,7 +201,7 @@ def test_openai_s_client_is_told_what_was_cached() -> None:
 def test_a_long_text_is_looked_up_in_one_walk() -> None:
     text = prompt(64) * 2000
     prefixes = PrefixBlocks(len(text))
-    prefixes.add("o", text[:6400], filled(6400), 0)
+    prefixes.add("o", text[:6400], filled(6400))
     start = time.perf_counter()
     assert len(prefixes.longest("o", text)) == 100
     assert time.perf_counter() - start < 1, "128,000 tokens: the walk ends at the first unknown block"

@@ -34,7 +34,7 @@ _SLOTS = "_graft_slots"
 _MIN_SPARE_TOKENS = 64
 BLOCK_TOKENS = 64  # of the prefix cache
 Block = list[tuple[Tensor, Tensor]]
-"""Keys and values (1, H, 64, d) of each layer."""
+"""Keys and values (1, H, 64, d) of each layer, the backbone's first."""
 
 
 def slots(
@@ -70,6 +70,18 @@ def slots(
     return slots_by_owner[owner]
 
 
+def slots_of(cache: Cache) -> dict[str, range]:
+    """The layers of each owner in a cache; `as_cache` takes them for another cache."""
+    return dict(vars(cache).get(_SLOTS, {}))
+
+
+def move_own_layers(source: Cache, target: Cache, backbone_layers: int) -> None:
+    """Move all layers behind the backbone's to the end of another cache, with their owners."""
+    target.layers += source.layers[backbone_layers:]
+    del source.layers[backbone_layers:]
+    vars(target)[_SLOTS] = vars(source).pop(_SLOTS, {})
+
+
 def is_static_layer(layer: Any, *, window: bool = True) -> bool:
     """Whether a cache layer has columns for tokens that are yet to come; with `window=False`, for all tokens."""
     return isinstance(layer, StaticLayer) and (window or not isinstance(layer, StaticSlidingWindowLayer))
@@ -77,7 +89,7 @@ def is_static_layer(layer: Any, *, window: bool = True) -> bool:
 
 def counted_tokens(cache: Cache) -> int | None:
     """The number of tokens in the first filled layer of a graft that `counts_tokens`; None without one."""
-    layers: list[Any] = [cache.layers[indices[0]] for indices in getattr(cache, _SLOTS, {}).values()]
+    layers: list[Any] = [cache.layers[indices[0]] for indices in slots_of(cache).values()]
     counts = (layer.get_seq_length() for layer in layers if getattr(layer, "counts_tokens", False))
     return next((count for count in counts if count), None)
 
@@ -200,7 +212,7 @@ def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
 
     Raises JoinError if owners, layer types or numbers of columns differ.
     """
-    forms = [(vars(cache).get(_SLOTS, {}), len(cache.layers)) for cache in caches]
+    forms = [(slots_of(cache), len(cache.layers)) for cache in caches]
     if any(form != forms[0] for form in forms):
         raise JoinError("The caches have layers of different owners: join only caches of the same grafts.")
     joined = copy.copy(caches[0])
@@ -284,17 +296,18 @@ class PrefixBlocks:
         self._touch(keys)
         return [self._blocks[key][1] for key in keys]
 
-    def add(self, owner: Hashable, text: Sequence[int], cache: Cache, row: int) -> None:
-        """Keep the blocks of a row of a cache, whose last columns are those of `text`."""
-        keys, first = [], cache.get_seq_length() - len(text)
-        layers: list[Any] = [*cache.layers]
-        for key in self._walk(owner, text):
+    def add(self, owner: Hashable, text: Sequence[int], layers: Sequence[tuple[Any, int]]) -> None:
+        """Keep the blocks of a row, given as each layer and its row there; the last columns are those of `text`."""
+        keys = []
+        for number, key in enumerate(self._walk(owner, text)):
             if key not in self._blocks:
-                columns = (slice(row, row + 1), slice(None), slice(first, first + BLOCK_TOKENS))
-                block = [(layer.keys[columns].clone(), layer.values[columns].clone()) for layer in layers]
+                block = []
+                for layer, row in layers:
+                    first = layer.get_seq_length() - len(text) + number * BLOCK_TOKENS
+                    columns = (slice(row, row + 1), slice(None), slice(first, first + BLOCK_TOKENS))
+                    block.append((layer.keys[columns].clone(), layer.values[columns].clone()))
                 self._blocks[key] = (next(self._numbers), block)
             keys.append(key)
-            first += BLOCK_TOKENS
         self._touch(keys)
         while len(self._blocks) > self.limit:
             self._blocks.popitem(last=False)
@@ -318,9 +331,15 @@ class PrefixBlocks:
             self._blocks.move_to_end(key)
 
 
-def as_cache(blocks: Sequence[Block], length: int, config: Any) -> Cache:
-    """A cache of one row for a model with this config, filled with the first `length` tokens of some blocks."""
+def as_cache(blocks: Sequence[Block], length: int, config: Any, own: dict[str, range]) -> Cache:
+    """A cache of one row for a model with this config, filled with the first `length` tokens of some blocks.
+
+    Args:
+        own: the layers of each graft, which follow the backbone's.
+    """
     cache = use_growing_layers(DynamicCache(config=config))
+    cache.layers += [DynamicLayer() for _ in range(len(blocks[0]) - len(cache.layers))]
+    vars(cache)[_SLOTS] = dict(own)
     for index, pairs in enumerate(zip(*blocks, strict=True)):
         keys, values = (torch.cat(parts, dim=-2)[..., :length, :] for parts in zip(*pairs, strict=True))
         cache.update(keys, values, index)

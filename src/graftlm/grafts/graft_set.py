@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, left_padded
-from graftlm.backbone.cache import GrowingLayer, JoinError, join, use_growing_layers
+from graftlm.backbone.cache import GrowingLayer, JoinError, join, move_own_layers, use_growing_layers
 from graftlm.backbone.row_hooks import RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
@@ -143,6 +143,7 @@ class MultiGraftModel:
         empty = use_growing_layers(DynamicCache(config=self._model.config))
         shared = join(pasts, paddings) if pasts else empty
         group = RowGroup.create(graft_set, len(prompts), shared, self._sites.n_layers)
+        move_own_layers(shared, group.cache, self._sites.n_layers)
         return MixedBatch(shared, known, [group], list(tags)), (ids, mask)
 
     def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
@@ -179,9 +180,10 @@ class MultiGraftModel:
 
 
 def keeps_columns(batch: MixedBatch) -> bool:
-    """Whether all that a new batch remembers are keys and values of the backbone, with a column for each token."""
-    layers, seen = batch.cache.layers, batch.groups[0].cache.layers
-    return all(type(layer) is GrowingLayer for layer in layers) and len(seen) == len(layers)
+    """Whether all that a new batch remembers are keys and values, with a column for each token."""
+    layers: list[Any] = [layer for layer, _ in batch.layers_of(0)]
+    types = {type(layer) for layer in layers} <= {GrowingLayer, DynamicLayer}
+    return types and {layer.get_seq_length() for layer in layers} == {batch.mask.shape[1]}
 
 
 def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str, float]]:

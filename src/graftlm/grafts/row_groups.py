@@ -233,6 +233,12 @@ class MixedBatch:
         self._select(sorted(kept))
         self._trim()
 
+    def layers_of(self, row: int) -> list[tuple[Any, int]]:
+        """The layers that a row's columns are in, the backbone's first, each with the row's index there."""
+        group = next(group for group in self.groups if row < group.span.rows.stop)
+        own = group.cache.layers[len(self.cache.layers) :]
+        return [(layer, row) for layer in self.cache.layers] + [(layer, row - group.span.rows.start) for layer in own]
+
     def split(self, number: int) -> None:
         """Make each row of a group a group of its own."""
         group = self.groups[number]

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import end_ids
-from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache
+from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache, slots_of
 from graftlm.errors import GraftError
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
 from graftlm.grafts.row_groups import MixedBatch
@@ -260,7 +260,7 @@ class BatchingEngine(ThreadedEngine):
         self._unread: list[ScheduledRequest] = []  # admitted requests
         self._begun: MixedBatch | None = None  # one row, whose prompt is read in part
         self._prefixes = PrefixBlocks(self.limits.prefix_tokens)
-        self._readable_in_parts: set[GraftSet] = set()
+        self._readable_in_parts: dict[GraftSet, dict[str, range]] = {}  # and the layers of their own
         self._thread.start()
 
     def replace(self, name: str, graft: object | None) -> None:
@@ -315,7 +315,7 @@ class BatchingEngine(ThreadedEngine):
             self._model.wire([graft_set for graft_set in wired if graft_set in known or graft_set in busy])
             self._has_replaced = len(known) < len(self._model.wired)
             self._prefixes.keep(known.__contains__)
-            self._readable_in_parts &= {*known}
+            self._readable_in_parts = {key: own for key, own in self._readable_in_parts.items() if key in known}
 
     def _embed(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
         """Answer requests for embeddings."""
@@ -341,8 +341,8 @@ class BatchingEngine(ThreadedEngine):
                     return  # the next long prompt may begin as this one
                 together = [requests[row] for row in rows]
                 if count:
-                    config = self._backbone.model.config
-                    pasts = [as_cache(blocks[row], len(prompts[row]) - count, config) for row in rows if known[row]]
+                    form = self._backbone.model.config, self._readable_in_parts[graft_set]
+                    pasts = [as_cache(blocks[row], len(prompts[row]) - count, *form) for row in rows if known[row]]
             requests = [request for request in requests if request not in together]
             self._unread = [request for request in self._unread if request not in together]
             self._prefill(graft_set, together, pasts, count)
@@ -363,7 +363,9 @@ class BatchingEngine(ThreadedEngine):
             return
         for request, past in zip(requests, pasts, strict=False):
             request.cached_tokens = past.get_seq_length()
-        (self._readable_in_parts.add if keeps_columns(batch) else self._readable_in_parts.discard)(graft_set)
+        self._readable_in_parts.pop(graft_set, None)
+        if keeps_columns(batch):
+            self._readable_in_parts[graft_set] = slots_of(batch.groups[0].cache)
         if new > _PART_TOKENS:
             self._begun = batch
         else:
@@ -395,7 +397,7 @@ class BatchingEngine(ThreadedEngine):
         request: ScheduledRequest = batch.tags[row]
         if request.graft_set in self._readable_in_parts:
             text = (*request.request.prompt, *request.answer)[: int(batch.mask[row].sum())]
-            self._prefixes.add(request.graft_set, text, batch.cache, row)
+            self._prefixes.add(request.graft_set, text, batch.layers_of(row))
 
     def _decode(self, batch: MixedBatch) -> None:
         """Generate one token of each row; a row whose grafts fail leaves, and the pass is repeated without it."""
