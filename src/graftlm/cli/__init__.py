@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from graftlm.cli import audit, clarify, grafts, serve, summarize, training
+from graftlm.cli import grafts, pipelines, serve, training
 from graftlm.cli.common import log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
@@ -68,10 +68,10 @@ def _root(
     pass
 
 
-_VERBS = [training.train, training.compare, training.grow, audit.audit]
+_VERBS = [training.train, training.compare, training.grow, grafts.audit]
 _VERBS += [grafts.evaluate, grafts.generate, grafts.chat, grafts.predict, grafts.inspect, grafts.export]
 _VERBS += [grafts.push, grafts.import_peft]
-_VERBS += [summarize.summarize, clarify.clarify, serve.serve]
+_VERBS += [pipelines.summarize, pipelines.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:
     app.command("eval" if _verb is grafts.evaluate else None)(_verb)
