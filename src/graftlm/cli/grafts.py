@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import configure_logging, log, print_result
+from graftlm.cli.common import log, print_result
 from graftlm.cli.inputs import (
     AsJson,
     BackboneName,
@@ -65,7 +65,6 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a graft and its backbone on texts, examples or tasks."""
-    configure_logging()
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import write_report
     from graftlm.evaluation.tables import print_side_by_side
@@ -127,18 +126,17 @@ def audit(
     quiet: Quiet = False,
 ) -> None:
     """Measure what a change of a model broke."""
-    configure_logging()
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation.audit import AuditConfig, print_audit
     from graftlm.evaluation.audit import audit as run_audit
-    from graftlm.generation.inspect import read_budget, read_lines, read_tasks, read_texts
+    from graftlm.generation.inspect import read_lines, read_tasks, read_texts
 
     given = {name: value for name, value in context.params.items() if name in AuditConfig.model_fields}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None} | {
         "tasks": [task for task in tasks.split(",") if task],
         "examples": read_tasks(examples or (), metric=metric),
         "prompts": read_lines(prompts) if prompts else [],
-        "budget": read_budget(budget or ()),
+        "budget": dict(limit.partition("=")[::2] for limit in budget or ()),
     }
     texts = read_texts(text or (), text_column=text_column)
     result = run_audit(base, tuned, out, texts=texts, progress=not quiet, **settings)
@@ -169,7 +167,6 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a grafted model, or with a model."""
-    configure_logging()
     from graftlm.cli.display import stdout_console
     from graftlm.generation.generate import Decoding, generate_text, load_model, read_prompt
     from graftlm.generation.traces import print_trace, trace_page
@@ -208,7 +205,6 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk with a grafted model, or with a model, in the terminal."""
-    configure_logging()
     from graftlm.generation.chat import ChatSession, talk
     from graftlm.generation.generate import Decoding, load_model
 
@@ -236,7 +232,6 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Print the predictions of a graft's head, one JSON per row."""
-    configure_logging()
     from graftlm.generation.predict import load_task_graft, predict_rows, read_questions
 
     task_graft = load_task_graft(
@@ -266,7 +261,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Describe a graft's folder, or print a report's table again."""
-    configure_logging()
     is_report = has_report(folder)
     from graftlm.cli.display import print_inspection, stdout_console
     from graftlm.evaluation import Results, print_table
@@ -296,7 +290,6 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write backbone and graft as one model for transformers."""
-    configure_logging()
     from graftlm.artifact import backbone_of, is_model, load_graft, read_manifest
     from graftlm.export import export_graft, export_model
 
@@ -317,7 +310,6 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Upload a graft to the Hugging Face hub."""
-    configure_logging()
     from graftlm.artifact import push_to_hub
 
     url = push_to_hub(folder, repository, private=not public)
@@ -329,7 +321,6 @@ def import_peft(
     as_json: AsJson = False,
 ) -> None:
     """List what a PEFT adapter holds, and how to use it here."""
-    configure_logging()
     from graftlm.cli.display import print_adapter
     from graftlm.generation.inspect import inspect_adapter
 
@@ -339,7 +330,6 @@ def import_peft(
 
 def methods(as_json: AsJson = False) -> None:
     """List the kinds of graft with their config keys."""
-    configure_logging()
     from graftlm.cli.display import print_methods
     from graftlm.generation.inspect import methods as registered_methods
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import configure_logging, log, logger, print_result
+from graftlm.cli.common import log, logger, print_result
 from graftlm.cli.inputs import AsJson, Device, Quiet, Trust, argument, flag, option
 from graftlm.errors import RecipeError
 
@@ -41,7 +41,6 @@ def summarize(
     quiet: Quiet = False,
 ) -> None:
     """Summarize documents, and show where each sentence came from."""
-    configure_logging()
     from rich.progress import track
 
     from graftlm.pipelines import pipeline
@@ -131,7 +130,6 @@ def clarify(
     quiet: Quiet = False,
 ) -> None:
     """Ask what a text leaves open, then translate or rewrite it."""
-    configure_logging()
     from graftlm.generation.generate import read_prompt
     from graftlm.pipelines import pipeline
 

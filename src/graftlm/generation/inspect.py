@@ -351,18 +351,6 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
 
 
-def read_budget(named: Sequence[str]) -> dict[str, float]:
-    """Numbers by name, from `name=number`. Raises DataError if a text has another form."""
-    budget = {}
-    for argument in named:
-        name, _, number = argument.partition("=")
-        try:
-            budget[name] = float(number)
-        except ValueError:
-            raise DataError(f"The budget {argument!r} is no metric and number: write --budget own_kl=0.05.") from None
-    return budget
-
-
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file, without empty ones. Raises DataError if the file can't be read, or has no text."""
     lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
