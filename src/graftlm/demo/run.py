@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -56,7 +57,8 @@ def run_demo(
     """Run the demo in a folder; a backbone that an earlier run left there is used again."""
     out, size = Path(out), QUICK if quick else DemoSize()
     corpus = make_corpus(out / "corpus", size, log)
-    make_backbone(out / "backbone", corpus, size, seed, progress=progress, log=log)
+    settings = {"size": size.model_dump(mode="json"), "seed": seed, "corpus": str(corpus)}
+    fill_once(out / "backbone", settings, partial(_pretrain, corpus, size, seed, progress=progress, log=log))
     training = _training(size, size.steps, 1e-3, seed).model_dump_json(exclude_defaults=True)
     recipe = fill_recipe("tiny.yaml", out, **size.model_dump(), seed=seed, training=training)
     return compare_recipe(recipe, progress=progress, log=log)
@@ -75,13 +77,8 @@ def make_corpus(folder: Path, size: DemoSize, log: Log) -> Path:
     return fill_once(folder, {"characters": size.characters, "python": sys.version}, fill)
 
 
-def make_backbone(folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Log) -> None:
-    """Pretrain the tiny Llama on the corpus' English and save it, unless it is there."""
-    settings = {"size": size.model_dump(mode="json"), "seed": seed, "corpus": str(corpus)}
-    fill_once(folder, settings, lambda folder: _pretrain(folder, corpus, size, seed, progress=progress, log=log))
-
-
-def _pretrain(folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Log) -> None:
+def _pretrain(corpus: Path, size: DemoSize, seed: int, folder: Path, *, progress: bool, log: Log) -> None:
+    """Pretrain the tiny Llama on the corpus' English, and save it."""
     tokenizer = train_corpus_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
     model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
     english = SourceConfig(path=str(corpus / "english.jsonl"))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
@@ -229,7 +230,7 @@ def _inspect_layers(
 
     described = dict(graft.describe(backbone))
     for name, spectra in described.pop("spectrum", {}).items():
-        layers.setdefault("effective_rank", {})[name] = [rank_of(spectrum) for spectrum in spectra]
+        layers.setdefault("effective_rank", {})[name] = [effective_rank(torch.tensor(s).diag()) for s in spectra]
     if texts:
         evaluator = BackboneEvaluator(backbone, texts, EvaluationConfig(length=length), length)
         with GraftedModel(backbone, {"graft": graft}) as model:
@@ -248,12 +249,6 @@ def effective_rank(matrix: Tensor) -> float:
     wide = wide / wide.abs().max().clamp(min=1e-30)  # fourth powers must not underflow
     gram = wide @ wide.T
     return float(gram.trace() ** 2 / gram.square().sum().clamp(min=1e-30))
-
-
-def rank_of(spectrum: Sequence[float]) -> float:
-    """`effective_rank` from singular values."""
-    squares = [value * value for value in spectrum]
-    return sum(squares) ** 2 / max(sum(square * square for square in squares), 1e-30)
 
 
 def evaluate_graft(
