@@ -136,7 +136,7 @@ def audit(
         "tasks": [task for task in tasks.split(",") if task],
         "examples": read_tasks(examples or (), metric=metric),
         "prompts": read_lines(prompts) if prompts else [],
-        "budget": dict(limit.partition("=")[::2] for limit in budget or ()),
+        "budget": {name: most for name, _, most in (each.partition("=") for each in budget or ())},
     }
     texts = read_texts(text or (), text_column=text_column)
     result = run_audit(base, tuned, out, texts=texts, progress=not quiet, **settings)

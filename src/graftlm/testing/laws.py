@@ -129,9 +129,7 @@ class GraftLaws:
         """Whether the backbone computes in bfloat16 or float16."""
         return self.backbone(family).model.dtype.itemsize < 4
 
-    def assert_close(
-        self, family: str, actual: Tensor, expected: Tensor, name: str = "The two", **limits: float
-    ) -> None:
+    def assert_close(self, family: str, actual: Tensor, expected: Tensor, name: str = "The two", **limits: Any) -> None:
         """Compare two computations of one thing; a backbone in half precision allows `ROUNDINGS` errors of its own."""
         actual, expected, limits = actual.float(), expected.float(), CLOSE | limits
         if self.is_half(family):
