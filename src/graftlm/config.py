@@ -69,24 +69,18 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         """Read a YAML file, then apply `overrides` such as `training.steps=200`."""
         return parse_overridden(lambda keys: cls.parse(keys, where=str(path)), read_yaml(path), overrides, str(path))
 
-    def to_yaml(self, path: str | Path | None = None) -> str:
-        """The config as YAML without default values; also written to `path` when given."""
+    def to_yaml(self) -> str:
+        """The config as YAML without default values."""
         values = self.model_dump(mode="json", exclude_defaults=True)
-        text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Serialise fields with one possible value, such as `kind`, even where defaults are left out."""
         fields = type(self).model_fields.items()
-        tags = {name: getattr(self, name) for name, field in fields if _is_tag(field.annotation)}
-        return tags | serialise(self)
-
-
-def _is_tag(annotation: Any) -> bool:
-    return get_origin(annotation) is Literal and len(get_args(annotation)) == 1
+        types = [(name, field.annotation) for name, field in fields]
+        tags = [name for name, type_ in types if get_origin(type_) is Literal and len(get_args(type_)) == 1]
+        return {name: getattr(self, name) for name in tags} | serialise(self)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -272,10 +266,9 @@ def _mismatch(problem: Any) -> str:
     return f"{message}, but found {shown}{quotes}"
 
 
-def _shorten(text: str, width: int = 80) -> str:
-    """`text`, shortened in the middle to `width` characters."""
-    half = width // 2 - 1
-    return text if len(text) <= width else f"{text[:half]}…{text[-half:]}"
+def _shorten(text: str) -> str:
+    """`text`, shortened in the middle to about 80 characters."""
+    return text if len(text) <= 80 else f"{text[:39]}…{text[-39:]}"
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:

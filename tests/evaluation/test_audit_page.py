@@ -14,7 +14,6 @@ from chromium import chromium
 from graftlm.backbone import Backbone
 from graftlm.evaluation.audit import Audit, audit
 from graftlm.evaluation.audit.chats import ChatAnswer, ChatQuestion
-from graftlm.evaluation.audit.page import render_page
 from tiny import tiny_model, tiny_tokenizer
 
 TEXT = ["the <old> house & the river", "a letter lay in the garden and said nothing " * 4]
@@ -88,7 +87,7 @@ def test_accessibility(page: Any, theme: str) -> None:
 
 
 def test_a_page_without_differences_says_so(found: Audit) -> None:
-    page = render_page(found.results, [], [], ["BASE and TUNED are one model."])
+    page = Audit(found.results, notes=["BASE and TUNED are one model."]).page()
     assert "No token&#x27;s prediction differs." in page or "No token's prediction differs." in page
     assert "No question was asked." in page
     assert "<base>" not in page

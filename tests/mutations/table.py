@@ -278,7 +278,7 @@ MUTATIONS = [
         ("sinusoids to 1/1,000", "selector", _SELECTOR, "-math.log(10_000) / width", "-math.log(1_000) / width"),
         ("sentences attend to padding", "selector", _SELECTOR, "src_key_padding_mask=~mask_BN", "src_key_padding_mask=None"),
         ("gain in nats", "gain", "pipelines/clarify/gain.py", "np.log2(given) - np.log2(mixture_Y)", "np.log(given) - np.log(mixture_Y)"),
-        ("likelihoods normalised together", "gain", "pipelines/clarify/gain.py", "odds / odds.sum(axis=1, keepdims=True)", "odds / odds.sum()"),
+        ("likelihoods normalised together", "gain", "pipelines/clarify/gain.py", "softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)", "softmax(np.asarray(nats_KY, dtype=np.float64))"),
     ]
 ]
 # fmt: on

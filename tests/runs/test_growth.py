@@ -59,7 +59,7 @@ def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_
     backbone = load_backbone(changed["backbone"]["name"])
     recipe = GrowthRecipe.parse(changed)
     evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
-    evaluator.backbone_scores()
+    _ = evaluator.backbone_scores
     last = tmp_path / "run" / "danish" / "graft"
     grafts = load_grafts(last, backbone)
     assert list(grafts) == ["new", "graft"]
@@ -107,7 +107,7 @@ def test_a_first_stage_that_changes_modules_is_frozen_too(
     backbone = load_backbone(changed["backbone"]["name"])
     recipe = GrowthRecipe.parse(changed)
     evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
-    evaluator.backbone_scores()
+    _ = evaluator.backbone_scores
     grafts = {name: load_graft(tmp_path / "run" / name / "graft", backbone) for name in ("new", "danish")}
     grafts["graft"] = grafts.pop("danish")
     with GraftedModel(backbone, grafts) as model:

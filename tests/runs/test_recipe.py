@@ -82,7 +82,7 @@ def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, t
 
     backbone = load_backbone(recipe.backbone.name)
     evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
-    evaluator.backbone_scores()
+    _ = evaluator.backbone_scores
     with GraftedModel(backbone, {"graft": load_graft(run / "graft", backbone)}) as model:
         measured = evaluator.measure(model, "loaded", "loaded")
     assert value_of(measured.row.metrics["new"]) == pytest.approx(value_of(row.metrics["new"]), abs=1e-5)

@@ -14,9 +14,9 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from graftlm.evaluation import Results
+from graftlm.evaluation.audit import Audit
 from graftlm.evaluation.audit.chats import ChatAnswer, ChatQuestion
 from graftlm.evaluation.audit.comparison import Passage, PassageToken
-from graftlm.evaluation.audit.page import render_page
 from graftlm.evaluation.results import Row
 from graftlm.serving import extensions
 from graftlm.serving.service import Service
@@ -356,9 +356,8 @@ def audit_page() -> str:
     tokens = [PassageToken(text, 0.5, *choices) for text in ("Tea ", "<b>is</b> ", "old")]
     answers = (ChatAnswer(HOSTILE, True, True, True), ChatAnswer("Ja.", False, True, True))
     passage = Passage("news", 0.5, f"{HOSTILE} ", tokens)
-    return render_page(
-        Results.here("audit", rows), [passage], [(ChatQuestion([1], "Is it old?"), *answers)], ["A note."]
-    )
+    conversations = [(ChatQuestion([1], "Is it old?"), *answers)]
+    return Audit(Results.here("audit", rows), [passage], conversations, ["A note."]).page()
 
 
 def test_an_audit_is_shown_with_its_graft(page: Page, service: Service) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from graftlm.backbone import generate_rows
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.pipelines.summarize import (
     Budget,
@@ -230,7 +231,13 @@ def test_repeated_sentences_are_dropped_and_told(monkeypatch: pytest.MonkeyPatch
 def test_no_run_of_tokens_comes_twice_in_a_summary(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def repeats(size: int) -> bool:
         model_writer, written = writer(method=method, max_new_tokens=40, no_repeat_ngram_size=size), []
-        monkeypatch.setattr(model_writer, "_decode", lambda ids: written.extend(ids) or ("Tea.", False))
+
+        def record(*arguments: Any, **options: Any) -> list[list[int]]:
+            rows = generate_rows(*arguments, **options)
+            written.extend(rows[0])
+            return rows
+
+        monkeypatch.setattr("graftlm.pipelines.summarize.writer.generate_rows", record)
         model_writer.write(EXTRACT)
         runs = list(zip(written, written[1:], written[2:], strict=False))
         return len({*runs}) < len(runs)

@@ -155,14 +155,14 @@ def test_several_documents_are_written_as_each_alone(method: str) -> None:
     assert model_writer.complete_batch(prompts) == [model_writer.complete_batch([prompt])[0] for prompt in prompts]
 
 
-def test_a_text_that_ends_at_the_limit_is_not_cut() -> None:
+def test_a_text_that_ends_at_the_limit_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     model_writer = writer(max_new_tokens=3)
     (word,) = model_writer._tokenize("a")
     end = model_writer.tokenizer.eos_token_id
     assert isinstance(end, int)
-    assert model_writer._decode([word, word, end]) == ("aa", False)
-    assert model_writer._decode([word, end, word]) == ("a", False)
-    assert model_writer._decode([word, word, word]) == ("aaa", True)
+    rows = [[word, word, end], [word, end], [word, word, word]]
+    monkeypatch.setattr("graftlm.pipelines.summarize.writer.generate_rows", lambda *_, **__: rows)
+    assert model_writer.complete_batch([[word]] * 3) == [("aa", False), ("a", False), ("aaa", True)]
 
 
 @pytest.mark.parametrize(

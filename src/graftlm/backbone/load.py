@@ -114,12 +114,7 @@ class Backbone:
 
         Raises BackboneError if the device does not exist, or its memory is too small.
         """
-        device = device or default_device()
-        try:
-            self.model.to(device)  # type: ignore[arg-type]  # its decorator hides the overloads
-        except (RuntimeError, AssertionError) as error:
-            reason = first_line(error).partition(". ")[0]
-            raise BackboneError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from error
+        move(self.model, device or default_device())
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises BackboneError if the backbone has no tokenizer."""
@@ -161,6 +156,15 @@ def need_backbone(value: Any) -> Backbone:
     raise BackboneError(
         f"{type(value).__name__} is no Backbone: load one with load_backbone, or make one with Backbone.wrap(model)."
     )
+
+
+def move(model: nn.Module, device: str | torch.device) -> None:
+    """Move a model to a device. Raises BackboneError if the device does not exist, or its memory is too small."""
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error).partition(". ")[0]
+        raise BackboneError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from error
 
 
 def default_device() -> torch.device:

@@ -358,7 +358,7 @@ class TapHooks:
         if "attention_mask" not in values:
             call.attention_mask = partial(token_mask_of, kwargs.get("attention_mask"), call, length)
         if values.get("token_mask") is None:
-            call.token_mask = partial(_new_columns, call, length)
+            call.token_mask = lambda: None if (mask := call.attention_mask) is None else mask[:, -length:].bool()
         if count.is_known:  # otherwise a static cache waits until a graft reads the masks
             _ = call.token_mask
         if self._stack.generation is not None and inputs is not None and not self._stack.calls:
@@ -517,11 +517,6 @@ def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
                     f"The grafts {other!r} and {owner!r} both replace what happens {tap.when} {tap.site}: "
                     "attach one of them, or train one with other layers."
                 )
-
-
-def _new_columns(call: Call, length: int) -> Tensor | None:
-    """(B, T) True for the real ones of the pass's `length` = T tokens; None when all are real."""
-    return None if call.attention_mask is None else call.attention_mask[:, -length:].bool()
 
 
 def token_mask_of(mask: Any, call: Call, length: int) -> Tensor | None:

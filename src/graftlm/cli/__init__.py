@@ -9,10 +9,10 @@ import errno
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from graftlm.cli import audit, clarify, grafts, serve, summarize, training
-from graftlm.cli.common import log
+from graftlm.cli import grafts, pipelines, serve, training
+from graftlm.cli.common import configure_logging, log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
 
@@ -43,6 +43,18 @@ class _Verbs(TyperGroup):
             raise typer.Exit(2) from None
 
 
+class _Verb(TyperCommand):
+    """A verb, whose logging is configured before it runs; its help needs none."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if recipe := ctx.params.get("recipe"):
+            from graftlm.config import read_yaml
+
+            read_yaml(recipe)  # a missing or broken file is an error before slow imports
+        configure_logging()
+        return super().invoke(ctx)
+
+
 app = typer.Typer(
     cls=_Verbs,
     name="graft",
@@ -68,13 +80,13 @@ def _root(
     pass
 
 
-_VERBS = [training.train, training.compare, training.grow, audit.audit]
+_VERBS = [training.train, training.compare, training.grow, grafts.audit]
 _VERBS += [grafts.evaluate, grafts.generate, grafts.chat, grafts.predict, grafts.inspect, grafts.export]
 _VERBS += [grafts.push, grafts.import_peft]
-_VERBS += [summarize.summarize, clarify.clarify, serve.serve]
+_VERBS += [pipelines.summarize, pipelines.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:
-    app.command("eval" if _verb is grafts.evaluate else None)(_verb)
+    app.command("eval" if _verb is grafts.evaluate else None, cls=_Verb)(_verb)
 
 
 def main() -> None:

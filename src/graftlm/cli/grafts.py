@@ -1,4 +1,4 @@
-"""Verbs of grafts: measure, generate, predict, inspect, and list the methods."""
+"""Verbs of grafts: measure, audit, generate, predict, inspect, and list the methods."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import configure_logging, print_result
-from graftlm.cli.inputs import AsJson, BackboneName, Changes, Column, Device, GraftFolder, Trust, argument, flag, option
+from graftlm.cli.common import log, print_result
+from graftlm.cli.inputs import (
+    AsJson,
+    BackboneName,
+    Changes,
+    Column,
+    Device,
+    GraftFolder,
+    Quiet,
+    Trust,
+    argument,
+    flag,
+    option,
+)
 from graftlm.errors import DataError
 from graftlm.io import has_report
 
@@ -53,7 +65,6 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a graft and its backbone on texts, examples or tasks."""
-    configure_logging()
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import write_report
     from graftlm.evaluation.tables import print_side_by_side
@@ -86,6 +97,56 @@ def evaluate(
     print_result(results.model_dump(mode="json"), as_json, lambda: print_side_by_side(results, stdout_console()))
 
 
+def audit(
+    context: typer.Context,
+    base: Annotated[str, argument("BASE", "The model before: name, folder or file.")],
+    tuned: Annotated[str, argument("TUNED", "The model after: also a graft or an adapter.")],
+    out: Annotated[Path | None, option("DIR", "Folder for the report and the page.")] = None,
+    tokens: Annotated[int, option("N", "Tokens that BASE samples; 0 samples none.", min=0)] = 10_000,
+    text: Annotated[list[str] | None, option("NAME=PATH", "Further text to compare on. Repeatable.")] = None,
+    tasks: Annotated[str, option("A,B", "Tasks of lm-evaluation-harness.")] = "",
+    limit: Annotated[int | None, option("N", "Questions per task; all by default.", min=1)] = None,
+    examples: Annotated[list[str] | None, option("NAME=FILE", "File of prompts and answers. Repeatable.")] = None,
+    metric: Annotated[str | None, option("METRIC", "Metric of --examples, as in graft eval.")] = None,
+    prompts: Annotated[Path | None, option("FILE", "Questions to answer, one a line; by default BASE's own.")] = None,
+    answers: Annotated[int, option("N", "Questions of BASE's own to answer.", min=0)] = 32,
+    max_new_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 128,
+    budget: Annotated[list[str] | None, option("METRIC=X", "Fail above this, as in own_kl=0.05. Repeatable.")] = None,
+    quantize: Annotated[str | None, option("BITS", "Audit TUNED in int8 or int4.")] = None,
+    backbone: Annotated[str | None, option("NAME", "Where the model below a graft or adapter is now.")] = None,
+    dtype: Annotated[str, option("DTYPE", "Precision of both; by default their own.")] = "auto",
+    seed: Annotated[int | None, option("N", "Seed of the sampled text.", min=0)] = None,
+    length: Annotated[int, option("N", "Tokens per text and window.", min=3)] = 256,
+    limit_tokens: Annotated[int, option("N", "Scored tokens per further text.", min=1)] = 50_000,
+    batch_size: Annotated[int, option("N", "Rows per forward pass.", min=1)] = 8,
+    text_column: Column = "text",
+    device: Device = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what a change of a model broke."""
+    from graftlm.cli.display import stdout_console
+    from graftlm.evaluation.audit import AuditConfig, print_audit
+    from graftlm.evaluation.audit import audit as run_audit
+    from graftlm.generation.inspect import read_lines, read_tasks, read_texts
+
+    given = {name: value for name, value in context.params.items() if name in AuditConfig.model_fields}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None} | {
+        "tasks": [task for task in tasks.split(",") if task],
+        "examples": read_tasks(examples or (), metric=metric),
+        "prompts": read_lines(prompts) if prompts else [],
+        "budget": {name: most for name, _, most in (each.partition("=") for each in budget or ())},
+    }
+    texts = read_texts(text or (), text_column=text_column)
+    result = run_audit(base, tuned, out, texts=texts, progress=not quiet, **settings)
+    document = result.results.model_dump(mode="json")
+    print_result(document, as_json, lambda: print_audit(result, stdout_console()))
+    if out is not None:
+        log(f"page     {result.write(out)}", quiet=quiet)
+    result.check_budget()
+
+
 def generate(
     graft: Annotated[Path, argument("GRAFT", "A graft's or model's folder.")],
     prompt: Annotated[str, argument("PROMPT", "Text to continue; - reads stdin.")],
@@ -106,7 +167,6 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a grafted model, or with a model."""
-    configure_logging()
     from graftlm.cli.display import stdout_console
     from graftlm.generation.generate import Decoding, generate_text, load_model, read_prompt
     from graftlm.generation.traces import print_trace, trace_page
@@ -145,7 +205,6 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk with a grafted model, or with a model, in the terminal."""
-    configure_logging()
     from graftlm.generation.chat import ChatSession, talk
     from graftlm.generation.generate import Decoding, load_model
 
@@ -173,7 +232,6 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Print the predictions of a graft's head, one JSON per row."""
-    configure_logging()
     from graftlm.generation.predict import load_task_graft, predict_rows, read_questions
 
     task_graft = load_task_graft(
@@ -203,7 +261,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Describe a graft's folder, or print a report's table again."""
-    configure_logging()
     is_report = has_report(folder)
     from graftlm.cli.display import print_inspection, stdout_console
     from graftlm.evaluation import Results, print_table
@@ -233,7 +290,6 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write backbone and graft as one model for transformers."""
-    configure_logging()
     from graftlm.artifact import backbone_of, is_model, load_graft, read_manifest
     from graftlm.export import export_graft, export_model
 
@@ -254,7 +310,6 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Upload a graft to the Hugging Face hub."""
-    configure_logging()
     from graftlm.artifact import push_to_hub
 
     url = push_to_hub(folder, repository, private=not public)
@@ -266,7 +321,6 @@ def import_peft(
     as_json: AsJson = False,
 ) -> None:
     """List what a PEFT adapter holds, and how to use it here."""
-    configure_logging()
     from graftlm.cli.display import print_adapter
     from graftlm.generation.inspect import inspect_adapter
 
@@ -276,7 +330,6 @@ def import_peft(
 
 def methods(as_json: AsJson = False) -> None:
     """List the kinds of graft with their config keys."""
-    configure_logging()
     from graftlm.cli.display import print_methods
     from graftlm.generation.inspect import methods as registered_methods
 

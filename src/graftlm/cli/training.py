@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import configure_logging, logger, print_report, print_result
+from graftlm.cli.common import logger, print_report, print_result
 from graftlm.cli.inputs import AsJson, Quiet, RecipeFile, RunFolder, Settings, flag, option
 from graftlm.errors import ForgettingBudgetError
 
@@ -17,10 +17,6 @@ def _run(
     name: str, recipe: Path, overrides: list[str] | None, out: Path | None, as_json: bool, quiet: bool, **options: Any
 ) -> None:
     """Read a recipe, hand it to the function of the package with this name, and print the report."""
-    from graftlm.config import read_yaml
-
-    read_yaml(recipe)  # a missing or broken file is an error before slow imports
-    configure_logging()
     import graftlm
     from graftlm.evaluation import Results
 
@@ -72,7 +68,6 @@ def demo(
 
     It needs the extra smollm2, or the hub.
     """
-    configure_logging()
     from graftlm import demo
 
     run = demo.run_demo if tiny else demo.run_chat_demo
@@ -84,7 +79,6 @@ def schema(
     as_json: Annotated[bool, flag("--json", "The schema is printed as JSON in any case.")] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
-    configure_logging()
     from graftlm.io import write_atomically
     from graftlm.runs.recipe import recipe_schema
 

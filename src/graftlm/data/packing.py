@@ -65,11 +65,6 @@ def is_prompt(marked: np.ndarray) -> np.ndarray:
     return _has_bit(marked, PROMPT)
 
 
-def is_unscored(marked: np.ndarray) -> np.ndarray:
-    """Which marked ids belong to a prompt or to another turn that is not predicted."""
-    return _has_bit(marked, PROMPT | UNSCORED)
-
-
 def _has_bit(marked: np.ndarray, bits: int) -> np.ndarray:
     return (np.where(marked < 0, ~marked, marked) & bits).astype(bool) & (marked != PADDING)
 
@@ -482,7 +477,7 @@ class Batch:
 def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, pad_id: int) -> Batch:
     """The batch of marked rows (B, L) with their domains (B,)."""
     padding = marked == PADDING
-    starts, prompt, unscored = is_start(marked), is_prompt(marked), is_unscored(marked)
+    starts, prompt, unscored = is_start(marked), is_prompt(marked), _has_bit(marked, PROMPT | UNSCORED)
     input_ids = unmark(marked, pad_id).astype(np.int64)
     separate = boundaries != "joined"
     ignored = padding | unscored | starts if separate else padding | unscored

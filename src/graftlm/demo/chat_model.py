@@ -13,8 +13,9 @@ import torch
 from pydantic import Field
 
 from graftlm.artifact import load_graft
-from graftlm.backbone import Backbone, default_device, load_backbone
+from graftlm.backbone import Backbone, default_device, end_ids, generate_rows, load_backbone
 from graftlm.config import Config
+from graftlm.data.chats import render_question
 from graftlm.demo.corpus import deal, read_installation, write_documents
 from graftlm.demo.run import fill_recipe
 from graftlm.errors import DataError
@@ -120,8 +121,8 @@ def answers(recipe: Recipe, out: Path) -> dict[str, str]:
 def answer(model: Any, backbone: Backbone) -> str:
     """The likeliest answer to the question, its end token shown."""
     tokenizer: Any = backbone.need_tokenizer()
-    messages = [{"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = inputs["input_ids"].to(backbone.device)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=_ANSWER_TOKENS, do_sample=False)
-    return repr(tokenizer.decode(output[0, ids.shape[1] :]))
+    question = render_question([{"role": "user", "content": QUESTION}], tokenizer)
+    prompts = [tokenizer(question, add_special_tokens=False)["input_ids"]]
+    options: dict[str, Any] = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False}
+    (new,) = generate_rows(model, tokenizer, prompts, end_ids(model, tokenizer), **options)
+    return repr(tokenizer.decode(new))

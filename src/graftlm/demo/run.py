@@ -8,25 +8,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import torch
 from pydantic import Field
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from graftlm.backbone import Backbone
 from graftlm.config import Config
-from graftlm.data import DataConfig, SourceConfig, build_mixture
+from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
 from graftlm.demo.corpus import deal, read_installation, write_documents
 from graftlm.evaluation import Results
-from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.io import fill_once, write_atomically
 from graftlm.runs.recipe import Recipe, compare_recipe
 from graftlm.runs.run import Log
 from graftlm.training import TrainingConfig, train
-from graftlm.training.language_model import train_tokenizer
+from graftlm.training.language_model import LanguageModel, new_model, train_tokenizer
 
 
 class DemoSize(Config):
@@ -59,7 +57,8 @@ def run_demo(
     """Run the demo in a folder; a backbone that an earlier run left there is used again."""
     out, size = Path(out), QUICK if quick else DemoSize()
     corpus = make_corpus(out / "corpus", size, log)
-    make_backbone(out / "backbone", corpus, size, seed, progress=progress, log=log)
+    settings = {"size": size.model_dump(mode="json"), "seed": seed, "corpus": str(corpus)}
+    fill_once(out / "backbone", settings, partial(_pretrain, corpus, size, seed, progress=progress, log=log))
     training = _training(size, size.steps, 1e-3, seed).model_dump_json(exclude_defaults=True)
     recipe = fill_recipe("tiny.yaml", out, **size.model_dump(), seed=seed, training=training)
     return compare_recipe(recipe, progress=progress, log=log)
@@ -78,25 +77,17 @@ def make_corpus(folder: Path, size: DemoSize, log: Log) -> Path:
     return fill_once(folder, {"characters": size.characters, "python": sys.version}, fill)
 
 
-def make_backbone(folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Log) -> None:
-    """Pretrain the tiny Llama on the corpus' English and save it, unless it is there."""
-    settings = {"size": size.model_dump(mode="json"), "seed": seed, "corpus": str(corpus)}
-    fill_once(folder, settings, lambda folder: _pretrain(folder, corpus, size, seed, progress=progress, log=log))
-
-
-def _pretrain(folder: Path, corpus: Path, size: DemoSize, seed: int, *, progress: bool, log: Log) -> None:
+def _pretrain(corpus: Path, size: DemoSize, seed: int, folder: Path, *, progress: bool, log: Log) -> None:
+    """Pretrain the tiny Llama on the corpus' English, and save it."""
     tokenizer = train_corpus_tokenizer([corpus / "english.jsonl", corpus / "python.jsonl"], size.vocabulary)
     model = random_llama(tokenizer, width=size.width, layers=size.layers, heads=4, length=size.length, seed=seed)
-    backbone = Backbone.wrap(model, tokenizer, name="tiny Llama")
     english = SourceConfig(path=str(corpus / "english.jsonl"))
     data = DataConfig(new=[english], replay_fraction=0, length=size.length, seed=seed)
     training = _training(size, size.pretraining_steps, 3e-3, seed)
-    log(f"Pretraining a Llama of {sum(p.numel() for p in backbone.model.parameters()):,} parameters on English.")
-    with GraftedModel(backbone, {"all": build_graft(graft_config({"kind": "finetune"}), backbone)}) as model:
-        mixture = build_mixture(data, tokenizer, training.batch_size)
-        train(model, mixture, training, folder / "training", progress=progress)
-        model.model.requires_grad_(False)
-        model.model.save_pretrained(folder)
+    log(f"Pretraining a Llama of {model.num_parameters():,} parameters on English.")
+    mixture = build_mixture(data, tokenizer, training.batch_size)
+    train(LanguageModel(model), mixture, training, folder / "training", progress=progress)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -111,34 +102,15 @@ def random_llama(
     tokenizer: PreTrainedTokenizerBase, *, width: int, layers: int, heads: int, length: int, seed: int
 ) -> LlamaForCausalLM:
     """An untrained Llama from a seed, with tied embeddings; it can read four times its training rows of `length`."""
-    torch.manual_seed(seed)
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int)
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=4 * length,
-        tie_word_embeddings=True,
-        eos_token_id=end,
-        bos_token_id=None,
-        pad_token_id=end,
-    )
-    return LlamaForCausalLM(shape)
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 4 * length}
+    return new_model({"model_type": "llama", "tie_word_embeddings": True} | shape, tokenizer, seed)
 
 
 def train_corpus_tokenizer(files: Iterable[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer from the texts of jsonl files."""
-
-    def texts() -> Iterable[str]:
-        for file in files:
-            with file.open(encoding="utf-8") as lines:
-                yield from (json.loads(line)["text"] for line in lines)
-
-    return train_tokenizer(texts(), vocab_size)
+    documents = build_documents(SourceConfig(path=str(file)) for file in files)
+    return train_tokenizer((document.text for document in documents), vocab_size)
 
 
 def _training(size: DemoSize, steps: int, rate: float, seed: int) -> TrainingConfig:

@@ -14,16 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 from graftlm.backbone import end_ids, generate_rows, leading_bos, max_sequence_length
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.metrics import Precision, Scores, cut_windows, evaluation_mode, score_windows
 from graftlm.evaluation.sandbox import run_tests
-
-# A decoder joins at most this many tokens with their neighbours, such as the bytes of one character.
-_EXTRA_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,11 @@ def generate_answers(
             )
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     answers = [""] * len(rows)
+    criterion = StopStringCriteria(tokenizer, list(stop)) if stop else None
     with evaluation_mode(model), torch.inference_mode():
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
-            texts = _generate_batch(model, tokenizer, [rows[i] for i in batch], max_new_tokens, stop)
+            texts = _generate_batch(model, tokenizer, [rows[i] for i in batch], max_new_tokens, stop, criterion)
             for i, text in zip(batch, texts, strict=True):
                 answers[i] = text
     return answers
@@ -175,17 +173,18 @@ def _check_pairs(answers: Sequence[str], examples: Sequence[Example]) -> None:
 
 
 def _generate_batch(
-    model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str]
+    model: Any, tokenizer: Any, rows: list[list[int]], max_new_tokens: int, stop: Sequence[str], criterion: Any
 ) -> list[str]:
-    """The answers of one batch of prompts' ids."""
-    ends = end_ids(model, tokenizer)
+    """The answers of one batch of prompts' ids; the `criterion` finds stop strings, which don't count in prompts."""
+    ends, start = end_ids(model, tokenizer), max(map(len, rows))
+    criteria = [lambda ids, scores, **_: criterion(ids[:, start:], scores)] if criterion else []
     new = generate_rows(
         model,
         tokenizer,
         rows,
         ends,
         max_new_tokens=max_new_tokens,
-        stopping_criteria=StoppingCriteriaList([_StopStrings(tokenizer, stop, max(map(len, rows)))] if stop else []),
+        stopping_criteria=StoppingCriteriaList(criteria),
         use_cache=True,
         # A checkpoint's own generation settings would change the greedy choice.
         do_sample=False,
@@ -206,27 +205,3 @@ def _decode_answer(tokenizer: Any, row: list[int], new: list[int], ends: set[int
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-class _StopStrings(StoppingCriteria):
-    """Ends a row as soon as its new tokens contain a stop string; `_decode_answer` then cuts the text."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], start: int) -> None:
-        self._tokenizer, self._stop, self._start = tokenizer, stop, start
-        self._span = max(len(text.encode()) for text in stop) + _EXTRA_TOKENS  # every token holds a byte or more
-        self._may_end: dict[int, bool] = {}
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        rows = input_ids[:, max(self._start, input_ids.shape[1] - self._span) :].tolist()
-        done = [self._can_complete(row[-1]) and self._stops_in(_decode(self._tokenizer, row)) for row in rows]
-        return torch.tensor(done, device=input_ids.device)
-
-    def _can_complete(self, token: int) -> bool:
-        """Whether a token may be the last of a stop string; part of a character may be anything."""
-        if token not in self._may_end:
-            text = _decode(self._tokenizer, [token])
-            self._may_end[token] = "\ufffd" in text or any(end[-1] in text for end in self._stop)
-        return self._may_end[token]
-
-    def _stops_in(self, text: str) -> bool:
-        return any(end in text for end in self._stop)

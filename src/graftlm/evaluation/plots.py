@@ -1,13 +1,15 @@
-"""The figures of a report. Each function returns a new matplotlib `Figure`; no global state is changed."""
+"""The figures of a report. Each function returns a new matplotlib `Figure`; global state stays as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
@@ -18,7 +20,8 @@ from graftlm.io import write_atomically
 # Okabe and Ito's palette, which readers with colour blindness can tell apart.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
-_GREY, _INK = "#8A8A8A", "#222222"
+_GREY = "#8A8A8A"
+_STYLE = partial(rc_context, fname=Path(__file__).with_name("plots.mplstyle"))
 
 Point = tuple[Metric, Metric]  # forgotten, learned
 
@@ -150,18 +153,12 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=_INK, pad=10)
-    axes.set_xlabel(x_label, fontsize=10.5, color=_INK, labelpad=6)
-    axes.set_ylabel(y_label, fontsize=10.5, color=_INK, labelpad=6)
-    axes.grid(visible=True, color="#E6E6E6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors="#555555", labelsize=9.5, length=0)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#BBBBBB")
+    with _STYLE():
+        figure = Figure()
+        axes = figure.add_subplot()
+        axes.set_title(title)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
     return figure, axes
 
 
@@ -175,7 +172,8 @@ def _line(axes: Axes, index: int, xs: Sequence[float], ys: Sequence[float], labe
 
 def _legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=9.5, frameon=True, framealpha=0.9, edgecolor="none", loc="best", labelcolor=_INK)
+        with _STYLE():
+            axes.legend()
 
 
 def _errors(metric: Metric) -> list[list[float]] | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
 
@@ -229,7 +230,7 @@ def _inspect_layers(
 
     described = dict(graft.describe(backbone))
     for name, spectra in described.pop("spectrum", {}).items():
-        layers.setdefault("effective_rank", {})[name] = [rank_of(spectrum) for spectrum in spectra]
+        layers.setdefault("effective_rank", {})[name] = [effective_rank(torch.tensor(s).diag()) for s in spectra]
     if texts:
         evaluator = BackboneEvaluator(backbone, texts, EvaluationConfig(length=length), length)
         with GraftedModel(backbone, {"graft": graft}) as model:
@@ -248,12 +249,6 @@ def effective_rank(matrix: Tensor) -> float:
     wide = wide / wide.abs().max().clamp(min=1e-30)  # fourth powers must not underflow
     gram = wide @ wide.T
     return float(gram.trace() ** 2 / gram.square().sum().clamp(min=1e-30))
-
-
-def rank_of(spectrum: Sequence[float]) -> float:
-    """`effective_rank` from singular values."""
-    squares = [value * value for value in spectrum]
-    return sum(squares) ** 2 / max(sum(square * square for square in squares), 1e-30)
 
 
 def evaluate_graft(
@@ -349,18 +344,6 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
         )
     files = files_by_name(named, "files of examples", "--examples")
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
-
-
-def read_budget(named: Sequence[str]) -> dict[str, float]:
-    """Numbers by name, from `name=number`. Raises DataError if a text has another form."""
-    budget = {}
-    for argument in named:
-        name, _, number = argument.partition("=")
-        try:
-            budget[name] = float(number)
-        except ValueError:
-            raise DataError(f"The budget {argument!r} is no metric and number: write --budget own_kl=0.05.") from None
-    return budget
 
 
 def read_lines(path: Path) -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, Self
@@ -28,10 +28,10 @@ from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, build_documents, build_mixture
 from graftlm.data.own_text import OwnText, marked_ids, read_own_text, sample_own_text
 from graftlm.data.packing import build_blocks, check_boundaries
-from graftlm.data.sources import read_documents
 from graftlm.evaluation import Row, Scores, TaskConfig, TaskResult, measure_task, read_task, score
 from graftlm.evaluation.metrics import decode_speed, learning_and_forgetting, own_windows, score_windows
 from graftlm.evaluation.results import Interval
+from graftlm.evaluation.tables import format_metric
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, GraftedModel, ReadsModels, ReplacesModel, graft_config
 from graftlm.io import digest, file_digest
 from graftlm.runs.run import Measurement, Run, RunContext, Trainee, TrainingRun
@@ -49,11 +49,10 @@ _CACHED_BATCHES = 4
 _BATCHES: dict[tuple[BackboneConfig, str, int], Mixture] = {}  # the newest, shared by the runs of this process
 
 
-def _as_graft(value: Any) -> GraftConfig:
-    return value if isinstance(value, GraftConfig) else graft_config(value)
-
-
-AnyGraft = Annotated[SerializeAsAny[GraftConfig], BeforeValidator(_as_graft)]
+AnyGraft = Annotated[
+    SerializeAsAny[GraftConfig],
+    BeforeValidator(lambda value: value if isinstance(value, GraftConfig) else graft_config(value)),
+]
 """The config of any kind of graft, chosen by its key `kind`."""
 
 
@@ -224,13 +223,13 @@ class GraftRun(TrainingRun):
             identity["trained_after"] = [file_digest(file) for file in files]
         if isinstance(graft, ReadsModels):
             identity["frozen_models"] = {name: model.fingerprint.id for name, model in graft.frozen_models().items()}
-        evaluator.backbone_scores()  # before the graft is attached
-        evaluator.backbone_outcomes()
+        _ = evaluator.backbone_scores, evaluator.backbone_outcomes  # before the graft is attached
         steps = self.training.steps
         label = self.label or self.graft.label
         context.log(f"Training {label} for {steps:,} steps." if steps else f"Fitting {label}.")
         if isinstance(graft, FitsOnText) and continued is None:
-            graft.fit({name: _read_texts(sources) for name, sources in graft.sources().items()})
+            sources = {name: map(SourceConfig.parse, map(dict, each)) for name, each in graft.sources().items()}
+            graft.fit({name: [text.full_text for text in build_documents(each)] for name, each in sources.items()})
         grafts = {**earlier, GRAFT_NAME: graft}
         model_class = StatefulModel if self.data.stream else GraftedModel
         with model_class(backbone, grafts, old_objective=self.data.old_objective) as model:
@@ -331,8 +330,6 @@ class BackboneEvaluator:
     evaluation: EvaluationConfig
     length: int
     own_text: Sequence[OwnText] = ()
-    _scores: dict[str, Scores] = field(default_factory=dict, init=False)
-    _outcomes: dict[str, TaskResult] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.tokenizer = self.backbone.need_tokenizer()
@@ -340,37 +337,35 @@ class BackboneEvaluator:
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
         """Measure the bare backbone."""
-        metrics = dict(learning_and_forgetting({}, self.backbone_scores())) | self._speeds(self.backbone.model)
+        metrics = dict(learning_and_forgetting({}, self.backbone_scores)) | self._speeds(self.backbone.model)
         metrics["total_parameters"] = count_parameters(self.backbone.model.parameters())
-        outcomes = self.backbone_outcomes()
+        outcomes = self.backbone_outcomes
         for name, outcome in outcomes.items():
             metrics |= outcome.metrics(name)
         return Measurement(Row(id=row_id, label=label, metrics=metrics), self._details({}, outcomes))
 
+    @cached_property
     def backbone_scores(self) -> dict[str, Scores]:
         """The bare backbone's scores, measured once, while no graft is attached."""
-        if not self._scores:
-            self._scores = self._score(self.backbone.model)
-        return self._scores
+        return self._score(self.backbone.model)
 
+    @cached_property
     def backbone_outcomes(self) -> dict[str, TaskResult]:
         """The bare backbone's results on the tasks, measured once, while no graft is attached."""
-        if not self._outcomes:
-            self._outcomes = self._do_tasks(self.backbone.model)
-        return self._outcomes
+        return self._do_tasks(self.backbone.model)
 
     def measure(
         self, model: GraftedModel, row_id: str, label: str, start: Mapping[str, Tensor] | None = None
     ) -> Measurement:
         """Measure a trained model, with `start`, its weights before training, also at the strengths."""
         scores, own = self._score(model), self._own_scores(model)
-        metrics: dict[str, Any] = dict(learning_and_forgetting(self.backbone_scores(), scores))
+        metrics: dict[str, Any] = dict(learning_and_forgetting(self.backbone_scores, scores))
         metrics |= self._own_metrics(own) | self._speeds(model)
         metrics["trainable_parameters"] = count_parameters(model.trainable_parameters().values())
         metrics["total_parameters"] = count_parameters(model.parameters())
         outcomes = self._do_tasks(model)
         for name, outcome in outcomes.items():
-            metrics |= outcome.metrics(name) | outcome.gain(name, self.backbone_outcomes()[name])
+            metrics |= outcome.metrics(name) | outcome.gain(name, self.backbone_outcomes[name])
         details = self._details(self._statistics(model), outcomes)
         if self.evaluation.strengths:
             details["strengths"] = self._at_strengths(model, start or {}, self._point(1.0, scores, own))
@@ -396,11 +391,11 @@ class BackboneEvaluator:
         `learned`, `forgotten` and `own_kl` are sums of such nats over sums of tokens, so that anything between two
         points has an interval.
         """
-        metrics = learning_and_forgetting(self.backbone_scores(), scores) | self._own_metrics(own)
+        metrics = learning_and_forgetting(self.backbone_scores, scores) | self._own_metrics(own)
         changes = {"own_kl": (own.kl, own.tokens)} if own and own.kl is not None else {}
         for name, key, sign in (("learned", NEW_SET, -1), ("forgotten", OLD_SET, 1)):
             if key in scores:
-                changes[name] = (sign * (scores[key].nats - self.backbone_scores()[key].nats), scores[key].tokens)
+                changes[name] = (sign * (scores[key].nats - self.backbone_scores[key].nats), scores[key].tokens)
         return {
             "strength": strength,
             "metrics": {name: value.model_dump(mode="json") for name, value in metrics.items()},
@@ -545,11 +540,6 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
         )
 
 
-def _read_texts(sources: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The documents of a graft that learns from text without gradients."""
-    return [document.full_text for source in sources for document in read_documents(SourceConfig.parse(dict(source)))]
-
-
 def _prompts(documents: Sequence[Document], count: int) -> list[str]:
     """`count` prompts of 400 characters, evenly spaced in the texts."""
     text = "\n".join(document.full_text[:100_000] for document in list(documents)[:8])
@@ -564,15 +554,9 @@ def _is_per_layer(value: Any) -> bool:
 
 def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measurement, trained_after: Sequence[str]) -> str:
     beside = f" with {', '.join(trained_after)}" if trained_after else ""
-    lines = [f"| {name} | {_format(value)} |" for name, value in measurement.row.metrics.items()]
+    lines = [f"| {name} | {format_metric(name, value)} |" for name, value in measurement.row.metrics.items()]
     text = (
         "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
         f"those that end in bpb in bits per byte.\n\n| metric | measured{beside} |\n|---|---|\n" + "\n".join(lines)
     )
     return model_card(backbone.name, config.label, text, several=bool(trained_after))
-
-
-def _format(value: Any) -> str:
-    if hasattr(value, "mean"):
-        return f"{value.mean:.4f} ({value.low:.4f} to {value.high:.4f})"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"

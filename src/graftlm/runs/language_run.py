@@ -12,11 +12,11 @@ from pydantic import BeforeValidator, Field
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import fingerprint
+from graftlm.backbone.load import move
 from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
 from graftlm.data.packing import build_blocks
 from graftlm.data.sources import read_documents
-from graftlm.errors import RecipeError
 from graftlm.evaluation import Interval, Metric, Results, Row, score
 from graftlm.io import fill_once
 from graftlm.runs.graft_run import count_parameters, load_tests
@@ -99,18 +99,14 @@ class LengthsConfig(Config):
     precision: Literal["fp32", "bf16"] = "fp32"
 
 
-def _as_tokenizer(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 class _LanguageSettings(Config):
     model: str | dict[str, Any] = Field(
         description="A pretrained model (a name on the hub, or a folder), or the config of a new one: its model_type "
         "in transformers, and any of its keys."
     )
-    tokenizer: Annotated[TokenizerConfig | None, BeforeValidator(_as_tokenizer)] = Field(
-        None, description="A name or folder, or how to learn one; the pretrained model's when absent."
-    )
+    tokenizer: Annotated[
+        TokenizerConfig | None, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+    ] = Field(None, description="A name or folder, or how to learn one; the pretrained model's when absent.")
     data: LanguageDataConfig
     training: TrainingConfig
     evaluation: LengthsConfig = LengthsConfig()
@@ -199,12 +195,8 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         if self.data.stream:
             check_stream(model, self.training)
         check_rows(model, length=self.data.length, longest=max(self.lengths), boundaries=self.data.boundaries)
-        device = self.device or PartialState().device
-        try:
-            return model.to(device)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).partition("\n")[0].partition(". ")[0]
-            raise RecipeError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from None
+        move(model, self.device or PartialState().device)
+        return model
 
     def _batches(self, tokenizer: PreTrainedTokenizerBase) -> Mixture:
         size, data = self.training.batch_size, self.data.packed()

@@ -129,23 +129,13 @@ class GraftLaws:
         """Whether the backbone computes in bfloat16 or float16."""
         return self.backbone(family).model.dtype.itemsize < 4
 
-    def assert_close(
-        self,
-        family: str,
-        actual: Tensor,
-        expected: Tensor,
-        name: str = "",
-        rtol: float = CLOSE["rtol"],
-        atol: float = CLOSE["atol"],
-    ) -> None:
+    def assert_close(self, family: str, actual: Tensor, expected: Tensor, name: str = "The two", **limits: Any) -> None:
         """Compare two computations of one thing; a backbone in half precision allows `ROUNDINGS` errors of its own."""
-        actual, expected = actual.float(), expected.float()
+        actual, expected, limits = actual.float(), expected.float(), CLOSE | limits
         if self.is_half(family):
             precision = torch.finfo(self.backbone(family).model.dtype).eps
-            rtol, atol = 0.0, ROUNDINGS * precision * expected.abs().max().item()
-        torch.testing.assert_close(
-            actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}" if name else text
-        )
+            limits = {"rtol": 0.0, "atol": ROUNDINGS * precision * expected.abs().max().item()}
+        torch.testing.assert_close(actual, expected, **limits, msg=lambda text: f"{name}: {text}")
 
     def skip_copies(self, model: GraftedModel) -> None:
         """Skip a law on what a graft leaves to the backbone, for a graft that trains a copy of it."""

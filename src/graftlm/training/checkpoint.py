@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import AdamW
+from transformers.utils.generic import flatten_dict
 
 from graftlm.data.packing import Batches
 from graftlm.errors import TrainingError
@@ -205,7 +206,7 @@ def stop_before_step(
 
 
 def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
-    saved, current = _flatten(checkpoint.state["run"]), _flatten(state.run_identity())
+    saved, current = flatten_dict(checkpoint.state["run"]), flatten_dict(state.run_identity())
     for key in sorted(saved.keys() | current.keys()):
         if saved.get(key) != current.get(key):
             raise TrainingError(
@@ -217,14 +218,6 @@ def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
             f"The run in {state.out} has done {checkpoint.step} steps, but steps is {state.config.steps}: "
             "raise it, or choose another output folder."
         )
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 class History:

@@ -85,7 +85,8 @@ def load_pair(
     options = {"backbone": backbone, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     first = _load(base, None, options)
     try:
-        second = first if tuned is base or _same_name(base, tuned) else _load(tuned, first, options)
+        same = tuned is base or (isinstance(base, str | Path) and str(base) == str(tuned))
+        second = first if same else _load(tuned, first, options)
         if quantize is not None:
             second = _quantize(second, quantize)
         elif second is first:
@@ -97,10 +98,6 @@ def load_pair(
             _detach(second, tuned)
     finally:
         _detach(first, base)
-
-
-def _same_name(base: Auditable, tuned: Auditable) -> bool:
-    return isinstance(base, str | Path) and isinstance(tuned, str | Path) and str(base) == str(tuned)
 
 
 def _detach(audited: AuditedModel, given: Auditable) -> None:

@@ -20,6 +20,8 @@ from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
 from graftlm.data.own_text import OwnText, sample_own_text
 from graftlm.errors import DataError, EvaluationError, ForgettingBudgetError
 from graftlm.evaluation.audit.chats import (
+    ChatAnswer,
+    ChatQuestion,
     answer_questions,
     behaviour,
     behaviour_lost,
@@ -35,14 +37,13 @@ from graftlm.evaluation.audit.models import (
     template_difference,
     tokenizer_difference,
 )
-from graftlm.evaluation.audit.page import Conversation, render_page
 from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, score
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
-from graftlm.evaluation.tables import print_side_by_side
+from graftlm.evaluation.tables import format_metric, metric_names, metric_title, print_side_by_side
 from graftlm.evaluation.tasks import Task, TaskConfig, TaskResult, measure_task, read_task
-from graftlm.io import by_content, digest, progress_bar, write_atomically
+from graftlm.io import by_content, digest, fill_page, progress_bar, write_atomically
 
 PAGE_NAME = "audit.html"
 _SHARE = "{task.percentage:>3.0f}%"  # of a progress bar
@@ -51,6 +52,8 @@ _OWN_METRICS = ("own_kl", "chat_kl", "changed_tokens")
 _LOST = ("stops_lost", "keeps_template_lost", "same_language_lost")
 
 Text = str | Path | Sequence[Any]
+Conversation = tuple[ChatQuestion, ChatAnswer, ChatAnswer]
+"""A question, and the answers of base and tuned."""
 
 
 class AuditConfig(Config):
@@ -111,8 +114,28 @@ class Audit:
         Raises EvaluationError if the folder can't be written to.
         """
         write_report(self.results, folder)
-        page = render_page(self.results, self.passages, self.conversations, self.notes)
-        return write_atomically(Path(folder) / PAGE_NAME, page.encode())
+        return write_atomically(Path(folder) / PAGE_NAME, self.page().encode())
+
+    def page(self) -> str:
+        """HTML that needs no other file: tokens coloured by their divergence, and both models' choices."""
+        base, tuned = self.results.row("base"), self.results.row("tuned")
+        names = metric_names(self.results)
+        cells = {name: [format_metric(name, row.metrics.get(name)) for row in (base, tuned)] for name in names}
+        tokens = [token for passage in self.passages for token in passage.tokens]
+        return fill_page(
+            Path(__file__).with_name("page.html"),
+            title=f"Audit of {tuned.label.removeprefix('tuned: ')}",
+            base=base.label,
+            tuned=tuned.label,
+            notes=self.notes,
+            rows=[(metric_title(name, names), cells[name]) for name in names],
+            aims=self.results.aims,
+            passages=self.passages,
+            largest=max((token.kl for token in tokens), default=0.0),
+            conversations=self.conversations,
+            differing=[(question, *both) for question, *both in self.conversations if both[0].text != both[1].text],
+            choices=[[token.kl, token.base, token.tuned] for token in tokens],
+        )
 
     def __str__(self) -> str:
         text = StringIO()

@@ -58,8 +58,11 @@ class Composition(Graft, ReadsModels):
         resolved: dict[str, AugmentingConfig] = {}
         for name, model_config in config.augmenting.items():
             model = (augmenting or {}).get(name) or load_augmenting(name, model_config, backbone.device)
-            resolved[name] = with_pairs(config, name, model, backbone) if config.cross else model_config
-            pairs = list(resolved[name].pairs or ()) if config.cross else []
+            pairs: list[Pair] = []
+            if config.cross:  # those that are listed, or result from strides
+                pairs = model_config.pairs or pairs_of(config, name, model, backbone)
+                model_config = model_config.model_copy(update={"pairs": check_pairs(name, pairs, model, backbone)})
+            resolved[name] = model_config
             self._models[name] = AugmentingModel(name, model, [i for i, _ in pairs], backbone, config)
             block = partial(CrossAttention, norm=config.norm, init=config.init, positions=config.positions)
             blocks = [block(sites.width, model.sites.width, heads, qk_norm=config.qk_norm) for _ in pairs]
@@ -158,13 +161,6 @@ class Composition(Graft, ReadsModels):
         for model in self._models.values():  # not submodules, but they move with the graft
             model.backbone.model._apply(fn)
         return super()._apply(fn, recurse)
-
-
-def with_pairs(config: CompositionConfig, name: str, augmenting: Backbone, anchor: Backbone) -> AugmentingConfig:
-    """A model's config with the pairs that are listed there, or result from strides."""
-    own = config.augmenting[name]
-    pairs = check_pairs(name, own.pairs or pairs_of(config, name, augmenting, anchor), augmenting, anchor)
-    return own.model_copy(update={"pairs": pairs})
 
 
 def pairs_of(config: CompositionConfig, name: str, augmenting: Backbone, anchor: Backbone) -> list[Pair]:

@@ -255,7 +255,8 @@ def _pair_factors(
     Raises ArtifactError if a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
     """
     parameters = dict(backbone.model.named_parameters(remove_duplicate=False)) if backbone else {}
-    modules = _base_modules(backbone.model) if backbone else {}
+    named = backbone.model.named_modules() if backbone else ()  # those below another adapter included
+    modules = {path: module.base_layer if isinstance(module, BaseTunerLayer) else module for path, module in named}
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if match := _KEY.fullmatch(key):
@@ -285,14 +286,6 @@ def _pair_factors(
     if not pairs:
         raise ArtifactError(f"The expert {name} in {folder} has no factors: copy it again.")
     return pairs
-
-
-def _base_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by path, those below another adapter included."""
-    return {
-        path: module.base_layer if isinstance(module, BaseTunerLayer) else module  # type: ignore[misc]
-        for path, module in model.named_modules()
-    }
 
 
 def _check_targets(

@@ -103,7 +103,8 @@ class Endpoint:
                 messages: Any = prompt.messages()
                 return self._client.chat.completions.create(model=self.config.model, messages=messages, **options)
             except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                rejected = [key for key in options if key != "stream" and _names_parameter(error, key)]
+                named = f"'{error.param}' {error}".replace("`", "'")
+                rejected = [key for key in options if key != "stream" and f"'{key}'" in named]
                 if not rejected:
                     raise
                 self._rejected.update(rejected)
@@ -185,10 +186,6 @@ def _without_reasoning(text: str) -> str:
     reply, start = _REASONING.sub("", text), text.lstrip()
     is_open = reply == text and (start.startswith(_THINK) or _THINK.startswith(start))
     return "" if is_open else reply
-
-
-def _names_parameter(error: Any, key: str) -> bool:
-    return key == error.param or f"'{key}'" in str(error) or f"`{key}`" in str(error)
 
 
 def _reason(error: Exception) -> str:

@@ -82,9 +82,9 @@ def output_distributions(outputs: Sequence[Sequence[str]]) -> tuple[list[str], n
 
 def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
     """Normalises log p(y | x, q, a_k) in nats over the decoded outputs: a softmax of each row, (K, Y)."""
-    nats = np.asarray(nats_KY, dtype=np.float64)
-    odds = np.exp(nats - nats.max(axis=1, keepdims=True))
-    return odds / odds.sum(axis=1, keepdims=True)
+    from scipy.special import softmax  # takes a second to import
+
+    return softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)
 
 
 class GainEstimator:

@@ -48,9 +48,9 @@ class Prompt:
     @property
     def tag_suffix(self) -> str:
         """The shortest suffix of all tags that no part contains: empty, -2, -3 and so on."""
-        texts = [text for parts in (self.parts, *(shot.parts for shot in self.shots)) for _, text in parts]
+        texts = "".join(text for parts in (self.parts, *(shot.parts for shot in self.shots)) for _, text in parts)
         suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-        return next(suffix for suffix in suffixes if not any(_has_tag(text, suffix) for text in texts))
+        return next(suffix for suffix in suffixes if not re.search(rf"</?({'|'.join(TAGS)}){suffix}>", texts))
 
     @property
     def stop(self) -> str:
@@ -81,10 +81,6 @@ class Prompt:
     def _fenced(self, parts: Parts) -> str:
         suffix = self.tag_suffix
         return "\n".join(f"<{tag}{suffix}>\n{text}\n</{tag}{suffix}>" for tag, text in parts)
-
-
-def _has_tag(text: str, suffix: str) -> bool:
-    return any(f"<{slash}{tag}{suffix}>" in text for tag in TAGS for slash in ("", "/"))
 
 
 def build_prompt(

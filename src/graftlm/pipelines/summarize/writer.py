@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedTokenizerBase
 
-from graftlm.backbone import end_ids, leading_bos, left_padded, max_sequence_length, padding_id
+from graftlm.backbone import end_ids, generate_rows, leading_bos, max_sequence_length, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
@@ -192,19 +192,11 @@ class LanguageModelWriter:
         """Complete prompts, and say which the limit truncated. Samples differ from those of each prompt alone."""
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
-        longest = max(map(len, prompts))
-        output = self.model.generate(
-            **left_padded(prompts, padding_id(self.tokenizer), self.model.device),
-            **self.decoding.generate_arguments(longest),
-        )
-        return [self._decode(ids) for ids in output[:, longest:].tolist()]
-
-    def _decode(self, ids: list[int]) -> tuple[str, bool]:
-        """Return the text of generated ids, and whether the limit ended them instead of an EOS token."""
-        eos = end_ids(self.model, self.tokenizer)
-        length = next((number for number, token in enumerate(ids, 1) if token in eos), None)
-        text = str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
-        return text, length is None and len(ids) == self.decoding.max_new_tokens
+        ends, arguments = end_ids(self.model, self.tokenizer), self.decoding.generate_arguments(max(map(len, prompts)))
+        rows = generate_rows(self.model, self.tokenizer, prompts, ends, **arguments)
+        limit = self.decoding.max_new_tokens
+        truncated = [len(row) == limit and row[-1] not in ends for row in rows]
+        return [*zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), truncated, strict=True)]
 
     def build_prompt(self, extract: Extract) -> WriterPrompt:
         """Return the prompt of introduction, extract and summary mark, and notes on what was left out.
