@@ -27,7 +27,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
-from graftlm.serving.protocol import GenerationRequest, ServingError, check_model, check_prompt
+from graftlm.serving.protocol import GenerationRequest, ServingError, check_prompt
 from graftlm.serving.service import Service
 from graftlm.serving.tools import tool_grammar
 
@@ -426,7 +426,6 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
 
 def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/embeddings; a body that does not fit the model is a `ServingError`."""
-    check_model(service.engine.names, body.model)
     texts = [service.tokenizer.encode(text) if isinstance(text, str) else tuple(text) for text in body.input]
     requests = tuple(GenerationRequest(text, body.model, 0, embed=True, user=user) for text in texts)
     base64 = body.encoding_format == "base64"
@@ -435,7 +434,6 @@ def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> Pars
 
 def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     """The token ids of the body of /tokenize."""
-    check_model(service.engine.names, body.model or service.name)
     if body.messages is not None:
         return [*service.tokenizer.encode_chat([message.for_template() for message in body.messages])]
     return [*service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)]
@@ -509,7 +507,6 @@ def _structured(service: Service, body: ApiRequest) -> LLMatcher | None:
 
 
 def _check(service: Service, body: ApiRequest, prompts: int) -> None:
-    check_model(service.engine.names, body.model)
     count, capacity = prompts * (body.n or 1), service.limits.batch_size + service.limits.queue
     if count > capacity:
         raise ServingError(
