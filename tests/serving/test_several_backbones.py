@@ -27,7 +27,7 @@ from graftlm.serving.router import EngineRouter
 from graftlm.serving.service import Service, load_backbones, name_models, open_service
 from graftlm.serving.settings import ServerSettings
 from graftlm.serving.store import GraftStore
-from serving.web import running, until
+from serving.web import running
 from tiny import BackboneFolder, tiny_model, tiny_tokenizer
 from training.tasks import task_recipe
 
@@ -45,7 +45,7 @@ def write(backbone: Backbone, folder: Path, seed: int) -> Path:
 
 
 def decoders() -> dict[str, Backbone]:
-    """Two, in float64, in which no rounding changes a token, with different templates. Each engine owns its backbone."""
+    """Two, in float64, in which no rounding changes a token; with different templates. An engine owns its backbone."""
     other = tiny_tokenizer()
     other.chat_template = TEMPLATE
     llama = Backbone.wrap(tiny_model("llama").double(), tiny_tokenizer(), "llama")
@@ -241,7 +241,9 @@ def test_models_are_loaded_by_what_their_grafts_are(
     assert inspect_model(models["writer"], dtype="bfloat16")[0] == sizes["writer"] / 2
     memory = psutil.virtual_memory()._replace(available=sum(sizes.values()) - 1)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    with pytest.raises(BackboneError, match=r"The weights take 0\.0 GB \(writer 0\.0 \+ reader 0\.0\), and cpu has 0\.0"):
+    with pytest.raises(
+        BackboneError, match=r"The weights take 0\.0 GB \(writer 0\.0 \+ reader 0\.0\), and cpu has 0\.0"
+    ):
         load_backbones(models, {}, grafts, device="cpu")
     assert load_backbones({"writer": models["writer"]}, {}, device="cpu"), "one alone fits"
 

@@ -51,9 +51,7 @@ def serve(
     if name and (len(pairs) > 1 or pairs[0][0]):
         raise GraftError("--name is for a single backbone without a name: give each one's by --backbone NAME=MODEL.")
     if chat_template and len(pairs) > 1:
-        raise GraftError(
-            "--chat-template is for a single backbone: put chat_template.jinja into the folder of the one that it is for."
-        )
+        raise GraftError("--chat-template is for a single backbone: put chat_template.jinja into the one's folder.")
     given = named_folders(graft or [])
     settings = ServerSettings(
         host=host,

@@ -448,7 +448,8 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
         raise ServingError("max_tokens and max_completion_tokens are the same: give one of them.", "max_tokens")
     callable_tools = _callable_tools(body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if callable_tools else []
-    prompt = service.tokenizer.encode_chat([message.for_template() for message in body.messages], tools)
+    messages = [message.for_template() for message in body.messages]
+    prompt = service.tokenizer.encode_chat(messages, tools, body.prompt_key)
     check_prompt(prompt, service.tokenizer.vocabulary, body.prompt_key)
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     return _parse(

@@ -32,7 +32,7 @@ OnOutcome = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class StoredGraft:
-    """A graft in service: its name and its backbone's in requests, its files, and when graft.json changed (Unix time)."""
+    """A graft in service: its name and its backbone's, its files, and when graft.json changed, in Unix time."""
 
     name: str
     backbone: str
