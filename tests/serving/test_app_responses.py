@@ -246,7 +246,12 @@ def test_langchain_s_client(real: openai.OpenAI) -> None:
             "the key input.0.name is missing",
         ),
         (
-            {"input": [{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": 1}]},
+            {
+                "input": [
+                    {"role": "user", "content": "a"},
+                    {"type": "function_call_output", "call_id": "c", "output": 1},
+                ]
+            },
             "input.1.output",
             "input.1.output: the value should be a valid list",
         ),
@@ -267,7 +272,11 @@ def test_langchain_s_client(real: openai.OpenAI) -> None:
             "tools.0.name",
             "tools.0.name: String should match pattern",
         ),
-        ({"tools": [{"type": "function", "name": "f", "paramters": {}}]}, "tools.0.paramters", "key tools.0.paramters ("),
+        (
+            {"tools": [{"type": "function", "name": "f", "paramters": {}}]},
+            "tools.0.paramters",
+            "key tools.0.paramters (",
+        ),
         ({"tool_choice": {"type": "function", "name": ""}}, "tool_choice.name", "tool_choice.name: String should have"),
         (
             {"text": {"format": {"type": "xml"}}},
