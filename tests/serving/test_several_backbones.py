@@ -13,6 +13,7 @@ import openai
 import psutil
 import pytest
 import torch
+from playwright.sync_api import Browser, expect
 from prometheus_client import generate_latest
 
 from graftlm.artifact import save_graft
@@ -27,6 +28,7 @@ from graftlm.serving.router import EngineRouter
 from graftlm.serving.service import Service, load_backbones, name_models, open_service
 from graftlm.serving.settings import ServerSettings
 from graftlm.serving.store import GraftStore
+from serving.browsing import generate, opened, view
 from serving.web import running
 from tiny import BackboneFolder, tiny_model, tiny_tokenizer
 from training.tasks import task_recipe
@@ -258,3 +260,24 @@ def test_names_of_backbones(tmp_path: Path) -> None:
         name_models([("a", "x"), ("a", "y")])
     with pytest.raises(GraftError, match="The name one is the backbone's"):
         GraftStore({"one": Backbone.wrap(tiny_model("llama"), tiny_tokenizer())}, {"one": tmp_path}).open()
+
+
+def test_the_page_asks_each_backbone_for_its_own(address: str, browser: Browser, complaints: list[str]) -> None:
+    """A column has the grafts of the backbone that is chosen there, and none of an encoder."""
+    with opened(browser, address, complaints) as page:
+        first = page.locator("article.column").first
+        chips = first.locator("label.chip:visible")
+        expect(chips).to_have_text(["danish", "german"])
+        first.get_by_role("checkbox", name="danish").check()
+        with page.expect_request("**/v1/completions") as sent:
+            generate(page, "the fox")
+        assert sent.value.post_data_json["model"] == "danish"
+        expect(first.get_by_role("status")).to_contain_text("tokens")
+        first.get_by_label("Backbone").select_option("org/two")
+        expect(chips).to_have_text(["french"])
+        expect(first.get_by_role("heading")).to_have_text("bare org/two")
+        first.get_by_role("checkbox", name="french").check()
+        expect(first.get_by_role("heading")).to_have_text("french")
+        view(page, "Grafts")
+        expect(page.locator("#backbone-line")).to_contain_text("and reader (an encoder, 512 tokens of context)")
+    assert complaints == []

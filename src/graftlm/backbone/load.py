@@ -324,10 +324,13 @@ def inspect_model(name: str, *, dtype: str = "auto", trust_remote_code: bool = F
     return 0, ""
 
 
-def check_memory(sizes: Mapping[str, int], device: torch.device) -> None:
+def check_memory(sizes: Mapping[str, int], device: str | torch.device) -> None:
     """Raise `BackboneError` if weights of these bytes, by model, do not fit into a device's free memory together."""
-    shared = device.type in ("cpu", "mps")
-    free = psutil.virtual_memory().available if shared else torch.accelerator.get_memory_info(device)[0]
+    try:
+        shared = torch.device(device).type in ("cpu", "mps")
+        free = psutil.virtual_memory().available if shared else torch.accelerator.get_memory_info(device)[0]
+    except (RuntimeError, AssertionError, ValueError):  # no such device, as the use of it will say
+        return
     if (total := sum(sizes.values())) > free:
         each = " + ".join(f"{name} {size / 1e9:,.1f}" for name, size in sizes.items())
         raise BackboneError(

@@ -112,11 +112,13 @@ def _openai_router(service: Service) -> APIRouter:
 
     @get("/models", summary="All names that `model` may have")
     async def models() -> responses.ModelList:
-        return responses.ModelList(object="list", data=[_card(service.of(name), name) for name in service.engine.names])
+        return responses.ModelList(
+            object="list", data=[_card(requests.service_of(service, name), name) for name in service.engine.names]
+        )
 
     @get("/models/{model:path}", summary="One of them, or a mixture")
     async def model(model: str) -> responses.ModelCard:
-        return _card(service.of(model), model)
+        return _card(requests.service_of(service, model), model)
 
     @post("/completions", response_model=responses.TextCompletion, summary="Continue a text")
     async def completions(body: requests.CompletionRequest, request: Request) -> Any:
@@ -132,7 +134,7 @@ def _openai_router(service: Service) -> APIRouter:
 
     @router.post("/embeddings", response_model=responses.Embeddings, summary="The mean of a text's last hidden states")
     async def embeddings(body: requests.EmbeddingRequest, request: Request) -> Any:
-        own, whole = service.of(body.model), cast("Any", None)
+        own, whole = requests.service_of(service, body.model), cast("Any", None)
         parsed = await asyncio.to_thread(requests.parse_embedding, own, body, user_of(request))
         for first in range(0, len(parsed.requests), size := own.limits.batch_size):  # more would fill the queue
             part = dataclasses.replace(parsed, requests=parsed.requests[first : first + size])
@@ -160,7 +162,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
     async def tokens(body: requests.TokenizeRequest) -> dict[str, int | list[int]]:
-        own = service.of(body.model or service.name)
+        own = requests.service_of(service, body.model or service.name)
         ids = await asyncio.to_thread(requests.tokenize, own, body)
         return {"count": len(ids), "max_model_len": own.context, "tokens": ids}
 
@@ -191,7 +193,7 @@ def _card(service: Service, name: str) -> responses.ModelCard:
 
 async def _answer(service: Service, parse: Any, kind: Any, body: Any, request: Request) -> BaseModel | Response:
     """The response to a body; bodies whose form is compiled wait for each other, and for nobody else."""
-    service = service.of(body.model)
+    service = requests.service_of(service, body.model)
     with_form = any(getattr(body, key, None) for key in ("structured_outputs", "response_format", "tools", "text"))
     pool = service.grammars.pool if with_form else None
     parsed = await asyncio.get_running_loop().run_in_executor(pool, parse, service, body, user_of(request))

@@ -21,7 +21,7 @@ from graftlm.serving.middleware import user_of
 from graftlm.serving.predicting import PredictBody, PredictionEngine, predictions
 from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
-from graftlm.serving.requests import RequestBody
+from graftlm.serving.requests import RequestBody, service_of
 from graftlm.serving.responses import EventStream, as_event, run_until_disconnect
 from graftlm.serving.service import Service
 
@@ -147,14 +147,14 @@ def router(service: Service) -> APIRouter:
     @routes.post("/clarify")
     async def clarify_turn(body: ClarifyBody, request: Request) -> dict[str, Any]:
         """Start or continue a conversation, up to its next question or its end."""
-        own = service.of(body.model)
+        own = service_of(service, body.model)
         client = EngineClient(own.engine, body.model, user_of(request))
         return await conversations.run(request, client, partial(_run_turn, own, body, client))
 
     @routes.post("/summarize", response_model=dict[str, Any])
     async def summary(body: SummarizeBody, request: Request) -> Any:
         """Summarize a text or a PDF file, with the character range of each extracted sentence."""
-        own = service if body.model is None else service.of(body.model)
+        own = service if body.model is None else service_of(service, body.model)
         client = EngineClient(own.engine, body.model or "", user_of(request))
         work = partial(_summarize, own, body, client)
         if body.stream:
@@ -164,7 +164,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/predict")
     async def predict(body: PredictBody, request: Request) -> dict[str, Any]:
         """Predictions of a graft's heads for rows of any of its tasks, in their order."""
-        own, data = service.of(body.model), []
+        own, data = service_of(service, body.model), []
         if not isinstance(engine := own.engine, PredictionEngine):
             raise ServingError(f"{own.name} is served to write text: serve an encoder's graft to predict.", "model")
         rows = await asyncio.to_thread(lambda: list(engine.requests(body, service.store.entries(), user_of(request))))

@@ -55,13 +55,9 @@ class GraftSummary(TradeOff):
 
 
 class ServedModels(BaseModel):
-    """The response of /v1/graftlm/grafts; `limits` are the largest values that requests may have.
-
-    `backbone` is the first of `backbones`.
-    """
+    """The response of /v1/graftlm/grafts; `limits` are the largest values that requests may have."""
 
     object: Literal["list"] = "list"
-    backbone: ServedBackbone
     backbones: list[ServedBackbone]
     limits: dict[str, int]
     data: list[GraftSummary]
@@ -111,7 +107,7 @@ def served_models(service: Service, limits: dict[str, int]) -> ServedModels:
         for own in each
     ]
     grafts = [graft_summary(entry) for entry in service.store.entries().values()]
-    return ServedModels(backbone=backbones[0], backbones=backbones, limits=sizes | limits, data=grafts)
+    return ServedModels(backbones=backbones, limits=sizes | limits, data=grafts)
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:

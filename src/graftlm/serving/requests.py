@@ -27,7 +27,8 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
-from graftlm.serving.protocol import GenerationRequest, ServingError, check_prompt
+from graftlm.serving.protocol import GenerationRequest, ServingError, check_model, check_prompt
+from graftlm.serving.router import EngineRouter
 from graftlm.serving.service import Service
 from graftlm.serving.tools import tool_grammar
 
@@ -410,6 +411,14 @@ class ParsedRequest:
     tools: tuple[str, ...] = ()
     base64: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
+
+
+def service_of(service: Service, model: str) -> Service:
+    """The service of a model's backbone. Raises UnknownModelError, or ServingError if a mixture has two."""
+    if isinstance(service.engine, EngineRouter):
+        return service.members[service.engine.of(model).name]
+    check_model(service.engine.names, model)
+    return service
 
 
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,10 +47,9 @@ class EngineRouter:
 
     def stats(self) -> EngineStats:
         each = [engine.stats() for engine in self.engines]
-        reasons = sorted({reason for stats in each for reason in stats.finished})
-        finished = {reason: sum(stats.finished.get(reason, 0) for stats in each) for reason in reasons}
-        running, waiting, tokens = (sum(getattr(one, key) for one in each) for key in ("running", "waiting", "tokens"))
-        return EngineStats(running, waiting, tokens, finished)
+        finished = sum((Counter(stats.finished) for stats in each), Counter[str]())
+        counts = (sum(getattr(stats, key) for stats in each) for key in ("running", "waiting", "tokens"))
+        return EngineStats(*counts, finished)
 
     def close(self, grace: float) -> bool:
         with ThreadPoolExecutor(len(self.engines)) as pool:  # all have the same seconds

@@ -11,8 +11,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from graftlm.artifact import read_manifest
 from graftlm.backbone import Backbone, default_device, end_ids, load_backbone
 from graftlm.backbone.load import check_memory, inspect_model, quantize_weights
@@ -22,7 +20,7 @@ from graftlm.serving.engine import BatchingEngine, ThreadedEngine
 from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.middleware import ServerMetrics
 from graftlm.serving.predicting import PredictionEngine
-from graftlm.serving.protocol import Engine, EngineLimits, check_model, context_limit
+from graftlm.serving.protocol import Engine, EngineLimits, context_limit
 from graftlm.serving.router import EngineRouter
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.store import NAME, GraftStore
@@ -80,13 +78,6 @@ class Service:
             member.metrics = whole.metrics
         return whole
 
-    def of(self, model: str) -> Service:
-        """The service of a model's backbone. Raises UnknownModelError, or ServingError if a mixture has two."""
-        if isinstance(self.engine, EngineRouter):
-            return self.members[self.engine.of(model).name]
-        check_model(self.engine.names, model)
-        return self
-
     def reload(self, *, now: bool = False) -> None:
         """Take changed grafts into service."""
         self.store.refresh(
@@ -99,7 +90,7 @@ def load_backbones(
     given: Mapping[str, str | Path],
     folder: Path | None = None,
     *,
-    device: str | torch.device | None = None,
+    device: str | None = None,
     quantize: str | None = None,
     **options: Any,
 ) -> dict[str, Backbone]:
@@ -114,19 +105,19 @@ def load_backbones(
 
     Raises BackboneError if a model can't be loaded, or the weights do not fit into the memory together.
     """
-    device = torch.device(device or default_device())
+    on = device or default_device()
     records = [read_manifest(path).backbone for path in given.values()]
     for path in folder.iterdir() if folder is not None and folder.is_dir() else ():
         with suppress(GraftError):  # which the store reports
             records.append(read_manifest(path).backbone)
     encoders = [record.fingerprint.get("architecture") for record in records if record.kind == "encoder"]
-    plans = {name: inspect_model(model, **options) for name, model in models.items()}
-    sizes = {name: size for name, (size, _) in plans.items()}
-    check_memory(sizes if quantize is None else dict([max(sizes.items(), key=itemgetter(1))]), device)
+    known = {name: inspect_model(model, **options) for name, model in models.items()}
+    sizes = {name: size for name, (size, _) in known.items()}
+    check_memory(sizes if quantize is None else dict([max(sizes.items(), key=itemgetter(1))]), on)
     backbones = {}
-    for name, (_, architecture) in plans.items():
-        kind = "encoder" if architecture in encoders else "causal-lm"
-        backbones[name] = load_backbone(models[name], kind=kind, device=device, **options)
+    for name, (_, architecture) in known.items():
+        kind = "encoder" if encoders and architecture in ("", *encoders) else "causal-lm"
+        backbones[name] = load_backbone(models[name], kind=kind, device=on, **options)
         if quantize is not None:
             quantize_weights(backbones[name].bare_model, quantize, models[name])
     return backbones
