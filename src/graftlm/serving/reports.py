@@ -97,17 +97,14 @@ def served_models(service: Service, limits: dict[str, int]) -> ServedModels:
     each = list(service.members.values()) or [service]
     sizes = {"max_tokens": max(min(own.limits.max_tokens, own.context - 1) for own in each)}
     sizes["document_bytes"] = DOCUMENT_FACTOR * service.settings.body_bytes
-    backbones = [
-        ServedBackbone(
-            name=own.name,
-            kind=getattr(own.engine, "kind", "causal-lm"),
-            chat=not own.tokenizer.plain,
-            context=own.context if own.context < UNLIMITED else None,
-        )
-        for own in each
-    ]
+    backbones = [_served_backbone(own) for own in each]
     grafts = [graft_summary(entry) for entry in service.store.entries().values()]
     return ServedModels(backbones=backbones, limits=sizes | limits, data=grafts)
+
+
+def _served_backbone(own: Service) -> ServedBackbone:
+    kind, context = getattr(own.engine, "kind", "causal-lm"), own.context if own.context < UNLIMITED else None
+    return ServedBackbone(name=own.name, kind=kind, chat=not own.tokenizer.plain, context=context)
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:

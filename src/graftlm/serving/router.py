@@ -48,8 +48,10 @@ class EngineRouter:
     def stats(self) -> EngineStats:
         each = [engine.stats() for engine in self.engines]
         finished = sum((Counter(stats.finished) for stats in each), Counter[str]())
-        counts = (sum(getattr(stats, key) for stats in each) for key in ("running", "waiting", "tokens"))
-        return EngineStats(*counts, finished)
+        running, waiting, tokens = map(
+            sum, zip(*((stats.running, stats.waiting, stats.tokens) for stats in each), strict=True)
+        )
+        return EngineStats(running, waiting, tokens, finished)
 
     def close(self, grace: float) -> bool:
         with ThreadPoolExecutor(len(self.engines)) as pool:  # all have the same seconds
