@@ -144,7 +144,7 @@ def scripted_service(folder: Path, **changes: Any) -> Service:
         "danish": save_run(backbone, folder / "danish"),
         "router": save_run(backbone, folder / "router", report=False),
     }
-    store = GraftStore(backbone, given, reserved=frozenset({"tiny"}))
+    store = GraftStore({"tiny": backbone}, given)
     store.open()
     engine = ScriptedEngine(("tiny", *given), ServingTokenizer(backbone))
     return web_service(engine, backbone=backbone, store=store, **changes)

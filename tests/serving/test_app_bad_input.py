@@ -358,5 +358,5 @@ def test_a_template_that_refuses(address: str) -> None:
         answer = post(strict, "/v1/chat/completions", chat())
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (
-        "The model's chat template refuses these messages (Roles must alternate): change them, or use /v1/completions."
+        "The model's chat template refuses messages (Roles must alternate): change it, or use /v1/completions."
     )

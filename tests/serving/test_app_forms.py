@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import jsonschema_rs
@@ -18,8 +19,8 @@ from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
 from graftlm.serving import grammars
-from graftlm.serving.protocol import EngineLimits
-from graftlm.serving.service import open_service
+from graftlm.serving.protocol import EngineLimits, ServingError
+from graftlm.serving.service import Service, open_service
 from graftlm.serving.tokenization import ServingTokenizer
 from graftlm.serving.tools import CallReader, tool_grammar
 from serving.schemas import generated_schemas
@@ -129,6 +130,179 @@ def test_every_answer_is_what_its_schema_says(client: openai.OpenAI, count: int)
     for schema, answer in whole:
         problems = list(jsonschema_rs.validator_for(schema, validate_formats=True).iter_errors(answer))
         assert not problems, (schema, answer, problems)
+
+
+_O, _A, _S, _I = ({"type": kind} for kind in ("object", "array", "string", "integer"))
+FOLLOWED: list[
+    tuple[dict[str, Any], Any, Any]
+] = [  # a schema, a value that it allows, and one that its keyword forbids
+    (_I, 5, "a"),
+    ({"type": ["integer", "null"], "maximum": 9}, None, "a"),
+    ({"enum": [1, "a"]}, "a", "b"),
+    ({"const": {"a": [1]}}, {"a": [1]}, {"a": [2]}),
+    (_I | {"minimum": 3, "maximum": 99}, 3, 2),
+    (_I | {"minimum": 3, "maximum": 99}, 99, 100),
+    (_I | {"exclusiveMinimum": 3, "maximum": 99}, 4, 3),
+    (_I | {"minimum": 3, "exclusiveMaximum": 99}, 98, 99),
+    (_I | {"multipleOf": 5, "minimum": 0, "maximum": 90}, 10, 11),
+    (_S | {"minLength": 2, "maxLength": 5}, "ab", "a"),
+    (_S | {"maxLength": 2}, "ab", "abc"),
+    (_S | {"pattern": "^[ab]+c$"}, "abc", "abd"),
+    (_S | {"format": "date"}, "2026-01-31", "2026-01-32"),
+    (_A | {"items": {"const": 1}, "maxItems": 4}, [1, 1], [1, 2]),
+    (_A | {"items": {"const": 1}, "minItems": 2, "maxItems": 4}, [1, 1], [1]),
+    (_A | {"items": {"const": 1}, "maxItems": 2}, [1, 1], [1, 1, 1]),
+    (_A | {"prefixItems": [{"const": 1}], "items": False}, [1], [2]),
+    (_A | {"items": [{"const": 1}], "additionalItems": False}, [1], [1, 2]),
+    (_O | {"properties": {"a": {"const": 1}}, "additionalProperties": False}, {"a": 1}, {"a": 2}),
+    (_O | {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}, {"a": 1}, {}),
+    (_O | {"additionalProperties": {"const": 1}, "maxProperties": 1}, {"a": 1}, {"a": 2}),
+    (_O | {"additionalProperties": {"const": 1}, "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 1}),
+    (_O | {"additionalProperties": {"const": 1}, "minProperties": 1, "maxProperties": 2}, {"a": 1}, {}),
+    (_O | {"patternProperties": {"^x$": {"const": 1}}, "additionalProperties": False}, {"x": 1}, {"x": 2}),
+    ({"anyOf": [{"const": 1}, {"const": 2}]}, 2, 3),
+    ({"allOf": [_I | {"minimum": 0}, {"maximum": 9}]}, 9, 10),
+    ({"oneOf": [{"const": "a"}, {"const": None}]}, "a", "b"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}, 1, 2),
+    ({"$ref": "#/definitions/a", "definitions": {"a": {"const": 1}}}, 1, 2),
+    ({"$ref": "#x", "$defs": {"a": {"$anchor": "x", "const": 1}}}, 1, 2),
+    (_I | {"title": "a", "description": "b", "default": 1, "examples": [1], "x-own": 1, "maximum": 9}, 1, "a"),
+]
+REFUSED: dict[str, dict[str, Any]] = {  # a schema by the keyword that is refused
+    "uniqueItems": _A | {"uniqueItems": True},
+    "contains": _A | {"contains": {"const": 1}},
+    "minContains": _A | {"contains": {"const": 1}, "minContains": 2},
+    "maxContains": _A | {"contains": {"const": 1}, "maxContains": 2},
+    "unevaluatedItems": _A | {"unevaluatedItems": False},
+    "unevaluatedProperties": _O | {"unevaluatedProperties": False},
+    "propertyNames": _O | {"propertyNames": {"pattern": "^x"}},
+    "dependentRequired": _O | {"dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": _O | {"dependentSchemas": {"a": {"required": ["b"]}}},
+    "dependencies": _O | {"dependencies": {"a": ["b"]}},
+    "not": {"not": {"const": 1}},
+    "if": {"if": {"const": 1}, "then": {"const": 1}},
+    "else": {"if": {"const": 1}, "else": {"const": 1}},
+    "$dynamicRef": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a"}}},
+    "$recursiveRef": {"$recursiveRef": "#"},
+    "format: idn-email": _S | {"format": "idn-email"},
+    "contentEncoding": _S | {"contentEncoding": "base64"},
+    "contentMediaType": _S | {"contentMediaType": "application/json"},
+    "contentSchema": _S | {"contentSchema": _I},
+    "divisibleBy": _I | {"divisibleBy": 2},
+    "disallow": _I | {"disallow": "integer"},
+    "extends": _I | {"extends": {"minimum": 5}},
+    "nullable": _I | {"nullable": True},
+    "'minimun', which would do nothing (did you mean minimum?)": _O
+    | {"properties": {"a": {"anyOf": [_I | {"minimun": 5}]}}},
+    "oneOf": {"oneOf": [_I, {"type": "number"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def form() -> Form:
+    return Form(web_service(ScriptedEngine()))
+
+
+class Form:
+    """What a model may write under a schema."""
+
+    def __init__(self, service: Service) -> None:
+        self.compile = functools.partial(service.grammars.json, param="schema")
+        self.encode = functools.partial(service.tokenizer.encode, special=False)
+        self.special = set(service.tokenizer.tokenizer.all_special_ids)
+        self.bytes = [service.tokenizer.bytes_of(token) for token in range(service.tokenizer.vocabulary)]
+
+    def allows(self, schema: dict[str, Any], value: Any) -> bool:
+        matcher = self.compile(schema).deep_copy()
+        tokens = self.encode(json.dumps(value))
+        return matcher.try_consume_tokens(list(tokens)) == len(tokens) and matcher.is_accepting()
+
+    def sample(self, schema: dict[str, Any], seed: int) -> Any:
+        """A value of random tokens, of which those that end something are drawn more often; None if it has no end."""
+        matcher, draw, text = self.compile(schema).deep_copy(), random.Random(seed), b""
+        while not matcher.is_stopped() and len(text) < 300:
+            if matcher.is_accepting() and draw.random() < 0.5:
+                return json.loads(text)
+            allowed = [
+                token for token, bias in enumerate(matcher.compute_logit_bias()) if bias and token not in self.special
+            ]
+            ending = [token for token in allowed if self.bytes[token] in (b'"', b"}", b"]")]
+            token = draw.choice(ending if ending and draw.random() < 0.4 else allowed)
+            matcher.consume_token(token)
+            text += self.bytes[token]
+        return json.loads(text) if matcher.is_accepting() else None
+
+
+@pytest.mark.parametrize(("schema", "allowed", "forbidden"), FOLLOWED, ids=lambda value: json.dumps(value)[:40])
+def test_keywords_that_are_followed(form: Form, schema: dict[str, Any], allowed: Any, forbidden: Any) -> None:
+    draft = jsonschema_rs.Draft7Validator if "additionalItems" in schema else jsonschema_rs.Draft202012Validator
+    validator = draft(schema, validate_formats=True)
+    assert (validator.is_valid(allowed), form.allows(schema, allowed)) == (True, True)
+    assert (validator.is_valid(forbidden), form.allows(schema, forbidden)) == (False, False)
+    values = [value for seed in range(8) if (value := form.sample(schema, seed)) is not None]
+    assert values or allowed is None
+    assert all(validator.is_valid(value) for value in values), values
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keywords_that_are_refused_by_name(form: Form, name: str) -> None:
+    with pytest.raises(ServingError, match=re.escape(name.removeprefix("format: "))):
+        form.compile(REFUSED[name])
+    with pytest.raises(ServingError, match=re.escape(name.removeprefix("format: "))):
+        form.compile(_O | {"properties": {"a": REFUSED[name]}})
+
+
+def test_names_and_values_are_no_keywords(form: Form) -> None:
+    closed = {"required": ["minimun"], "additionalProperties": False}
+    schema = _O | {"properties": {"minimun": {"const": {"nullable": 1}}}, "default": {"extends": 1}} | closed
+    assert form.allows(schema, {"minimun": {"nullable": 1}})
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=0, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    tame: bool
+
+
+class Owner(BaseModel):
+    """A union that pydantic writes as `oneOf` with a discriminator."""
+
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+def test_a_union_with_a_discriminator(client: openai.OpenAI) -> None:
+    """As OpenAI's client sends it, as the form of an answer and as a tool."""
+    kinds = set()
+    for seed in range(6):
+        answer = client.chat.completions.parse(model="tiny", messages=USER, response_format=Owner, seed=seed)
+        assert answer.choices[0].message.parsed is not None
+        kinds.add(answer.choices[0].message.parsed.pet.kind)
+    assert kinds == {"cat", "dog"}
+    tool: Any = openai.pydantic_function_tool(Owner)
+    called = client.chat.completions.parse(model="tiny", messages=USER, tools=[tool], tool_choice="required", seed=1)
+    (call,) = called.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Owner)
+
+
+def test_branches_that_may_hold_at_once_are_refused_with_what_to_use(form: Form) -> None:
+    kind = {"properties": {"kind": {"const": "a"}}, "required": ["kind"]}
+    for branches in (
+        [_O | kind, _O | kind],
+        [_O | kind, _O | {"properties": {"other": {"const": "b"}}, "required": ["other"]}],
+        [_O | {"properties": {"kind": {"const": name}}} for name in ("a", "b")],
+        [{"enum": [1, 2]}, {"enum": [2.0, 3]}],
+        [_I | {"minimum": 0}, _I | {"maximum": 5}],
+    ):
+        with pytest.raises(ServingError) as caught:
+            form.compile({"oneOf": branches})
+        assert str(caught.value) == (
+            "schema can't be followed (the branches of oneOf are not known to exclude each other; use anyOf, or give "
+            "each a required const of its own, a text): change it."
+        )
 
 
 @pytest.mark.parametrize(

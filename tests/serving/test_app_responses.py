@@ -232,10 +232,52 @@ def test_langchain_s_client(real: openai.OpenAI) -> None:
         ({"input": [{"role": "critic", "content": "a"}]}, "input.0.role", "input.0.role: the value should be 'system'"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]},
-            "input.0.tool_calls.0.function.arguments",
-            "input.0.tool_calls.0.function.arguments: a JSON object is expected",
+            "input.0.arguments",
+            "input.0.arguments: a JSON object is expected",
         ),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "json_schema is expected where type is"),
+        (
+            {"input": [{"type": "function_call", "call_id": 1, "name": "f", "arguments": "{}"}]},
+            "input.0.call_id",
+            "input.0.call_id: the value should be a valid string",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]},
+            "input.0.name",
+            "the key input.0.name is missing",
+        ),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "a"},
+                    {"type": "function_call_output", "call_id": "c", "output": 1},
+                ]
+            },
+            "input.1.output",
+            "input.1.output: the value should be a valid list",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": 1, "output": "a"}]},
+            "input.0.call_id",
+            "input.0.call_id: the value should be a valid string",
+        ),
+        ({"input": [{"role": "user", "content": 1}]}, "input.0.content", "input.0.content: the value should be"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "name and schema are expected where type is"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {}}}},
+            "text.format.name",
+            "the key text.format.name is missing",
+        ),
+        (
+            {"tools": [{"type": "function", "name": "a b"}]},
+            "tools.0.name",
+            "tools.0.name: String should match pattern",
+        ),
+        (
+            {"tools": [{"type": "function", "name": "f", "paramters": {}}]},
+            "tools.0.paramters",
+            "key tools.0.paramters (",
+        ),
+        ({"tool_choice": {"type": "function", "name": ""}}, "tool_choice.name", "tool_choice.name: String should have"),
         (
             {"text": {"format": {"type": "xml"}}},
             "text.format",
@@ -259,3 +301,16 @@ def test_what_does_not_fit_is_named(
         real.post("/responses", body={"model": "tiny", "input": "a"} | body, cast_to=object)
     assert sentence in str(caught.value)
     assert caught.value.param == param
+
+
+def test_no_error_names_a_key_of_chats(scripted: tuple[ScriptedEngine, str]) -> None:
+    """What the chat says of its messages or its form is said of `input` and of `text.format`."""
+    template = "{{ raise_exception('Roles must alternate.') }}"
+    with running(web_service(ScriptedEngine(), settings={"chat_template": template})) as strict:
+        refused = httpx.post(f"{strict}/v1/responses", json={"model": "tiny", "input": "a"}).json()["error"]
+    assert refused["param"] == "input"
+    assert refused["message"].startswith("The model's chat template refuses input (Roles must alternate): change it")
+    both = {"tools": [WEATHER], "text": {"format": {"type": "json_object"}}}
+    refused = httpx.post(f"{scripted[1]}/v1/responses", json={"model": "tiny", "input": "a"} | both).json()["error"]
+    assert refused["param"] == "text.format"
+    assert refused["message"] == "tools and text.format both say what the answer may be: leave one out."

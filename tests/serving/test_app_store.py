@@ -77,7 +77,7 @@ def folder(backbone: Backbone, tmp_path: Path) -> Path:
 def test_a_full_disk_delays_new_files_and_loses_nothing(
     backbone: Backbone, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     write(backbone, folder / "danish", 3.0)
 
     def full(*arguments: object) -> None:
@@ -94,7 +94,7 @@ def test_a_full_disk_delays_new_files_and_loses_nothing(
 
 
 def test_all_grafts_of_a_folder_are_loaded_and_left_alone(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     assert counter.grafts == {"danish": 1.0, "french": 2.0}
     assert [entry.manifest.kind for entry in counter.shelf.entries().values()] == ["adapter", "adapter"]
     assert counter.look(3) == []
@@ -102,7 +102,7 @@ def test_all_grafts_of_a_folder_are_loaded_and_left_alone(backbone: Backbone, fo
 
 
 def test_a_changed_graft_takes_over_once_its_files_are_still(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     write(backbone, folder / "danish", 3.0)
     assert counter.look(1) == [], "it may still be written"
     assert counter.look(1) == [("danish", "loaded")]
@@ -111,13 +111,13 @@ def test_a_changed_graft_takes_over_once_its_files_are_still(backbone: Backbone,
 
 
 def test_who_asks_for_it_does_not_wait(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     write(backbone, folder / "danish", 3.0)
     assert counter.look(1, now=True) == [("danish", "loaded")]
 
 
 def test_files_that_are_overwritten_in_place_are_seen_too(backbone: Backbone, folder: Path, tmp_path: Path) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     other = write(backbone, tmp_path / "other", 5.0)
     shutil.copyfile(other / "graft.safetensors", folder / "danish" / "graft.safetensors")
     assert counter.look() == [("danish", "loaded")]
@@ -128,7 +128,7 @@ def test_files_that_are_overwritten_in_place_are_seen_too(backbone: Backbone, fo
 def test_a_bad_file_leaves_the_old_graft_in_service(
     backbone: Backbone, folder: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     tensors, manifest = folder / "danish" / "graft.safetensors", folder / "danish" / "graft.json"
     if damage == "tensors":
         tensors.write_bytes(tensors.read_bytes()[:-8])
@@ -153,7 +153,7 @@ def test_a_bad_file_leaves_the_old_graft_in_service(
 
 
 def test_a_graft_that_the_engine_refuses_leaves_the_old_one(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     write(backbone, folder / "danish", 3.0)
 
     def refuse(name: str, graft: Graft | None) -> None:
@@ -169,7 +169,7 @@ def test_a_graft_that_the_engine_refuses_leaves_the_old_one(backbone: Backbone, 
 def test_a_file_that_changes_while_it_is_read_waits(
     backbone: Backbone, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     write(backbone, folder / "danish", 3.0)
     load, written = GraftStore._load, []
 
@@ -187,7 +187,7 @@ def test_a_file_that_changes_while_it_is_read_waits(
 
 
 def test_folders_that_come_and_go(backbone: Backbone, folder: Path) -> None:
-    counter = Counter(GraftStore(backbone, folder=folder))
+    counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     write(backbone, folder / "german", 7.0)
     assert counter.look() == [("german", "loaded")]
     shutil.rmtree(folder / "french")
@@ -198,7 +198,7 @@ def test_folders_that_come_and_go(backbone: Backbone, folder: Path) -> None:
 
 
 def test_a_graft_that_was_given_by_name_stays(backbone: Backbone, tmp_path: Path) -> None:
-    counter = Counter(GraftStore(backbone, {"danish": write(backbone, tmp_path / "graft", 1.0)}))
+    counter = Counter(GraftStore({"tiny": backbone}, {"danish": write(backbone, tmp_path / "graft", 1.0)}))
     shutil.rmtree(tmp_path / "graft")
     assert counter.look(3) == [("danish", "refused")]
     assert counter.grafts == {"danish": 1.0}
@@ -207,7 +207,7 @@ def test_a_graft_that_was_given_by_name_stays(backbone: Backbone, tmp_path: Path
 def test_drafts_and_odd_names_are_no_grafts(backbone: Backbone, folder: Path) -> None:
     for name in (".danish.1234", "a b", "one+two", "tiny"):
         shutil.copytree(folder / "danish", folder / name)
-    shelf = GraftStore(backbone, folder=folder, reserved=frozenset({"tiny"}))
+    shelf = GraftStore({"tiny": backbone}, folder=folder)
     assert set(shelf.open()) == {"danish", "french"}
     assert set(shelf.problems()) == {"a b", "one+two", "tiny"}
     assert "is the backbone's" in shelf.problems()["tiny"]
@@ -215,7 +215,7 @@ def test_drafts_and_odd_names_are_no_grafts(backbone: Backbone, folder: Path) ->
 
 def test_a_broken_graft_of_the_folder_does_not_keep_the_others(backbone: Backbone, folder: Path) -> None:
     (folder / "danish" / "graft.json").write_text("{")
-    shelf = GraftStore(backbone, folder=folder)
+    shelf = GraftStore({"tiny": backbone}, folder=folder)
     assert set(shelf.open()) == {"french"}
     assert set(shelf.problems()) == {"danish"}
 

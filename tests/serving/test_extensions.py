@@ -35,7 +35,7 @@ def client(service: Service) -> TestClient:
 
 def test_grafts_are_told_with_what_they_learned_and_forgot(client: TestClient) -> None:
     found = client.get("/v1/graftlm/grafts").json()
-    assert found["backbone"] == {"name": "tiny", "chat": False, "context": 512}
+    assert found["backbones"] == [{"name": "tiny", "kind": "causal-lm", "chat": False, "context": 512}]
     danish, router = found["data"]
     assert (danish["name"], danish["kind"], danish["steps"], danish["tokens"]) == (
         "danish",

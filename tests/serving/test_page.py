@@ -231,10 +231,11 @@ def test_names_of_grafts_are_text_too(browser: Browser, address: str, complaints
     name = HOSTILE.replace('"', "'")
     unknown = dict.fromkeys(("steps", "tokens", "learned", "forgotten", "audit"))
     limits = dict.fromkeys(("max_tokens", "text", "query", "answer", "questions", "sentences", "document_bytes"), 100)
-    backbone, graft = {"name": name, "chat": True, "context": None}, {"name": name, "label": name, "parameters": 1}
+    backbone = {"name": name, "kind": "causal-lm", "chat": True, "context": None}
+    graft = {"name": name, "backbone": name, "label": name, "parameters": 1}
     answers = {
         "**/v1/models": {"data": [{"id": "tiny"}, {"id": name}]},
-        "**/v1/graftlm/grafts": {"backbone": backbone, "data": [graft | unknown], "limits": limits},
+        "**/v1/graftlm/grafts": {"backbones": [backbone], "data": [graft | unknown], "limits": limits},
     }
     with opened(browser, address, complaints, answers) as page:
         expect(column(page, name)).to_be_visible()

@@ -287,12 +287,12 @@ def test_fields_take_what_the_server_takes(page: Page, service: Service, complai
 def test_no_name_is_cut_without_a_title(browser: Browser, address: str, complaints: list[str]) -> None:
     long = "a-graft-with-the-longest-name-that-a-folder-may-have-0123456789"
     measured = {"learned": None, "forgotten": None, "steps": 1, "tokens": 1, "audit": False}
-    graft = {"name": long, "label": "neutral residues", "parameters": 1} | measured
+    graft = {"name": long, "backbone": "tiny", "label": "neutral residues", "parameters": 1} | measured
     limits = {"max_tokens": 100, "text": 100, "query": 100, "answer": 100, "questions": 5, "sentences": 10}
     answers = {
         "**/v1/models": {"data": [{"id": "tiny"}, {"id": long}]},
         "**/v1/graftlm/grafts": {
-            "backbone": {"name": "tiny", "chat": True, "context": None},
+            "backbones": [{"name": "tiny", "kind": "causal-lm", "chat": True, "context": None}],
             "data": [graft],
             "limits": limits | {"document_bytes": 1000},
         },

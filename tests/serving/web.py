@@ -119,7 +119,7 @@ def web_service(engine: Engine, **changes: Any) -> Service:
     backbone = changes.pop("backbone", None) or Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
     settings = ServerSettings(port=0, reload_seconds=0).model_copy(update=changes.pop("settings", {}))
     limits = EngineLimits(batch_size=4, queue=4, max_tokens=100)
-    service = Service(backbone, engine, GraftStore(backbone), "tiny", settings=settings, limits=limits)
+    service = Service(backbone, engine, GraftStore({"tiny": backbone}), "tiny", settings=settings, limits=limits)
     return changed(service, **changes)
 
 

@@ -6,11 +6,13 @@ import base64
 import hashlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+import psutil
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -302,16 +304,49 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
         ) from error
 
 
-def _check_structure(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:
-    """Find the sites of a model without weights, made from its config."""
+@lru_cache(maxsize=8)
+def _empty_model(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, changed: int) -> tuple[Any, Any]:
+    """A model's config, and the model without weights; read once, as a GGUF file takes seconds, for files of a time."""
     import transformers
 
     register()
+    options = files.options | {"trust_remote_code": trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(files.source, **options)
+    with torch.device("meta"):
+        return config, getattr(transformers, _LOADERS[kind]).from_config(config, trust_remote_code=trust_remote_code)
+
+
+def inspect_model(name: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[int, str]:
+    """The bytes of a model's weights, and its fingerprint's architecture; 0 and "" where its config doesn't tell."""
+    files, named = find_model(name), getattr(torch, dtype, None)
+    for kind in ("causal-lm", "encoder"):  # which not every architecture has
+        with suppress(Exception):  # loading the weights says what is wrong
+            config, model = _empty_model(files, kind, trust_remote_code, files.changed)
+            packed = getattr(config, "quantization_config", None) is not None
+            size = sum(tensor.numel() * (named or tensor.dtype).itemsize for tensor in model.parameters())
+            return 0 if packed else size, fingerprint(model).architecture
+    return 0, ""
+
+
+def check_memory(sizes: Mapping[str, int], device: str | torch.device) -> None:
+    """Raise `BackboneError` if weights of these bytes, by model, do not fit into a device's free memory together."""
     try:
-        options = files.options | {"trust_remote_code": trust_remote_code}
-        config = transformers.AutoConfig.from_pretrained(files.source, **options)
-        with torch.device("meta"):
-            model = getattr(transformers, _LOADERS[kind]).from_config(config, trust_remote_code=trust_remote_code)
+        shared = torch.device(device).type in ("cpu", "mps")
+        free = psutil.virtual_memory().available if shared else torch.accelerator.get_memory_info(device)[0]
+    except (RuntimeError, AssertionError, ValueError):  # no such device, as the use of it will say
+        return
+    if (total := sum(sizes.values())) > free:
+        each = " + ".join(f"{name} {size / 1e9:,.1f}" for name, size in sizes.items())
+        raise BackboneError(
+            f"The weights take {total / 1e9:,.1f} GB ({each}), and {device} has {free / 1e9:,.1f} GB free: name fewer "
+            "or smaller models, or a smaller dtype."
+        )
+
+
+def _check_structure(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:
+    """Find the sites of a model without weights, made from its config."""
+    try:
+        config, model = _empty_model(files, kind, trust_remote_code, files.changed)
     except Exception:  # loading the weights says what is wrong
         return
     row = FAMILIES.get(config.model_type)

@@ -13,10 +13,10 @@ from graftlm.io import find_model
 
 
 def serve(
-    backbone: Annotated[str, option("NAME", "A model's name or folder.", show_default=False)],
+    backbone: Annotated[list[str], option("[NAME=]MODEL", "A model's name or folder; or several.", show_default=False)],
     graft: Annotated[list[str] | None, option("NAME=DIR", "Folder of a graft, and its name in requests.")] = None,
     grafts: Annotated[Path | None, option("DIR", "A folder of grafts' folders; new ones are served too.")] = None,
-    name: Annotated[str | None, option("NAME", "Name of the backbone in requests; by default its own.")] = None,
+    name: Annotated[str | None, option("NAME", "Name of a single backbone in requests.")] = None,
     host: Annotated[str, option("ADDRESS", "Address; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, option("N", "Port; 0 selects a free one.", min=0, max=65535)] = 8000,
     api_keys: Annotated[Path | None, option("FILE", "Lines of NAME:KEY; by default $GRAFTLM_API_KEYS.")] = None,
@@ -42,10 +42,16 @@ def serve(
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a backbone and its grafts to clients of OpenAI's API."""
+    """Serve backbones and their grafts to clients of OpenAI's API."""
     from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
 
-    find_model(backbone)
+    pairs = [split_model(text) for text in backbone]
+    for _, model in pairs:
+        find_model(model)
+    if name and (len(pairs) > 1 or pairs[0][0]):
+        raise GraftError("--name is for a single backbone without a name: give each one's by --backbone NAME=MODEL.")
+    if chat_template and len(pairs) > 1:
+        raise GraftError("--chat-template is for a single backbone: put chat_template.jinja into the one's folder.")
     given = named_folders(graft or [])
     settings = ServerSettings(
         host=host,
@@ -61,29 +67,28 @@ def serve(
     for package in ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"):
         if find_spec(package) is None:
             raise MissingExtraError(package, "serve", "A server")
-    log(f"loading {backbone}", quiet=quiet)
+    log(f"loading {', '.join(model for _, model in pairs)}", quiet=quiet)
     configure_logging()
-    from graftlm.artifact import read_manifest
-    from graftlm.backbone import default_device, load_backbone
-    from graftlm.backbone.load import quantize_weights
-
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     from graftlm.serving import server
     from graftlm.serving.protocol import EngineLimits
-    from graftlm.serving.service import open_service
+    from graftlm.serving.service import load_backbones, name_models, open_service
 
-    kind = "encoder" if "encoder" in {read_manifest(path).backbone.kind for path in given.values()} else "causal-lm"
-    loaded = load_backbone(backbone, kind=kind, device=device or default_device(), **options)
-    if quantize is not None:
-        quantize_weights(loaded.bare_model, quantize, loaded.name)
-
+    models = name_models((name or own, model) for own, model in pairs)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantize": quantize}
+    loaded = load_backbones(models, given, grafts, device=device, **options)
     server.log_to_stderr(quiet)
     sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}
     limits = EngineLimits(**sizes, context=context, seconds=seconds)
-    service = open_service(loaded, given, grafts, name=name, settings=settings, limits=limits, keys=keys)
+    service = open_service(loaded, given, grafts, settings=settings, limits=limits, keys=keys)
     if not settings.is_local and not keys:
         log(f"whoever reaches {host} can use this server: --api-keys (or {KEYS_VARIABLE}) asks for a key.")
     server.serve(service, lambda address: log(f"serving {', '.join(service.engine.names)} at {address}"))
+
+
+def split_model(text: str) -> tuple[str | None, str]:
+    """The name, if there is one, and the model of `[NAME=]MODEL`."""
+    name, equals, model = text.partition("=")
+    return (name, model) if equals and not Path(text).exists() else (None, text)
 
 
 def named_folders(pairs: list[str]) -> dict[str, Path]:

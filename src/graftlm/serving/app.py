@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +23,7 @@ from graftlm.errors import GraftError
 from graftlm.serving import extensions, requests, responses, responses_api
 from graftlm.serving.errors import ErrorResponse, on_error
 from graftlm.serving.middleware import Guard, RequestMetrics, user_of
-from graftlm.serving.protocol import Finish, RequestStream, TokenOutput, check_model
+from graftlm.serving.protocol import Finish, RequestStream, TokenOutput
 from graftlm.serving.service import Service
 from graftlm.version import __version__
 
@@ -112,35 +112,33 @@ def _openai_router(service: Service) -> APIRouter:
 
     @get("/models", summary="All names that `model` may have")
     async def models() -> responses.ModelList:
-        return responses.ModelList(object="list", data=[_card(service, name) for name in service.engine.names])
+        return responses.ModelList(
+            object="list", data=[_card(requests.service_of(service, name), name) for name in service.engine.names]
+        )
 
     @get("/models/{model:path}", summary="One of them, or a mixture")
     async def model(model: str) -> responses.ModelCard:
-        check_model(service.engine.names, model)
-        return _card(service, model)
+        return _card(requests.service_of(service, model), model)
 
     @post("/completions", response_model=responses.TextCompletion, summary="Continue a text")
     async def completions(body: requests.CompletionRequest, request: Request) -> Any:
-        parsed = await _parsed(requests.parse_completion, service, body, request)
-        return await _respond(service, request, responses.CompletionBuilder, parsed)
+        return await _answer(service, requests.parse_completion, responses.CompletionBuilder, body, request)
 
     @post("/chat/completions", response_model=responses.Chat, summary="Continue a conversation")
     async def chat(body: requests.ChatRequest, request: Request) -> Any:
-        parsed = await _parsed(requests.parse_chat, service, body, request)
-        return await _respond(service, request, responses.ChatBuilder, parsed)
+        return await _answer(service, requests.parse_chat, responses.ChatBuilder, body, request)
 
     @post("/responses", response_model=responses_api.Response, summary="Answer a text, or continue a conversation")
     async def response(body: responses_api.ResponsesRequest, request: Request) -> Any:
-        parsed = await _parsed(responses_api.parse_responses, service, body, request)
-        return await _respond(service, request, responses_api.ResponsesBuilder, parsed)
+        return await _answer(service, responses_api.parse_responses, responses_api.ResponsesBuilder, body, request)
 
     @router.post("/embeddings", response_model=responses.Embeddings, summary="The mean of a text's last hidden states")
     async def embeddings(body: requests.EmbeddingRequest, request: Request) -> Any:
-        parsed = await asyncio.to_thread(requests.parse_embedding, service, body, user_of(request))
-        whole: Any = None
-        for first in range(0, len(parsed.requests), size := service.limits.batch_size):  # more would fill the queue
+        own, whole = requests.service_of(service, body.model), cast("Any", None)
+        parsed = await asyncio.to_thread(requests.parse_embedding, own, body, user_of(request))
+        for first in range(0, len(parsed.requests), size := own.limits.batch_size):  # more would fill the queue
             part = dataclasses.replace(parsed, requests=parsed.requests[first : first + size])
-            answer: Any = await _respond(service, request, responses.EmbeddingBuilder, part)
+            answer: Any = await _respond(own, request, responses.EmbeddingBuilder, part)
             whole = answer if whole is None else whole.joined(answer)
         return whole
 
@@ -164,8 +162,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
     async def tokens(body: requests.TokenizeRequest) -> dict[str, int | list[int]]:
-        ids = await asyncio.to_thread(requests.tokenize, service, body)
-        return {"count": len(ids), "max_model_len": service.context, "tokens": ids}
+        own = requests.service_of(service, body.model or service.name)
+        ids = await asyncio.to_thread(requests.tokenize, own, body)
+        return {"count": len(ids), "max_model_len": own.context, "tokens": ids}
 
     @app.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:
@@ -192,11 +191,13 @@ def _card(service: Service, name: str) -> responses.ModelCard:
     )
 
 
-async def _parsed(parse: Any, service: Service, body: Any, request: Request) -> requests.ParsedRequest:
-    """A body in the engine's terms; those whose form is compiled wait for each other, and for nobody else."""
+async def _answer(service: Service, parse: Any, kind: Any, body: Any, request: Request) -> BaseModel | Response:
+    """The response to a body; bodies whose form is compiled wait for each other, and for nobody else."""
+    service = requests.service_of(service, body.model)
     with_form = any(getattr(body, key, None) for key in ("structured_outputs", "response_format", "tools", "text"))
     pool = service.grammars.pool if with_form else None
-    return await asyncio.get_running_loop().run_in_executor(pool, parse, service, body, user_of(request))
+    parsed = await asyncio.get_running_loop().run_in_executor(pool, parse, service, body, user_of(request))
+    return await _respond(service, request, kind, parsed)
 
 
 async def _respond(

@@ -76,7 +76,8 @@ def _invalid(request: Request, error: RequestValidationError) -> ServingError:
         param = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[")))
         unsupported = isinstance(problem.get("ctx", {}).get("error"), UnsupportedValueError)
         code = "unsupported_parameter" if unsupported else None
-        return ServingError(explain(refusal, model, "The request"), param, code=code)
+        own = getattr(model, "own_keys", lambda text, body: text)
+        return ServingError(own(explain(refusal, model, "The request"), error.body), own(param, error.body), code=code)
     return ServingError("The request does not fit its schema: compare it with /openapi.json.")
 
 

@@ -19,9 +19,9 @@ from graftlm.errors import DataError, GraftError, MissingExtraError
 from graftlm.serving.clients import EngineClient, OnEvent
 from graftlm.serving.middleware import user_of
 from graftlm.serving.predicting import PredictBody, PredictionEngine, predictions
-from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError, check_model
+from graftlm.serving.protocol import QueueFullError, ServingError, UnknownModelError
 from graftlm.serving.reports import GraftReport, ServedModels, graft_report, served_models
-from graftlm.serving.requests import RequestBody
+from graftlm.serving.requests import RequestBody, service_of
 from graftlm.serving.responses import EventStream, as_event, run_until_disconnect
 from graftlm.serving.service import Service
 
@@ -147,17 +147,16 @@ def router(service: Service) -> APIRouter:
     @routes.post("/clarify")
     async def clarify_turn(body: ClarifyBody, request: Request) -> dict[str, Any]:
         """Start or continue a conversation, up to its next question or its end."""
-        check_model(service.engine.names, body.model)
-        client = EngineClient(service.engine, body.model, user_of(request))
-        return await conversations.run(request, client, partial(_run_turn, service, body, client))
+        own = service_of(service, body.model)
+        client = EngineClient(own.engine, body.model, user_of(request))
+        return await conversations.run(request, client, partial(_run_turn, own, body, client))
 
     @routes.post("/summarize", response_model=dict[str, Any])
     async def summary(body: SummarizeBody, request: Request) -> Any:
         """Summarize a text or a PDF file, with the character range of each extracted sentence."""
-        if body.model is not None:
-            check_model(service.engine.names, body.model)
-        client = EngineClient(service.engine, body.model or "", user_of(request))
-        work = partial(_summarize, service, body, client)
+        own = service if body.model is None else service_of(service, body.model)
+        client = EngineClient(own.engine, body.model or "", user_of(request))
+        work = partial(_summarize, own, body, client)
         if body.stream:
             return summaries.stream(client, work, service.settings.send_seconds)
         return await summaries.run(request, client, partial(work, lambda event: None))
@@ -165,11 +164,11 @@ def router(service: Service) -> APIRouter:
     @routes.post("/predict")
     async def predict(body: PredictBody, request: Request) -> dict[str, Any]:
         """Predictions of a graft's heads for rows of any of its tasks, in their order."""
-        engine, data = service.engine, []
-        if not isinstance(engine, PredictionEngine):
-            raise ServingError(f"{service.name} is served to write text: serve an encoder's graft to predict.", "model")
+        own, data = service_of(service, body.model), []
+        if not isinstance(engine := own.engine, PredictionEngine):
+            raise ServingError(f"{own.name} is served to write text: serve an encoder's graft to predict.", "model")
         rows = await asyncio.to_thread(lambda: list(engine.requests(body, service.store.entries(), user_of(request))))
-        for first in range(0, len(rows), size := service.limits.batch_size):  # more would fill the queue
+        for first in range(0, len(rows), size := own.limits.batch_size):  # more would fill the queue
             stream = engine.submit(rows[first : first + size])
             try:
                 data += await run_until_disconnect(request, predictions(stream))

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -18,10 +18,24 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from graftlm.errors import did_you_mean
 from graftlm.serving.protocol import EngineError, ServingError
 
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spaces of `json.dumps`: with any spaces allowed, a weak model may write nothing else."""
+_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_OF_SCHEMAS = _MAPS | {
+    "items", "prefixItems", "additionalItems", "additionalProperties", "propertyNames", "contains", "anyOf", "allOf",
+    "oneOf", "not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties",
+}  # fmt: skip
+_KEYWORDS = _OF_SCHEMAS | {
+    "type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
+    "maxLength", "pattern", "format", "minItems", "maxItems", "uniqueItems", "minContains", "maxContains", "required",
+    "minProperties", "maxProperties", "dependentRequired", "dependencies", "$ref", "$dynamicRef", "$recursiveRef",
+    "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment", "title",
+    "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator",
+}  # fmt: skip
+"""Those that llguidance follows or refuses, and those that say nothing of the values: any other would do nothing."""
 _CPU_SECONDS, _BYTES = 3, 2**32  # for the compilation of a grammar
 _TRIAL = f"""
 import resource, sys
@@ -70,6 +84,11 @@ class GrammarCompiler:
         problem = matcher.get_error() if matcher else f"its compilation takes more than {_CPU_SECONDS} seconds"
         if matcher is None or problem:
             reason = " ".join(problem.split())[:300].rstrip(".")
+            if "coerce_one_of" in reason:
+                reason = (
+                    "the branches of oneOf are not known to exclude each other; use anyOf, or give each a required "
+                )
+                reason += "const of its own, a text"
             code = "grammar_too_complex" if matcher is None else None
             raise ServingError(f"{param} can't be followed ({reason}): change it.", param, code=code)
         return matcher
@@ -90,18 +109,37 @@ class GrammarCompiler:
                     self._tokens = from_tokenizer(self._tokenizer, self._vocabulary, self._end_ids)
                 except (ValueError, TypeError) as error:
                     raise ServingError(
-                        f"Answers can't be constrained with this model's tokenizer ({str(error).rstrip('.')}): leave "
-                        "response_format, structured_outputs and tools out."
+                        f"Answers can't be constrained with this model's tokenizer ({str(error).rstrip('.')}): ask for "
+                        "any text, without tools."
                     ) from error
             return self._tokens
 
 
 def as_text(schema: Mapping[str, Any] | bool, param: str) -> str:
-    """A schema as JSON; ServingError if it has llguidance's own key, which can switch checks off."""
+    """A schema as JSON; ServingError for an unknown keyword, and for llguidance's own, which can switch checks off."""
     text = json.dumps(schema)
     if '"x-guidance"' in text:
         raise ServingError(f"{param} has the key x-guidance, which is the server's: leave it out.", param)
+    for keyword in _keywords(schema):
+        if keyword not in _KEYWORDS and not keyword.startswith("x-"):
+            hint = did_you_mean(keyword, sorted(_KEYWORDS))
+            raise ServingError(
+                f"{param} has the keyword {keyword[:50]!r}, which would do nothing{hint}: leave it out.", param
+            )
     return text
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """The keywords of a schema and of all schemas in it."""
+    schemas = [schema]
+    while schemas:
+        if isinstance(current := schemas.pop(), list):
+            schemas += current
+        elif isinstance(current, Mapping):
+            yield from current
+            for key in _OF_SCHEMAS & current.keys():
+                is_map = key in _MAPS and isinstance(current[key], Mapping)
+                schemas += current[key].values() if is_map else [current[key]]
 
 
 def quoted(text: str) -> str:

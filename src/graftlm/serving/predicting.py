@@ -65,7 +65,7 @@ class PredictionEngine(ThreadedEngine):
         """The rows of a body as requests. Raises UnknownModelError, and DataError if a row does not fit its task."""
         check_model(self.names, body.model)
         if body.model not in entries:
-            raise ServingError(f"{body.model!r} has no heads: name one of {', '.join(entries)}.", "model")
+            raise ServingError(f"{body.model!r} has no heads: name one of {', '.join(self.names[1:])}.", "model")
         task_graft = TaskGraft.of(entries[body.model].manifest, self._grafts[body.model], self._backbone)
         with self._tokenizing:
             encoder = task_graft.encoder

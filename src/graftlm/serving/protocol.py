@@ -359,6 +359,10 @@ class ModelRegistry:
             grafts = self._grafts | {name: graft}
             self._grafts = {known: other for known, other in grafts.items() if other is not None}
 
+    def fits(self, graft: object | None) -> bool:
+        """Whether a graft was built for this backbone."""
+        return isinstance(graft, Graft) and graft._fingerprint == self._backbone.fingerprint
+
     def holds(self, grafts: Iterable[tuple[str, Graft]]) -> bool:
         """Whether all of these grafts are still registered under their names."""
         known = self._grafts

@@ -26,9 +26,10 @@ _METRICS = TypeAdapter(dict[str, OnErrorOmit[StrictInt | StrictFloat | Interval]
 
 
 class ServedBackbone(BaseModel):
-    """The backbone of all grafts."""
+    """A backbone of grafts; an encoder writes no text."""
 
     name: str
+    kind: str
     chat: bool
     context: int | None
 
@@ -44,6 +45,7 @@ class GraftSummary(TradeOff):
     """A graft in short; `audit` says whether it has the page of an audit."""
 
     name: str
+    backbone: str
     kind: str
     label: str
     parameters: int
@@ -56,7 +58,7 @@ class ServedModels(BaseModel):
     """The response of /v1/graftlm/grafts; `limits` are the largest values that requests may have."""
 
     object: Literal["list"] = "list"
-    backbone: ServedBackbone
+    backbones: list[ServedBackbone]
     limits: dict[str, int]
     data: list[GraftSummary]
 
@@ -91,13 +93,18 @@ class GraftReport(BaseModel):
 
 
 def served_models(service: Service, limits: dict[str, int]) -> ServedModels:
-    """The backbone and the grafts of a service, with its limits and those of its routes."""
-    sizes = {"max_tokens": min(service.limits.max_tokens, service.context - 1)}
+    """The backbones and the grafts of a service, with its limits and those of its routes."""
+    each = list(service.members.values()) or [service]
+    sizes = {"max_tokens": max(min(own.limits.max_tokens, own.context - 1) for own in each)}
     sizes["document_bytes"] = DOCUMENT_FACTOR * service.settings.body_bytes
-    context = service.context if service.context < UNLIMITED else None
-    backbone = ServedBackbone(name=service.name, chat=not service.tokenizer.plain, context=context)
+    backbones = [_served_backbone(own) for own in each]
     grafts = [graft_summary(entry) for entry in service.store.entries().values()]
-    return ServedModels(backbone=backbone, limits=sizes | limits, data=grafts)
+    return ServedModels(backbones=backbones, limits=sizes | limits, data=grafts)
+
+
+def _served_backbone(own: Service) -> ServedBackbone:
+    kind, context = getattr(own.engine, "kind", "causal-lm"), own.context if own.context < UNLIMITED else None
+    return ServedBackbone(name=own.name, kind=kind, chat=not own.tokenizer.plain, context=context)
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:
@@ -106,6 +113,7 @@ def graft_summary(entry: StoredGraft) -> GraftSummary:
     steps, tokens = map(manifest.training.get, ("steps", "tokens"))
     return GraftSummary(
         name=entry.name,
+        backbone=entry.backbone,
         kind=manifest.kind,
         label=_label(manifest),
         parameters=manifest.parameters,

@@ -28,6 +28,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
 from graftlm.serving.protocol import GenerationRequest, ServingError, check_model, check_prompt
+from graftlm.serving.router import EngineRouter
 from graftlm.serving.service import Service
 from graftlm.serving.tools import tool_grammar
 
@@ -412,6 +413,14 @@ class ParsedRequest:
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
+def service_of(service: Service, model: str) -> Service:
+    """The service of a model's backbone. Raises UnknownModelError, or ServingError if a mixture has two."""
+    if isinstance(service.engine, EngineRouter):
+        return service.members[service.engine.of(model).name]
+    check_model(service.engine.names, model)
+    return service
+
+
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/completions; a body that does not fit the model is a `ServingError`."""
     _check(service, body, len(body.prompt))
@@ -426,7 +435,6 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
 
 def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/embeddings; a body that does not fit the model is a `ServingError`."""
-    check_model(service.engine.names, body.model)
     texts = [service.tokenizer.encode(text) if isinstance(text, str) else tuple(text) for text in body.input]
     requests = tuple(GenerationRequest(text, body.model, 0, embed=True, user=user) for text in texts)
     base64 = body.encoding_format == "base64"
@@ -435,7 +443,6 @@ def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> Pars
 
 def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     """The token ids of the body of /tokenize."""
-    check_model(service.engine.names, body.model or service.name)
     if body.messages is not None:
         return [*service.tokenizer.encode_chat([message.for_template() for message in body.messages])]
     return [*service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)]
@@ -450,7 +457,8 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
         raise ServingError("max_tokens and max_completion_tokens are the same: give one of them.", "max_tokens")
     callable_tools = _callable_tools(body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if callable_tools else []
-    prompt = service.tokenizer.encode_chat([message.for_template() for message in body.messages], tools)
+    messages = [message.for_template() for message in body.messages]
+    prompt = service.tokenizer.encode_chat(messages, tools, body.prompt_key)
     check_prompt(prompt, service.tokenizer.vocabulary, body.prompt_key)
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     return _parse(
@@ -509,7 +517,6 @@ def _structured(service: Service, body: ApiRequest) -> LLMatcher | None:
 
 
 def _check(service: Service, body: ApiRequest, prompts: int) -> None:
-    check_model(service.engine.names, body.model)
     count, capacity = prompts * (body.n or 1), service.limits.batch_size + service.limits.queue
     if count > capacity:
         raise ServingError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
@@ -35,6 +36,13 @@ from graftlm.serving.responses import ChoicePart, Outputs, ResponseBuilder
 from graftlm.serving.service import Service
 from graftlm.serving.tools import ToolCall
 
+_OWN_KEYS = {
+    r"(input\.\d+)\.(tool_calls\.\d+\.id|tool_call_id)\b": r"\1.call_id",
+    r"(input\.\d+)\.tool_calls\.\d+(\.function)?": r"\1",
+    r"(text\.format)\.json_schema": r"\1",
+    r"(tools\.\d+|tool_choice)\.function": r"\1",
+    "json_schema is expected where": "name and schema are expected where",
+}
 _AS_IN_CHATS = ("model", "temperature", "top_p", "stream", "tools", "tool_choice", "parallel_tool_calls")
 
 
@@ -122,6 +130,16 @@ class ResponsesRequest(RequestBody):
     store: Ignored = None
     stream_options: Ignored = None
     user: Ignored = None
+
+    @staticmethod
+    def own_keys(text: str, body: Any) -> str:
+        """An error's text or path with the keys that the client sent in place of those of a chat."""
+        for pattern, key in _OWN_KEYS.items():
+            text = re.sub(pattern, key, text)
+        items = enumerate(body["input"] if isinstance(body.get("input"), list) else ())
+        for number in (number for number, item in items if isinstance(item, dict) and "output" in item):
+            text = text.replace(f"input.{number}.content", f"input.{number}.output")
+        return text
 
 
 class _ChatOfResponse(ChatRequest):

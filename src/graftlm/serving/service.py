@@ -1,35 +1,44 @@
-"""The parts of a running server, and their construction from a backbone and folders of grafts."""
+"""The parts of a running server, and their construction from backbones and folders of grafts."""
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
+from typing import Any, cast
 
-from graftlm.backbone import Backbone, end_ids
+from graftlm.artifact import read_manifest
+from graftlm.backbone import Backbone, default_device, end_ids, load_backbone
+from graftlm.backbone.load import check_memory, inspect_model, quantize_weights
 from graftlm.errors import GraftError
 from graftlm.io import fetch_folder
-from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.engine import BatchingEngine, ThreadedEngine
 from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.middleware import ServerMetrics
 from graftlm.serving.predicting import PredictionEngine
 from graftlm.serving.protocol import Engine, EngineLimits, context_limit
+from graftlm.serving.router import EngineRouter
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.store import NAME, GraftStore
 from graftlm.serving.tokenization import ServingTokenizer
 
 
 class Service:
-    """What the routes work with.
+    """What the routes work with, for one backbone; or for all of them, and then the tokenizer is the first one's.
 
     Attributes:
+        engine: of the backbone, or of all.
         name: name of the backbone in requests.
         settings, limits, keys: of the web side; of the engine; API keys.
         fingerprint: of the backbone, as responses report it.
         grammars: for answers of a given form.
         context: maximum tokens of a prompt and its continuation.
         metrics: for Prometheus.
+        members: the services of several backbones by name; empty where there is one.
         started: start time in seconds since 1970.
         closing: set once the server accepts nothing new.
 
@@ -56,7 +65,18 @@ class Service:
         vocabulary, ends = self.tokenizer.vocabulary, end_ids(backbone.model, self.tokenizer.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer.tokenizer, vocabulary, ends)
         self.metrics = ServerMetrics(engine)
+        self.members: dict[str, Service] = {}
         self.started, self.closing = int(time.time()), threading.Event()
+
+    @classmethod
+    def joined(cls, members: dict[str, Service]) -> Service:
+        """The service of all backbones, from those of each."""
+        whole = copy.copy(next(iter(members.values())))
+        router = EngineRouter([cast("ThreadedEngine", member.engine) for member in members.values()])
+        whole.engine, whole.members, whole.metrics = router, members, ServerMetrics(router)
+        for member in members.values():
+            member.metrics = whole.metrics
+        return whole
 
     def reload(self, *, now: bool = False) -> None:
         """Take changed grafts into service."""
@@ -65,8 +85,46 @@ class Service:
         )
 
 
+def load_backbones(
+    models: Mapping[str, str],
+    given: Mapping[str, str | Path],
+    folder: Path | None = None,
+    *,
+    device: str | None = None,
+    quantize: str | None = None,
+    **options: Any,
+) -> dict[str, Backbone]:
+    """Load models, each as an encoder where a graft was trained on an encoder of its architecture.
+
+    Args:
+        models: each model's name on the hub or path, by its name in requests.
+        given, folder: of grafts, as of `open_service`.
+        device: for all; None takes the fastest.
+        quantize: int8 or int4.
+        options: dtype and trust_remote_code, as of `load_backbone`.
+
+    Raises BackboneError if a model can't be loaded, or the weights do not fit into the memory together.
+    """
+    on = device or default_device()
+    records = [read_manifest(path).backbone for path in given.values()]
+    for path in folder.iterdir() if folder is not None and folder.is_dir() else ():
+        with suppress(GraftError):  # which the store reports
+            records.append(read_manifest(path).backbone)
+    encoders = [record.fingerprint.get("architecture") for record in records if record.kind == "encoder"]
+    known = {name: inspect_model(model, **options) for name, model in models.items()}
+    sizes = {name: size for name, (size, _) in known.items()}
+    check_memory(sizes if quantize is None else dict([max(sizes.items(), key=itemgetter(1))]), on)
+    backbones = {}
+    for name, (_, architecture) in known.items():
+        kind = "encoder" if encoders and architecture in ("", *encoders) else "causal-lm"
+        backbones[name] = load_backbone(models[name], kind=kind, device=on, **options)
+        if quantize is not None:
+            quantize_weights(backbones[name].bare_model, quantize, models[name])
+    return backbones
+
+
 def open_service(
-    backbone: Backbone,
+    backbone: Backbone | Mapping[str, Backbone],
     given: Mapping[str, str | Path] | None = None,
     folder: str | Path | None = None,
     *,
@@ -75,23 +133,41 @@ def open_service(
     settings: ServerSettings | None = None,
     keys: ApiKeys | None = None,
 ) -> Service:
-    """Load grafts, start the engine, and return the service.
+    """Load grafts, start the engines, and return the service.
 
     Args:
-        backbone: a causal language model with its tokenizer, or an encoder for grafts with heads.
+        backbone: a causal language model with its tokenizer, or an encoder for grafts with heads; or several by name.
         given: folders of grafts by name.
         folder: a folder with further grafts' folders.
-        name: name of the backbone in requests; by default its name on the hub, or its folder's name.
+        name: name of a single backbone in requests; by default its name on the hub, or its folder's name.
         limits, settings, keys: as of `Service`.
 
     Raises GraftError if a part can not be loaded or used.
     """
-    name = checked_name(name or served_name(backbone.name))
-    backbone.need_tokenizer()
+    if isinstance(backbone, Backbone):
+        backbone = {name or served_name(backbone.name): backbone}
     folders = {graft: fetch_folder(path, "graft.json") for graft, path in (given or {}).items()}
-    store = GraftStore(backbone, folders, None if folder is None else Path(folder), frozenset({name}))
-    engine = (PredictionEngine if backbone.kind == "encoder" else BatchingEngine)(backbone, store.open(), name, limits)
-    return Service(backbone, engine, store, name, settings=settings, limits=limits, keys=keys)
+    for known, model in backbone.items():
+        checked_name(known)
+        model.need_tokenizer()
+    store = GraftStore(backbone, folders, None if folder is None else Path(folder))
+    grafts, members = store.open(), {}
+    for known, model in backbone.items():
+        own = {graft: loaded for graft, loaded in grafts.items() if loaded._fingerprint == model.fingerprint}
+        engine = (PredictionEngine if model.kind == "encoder" else BatchingEngine)(model, own, known, limits)
+        members[known] = Service(model, engine, store, known, settings=settings, limits=limits, keys=keys)
+    return Service.joined(members) if len(members) > 1 else members[known]
+
+
+def name_models(pairs: Iterable[tuple[str | None, str]]) -> dict[str, str]:
+    """Models by their names in requests; GraftError if two have the same name, or requests can not use it."""
+    models: dict[str, str] = {}
+    for name, model in pairs:
+        name = checked_name(name or served_name(model))
+        if name in models:
+            raise GraftError(f"Two backbones have the name {name}: give each its own by --backbone NAME=MODEL.")
+        models[name] = model
+    return models
 
 
 def served_name(name: str) -> str:
@@ -103,6 +179,7 @@ def checked_name(name: str) -> str:
     """The name of a backbone in requests. Raises GraftError if requests can not use the name."""
     if not all(NAME.fullmatch(part) for part in name.split("/")):
         raise GraftError(
-            f"Requests can't call the backbone {name!r}: give it another (--name), of letters, digits, dots, dashes."
+            f"Requests can't call the backbone {name!r}: give it another (--name, or --backbone "
+            "NAME=MODEL), of letters, digits, dots, dashes."
         )
     return name

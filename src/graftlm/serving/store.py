@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ OnOutcome = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class StoredGraft:
-    """A graft in service: its name in requests, its files, and when graft.json changed, in seconds since 1970."""
+    """A graft in service: its name and its backbone's, its files, and when graft.json changed, in Unix time."""
 
     name: str
+    backbone: str
     folder: Path
     manifest: Manifest
     changed: int
@@ -56,16 +57,14 @@ class GraftStore:
     """The grafts of a server. All methods are thread-safe.
 
     Args:
-        backbone: the backbone of all grafts.
+        backbones: the grafts' backbones by name; no graft may have such a name.
         given: folders of grafts by name.
         folder: a folder with further grafts' folders, named as the folders are; it is searched at each refresh.
-        reserved: names that no graft may have, such as the backbone's.
     """
 
-    backbone: Backbone
+    backbones: Mapping[str, Backbone]
     given: Mapping[str, Path] = field(default_factory=dict)
     folder: Path | None = None
-    reserved: frozenset[str] = frozenset()
     _watched: dict[str, WatchedFolder] = field(default_factory=dict)
     _problems: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -84,8 +83,8 @@ class GraftStore:
         Raises GraftError if a graft that was given by name is not usable.
         """
         for name in self.given:
-            if not NAME.fullmatch(name) or name in self.reserved:
-                raise GraftError(_bad_name(name, self.reserved))
+            if not NAME.fullmatch(name) or name in self.backbones:
+                raise GraftError(_bad_name(name, self.backbones))
         if self.folder is not None and not self.folder.is_dir():
             raise ArtifactError(f"There is no folder {self.folder}: name the folder that holds the grafts' folders.")
         grafts: dict[str, Graft] = {}
@@ -120,10 +119,10 @@ class GraftStore:
         for folder in sorted(self.folder.iterdir()) if self.folder is not None and self.folder.is_dir() else ():
             if folder.name.startswith(".") or folder.name in self.given or not (folder / JSON_NAME).is_file():
                 continue
-            if NAME.fullmatch(folder.name) and folder.name not in self.reserved:
+            if NAME.fullmatch(folder.name) and folder.name not in self.backbones:
                 self._watched.setdefault(folder.name, WatchedFolder(folder, given=False))
             else:
-                self._report(folder.name, _bad_name(folder.name, self.reserved))
+                self._report(folder.name, _bad_name(folder.name, self.backbones))
 
     def _process(self, name: str, watched: WatchedFolder, replace: Replace) -> str | None:
         """Withdraw a graft whose folder is gone, or load its files; returns the outcome."""
@@ -167,10 +166,22 @@ class GraftStore:
             try:
                 manifest = read_manifest(copy)
                 manifest.check_alone(copy, "a server's model")
-                graft = load_graft(copy, self.backbone)
+                backbone = self._backbone_of(manifest, copy)
+                graft = load_graft(copy, self.backbones[backbone])
             except GraftError as error:
                 raise ArtifactError(str(error).replace(str(copy), str(folder))) from None
-        return graft, StoredGraft(name, folder, manifest, int((folder / JSON_NAME).stat().st_mtime))
+        return graft, StoredGraft(name, backbone, folder, manifest, int((folder / JSON_NAME).stat().st_mtime))
+
+    def _backbone_of(self, manifest: Manifest, folder: Path) -> str:
+        """The name of the backbone that a graft was trained on; ArtifactError if that is none or several of them."""
+        if len(self.backbones) == 1:
+            return next(iter(self.backbones))  # of which `load_graft` says what sets it apart
+        names = [name for name, backbone in self.backbones.items() if manifest.backbone.matches(backbone) is None]
+        if len(names) != 1:
+            which = f"both {' and '.join(names)} are" if names else f"none of {', '.join(self.backbones)} is"
+            remedy = "serve one of them" if names else "serve that one too (--backbone), or leave the graft out"
+            raise ArtifactError(f"The graft {folder} was trained on {manifest.backbone.name}, which {which}: {remedy}.")
+        return names[0]
 
 
 def read_signature(folder: Path) -> FileSignature | None:
@@ -186,8 +197,8 @@ def read_signature(folder: Path) -> FileSignature | None:
     return tuple(signature) if any(signature) else None
 
 
-def _bad_name(name: str, reserved: frozenset[str]) -> str:
-    if name in reserved:
+def _bad_name(name: str, backbones: Collection[str]) -> str:
+    if name in backbones:
         return f"The name {name} is the backbone's, and a graft needs one of its own: give it another."
     return (
         f"The name {name[:80]!r} can't be a graft's: up to 64 letters, digits, dots, dashes and underscores are "

@@ -59,12 +59,15 @@ class ServingTokenizer:
         """The ids of a text, with the special tokens that the tokenizer adds to every text."""
         return tuple(self.tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), param: str = "messages"
+    ) -> tuple[int, ...]:
         """The ids of a conversation, up to the start of the assistant's next message.
 
         Args:
             messages: as chat templates expect them, with `tool_calls` and the role `tool` where tools were called.
             tools: what the assistant may call.
+            param: the request's key for the messages.
 
         Raises ServingError if the chat template rejects the messages.
         """
@@ -75,9 +78,9 @@ class ServingTokenizer:
             text = self.tokenizer.apply_chat_template(list(messages), tools=[*tools] or None, **options)
         except (TemplateError, ValueError, TypeError) as error:
             raise ServingError(
-                f"The model's chat template refuses these messages ({str(error).rstrip('.')}): change them, or use "
+                f"The model's chat template refuses {param} ({str(error).rstrip('.')}): change it, or use "
                 "/v1/completions.",
-                "messages",
+                param,
             ) from None
         return self.encode(str(text), special=self.plain)
 

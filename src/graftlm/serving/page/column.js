@@ -10,13 +10,15 @@ export class Column {
   /** `chosen` are the grafts that act at first; `changed` and `removed` are called when the user does that. */
   constructor(served, labels, chosen, changed, removed) {
     this.labels = labels;
-    this.backbone = served.backbone.name;
+    this.writers = served.backbones.filter((one) => one.kind !== "encoder").map((one) => one.name);
+    const grafts = served.grafts.filter((graft) => this.writers.includes(graft.backbone));
+    this.backbone = grafts.find((graft) => chosen.includes(graft.name))?.backbone ?? this.writers[0] ?? served.backbones[0].name;
     this.answers = []; // TokenTexts
     this.history = []; // messages of a chat
     this.colour = "trace";
     this.id = `column-${++columns}`;
     this.title = h("h2", { id: this.id });
-    this.boxes = served.grafts.map((graft) => this.box(graft, chosen.includes(graft.name), changed));
+    this.boxes = grafts.map((graft) => this.box(graft, chosen.includes(graft.name), changed));
     this.remove = h("button", { type: "button", class: "quiet", onclick: () => removed(this) }, "Remove");
     this.output = h("div", { class: "output" });
     this.status = h("p", { class: "status", role: "status" });
@@ -26,7 +28,7 @@ export class Column {
       "article",
       { class: "column sheet", "aria-labelledby": this.id },
       h("header", {}, this.title, this.remove),
-      this.choices(),
+      this.choices(changed),
       this.output,
       this.error,
       this.legend,
@@ -41,13 +43,30 @@ export class Column {
       this.rename();
       changed();
     });
-    return { input, label: h("label", { class: "chip", title: `${graft.name}: ${graft.label}` }, input, h("span", {}, graft.name)) };
+    return { input, backbone: graft.backbone, label: h("label", { class: "chip", title: `${graft.name}: ${graft.label}` }, input, h("span", {}, graft.name)) };
   }
 
-  choices() {
-    if (this.boxes.length === 0) return h("p", { class: "note" }, "No graft is served: this is the bare backbone.");
+  choices(changed) {
+    if (this.boxes.length === 0 && this.writers.length < 2) return h("p", { class: "note" }, "No graft is served: this is the bare backbone.");
     const labels = this.boxes.map((box) => box.label);
-    return h("fieldset", { class: "chips" }, h("legend", {}, `Grafted on ${this.backbone}`), ...labels);
+    if (this.writers.length < 2) return h("fieldset", { class: "chips" }, h("legend", {}, `Grafted on ${this.backbone}`), ...labels);
+    const select = h("select", { "aria-label": "Backbone" }, ...this.writers.map((name) => h("option", { value: name, selected: name === this.backbone }, name)));
+    select.addEventListener("change", () => {
+      this.backbone = select.value;
+      this.showOwn();
+      this.rename();
+      changed();
+    });
+    this.showOwn();
+    return h("fieldset", { class: "chips" }, h("legend", {}, "Grafted on ", select), ...labels);
+  }
+
+  /** Show the grafts of the chosen backbone alone, and choose no other. */
+  showOwn() {
+    for (const { input, label, backbone } of this.boxes) {
+      label.hidden = backbone !== this.backbone;
+      input.checked &&= !label.hidden;
+    }
   }
 
   get chosen() {
@@ -60,7 +79,7 @@ export class Column {
 
   rename() {
     const names = this.chosen;
-    this.title.textContent = names.length ? names.join(" + ") : "bare backbone";
+    this.title.textContent = names.join(" + ") || (this.writers.length > 1 ? `bare ${this.backbone}` : "bare backbone");
     this.remove.setAttribute("aria-label", `Remove ${this.title.textContent}`);
     for (const answer of this.answers) answer.name(this.title.textContent);
   }

@@ -8,16 +8,20 @@ import { markIcon, plot } from "./plot.js";
 
 export class Grafts {
   serve(served) {
-    const { name, chat, context } = served.backbone;
-    const room = context ? `, ${many(context, "token")} of context` : "";
-    const talk = chat ? "with a chat template" : "without a chat template";
-    byId("backbone-line").textContent = `All sit on ${name} (${talk}${room}), whose weights never change.`;
-    const cards = served.grafts.map((graft, place) => card(graft, place));
+    const several = served.backbones.length > 1;
+    byId("backbone-line").textContent = `${several ? "They" : "All"} sit on ${served.backbones.map(described).join(" and ")}, whose weights never change.`;
+    const cards = served.grafts.map((graft, place) => card(graft, place, several));
     byId("graft-list").replaceChildren(...(cards.length ? cards : [h("p", {}, "No graft is served: start the server with --graft NAME=FOLDER.")]));
   }
 }
 
-function card(graft, place) {
+function described({ name, kind, chat, context }) {
+  const room = context ? `, ${many(context, "token")} of context` : "";
+  const talk = kind === "encoder" ? "an encoder" : chat ? "with a chat template" : "without a chat template";
+  return `${name} (${talk}${room})`;
+}
+
+function card(graft, place, several) {
   const id = `graft-${place}`;
   const error = h("p", { class: "error", role: "alert", hidden: true });
   const report = () => ask(`v1/graftlm/grafts/${encodeURIComponent(graft.name)}/report`);
@@ -27,14 +31,15 @@ function card(graft, place) {
     "article",
     { class: "sheet graft", "aria-labelledby": id },
     h("header", {}, h("h2", { id }, graft.name), h("p", { class: "note" }, graft.label), h("div", { class: "actions" }, ...parts.map((one) => one.button))),
-    h("dl", { class: "facts" }, ...facts(graft).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    h("dl", { class: "facts" }, ...facts(graft, several).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     error,
     ...parts.map((one) => one.place),
   );
 }
 
-function facts(graft) {
+function facts(graft, several) {
   return [
+    ["backbone", several && graft.backbone],
     ["learned", graft.learned && `${decimals(graft.learned.mean)} nats per token`],
     ["forgotten", graft.forgotten && `${decimals(graft.forgotten.mean)} nats per token`],
     ["parameters", count(graft.parameters)],

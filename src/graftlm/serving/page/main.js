@@ -59,7 +59,7 @@ async function load() {
   complain(byId("boot"));
   try {
     const [models, overview] = await Promise.all([ask("v1/models"), ask("v1/graftlm/grafts")]);
-    const served = { names: models.data.map((model) => model.id), backbone: overview.backbone, grafts: overview.data, limits: overview.limits };
+    const served = { names: models.data.map((model) => model.id), backbones: overview.backbones, grafts: overview.data, limits: overview.limits };
     for (const select of document.querySelectorAll("select.models")) offerModels(select, served);
     for (const [id, limit] of Object.entries(MOST)) limitField(byId(id), served.limits[limit]);
     for (const view of Object.values(views)) view.serve(served);

@@ -1,0 +1,283 @@
+"""Several backbones in one server: each model answers as it would alone, and names lead to their own backbone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import torch
+from playwright.sync_api import Browser, expect
+from prometheus_client import generate_latest
+
+from graftlm.artifact import save_graft
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone.load import inspect_model
+from graftlm.errors import ArtifactError, BackboneError, GraftError
+from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.recipe import run_recipe
+from graftlm.runs.task_run import TaskRecipe
+from graftlm.serving.protocol import EngineLimits, GenerationRequest, ShuttingDownError
+from graftlm.serving.router import EngineRouter
+from graftlm.serving.service import Service, load_backbones, name_models, open_service
+from graftlm.serving.settings import ServerSettings
+from graftlm.serving.store import GraftStore
+from serving.browsing import generate, opened, view
+from serving.web import running
+from tiny import BackboneFolder, tiny_model, tiny_tokenizer
+from training.tasks import task_recipe
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+ROWS = [{"task": "topic", "text": "river fox"}, {"task": "animals", "text": ["the", "dog"]}]
+
+
+def write(backbone: Backbone, folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    graft = build_graft(graft_config({"kind": "adapter", "width": 4}), backbone)
+    with torch.no_grad():
+        for parameter in graft.parameters():
+            parameter.normal_()
+    return save_graft(graft, backbone, folder)
+
+
+def decoders() -> dict[str, Backbone]:
+    """Two, in float64, in which no rounding changes a token; with different templates. An engine owns its backbone."""
+    other = tiny_tokenizer()
+    other.chat_template = TEMPLATE
+    llama = Backbone.wrap(tiny_model("llama").double(), tiny_tokenizer(), "llama")
+    neox = Backbone.wrap(tiny_model("gpt_neox", max_position_embeddings=400).double(), other, "neox")
+    return {"one": llama, "org/two": neox}
+
+
+@pytest.fixture
+def reader(tiny_backbone: BackboneFolder) -> Backbone:
+    return load_backbone(tiny_backbone("bert"), kind="encoder")
+
+
+@pytest.fixture(scope="module")
+def grafts(tiny_backbone: BackboneFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a graft for each backbone, and two for the first one."""
+    folder, backbones = tmp_path_factory.mktemp("several"), decoders()
+    run_recipe(TaskRecipe.parse(task_recipe(folder, tiny_backbone("bert"))), progress=False, log=lambda _: None)
+    for name, backbone, seed in (("danish", "one", 1), ("french", "org/two", 2), ("german", "one", 3)):
+        write(backbones[backbone], folder / "grafts" / name, seed)
+    shutil.copytree(folder / "run" / "graft", folder / "grafts" / "tasks")
+    return folder / "grafts"
+
+
+def limits() -> dict[str, Any]:
+    return {"limits": EngineLimits(batch_size=4, max_tokens=100), "settings": ServerSettings(port=0, reload_seconds=0)}
+
+
+@pytest.fixture(scope="module")
+def service(tiny_backbone: BackboneFolder, grafts: Path) -> Service:
+    encoder = load_backbone(tiny_backbone("bert"), kind="encoder")
+    return open_service(decoders() | {"reader": encoder}, folder=grafts, **limits())
+
+
+@pytest.fixture(scope="module")
+def address(service: Service) -> Iterator[str]:
+    with running(service) as address:
+        yield address
+
+
+def bodies(model: str) -> list[tuple[str, dict[str, Any]]]:
+    """Requests to every route that names a model, with answers that do not depend on chance."""
+    user, how = [{"role": "user", "content": "the fox"}], {"model": model, "temperature": 0}
+    return [
+        ("v1/completions", how | {"prompt": "the quick", "max_tokens": 12}),
+        ("v1/completions", how | {"prompt": [5, 9, 40], "max_tokens": 12, "seed": 3, "temperature": 1}),
+        ("v1/chat/completions", how | {"messages": user, "max_tokens": 12}),
+        ("v1/responses", how | {"input": "the fox", "max_output_tokens": 12}),
+        ("v1/embeddings", {"model": model, "input": "the fox", "encoding_format": "base64"}),
+        ("tokenize", {"model": model, "messages": user}),
+    ]
+
+
+def said(address: str, path: str, body: dict[str, Any]) -> Any:
+    """What an answer says, without ids, times and the last digits of an embedding."""
+    answer = httpx.post(f"{address}/{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    values = answer.json()
+    if path == "v1/embeddings":
+        return len(values["data"][0]["embedding"])
+    if path == "v1/responses":
+        return values["output"][0]["content"][0]["text"], values["usage"]["output_tokens"]
+    if "choices" in values:
+        choice = values["choices"][0]
+        return choice.get("text") or choice["message"]["content"], values["usage"]["prompt_tokens"]
+    return values
+
+
+def test_each_model_answers_as_it_would_alone(address: str, grafts: Path, service: Service) -> None:
+    """Interleaved requests to all models, against a server of each backbone."""
+    alone: dict[str, Any] = {}
+    for name, models in (("one", ["one", "danish", "danish+german"]), ("org/two", ["org/two", "french"])):
+        asked = [(model, number, *body) for model in models for number, body in enumerate(bodies(model))]
+        own = {part: grafts / part for model in models for part in model.split("+") if part != name}
+        with running(open_service(decoders()[name], own, name=name, **limits())) as single:
+            alone |= {f"{model} {number}": said(single, path, body) for model, number, path, body in asked}
+    together = [(model, number, *body) for number in range(6) for model in _MODELS for body in [bodies(model)[number]]]
+    with ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(lambda ask: (f"{ask[0]} {ask[1]}", said(address, ask[2], ask[3])), together * 2))
+    for key, value in found:
+        assert value == alone[key], key
+    assert len({alone[f"{model} 0"] for model in _MODELS}) == 5, "no two models say the same"
+    assert alone["one 5"]["max_model_len"] == 512
+    assert alone["org/two 5"]["max_model_len"] == 400
+    assert service.engine.stats().tokens == sum(member.engine.stats().tokens for member in service.members.values())
+
+
+_MODELS = ("one", "org/two", "danish", "french", "danish+german")
+
+
+def test_an_encoder_beside_decoders(address: str, reader: Backbone, grafts: Path) -> None:
+    body = {"model": "tasks", "rows": ROWS}
+    with running(open_service(reader, {"tasks": grafts / "tasks"}, name="reader", **limits())) as single:
+        expected = httpx.post(f"{single}/v1/graftlm/predict", json=body, timeout=60).json()["data"]
+    with ThreadPoolExecutor(2) as pool:
+        text = pool.submit(said, address, *bodies("danish")[0])
+        predicted = pool.submit(httpx.post, f"{address}/v1/graftlm/predict", json=body, timeout=60)
+    assert text.result()
+    for one, other in zip(predicted.result().json()["data"], expected, strict=True):
+        assert one.get("label") == other.get("label")
+        assert one.get("tags") == other.get("tags")
+
+
+def test_what_is_served(address: str) -> None:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0)
+    cards = {card.id: card.graftlm for card in client.models.list().data}  # type: ignore[attr-defined]
+    assert list(cards) == ["one", "org/two", "reader", "danish", "german", "french", "tasks"]
+    kinds = {name: card["kind"] for name, card in cards.items()}
+    assert [kinds[name] for name in ("one", "org/two", "reader", "danish")] == ["backbone"] * 3 + ["adapter"]
+    assert (cards["danish"]["chat"], cards["french"]["chat"]) == ("plain", "template")
+    assert client.models.retrieve("org/two").id == "org/two"
+    assert client.models.retrieve("danish+german").graftlm["kind"] == "mixture"  # type: ignore[attr-defined]
+    health = httpx.get(f"{address}/health").json()
+    assert (health["status"], health["models"], health["broken"]) == ("ready", 7, [])
+    told = httpx.get(f"{address}/v1/graftlm/grafts").json()
+    assert [one["name"] for one in told["backbones"]] == ["one", "org/two", "reader"]
+    assert [one["context"] for one in told["backbones"]][:2] == [512, 400]
+    on = {graft["name"]: graft["backbone"] for graft in told["data"]}
+    assert on == {"danish": "one", "french": "org/two", "german": "one", "tasks": "reader"}
+    body = {"model": "french", "text": "The fox runs. The dog sleeps.", "max_tokens": 4}
+    answer = httpx.post(f"{address}/v1/graftlm/summarize", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("v1/completions", {"model": "two", "prompt": "a"}, 404, "one, org/two, reader, danish, german, french, tasks"),
+        (
+            "v1/completions",
+            {"model": "danish+french", "prompt": "a"},
+            400,
+            "'danish+french' joins what belongs to the backbones one and org/two: join grafts of one.",
+        ),
+        ("v1/completions", {"model": "tasks", "prompt": "a"}, 400, "The encoder reader writes no text"),
+        ("v1/embeddings", {"model": "gone", "input": "a"}, 404, "There is no model 'gone' here"),
+        ("tokenize", {"model": "gone", "prompt": "a"}, 404, "There is no model 'gone' here"),
+        ("v1/graftlm/predict", {"model": "danish", "rows": ROWS}, 400, "one is served to write text"),
+        ("v1/graftlm/predict", {"model": "reader", "rows": ROWS}, 400, "'reader' has no heads: name one of tasks."),
+        ("v1/graftlm/clarify", {"model": "gone", "start": {"text": "a"}}, 404, "There is no model 'gone' here"),
+    ],
+)
+def test_names_that_do_not_fit(address: str, path: str, body: dict[str, Any], status: int, sentence: str) -> None:
+    answer = httpx.post(f"{address}/{path}", json=body, timeout=60)
+    assert (answer.status_code, sentence in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_changed_grafts_and_the_end_reach_every_engine(reader: Backbone, tmp_path: Path) -> None:
+    """A graft that was trained again on another backbone moves there; at the end all engines finish what they have."""
+    backbones = decoders()
+    write(backbones["one"], tmp_path / "danish", 1)
+    service = open_service(backbones, folder=tmp_path, **limits())
+    router = service.engine
+    assert isinstance(router, EngineRouter)
+    assert [engine.names for engine in router.engines] == [("one", "danish"), ("org/two",)]
+    write(backbones["org/two"], tmp_path / "danish", 2)
+    write(backbones["one"], tmp_path / "german", 3)
+    write(reader, tmp_path / "foreign", 4)
+    service.reload(now=True)
+    assert [engine.names for engine in router.engines] == [("one", "german"), ("org/two", "danish")]
+    assert "which none of one, org/two is: serve that one too" in service.store.problems()["foreign"]
+    shutil.rmtree(tmp_path / "danish")
+    service.reload(now=True)
+    assert router.names == ("one", "org/two", "german")
+    assert b'graftlm_graft_loads_total{graft="danish",outcome="withdrawn"} 1.0' in generate_latest(
+        service.members["org/two"].metrics.registry
+    )
+    for name in router.names[:2]:
+        router.submit([GenerationRequest((5, 6), name, max_tokens=30)])
+    assert router.close(30)
+    assert router.stats().running == router.stats().waiting == 0
+    assert sum(router.stats().finished.get(reason, 0) for reason in ("stop", "length")) == 2
+    for name in router.names:
+        with pytest.raises(ShuttingDownError):
+            router.submit([GenerationRequest((5, 6), name, max_tokens=2)])
+
+
+def test_a_graft_of_two_equal_backbones_is_refused(grafts: Path) -> None:
+    twins = {"one": decoders()["one"], "two": decoders()["one"]}
+    with pytest.raises(ArtifactError, match="was trained on llama, which both one and two are: serve one of them"):
+        GraftStore(twins, {"danish": grafts / "danish"}).open()
+
+
+def test_models_are_loaded_by_what_their_grafts_are(
+    tiny_backbone: BackboneFolder, grafts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = {"writer": str(tiny_backbone("llama")), "reader": str(tiny_backbone("bert"))}
+    loaded = load_backbones(models, {}, grafts, device="cpu")
+    assert {name: backbone.kind for name, backbone in loaded.items()} == {"writer": "causal-lm", "reader": "encoder"}
+    sizes = {name: inspect_model(model)[0] for name, model in models.items()}
+    for name, backbone in loaded.items():
+        own = sum(parameter.numel() * parameter.element_size() for parameter in backbone.model.parameters())
+        assert own <= sizes[name] <= 1.5 * own, "an encoder's head is not loaded"
+    assert inspect_model(models["writer"], dtype="bfloat16")[0] == sizes["writer"] / 2
+    memory = psutil.virtual_memory()._replace(available=sum(sizes.values()) - 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(
+        BackboneError, match=r"The weights take 0\.0 GB \(writer 0\.0 \+ reader 0\.0\), and cpu has 0\.0"
+    ):
+        load_backbones(models, {}, grafts, device="cpu")
+    assert load_backbones({"writer": models["writer"]}, {}, device="cpu"), "one alone fits"
+
+
+def test_names_of_backbones(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    assert name_models([(None, str(tmp_path / "llama")), ("b", "org/x")]) == {
+        "llama": str(tmp_path / "llama"),
+        "b": "org/x",
+    }
+    with pytest.raises(GraftError, match="Two backbones have the name a: give each its own by --backbone NAME=MODEL"):
+        name_models([("a", "x"), ("a", "y")])
+    with pytest.raises(GraftError, match="The name one is the backbone's"):
+        GraftStore({"one": Backbone.wrap(tiny_model("llama"), tiny_tokenizer())}, {"one": tmp_path}).open()
+
+
+def test_the_page_asks_each_backbone_for_its_own(address: str, browser: Browser, complaints: list[str]) -> None:
+    """A column has the grafts of the backbone that is chosen there, and none of an encoder."""
+    with opened(browser, address, complaints) as page:
+        first = page.locator("article.column").first
+        chips = first.locator("label.chip:visible")
+        expect(chips).to_have_text(["danish", "german"])
+        first.get_by_role("checkbox", name="danish").check()
+        with page.expect_request("**/v1/completions") as sent:
+            generate(page, "the fox")
+        assert sent.value.post_data_json["model"] == "danish"
+        expect(first.get_by_role("status")).to_contain_text("tokens")
+        first.get_by_label("Backbone").select_option("org/two")
+        expect(chips).to_have_text(["french"])
+        expect(first.get_by_role("heading")).to_have_text("bare org/two")
+        first.get_by_role("checkbox", name="french").check()
+        expect(first.get_by_role("heading")).to_have_text("french")
+        view(page, "Grafts")
+        expect(page.locator("#backbone-line")).to_contain_text("and reader (an encoder, 512 tokens of context)")
+    assert complaints == []
