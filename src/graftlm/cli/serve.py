@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,6 +63,7 @@ def serve(
         if find_spec(package) is None:
             raise MissingExtraError(package, "serve", "A server")
     log(f"loading {backbone}", quiet=quiet)
+    gc.disable()  # a million objects are imported to stay, and each full collection would visit all so far
     configure_logging()
     from graftlm.artifact import read_manifest
     from graftlm.backbone import default_device, load_backbone
@@ -77,6 +79,8 @@ def serve(
     if quantize is not None:
         quantize_weights(loaded.bare_model, quantize, loaded.name)
 
+    gc.freeze()  # nor do later collections visit them
+    gc.enable()
     server.log_to_stderr(quiet)
     sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}
     limits = EngineLimits(**sizes, context=context, seconds=seconds)
