@@ -177,12 +177,14 @@ def test_traces_are_those_of_the_row_alone() -> None:
     routed, gated, both = known[8], known[6], known[-1]
     model = MultiGraftModel(host)
     batch, _ = model.prefill(routed, [prompt(9), prompt(4)], [0, 1])
-    for graft_set, tag in ((gated, 2), (both, 3), (GraftSet(), 4)):
+    batch.groups[0].separate = True  # so that rows of one owner are in two places
+    for graft_set, tag in ((gated, 2), (both, 3), (GraftSet(), 4), (routed, 5)):
         assert batch.join(model.prefill(graft_set, [prompt(6)], [tag])[0])
-    model.decode(batch, [8] * 5)
-    found = latest_traces(batch, range(5))
+    model.decode(batch, [8] * 6)
+    found = latest_traces(batch, range(6))
     model.detach()
-    for row, (graft_set, length) in enumerate(((routed, 9), (routed, 4), (gated, 6), (both, 6))):
+    rows = {0: (routed, 9), 1: (routed, 4), 2: (gated, 6), 3: (both, 6), 5: (routed, 6)}
+    for row, (graft_set, length) in rows.items():
         with GraftedModel(host, dict(graft_set.grafts)) as single, torch.inference_mode():
             cache = DynamicCache(config=single.config)
             for ids in ([prompt(length)], [[8]]):

@@ -6,16 +6,16 @@ rows; what it returns changes only these rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from graftlm.backbone.families import Sites
+from graftlm.backbone.families import Site, Sites
 from graftlm.backbone.taps import Call, Tap, TapHooks
 from graftlm.errors import TapError
 
@@ -52,7 +52,7 @@ class RowScopedHooks(TapHooks):
     """Registers the taps of several owners. A pass is announced with `row_scopes`; without them it is bare.
 
     Two owners may replace at one site, as their rows differ. Before each forward pass, `prepare` is called with each
-    owner and the `Call` of its rows.
+    owner and the `Call` of its rows. Scopes are announced in the order of their rows.
 
     Raises TapError if a tap names a site that the model does not have.
     """
@@ -67,41 +67,56 @@ class RowScopedHooks(TapHooks):
         prepare: Callable[[Hashable, Call], None],
     ) -> None:
         self._prepare_owner = prepare
-        super().__init__(model, sites, taps, self._prepare_scopes)
+        super().__init__(model, sites, {"all owners": self._merged(taps)} if taps else {}, self._prepare_scopes)
+
+    def _merged(self, taps: Mapping[Any, Sequence[Tap]]) -> list[Tap]:
+        """One tap, and so one hook, for those of several owners that act alike. Owners keep their order of taps."""
+        functions: dict[tuple[Any, ...], dict[Any, Callable[..., Tensor | None]]] = {}
+        for owner, owner_taps in taps.items():
+            for number, tap in enumerate(owner_taps):
+                functions.setdefault((number, tap.site, tap.when, tap.act), {})[owner] = tap.function
+        merged = sorted(functions.items(), key=lambda item: item[0][0])
+        return [
+            Tap(site, when, act, partial(self._run, by_owner, site, act)) for (_, site, when, act), by_owner in merged
+        ]
 
     def calls(self, call: Call) -> list[tuple[RowScope, Call]]:
-        """The scopes of a pass and their calls; scopes of one owner are adjacent."""
-        return [pair for pairs in call.scratch.get(self, {}).values() for pair in pairs]
+        """The scopes of a pass, as they were announced, and their calls."""
+        return call.scratch.get(self, [])
 
     def _prepare_scopes(self, call: Call) -> None:
-        by_owner = call.scratch[self] = {scope.owner: [] for scope in call.row_scopes}
-        for scope in call.row_scopes:
-            by_owner[scope.owner].append((scope, _scoped_call(scope, call)))
+        call.scratch[self] = [(scope, _scoped_call(scope, call)) for scope in call.row_scopes]
         for scope, scoped in self.calls(call):
-            with self._acting(scope):
-                self._prepare_owner(scope.owner, scoped)
+            self._act(scope, self._prepare_owner, scope.owner, scoped)
 
-    def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
+    def _run(
+        self,
+        functions: Mapping[Any, Callable[..., Tensor | None]],
+        site: Site,
+        act: str,
+        call: Call,
+        *tensors: Tensor,
+    ) -> Tensor | None:
+        """Run each owner's function on its rows; the function of a merged tap."""
         results = []
-        for scope, call in self._current().scratch.get(self, {}).get(owner, ()):
-            with self._acting(scope):
-                result = tap.function(call, *(_select_rows(tensor, scope, tap) for tensor in tensors))
-            if result is not None:
+        for scope, scoped in self.calls(call):
+            if (function := functions.get(scope.owner)) is None:
+                continue
+            if (result := self._act(scope, _run_on_rows, function, scope, site, scoped, tensors)) is not None:
                 results.append((scope, result))
-        if not results:
-            return None
-        if len(results) == 1 and results[0][0].rows is None:
-            return results[0][1]
-        return _scatter(results, tensors[-1], tap)
+        if not results or (len(results) == 1 and results[0][0].rows is None):
+            return results[0][1] if results else None
+        return _join_biases(results, len(tensors[-1])) if act == "bias" else _join_rows(results, tensors[-1], act)
 
-    @contextmanager
-    def _acting(self, scope: RowScope) -> Iterator[None]:
-        """Within it, forward passes that a tap itself runs belong to the scope's owner."""
+    def _act(self, scope: RowScope, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function. Forward passes that it runs itself belong to the scope's owner."""
+        outer, self._stack.announced = self._stack.announced, ({"row_scopes": (RowScope(scope.owner),)}, [])
         try:
-            with self.announce(row_scopes=(RowScope(scope.owner),)):
-                yield
+            return function(*arguments)
         except Exception as error:
             raise RowScopeError(scope) from error
+        finally:
+            self._stack.announced = outer
 
 
 def _scoped_call(scope: RowScope, call: Call) -> Call:
@@ -121,22 +136,43 @@ def _scoped_call(scope: RowScope, call: Call) -> Call:
     )
 
 
-def _select_rows(tensor: Tensor, scope: RowScope, tap: Tap) -> Tensor:
-    if scope.rows is not None and scope.rows.stop > len(tensor):
+def _run_on_rows(
+    function: Callable[..., Tensor | None], scope: RowScope, site: Site, call: Call, tensors: Sequence[Tensor]
+) -> Tensor | None:
+    rows = scope.rows
+    if rows is None:
+        return function(call, *tensors)
+    if rows.stop > (length := min(map(len, tensors))):
         raise TapError(
-            f"A tap acts on some rows at {tap.site}, but {len(tensor)} rows pass there, which are not those of the "
+            f"A tap acts on some rows at {site}, but {length} rows pass there, which are not those of the "
             "batch: answer requests for this graft one at a time."
         )
-    return tensor if scope.rows is None else tensor[scope.rows]
+    return function(call, *[tensor[rows] for tensor in tensors])
 
 
-def _scatter(results: list[tuple[RowScope, Tensor]], like: Tensor, tap: Tap) -> Tensor:
-    """One tensor of all rows, without effect in rows that have no result; the last keys of biases are aligned."""
-    if tap.act == "bias":
-        shapes = [result.shape[1:] for _, result in results]
-        full = results[0][1].new_zeros(len(like), *map(max, zip(*shapes, strict=True)))
-    else:
-        full = like.clone() if tap.act == "replace" else torch.zeros_like(like)
+def _join_biases(results: list[tuple[RowScope, Tensor]], rows: int) -> Tensor:
+    """One bias of all rows, whose last keys are aligned; 0 in rows that have none."""
+    shapes = [result.shape[1:] for _, result in results]
+    full = results[0][1].new_zeros(rows, *map(max, zip(*shapes, strict=True)))
     for scope, result in results:
-        full[scope.rows or slice(None)][..., -result.shape[-1] :] = result.to(full.dtype)
+        full[scope.rows or slice(None)][..., -result.shape[-1] :] = result
     return full
+
+
+def _join_rows(results: list[tuple[RowScope, Tensor]], like: Tensor, act: str) -> Tensor:
+    """One tensor of all rows; rows that have no result stay as they are, where 0 is added to them."""
+    parts: list[Tensor] = []
+    end = 0
+    for scope, result in results:
+        rows = scope.rows or slice(0, len(like))
+        if rows.start > end:
+            parts.append(_unchanged(like[end : rows.start], act))
+        parts.append(result.to(like.dtype).expand(rows.stop - rows.start, *like.shape[1:]))
+        end = rows.stop
+    if end < len(like):
+        parts.append(_unchanged(like[end:], act))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _unchanged(rows: Tensor, act: str) -> Tensor:
+    return rows if act == "replace" else torch.zeros_like(rows)

@@ -6,6 +6,7 @@ Results go to stdout; progress, notes and errors to stderr. Each verb imports wh
 from __future__ import annotations
 
 import errno
+import gc
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +42,8 @@ class _Verbs(TyperGroup):
                 "fix that, or name another path."
             )
             raise typer.Exit(2) from None
+        finally:
+            gc.enable()  # after a verb that failed as it loaded
 
 
 class _Verb(TyperCommand):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +69,7 @@ def serve(
         if find_spec(package) is None:
             raise MissingExtraError(package, "serve", "A server")
     log(f"loading {', '.join(model for _, model in pairs)}", quiet=quiet)
+    gc.disable()  # a million objects are imported to stay, and each full collection would visit all so far
     configure_logging()
     from graftlm.serving import server
     from graftlm.serving.protocol import EngineLimits
@@ -76,6 +78,8 @@ def serve(
     models = name_models((name or own, model) for own, model in pairs)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantize": quantize}
     loaded = load_backbones(models, given, grafts, device=device, **options)
+    gc.freeze()  # nor do later collections visit them
+    gc.enable()
     server.log_to_stderr(quiet)
     sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}
     limits = EngineLimits(**sizes, context=context, seconds=seconds)
