@@ -181,12 +181,6 @@ class ModelFiles:
     def is_local(self) -> bool:
         return Path(self.source).is_dir()
 
-    @property
-    def changed(self) -> int:
-        """When the config or the GGUF file changed last, as a number; 0 where it is not on this machine."""
-        file = Path(self.source) / (self.gguf_file or "config.json")
-        return file.stat().st_mtime_ns if file.is_file() else 0
-
 
 def find_model(name: str) -> ModelFiles:
     """Find a model's files before anything slow is imported; a name on the hub passes.

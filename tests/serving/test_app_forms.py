@@ -167,6 +167,9 @@ FOLLOWED: list[
     ({"$ref": "#/definitions/a", "definitions": {"a": {"const": 1}}}, 1, 2),
     ({"$ref": "#x", "$defs": {"a": {"$anchor": "x", "const": 1}}}, 1, 2),
     (_I | {"title": "a", "description": "b", "default": 1, "examples": [1], "x-own": 1, "maximum": 9}, 1, "a"),
+    (_I | {"nullable": True, "maximum": 9}, 1, "a"),
+    ({"enum": ["YQ=="], "contentEncoding": "base64", "contentMediaType": "text/plain"}, "YQ==", 1),
+    ({"$ref": "#/components/schemas/s", "components": {"schemas": {"s": {"const": 1}}}}, 1, 2),
 ]
 REFUSED: dict[str, dict[str, Any]] = {  # a schema by the keyword that is refused
     "uniqueItems": _A | {"uniqueItems": True},
@@ -185,13 +188,9 @@ REFUSED: dict[str, dict[str, Any]] = {  # a schema by the keyword that is refuse
     "$dynamicRef": {"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a"}}},
     "$recursiveRef": {"$recursiveRef": "#"},
     "format: idn-email": _S | {"format": "idn-email"},
-    "contentEncoding": _S | {"contentEncoding": "base64"},
-    "contentMediaType": _S | {"contentMediaType": "application/json"},
-    "contentSchema": _S | {"contentSchema": _I},
     "divisibleBy": _I | {"divisibleBy": 2},
     "disallow": _I | {"disallow": "integer"},
     "extends": _I | {"extends": {"minimum": 5}},
-    "nullable": _I | {"nullable": True},
     "'minimun', which would do nothing (did you mean minimum?)": _O
     | {"properties": {"a": {"anyOf": [_I | {"minimun": 5}]}}},
     "oneOf": {"oneOf": [_I, {"type": "number"}]},

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, expect
 from prometheus_client import generate_latest
 
 from graftlm.artifact import save_graft
-from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone import Backbone, BackboneKind, load_backbone
 from graftlm.backbone.load import inspect_model
 from graftlm.errors import ArtifactError, BackboneError, GraftError
 from graftlm.grafts import build_graft, graft_config
@@ -184,6 +184,7 @@ def test_what_is_served(address: str) -> None:
         ("v1/completions", {"model": "tasks", "prompt": "a"}, 400, "The encoder reader writes no text"),
         ("v1/embeddings", {"model": "gone", "input": "a"}, 404, "There is no model 'gone' here"),
         ("tokenize", {"model": "gone", "prompt": "a"}, 404, "There is no model 'gone' here"),
+        ("tokenize", {"prompt": "a"}, 400, "The key model is missing: several backbones are served"),
         ("v1/graftlm/predict", {"model": "danish", "rows": ROWS}, 400, "one is served to write text"),
         ("v1/graftlm/predict", {"model": "reader", "rows": ROWS}, 400, "'reader' has no heads: name one of tasks."),
         ("v1/graftlm/clarify", {"model": "gone", "start": {"text": "a"}}, 404, "There is no model 'gone' here"),
@@ -236,11 +237,10 @@ def test_models_are_loaded_by_what_their_grafts_are(
     models = {"writer": str(tiny_backbone("llama")), "reader": str(tiny_backbone("bert"))}
     loaded = load_backbones(models, {}, grafts, device="cpu")
     assert {name: backbone.kind for name, backbone in loaded.items()} == {"writer": "causal-lm", "reader": "encoder"}
-    sizes = {name: inspect_model(model)[0] for name, model in models.items()}
+    sizes = {name: inspect_model(model, loaded[name].kind)[0] for name, model in models.items()}
     for name, backbone in loaded.items():
-        own = sum(parameter.numel() * parameter.element_size() for parameter in backbone.model.parameters())
-        assert own <= sizes[name] <= 1.5 * own, "an encoder's head is not loaded"
-    assert inspect_model(models["writer"], dtype="bfloat16")[0] == sizes["writer"] / 2
+        assert sizes[name] == sum(one.numel() * one.element_size() for one in backbone.model.parameters())
+    assert inspect_model(models["writer"], "causal-lm", dtype="bfloat16")[0] == sizes["writer"] / 2
     memory = psutil.virtual_memory()._replace(available=sum(sizes.values()) - 1)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     with pytest.raises(
@@ -248,6 +248,27 @@ def test_models_are_loaded_by_what_their_grafts_are(
     ):
         load_backbones(models, {}, grafts, device="cpu")
     assert load_backbones({"writer": models["writer"]}, {}, device="cpu"), "one alone fits"
+
+
+def test_grafts_that_are_named_decide_what_a_model_is(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
+    """An encoder's graft of the same architecture in the folder, or in a folder of nobody, makes no encoder of it."""
+    folder = tiny_backbone("llama")
+    kinds: dict[str, BackboneKind] = {"chat": "causal-lm", "served/mood": "encoder", "hidden/.old": "encoder"}
+    for name, kind in kinds.items():
+        backbone = load_backbone(folder, kind=kind)
+        graft = build_graft(graft_config({"kind": "adapter", "width": 4}), backbone)
+        save_graft(graft, backbone, tmp_path / name)
+
+    def loaded(given: dict[str, Path], grafts: str, *names: str) -> list[str]:
+        models = load_backbones(dict.fromkeys(names, str(folder)), given, tmp_path / grafts, device="cpu")
+        return [backbone.kind for backbone in models.values()]
+
+    chat = {"chat": tmp_path / "chat"}
+    assert loaded(chat, "served", "one") == ["causal-lm"]
+    assert loaded({}, "served", "one") == ["encoder"]
+    assert loaded({}, "hidden", "one") == ["causal-lm"]
+    assert loaded(chat, "served", "one", "two") == ["causal-lm", "causal-lm"]
+    assert loaded({}, "served", "one", "two") == ["encoder", "encoder"]
 
 
 def test_names_of_backbones(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import base64
 import hashlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -304,9 +303,8 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
         ) from error
 
 
-@lru_cache(maxsize=8)
-def _empty_model(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, changed: int) -> tuple[Any, Any]:
-    """A model's config, and the model without weights; read once, as a GGUF file takes seconds, for files of a time."""
+def _empty_model(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool) -> tuple[Any, Any]:
+    """A model's config, and the model without weights."""
     import transformers
 
     register()
@@ -316,26 +314,30 @@ def _empty_model(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool,
         return config, getattr(transformers, _LOADERS[kind]).from_config(config, trust_remote_code=trust_remote_code)
 
 
-def inspect_model(name: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[int, str]:
+def inspect_model(
+    name: str, kind: BackboneKind, *, dtype: str = "auto", trust_remote_code: bool = False
+) -> tuple[int, str]:
     """The bytes of a model's weights, and its fingerprint's architecture; 0 and "" where its config doesn't tell."""
-    files, named = find_model(name), getattr(torch, dtype, None)
-    for kind in ("causal-lm", "encoder"):  # which not every architecture has
-        with suppress(Exception):  # loading the weights says what is wrong
-            config, model = _empty_model(files, kind, trust_remote_code, files.changed)
-            packed = getattr(config, "quantization_config", None) is not None
-            size = sum(tensor.numel() * (named or tensor.dtype).itemsize for tensor in model.parameters())
-            return 0 if packed else size, fingerprint(model).architecture
-    return 0, ""
-
-
-def check_memory(sizes: Mapping[str, int], device: str | torch.device) -> None:
-    """Raise `BackboneError` if weights of these bytes, by model, do not fit into a device's free memory together."""
+    named = getattr(torch, dtype, None)
     try:
-        shared = torch.device(device).type in ("cpu", "mps")
-        free = psutil.virtual_memory().available if shared else torch.accelerator.get_memory_info(device)[0]
-    except (RuntimeError, AssertionError, ValueError):  # no such device, as the use of it will say
-        return
-    if (total := sum(sizes.values())) > free:
+        config, model = _empty_model(find_model(name), kind, trust_remote_code)
+    except Exception:  # loading the weights says what is wrong
+        return 0, ""
+    packed = getattr(config, "quantization_config", None) is not None
+    size = sum(tensor.numel() * (named or tensor.dtype).itemsize for tensor in model.parameters())
+    return 0 if packed else size, fingerprint(model).architecture
+
+
+def check_memory(sizes: Mapping[str, int], device: str | torch.device, *, quantized: bool = False) -> None:
+    """Raise `BackboneError` if weights of these bytes, by model, do not fit into a device's free memory together.
+
+    Of quantised ones the largest counts whole, and the others by an eighth: nothing that might fit is refused.
+    """
+    free = psutil.virtual_memory().available
+    if str(device).startswith("cuda") and torch.cuda.is_available():
+        free = torch.cuda.mem_get_info(device)[0]
+    largest, total = max(sizes.values()), sum(sizes.values())
+    if (largest + (total - largest) / 8 if quantized else total) > free:
         each = " + ".join(f"{name} {size / 1e9:,.1f}" for name, size in sizes.items())
         raise BackboneError(
             f"The weights take {total / 1e9:,.1f} GB ({each}), and {device} has {free / 1e9:,.1f} GB free: name fewer "
@@ -346,7 +348,7 @@ def check_memory(sizes: Mapping[str, int], device: str | torch.device) -> None:
 def _check_structure(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:
     """Find the sites of a model without weights, made from its config."""
     try:
-        config, model = _empty_model(files, kind, trust_remote_code, files.changed)
+        config, model = _empty_model(files, kind, trust_remote_code)
     except Exception:  # loading the weights says what is wrong
         return
     row = FAMILIES.get(config.model_type)

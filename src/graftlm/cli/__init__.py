@@ -89,7 +89,8 @@ _VERBS += [grafts.push, grafts.import_peft]
 _VERBS += [pipelines.summarize, pipelines.clarify, serve.serve]
 _VERBS += [training.demo, grafts.methods, training.schema]
 for _verb in _VERBS:
-    app.command("eval" if _verb is grafts.evaluate else None, cls=_Verb)(_verb)
+    # `serve` reads its options before the slow imports of logging
+    app.command("eval" if _verb is grafts.evaluate else None, cls=None if _verb is serve.serve else _Verb)(_verb)
 
 
 def main() -> None:

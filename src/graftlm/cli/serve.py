@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from graftlm.cli.common import log
+from graftlm.cli.common import configure_logging, log
 from graftlm.cli.inputs import Device, Quiet, Trust, option
 from graftlm.errors import GraftError, MissingExtraError
 from graftlm.io import find_model
@@ -70,17 +70,15 @@ def serve(
             raise MissingExtraError(package, "serve", "A server")
     log(f"loading {', '.join(model for _, model in pairs)}", quiet=quiet)
     gc.disable()  # a million objects are imported to stay, and each full collection would visit all so far
-    try:
-        from graftlm.serving import server
-        from graftlm.serving.protocol import EngineLimits
-        from graftlm.serving.service import load_backbones, name_models, open_service
+    configure_logging()
+    from graftlm.serving import server
+    from graftlm.serving.protocol import EngineLimits
+    from graftlm.serving.service import load_backbones, name_models, open_service
 
-        models = name_models((name or own, model) for own, model in pairs)
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantize": quantize}
-        loaded = load_backbones(models, given, grafts, device=device, **options)
-    finally:
-        gc.freeze()  # nor do later collections visit them
-        gc.enable()
+    models = name_models((name or own, model) for own, model in pairs)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantize": quantize}
+    loaded = load_backbones(models, given, grafts, device=device, **options)
+    gc.enable()
     server.log_to_stderr(quiet)
     sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}
     limits = EngineLimits(**sizes, context=context, seconds=seconds)

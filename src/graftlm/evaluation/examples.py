@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,7 +69,10 @@ def generate_answers(
             )
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     answers = [""] * len(rows)
-    criterion = StopStringCriteria(tokenizer, list(stop)) if stop else None
+    criterion = None
+    if stop:
+        with suppress(ValueError):  # a vocabulary that can't write them
+            criterion = StopStringCriteria(tokenizer, list(stop))
     with evaluation_mode(model), torch.inference_mode():
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]

@@ -23,7 +23,7 @@ from graftlm.errors import GraftError
 from graftlm.serving import extensions, requests, responses, responses_api
 from graftlm.serving.errors import ErrorResponse, on_error
 from graftlm.serving.middleware import Guard, RequestMetrics, user_of
-from graftlm.serving.protocol import Finish, RequestStream, TokenOutput
+from graftlm.serving.protocol import Finish, RequestStream, ServingError, TokenOutput
 from graftlm.serving.service import Service
 from graftlm.version import __version__
 
@@ -162,6 +162,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
     async def tokens(body: requests.TokenizeRequest) -> dict[str, int | list[int]]:
+        if body.model is None and service.members:
+            raise ServingError(
+                "The key model is missing: several backbones are served, with tokens of their own.", "model"
+            )
         own = requests.service_of(service, body.model or service.name)
         ids = await asyncio.to_thread(requests.tokenize, own, body)
         return {"count": len(ids), "max_model_len": own.context, "tokens": ids}

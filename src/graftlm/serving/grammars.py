@@ -34,8 +34,9 @@ _KEYWORDS = _OF_SCHEMAS | {
     "minProperties", "maxProperties", "dependentRequired", "dependencies", "$ref", "$dynamicRef", "$recursiveRef",
     "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment", "title",
     "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator",
+    "nullable", "contentEncoding", "contentMediaType", "contentSchema",
 }  # fmt: skip
-"""Those that llguidance follows or refuses, and those that say nothing of the values: any other would do nothing."""
+"""Those that llguidance follows or refuses, and those without which an answer fits too: others would do nothing."""
 _CPU_SECONDS, _BYTES = 3, 2**32  # for the compilation of a grammar
 _TRIAL = f"""
 import resource, sys
@@ -121,10 +122,10 @@ def as_text(schema: Mapping[str, Any] | bool, param: str) -> str:
     if '"x-guidance"' in text:
         raise ServingError(f"{param} has the key x-guidance, which is the server's: leave it out.", param)
     for keyword in _keywords(schema):
-        if keyword not in _KEYWORDS and not keyword.startswith("x-"):
+        if keyword not in _KEYWORDS and not keyword.startswith("x-") and f'"#/{keyword}/' not in text:
             hint = did_you_mean(keyword, sorted(_KEYWORDS))
             raise ServingError(
-                f"{param} has the keyword {keyword[:50]!r}, which would do nothing{hint}: leave it out.", param
+                f"{param} has the keyword {keyword[:50]!r}, which would do nothing{hint}: change or remove it.", param
             )
     return text
 

@@ -55,7 +55,8 @@ class PredictionEngine(ThreadedEngine):
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
         if request.row is None:
-            raise ServingError(f"The encoder {self.name} writes no text: send rows to /v1/graftlm/predict.", "model")
+            does = "gives no embeddings beside grafts with heads" if request.embed else "writes no text"
+            raise ServingError(f"The encoder {self.name} {does}: send rows to /v1/graftlm/predict.", "model")
         grafts = super().check(request)
         if [request.row[0] in tasks_of(graft) for graft in grafts.values()] != [True]:
             raise ServingError(f"{request.model!r} has no task {request.row[0]!r}: name one graft that has.", "model")

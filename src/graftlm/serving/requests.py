@@ -500,7 +500,8 @@ def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, Any]) ->
     if len(set_) > 1:
         raise ServingError(f"{set_[0]} and {set_[1]} both say what the answer may be: leave one out.", set_[1])
     if tools:
-        required, parallel = body.tool_choice not in (None, "auto"), body.parallel_tool_calls is not False
+        required, several = body.tool_choice not in (None, "auto"), body.parallel_tool_calls is not False
+        parallel = several and not isinstance(body.tool_choice, NamedTool)
         return tool_grammar(service.grammars, tools, required=required, parallel=parallel)
     if form is not None:
         schema = form.json_schema.json_schema if form.json_schema else {"type": "object"}

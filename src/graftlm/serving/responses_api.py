@@ -40,7 +40,9 @@ _OWN_KEYS = {
     r"(input\.\d+)\.(tool_calls\.\d+\.id|tool_call_id)\b": r"\1.call_id",
     r"(input\.\d+)\.tool_calls\.\d+(\.function)?": r"\1",
     r"(text\.format)\.json_schema": r"\1",
+    r"(tools\.\d+|tool_choice)\.function is missing": r"\1.name is missing",
     r"(tools\.\d+|tool_choice)\.function": r"\1",
+    r" \(did you mean json_schema\?\)": "",
     "json_schema is expected where": "name and schema are expected where",
 }
 _AS_IN_CHATS = ("model", "temperature", "top_p", "stream", "tools", "tool_choice", "parallel_tool_calls")

@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
 from graftlm.artifact import read_manifest
-from graftlm.backbone import Backbone, default_device, end_ids, load_backbone
+from graftlm.backbone import Backbone, BackboneKind, default_device, end_ids, load_backbone
 from graftlm.backbone.load import check_memory, inspect_model, quantize_weights
 from graftlm.errors import GraftError
 from graftlm.io import fetch_folder
@@ -94,7 +93,9 @@ def load_backbones(
     quantize: str | None = None,
     **options: Any,
 ) -> dict[str, Backbone]:
-    """Load models, each as an encoder where a graft was trained on an encoder of its architecture.
+    """Load models, each as an encoder where the grafts of its architecture were trained on one.
+
+    Grafts given by name outrank those of the folder; where these differ, or there are none, a model writes.
 
     Args:
         models: each model's name on the hub or path, by its name in requests.
@@ -106,21 +107,31 @@ def load_backbones(
     Raises BackboneError if a model can't be loaded, or the weights do not fit into the memory together.
     """
     on = device or default_device()
-    records = [read_manifest(path).backbone for path in given.values()]
+    named = [read_manifest(path).backbone for path in given.values()]
+    found = []
     for path in folder.iterdir() if folder is not None and folder.is_dir() else ():
-        with suppress(GraftError):  # which the store reports
-            records.append(read_manifest(path).backbone)
-    encoders = [record.fingerprint.get("architecture") for record in records if record.kind == "encoder"]
-    known = {name: inspect_model(model, **options) for name, model in models.items()}
-    sizes = {name: size for name, (size, _) in known.items()}
-    check_memory(sizes if quantize is None else dict([max(sizes.items(), key=itemgetter(1))]), on)
+        if not path.name.startswith("."):
+            with suppress(GraftError):  # which the store reports
+                found.append(read_manifest(path).backbone)
+    kinds: dict[str, BackboneKind] = {}
+    sizes: dict[str, int] = {}
+    for name, model in models.items():
+        size, architecture = inspect_model(model, "causal-lm", **options) if len(models) > 1 else (0, None)
+        kinds[name] = _kind(architecture, named) or _kind(architecture, found) or "causal-lm"
+        sizes[name] = inspect_model(model, "encoder", **options)[0] if kinds[name] == "encoder" and size else size
+    check_memory(sizes, on, quantized=quantize is not None)
     backbones = {}
-    for name, (_, architecture) in known.items():
-        kind = "encoder" if encoders and architecture in ("", *encoders) else "causal-lm"
-        backbones[name] = load_backbone(models[name], kind=kind, device=on, **options)
+    for name, model in models.items():
+        backbones[name] = load_backbone(model, kind=kinds[name], device=on, **options)
         if quantize is not None:
-            quantize_weights(backbones[name].bare_model, quantize, models[name])
+            quantize_weights(backbones[name].bare_model, quantize, model)
     return backbones
+
+
+def _kind(architecture: str | None, records: Iterable[Any]) -> BackboneKind | None:
+    """The kind that all of these grafts' backbones of an architecture are, or all if it is None; else None."""
+    kinds = {one.kind for one in records if architecture in (None, one.fingerprint.get("architecture"))}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def open_service(

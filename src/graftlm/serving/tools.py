@@ -119,7 +119,7 @@ class CallReader:
     def rest(self) -> str:
         """The text that was held back, without a call that has no end; call it at the end."""
         text, self._held = self._held.partition(OPEN)[0], ""
-        return "" if self._after_call and not text.strip() else text
+        return "" if self._after_call and OPEN.startswith(text.strip()) else text
 
     def _trimmed(self, text: str) -> str:
         """Text without the spaces that separate it from calls."""
