@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from graftlm.errors import DataError
-from graftlm.generation import chat as chat_module
-from graftlm.generation.chat import ChatSession, talk
-from graftlm.generation.generate import Decoding, generate_text
+from graftlm.generation import generate as chat_module
+from graftlm.generation.generate import ChatSession, Decoding, generate_text, talk
 from tiny import EOS, tiny_model, tiny_tokenizer
 
 TEMPLATE = (

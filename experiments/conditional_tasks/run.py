@@ -36,7 +36,6 @@ from experiments.study import aim, bars, check_files, metric, published
 from graftlm.data.samplers import SCORED
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import MARKERS, PALETTE
-from graftlm.runs.run import shared_workers
 
 NAME = "conditional-tasks"
 MAX_PARAMETERS, MAX_ROWS, MIN_GAIN, MAX_TASK_LOSS = 1.12, 0.7, 1.0, 2.0
@@ -47,23 +46,22 @@ def run(options: Options) -> Results:
     chosen = options.chosen(TABLES)
     check_files(options, FILES)
     study = ConditionalTasksStudy(options)
-    with shared_workers(options.jobs):
-        study.choose_rates()
-        runs = [run for seed in study.seeds for row in study.labels for run in study.row_runs(row, seed)]
-        study.execute(runs, "rows")
-        default = study.best_cell(row for row in CELLS if row in study.labels)
-        rows = [main_row(study, row) for row in study.labels]
-        rows.append(default_row(study, default))
-        plots = {"scores": bars(rows, {"average": "average"}, "score")}
-        rows += [*effect_rows(study), *(similarity_row(study, row) for row in SIMILAR)]
-        plots["similarity"] = draw_similarity([row for row in rows if row.id.endswith("_similarity")])
-        if "rows" in chosen:
-            rows += fewer_rows(study, default)
-        if "few" in chosen:
-            few = few_rows(study, default)
-            rows += few
-            shares = {f"score_{share}": share for share in study.size.shares}
-            plots["few"] = bars(few, shares, "score by share of the task's rows")
+    study.choose_rates()
+    runs = [run for seed in study.seeds for row in study.labels for run in study.row_runs(row, seed)]
+    study.execute(runs, "rows")
+    default = study.best_cell(row for row in CELLS if row in study.labels)
+    rows = [main_row(study, row) for row in study.labels]
+    rows.append(default_row(study, default))
+    plots = {"scores": bars(rows, {"average": "average"}, "score")}
+    rows += [*effect_rows(study), *(similarity_row(study, row) for row in SIMILAR)]
+    plots["similarity"] = draw_similarity([row for row in rows if row.id.endswith("_similarity")])
+    if "rows" in chosen:
+        rows += fewer_rows(study, default)
+    if "few" in chosen:
+        few = few_rows(study, default)
+        rows += few
+        shares = {f"score_{share}": share for share in study.size.shares}
+        plots["few"] = bars(few, shares, "score by share of the task's rows")
     paper = published(__file__, {row.id for row in rows})
     return study.write(NAME, rows, aims=aims(rows), paper=paper, details=_details(study, default), plots=plots)
 

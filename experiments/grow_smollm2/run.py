@@ -12,7 +12,7 @@ from typing import Any
 from experiments import Options
 from experiments.study import Study, aim, check_files, metric, numbers_of, over_seeds
 from graftlm.evaluation import Aim, Results, Row
-from graftlm.runs.growth import GrowthRecipe
+from graftlm.runs.recipe import GrowthRecipe
 from graftlm.runs.run import Measurement, Run
 
 NAME = "grow-smollm2"

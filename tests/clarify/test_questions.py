@@ -14,8 +14,8 @@ from graftlm.pipelines.clarify import (
     summary_lines,
     template_names,
 )
+from graftlm.pipelines.clarify.chain import usable_question
 from graftlm.pipelines.clarify.prompts import format_question, parse_question
-from graftlm.pipelines.clarify.questions import usable_question
 
 CLEAR = "The shop closes at six on Sundays."
 

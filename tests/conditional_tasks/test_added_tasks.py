@@ -18,7 +18,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import GraftedModel
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
-from graftlm.grafts.conditional_tasks.added_tasks import leave_one_out_error
+from graftlm.grafts.conditional_tasks.method import leave_one_out_error
 from graftlm.grafts.heads import TaskSpec
 
 TOPICS = TASKS["topics"]

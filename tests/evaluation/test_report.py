@@ -55,7 +55,6 @@ DETAILS = {
         },
         "first": {},
     },
-    "paths": {"first": [[0.05, 1.5], [0.12, 1.9]]},
     "losses": {"first": [[step, 5.0 - step / 100] for step in range(100)], "second": []},
 }
 

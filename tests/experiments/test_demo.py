@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from graftlm.demo import run_chat_demo, run_demo
-from graftlm.demo.chat_model import QUESTION
 from graftlm.demo.corpus import deal, read_installation, split_source
+from graftlm.demo.run import QUESTION
 from graftlm.evaluation import value_of
 
 SOURCE = b'''"""What this module is for."""

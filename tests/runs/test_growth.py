@@ -17,8 +17,7 @@ from graftlm.evaluation import Results, value_of
 from graftlm.generation.inspect import evaluate_graft
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.runs.graft_run import BackboneEvaluator, load_tests
-from graftlm.runs.growth import GrowthRecipe
-from graftlm.runs.recipe import compare_recipe, grow_recipe, parse_recipe, run_recipe
+from graftlm.runs.recipe import GrowthRecipe, compare_recipe, grow_recipe, parse_recipe, run_recipe
 from tests.runs.test_recipe import values
 
 DANISH = "den gamle have sov under den hvide måne. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,9 +10,9 @@ import pytest
 from filelock import FileLock
 
 from graftlm.errors import EvaluationError, RecipeError
-from graftlm.evaluation import Row, value_of
+from graftlm.evaluation import Row
 from graftlm.io import fill_once
-from graftlm.runs.run import Measurement, Run, RunContext, execute, shared_workers
+from graftlm.runs.run import Measurement, Run, RunContext, execute
 
 
 class SumRun(Run):
@@ -173,27 +172,6 @@ def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
     one = execute(runs, tmp_path / "one", progress=False)
     two = execute(runs, tmp_path / "two", jobs=2, title="sums", progress=False)
     assert {name: m.to_json() for name, m in one.items()} == {name: m.to_json() for name, m in two.items()}
-
-
-class ProcessRun(SumRun):
-    """Measures the process that it runs in."""
-
-    def measure(self, context: RunContext) -> Measurement:
-        return Measurement(Row(id=self.id, label="", metrics={"process": os.getpid()}))
-
-
-@pytest.mark.exhaustive
-def test_calls_may_share_their_processes(tmp_path: Path) -> None:
-    def processes(call: str) -> set[int]:
-        runs = [ProcessRun(id=f"{call}{n}", number=n) for n in range(4)]
-        measured = execute(runs, tmp_path, jobs=2, title=call, progress=False)
-        return {int(value_of(measurement.row.metrics["process"])) for measurement in measured.values()}
-
-    with shared_workers(2):
-        first, second = processes("a"), processes("b")
-        assert os.getpid() not in first | second
-        assert len(first | second) <= 2
-    assert not processes("c") & (first | second), "they end with the block"
 
 
 class SharingRun(SumRun):

@@ -132,8 +132,7 @@ def save_run(backbone: Backbone, folder: Path, *, report: bool = True, **config:
             Row(id="finetune", label="fine-tuning", metrics=metrics(1.27, 0.221)),
             Row(id="neutral-residues", label="neutral residues", metrics=mine),
         ]
-        paths = {"lora": [[0.05, 0.2], [0.2, 0.5]]}
-        Results.here("compare", rows, command="graft compare DIR", details={"paths": paths}).write(folder)
+        Results.here("compare", rows, command="graft compare DIR").write(folder)
     return path
 
 

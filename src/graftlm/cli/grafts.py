@@ -205,8 +205,7 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk with a grafted model, or with a model, in the terminal."""
-    from graftlm.generation.chat import ChatSession, talk
-    from graftlm.generation.generate import Decoding, load_model
+    from graftlm.generation.generate import ChatSession, Decoding, load_model, talk
 
     options = {"max_new_tokens": max_new_tokens, "sample": sample, "temperature": temperature}
     decoding = Decoding.parse(options | {"top_p": top_p, "seed": seed}, where="graft chat")

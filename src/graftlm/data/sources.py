@@ -174,7 +174,6 @@ class DataConfig(Config):
         description="Each row continues that of the step before, from a cache without gradients: for grafts that keep "
         "a state of texts longer than a row. Needs joined boundaries, and no replay.",
     )
-    validation: dict[str, list[SourceConfig]] = Field({}, description="Held-out texts by name ('old', 'new', others).")
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name ('old', 'new', others).")
     seed: int = Field(0, ge=0, description="Orders the rows.")
 

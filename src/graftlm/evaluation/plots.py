@@ -23,23 +23,15 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _GREY = "#8A8A8A"
 _STYLE = partial(rc_context, fname=Path(__file__).with_name("plots.mplstyle"))
 
-Point = tuple[Metric, Metric]  # forgotten, learned
 
-
-def learn_against_forget(rows: Sequence[Row], paths: Mapping[str, Sequence[Point]] | None = None) -> Figure:
-    """One marker with intervals per row that has both metrics; up and left is better.
-
-    `paths` has, by row id, the (forgotten, learned) points of other settings such as learning rates; a line joins them.
-    """
+def learn_against_forget(rows: Sequence[Row]) -> Figure:
+    """One marker with intervals per row that has both metrics; up and left is better."""
     complete = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
     x_label, y_label = "forgotten: nats per token lost on the old domain", "learned: nats per token gained"
     figure, axes = _figure("Learned against forgotten", x_label, y_label)
     axes.axvline(0, color=_GREY, linewidth=0.9, zorder=1)
     for index, row in enumerate(complete):
         style = _style(index)
-        points = (paths or {}).get(row.id, ())
-        xs, ys = [value_of(forgotten) for forgotten, _ in points], [value_of(learned) for _, learned in points]
-        axes.plot(xs, ys, **style, markersize=4, linewidth=1.1, alpha=0.5, zorder=2)
         x, y = row.metrics["forgotten"], row.metrics["learned"]
         axes.errorbar(
             value_of(x), value_of(y), xerr=_errors(x), yerr=_errors(y), **style, elinewidth=1.3, capsize=2.5,

@@ -3,7 +3,6 @@
 `results.details` holds the values of all figures, so a report can be drawn again from its JSON alone:
 
     statistics   {row id: {"open_share": {domain: [per layer]}, "spectrum": {name: [values] or [[values] per layer]}}}
-    paths        {row id: [[forgotten, learned], ...]}, other settings of the row, in order
     losses       {row id: [[step, loss], ...]}
 """
 
@@ -48,7 +47,7 @@ def _draw_figures(results: Results) -> dict[str, Figure]:
     methods = [row for row in results.rows if row.id != "backbone"]
     figures: dict[str, Figure] = {}
     if any({"learned", "forgotten"} <= row.metrics.keys() for row in methods):
-        figures["learn-against-forget"] = plots.learn_against_forget(methods, _mapping(results.details.get("paths")))
+        figures["learn-against-forget"] = plots.learn_against_forget(methods)
     for row_id, statistics in _mapping(results.details.get("statistics")).items():
         label = labels.get(row_id, row_id)
         if share := _mapping(statistics).get("open_share"):

@@ -41,7 +41,6 @@ from graftlm.training.loop import TrainingSummary, train
 from graftlm.version import __version__
 
 _MEASUREMENTS, _RUN = "measurements", "run.json"
-_SHARED: list[ProcessPoolExecutor | None] = []
 
 Log = Callable[[str], None]
 
@@ -385,21 +384,10 @@ def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:
 
 
 @contextmanager
-def shared_workers(jobs: int) -> Iterator[None]:
-    """Keep the processes of every `execute` inside, which take seconds to start."""
-    with _workers(jobs) as pool:
-        _SHARED.append(pool)
-        try:
-            yield
-        finally:
-            _SHARED.pop()
-
-
-@contextmanager
 def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     """A process pool that stops at once when an error or an interrupt leaves the block; None for one job."""
-    if jobs == 1 or _SHARED:
-        yield _SHARED[-1] if jobs > 1 else None
+    if jobs == 1:
+        yield None
         return
     others = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")

@@ -171,6 +171,8 @@ class TaskRun(_TaskSettings, TrainingRun):
         """Write the graft with what its use needs, and the sampler's report."""
         report = cast("LabelledMixture", trainee.batches).sampler.report()
         write_atomically(context.folder / SAMPLER, json.dumps(report).encode())
+        folder = getattr(self.graft, "extends", None)
+        extended = read_manifest(folder).training.get("tasks") if folder else None
         own = {name: task.model_dump(mode="json", include=set(_MANIFEST_KEYS)) for name, task in self.tasks.items()}
         training = {
             "steps": summary.steps if summary else 0,
@@ -178,17 +180,10 @@ class TaskRun(_TaskSettings, TrainingRun):
             "length": self.length,
             "training": self.training.model_dump(mode="json"),
             "measured": measurement.row.model_dump(mode="json")["metrics"],
-            "tasks": _extended_tasks(self.graft) | own,
+            "tasks": (extended if isinstance(extended, dict) else {}) | own,
         }
         model: GraftedModel = trainee.model
         save_graft(cast("Graft", model.grafts["graft"]), model.backbone, context.folder / "graft", training=training)
-
-
-def _extended_tasks(config: GraftConfig) -> dict[str, Any]:
-    """The tasks of the graft that `config` extends, as its manifest describes them."""
-    folder = getattr(config, "extends", None)
-    tasks = read_manifest(folder).training.get("tasks") if folder else None
-    return dict(tasks) if isinstance(tasks, dict) else {}
 
 
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:

@@ -76,7 +76,6 @@ class GraftReport(BaseModel):
 
     Attributes:
         points: the graft, and the methods of the same run.
-        paths: [forgotten, learned] of other settings in order, by the point's id.
         measured: all metrics of the graft.
         training: settings of the run.
         results: the run's results.json, if it is in a folder of the graft's run.
@@ -85,7 +84,6 @@ class GraftReport(BaseModel):
 
     name: str
     points: list[TradeOffPoint]
-    paths: dict[str, JsonValue]
     measured: dict[str, Metric]
     training: dict[str, JsonValue]
     results: dict[str, JsonValue] | None
@@ -138,7 +136,6 @@ def graft_report(entry: StoredGraft) -> GraftReport:
             for row in rows
             if {"learned", "forgotten"} & row.metrics.keys()
         ],
-        paths=_mapping(results.details.get("paths")) if results is not None else {},
         measured=measured,
         training={key: settings[key] for key in _SETTINGS if settings.get(key) is not None},
         results=document,

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,16 +19,24 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from graftlm.artifact import graft_tensors, load_graft, save_graft
 from graftlm.backbone import Backbone, GenerationPrompt, Site, Sites
+from graftlm.backbone.taps import COUNT_KEY
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
 from graftlm.export import export_graft
 from graftlm.grafts import Exportable, ExportsAdapter, Graft, GraftedModel, HasHeads, build_graft, graft_config
-from graftlm.testing.accelerator import DEVICE, pretended_accelerator, waits
 from graftlm.testing.tiny import ENCODERS, WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 5e-5}  # logits of about 5 in float32, added in another order
@@ -37,6 +46,8 @@ NEW_TOKENS = 5
 PASSES = 10
 CHUNKS = (70, 1, 59)  # of a prompt of LONG tokens
 DOMAIN = torch.tensor([0, 1])
+DEVICE = torch.device("cuda", 0)  # the pretended accelerator's
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 ROUNDINGS = 8  # errors of half precision that may add up, each of the largest value times the dtype's precision
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -596,3 +607,61 @@ def decode_step_waits(model: GraftedModel, *, static: bool, rows: int = 20) -> l
 def positions_of(mask: Tensor) -> Tensor:
     """(B, T) positions that count real tokens, as `generate` computes them."""
     return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+
+@contextmanager
+def pretended_accelerator(model: nn.Module, cache: Cache) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Move a model and a cache to a pretended accelerator, for good; yields what moves a tensor there.
+
+    It finds out where a pass waits for a real one; none is needed. Tensors have its device and no values. Code that
+    reads a value fails: `.item()`, `.tolist()`, `bool(tensor)`, a boolean index, `nonzero` and the like. Copies between
+    host and device wait as well, and are recorded.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+
+        def move(tensor: Tensor) -> Tensor:
+            return (tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)).to(DEVICE)
+
+        model._apply(move)
+        tokens = int(cache.get_seq_length())
+        for layer in cache.layers:
+            for name, value in list(vars(layer).items()):
+                if isinstance(value, Tensor | torch.device):
+                    setattr(layer, name, move(value) if isinstance(value, Tensor) else DEVICE)
+        if isinstance(count := cache.get_seq_length(), Tensor):
+            setattr(cache, COUNT_KEY, (tokens, count._version))  # as a prompt that was read on the device leaves it
+        yield move
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Records the lines of code that wait for a copy between devices, without those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        if func in _COPIES:
+            source = args[func is _COPIES[1]]
+            blocks = not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            if blocks and source.device.type != result.device.type:
+                self.lines += _line(traceback.extract_stack()[:-1])
+        return result
+
+
+def _line(frames: Iterable[traceback.FrameSummary]) -> list[str]:
+    """The innermost line outside torch; none if it is transformers' own."""
+    frame = [frame for frame in frames if "/torch/" not in frame.filename and frame.filename != __file__][-1]
+    is_own = "/transformers/" in frame.filename
+    return [] if is_own else [f"{frame.filename}:{frame.lineno}: {frame.line}"]
+
+
+def waits(function: Callable[[], Any]) -> list[str]:
+    """The lines of code at which a function waits for the pretended accelerator; it ends at the first value read."""
+    with _CopyRecorder() as recorder:
+        try:
+            function()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            recorder.lines += _line(traceback.extract_tb(error.__traceback__)) or [str(error)]
+    return recorder.lines

@@ -75,7 +75,7 @@ async function toggle(name, button, place, error, make) {
 }
 
 function draw(report) {
-  const drawn = plot(report.points, report.paths, `Learned against forgotten, ${report.name}`);
+  const drawn = plot(report.points, `Learned against forgotten, ${report.name}`);
   const why = report.points.length ? "Either learning or forgetting was not measured, so there is nothing to draw." : "Its run measured neither learning nor forgetting.";
   return [
     h(

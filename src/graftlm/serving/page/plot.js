@@ -30,17 +30,16 @@ export function markIcon(index, own) {
   return s("svg", { class: "mark-icon", viewBox: "0 0 26 26", "aria-hidden": "true", focusable: "false" }, markOf(index, own, 13, 13));
 }
 
-/** The plot of points that have both figures, or null without any; `paths` are [forgotten, learned] of other settings. */
-export function plot(points, paths, title) {
+/** The plot of points that have both figures, or null without any. */
+export function plot(points, title) {
   const shown = points.map((point, index) => ({ ...point, index })).filter((point) => point.learned && point.forgotten);
   if (shown.length === 0) return null;
-  const x = scale(spread(shown, paths, "forgotten", 0), LEFT, WIDTH - RIGHT);
-  const y = scale(spread(shown, paths, "learned", 1), HEIGHT - BOTTOM, TOP);
+  const x = scale(spread(shown, "forgotten"), LEFT, WIDTH - RIGHT);
+  const y = scale(spread(shown, "learned"), HEIGHT - BOTTOM, TOP);
   return s(
     "svg",
     { class: "plot", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}. ${shown.map(sentence).join(" ")}` },
     ...axes(x, y),
-    ...shown.map((point) => path(paths[point.id], point.index, x, y)),
     ...shown.map((point) => interval(point, x, y)),
     ...shown.map((point) => markOf(point.index, point.own, x(point.forgotten.mean), y(point.learned.mean))),
   );
@@ -49,12 +48,7 @@ export function plot(points, paths, title) {
 const sentence = (point) => `${point.label}: learned ${decimals(point.learned.mean)}, forgot ${decimals(point.forgotten.mean)}.`;
 
 /** Every number of one axis, with 0 among them. */
-function spread(points, paths, key, place) {
-  const others = points.flatMap((point) => (paths[point.id] ?? []).map((pair) => numberOf(pair[place])));
-  return [0, ...points.flatMap((point) => [point[key].low, point[key].high, point[key].mean]), ...others.filter(Number.isFinite)];
-}
-
-const numberOf = (metric) => (typeof metric === "object" && metric !== null ? metric.mean : metric);
+const spread = (points, key) => [0, ...points.flatMap((point) => [point[key].low, point[key].high, point[key].mean])];
 
 function scale(values, from, to) {
   const [low, high] = [Math.min(...values), Math.max(...values)];
@@ -86,11 +80,6 @@ function axes(x, y) {
     s("text", { class: "axis", x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "forgotten, nats per token"),
     s("text", { class: "axis", transform: `translate(12 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "learned, nats per token"),
   ];
-}
-
-function path(pairs, index, x, y) {
-  const points = (pairs ?? []).map((pair) => `${x(numberOf(pair[0])).toFixed(1)},${y(numberOf(pair[1])).toFixed(1)}`);
-  return s("polyline", { class: `path series-${index % 8}`, points: points.join(" ") });
 }
 
 function interval({ forgotten, learned, index }, x, y) {
