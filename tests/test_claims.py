@@ -153,7 +153,8 @@ FIGURES = {
         "74.5": "cln.average",
         "73.0": "cln_one_vector.average",
         "72.9": "multi_task.average",
-        "75.7": "adapters_half.average",
+        "76.8": "lora_per_task.average",
+        "75.7": "adapters.average",
         "75.0": "ca_mtl.average",
     },
     "block_state": {

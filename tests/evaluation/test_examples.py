@@ -11,6 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import Document
@@ -73,6 +77,14 @@ def test_a_grafted_model_answers_with_its_graft(tokenizer: Any) -> None:
         grafted.eval()
         assert actual == [literal_answer(grafted, tokenizer, prompt, NEW) for prompt in PROMPTS]
     assert actual != bare
+
+
+def test_a_vocabulary_that_has_no_line_break_needs_no_stop_at_one(model: Any) -> None:
+    words = Tokenizer(WordLevel({"?": 0, "the": 1, "fox": 2}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", pad_token="?")
+    kept = generate_answers(model, tokenizer, ["the fox"], max_new_tokens=4, stop=())
+    assert generate_answers(model, tokenizer, ["the fox"], max_new_tokens=4, stop=("\n",)) == kept
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

@@ -521,6 +521,9 @@ def test_a_call_may_hold_its_own_end_and_one_without_an_end_is_dropped() -> None
     reader = CallReader(["weather"])
     assert reader.add(f"Let me see. {call[:40]}") == ("Let me see.", [])
     assert reader.rest().strip() == ""
+    reader = CallReader(["weather"])
+    assert reader.add(f"{call}\n<tool")[0] == ""
+    assert reader.rest() == "", "a further call had begun when the answer was cut"
 
 
 def test_openai_s_defaults_of_responses(client: openai.OpenAI) -> None:

@@ -108,16 +108,16 @@ def load_backbones(
     """
     on = device or default_device()
     named = [read_manifest(path).backbone for path in given.values()]
-    found = []
+    in_folder = []
     for path in folder.iterdir() if folder is not None and folder.is_dir() else ():
         if not path.name.startswith("."):
             with suppress(GraftError):  # which the store reports
-                found.append(read_manifest(path).backbone)
+                in_folder.append(read_manifest(path).backbone)
     kinds: dict[str, BackboneKind] = {}
     sizes: dict[str, int] = {}
     for name, model in models.items():
         size, architecture = inspect_model(model, "causal-lm", **options) if len(models) > 1 else (0, None)
-        kinds[name] = _kind(architecture, named) or _kind(architecture, found) or "causal-lm"
+        kinds[name] = _kind(architecture, named) or _kind(architecture, in_folder) or "causal-lm"
         sizes[name] = inspect_model(model, "encoder", **options)[0] if kinds[name] == "encoder" and size else size
     check_memory(sizes, on, quantized=quantize is not None)
     backbones = {}
@@ -130,7 +130,7 @@ def load_backbones(
 
 def _kind(architecture: str | None, records: Iterable[Any]) -> BackboneKind | None:
     """The kind that all of these grafts' backbones of an architecture are, or all if it is None; else None."""
-    kinds = {one.kind for one in records if architecture in (None, one.fingerprint.get("architecture"))}
+    kinds = {record.kind for record in records if architecture in (None, record.fingerprint.get("architecture"))}
     return kinds.pop() if len(kinds) == 1 else None
 
 
