@@ -155,7 +155,7 @@ def served(backbone: Backbone, make: Callable[[], Engine]) -> Iterator[str]:
     """The address of our server with an engine."""
     engine = make()
     settings = ServerSettings(port=0, grace=0.0)
-    service = Service(backbone, engine, GraftStore(backbone), "backbone", settings=settings)
+    service = Service(backbone, engine, GraftStore({"backbone": backbone}), "backbone", settings=settings)
     # The model has no end token, without which no grammar can be compiled; the measured ones do not reach their end.
     service.grammars = GrammarCompiler(service.tokenizer.tokenizer, service.tokenizer.vocabulary, [0])
     ready: queue.Queue[str] = queue.Queue()
