@@ -195,7 +195,8 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         if self.data.stream:
             check_stream(model, self.training)
         check_rows(model, length=self.data.length, longest=max(self.lengths), boundaries=self.data.boundaries)
-        move(model, self.device or PartialState().device)
+        device: Any = self.device or PartialState().device
+        move(model, device)
         return model
 
     def _batches(self, tokenizer: PreTrainedTokenizerBase) -> Mixture:
