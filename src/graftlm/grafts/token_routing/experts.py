@@ -257,7 +257,7 @@ def _pair_factors(
     parameters = dict(backbone.model.named_parameters(remove_duplicate=False)) if backbone else {}
     named = backbone.model.named_modules() if backbone else ()  # those below another adapter included
     modules = {
-        path: module.base_layer if isinstance(module, BaseTunerLayer) else module  # type: ignore[misc]
+        path: module.base_layer if isinstance(module, BaseTunerLayer) else module  # type: ignore[misc]  # PEFT has no type
         for path, module in named
     }
     pairs: dict[str, dict[str, Tensor]] = {}
