@@ -55,7 +55,7 @@ class PredictionEngine(ThreadedEngine):
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
         if request.row is None:
-            does = "gives no embeddings beside grafts with heads" if request.embed else "writes no text"
+            does = "gives no embeddings" if request.embed else "writes no text"
             raise ServingError(f"The encoder {self.name} {does}: send rows to /v1/graftlm/predict.", "model")
         grafts = super().check(request)
         if [request.row[0] in tasks_of(graft) for graft in grafts.values()] != [True]:
