@@ -126,6 +126,7 @@ def test_tokens_may_be_coloured_by_surprise_or_not_at_all(page: Page) -> None:
 
 
 def test_stop_ends_what_is_written(page: Page, engine: ScriptedEngine) -> None:
+    expect(page.get_by_role("button", name="Generate")).to_be_enabled()  # the page knows the models
     page.get_by_label("Text to continue").fill(f"Go on {ENDLESS} ")
     page.keyboard.press("Control+Enter")
     expect(column(page, "danish").get_by_role("status")).to_contain_text("so far")

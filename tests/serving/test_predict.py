@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
+import torch
 
 from graftlm.backbone import load_backbone
 from graftlm.errors import EvaluationError
@@ -19,7 +21,7 @@ from graftlm.runs.recipe import run_recipe
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.serving import predicting
 from graftlm.serving.protocol import EngineLimits
-from graftlm.serving.service import Service, open_service
+from graftlm.serving.service import Service, load_backbones, open_service
 from graftlm.serving.settings import ServerSettings
 from serving.extending import client_of, refusal
 from serving.scripted import scripted_service
@@ -189,9 +191,55 @@ def test_a_row_without_a_prediction_stops_no_other(address: str, monkeypatch: py
 def test_an_encoder_writes_no_text(address: str) -> None:
     answer = httpx.post(f"{address}/v1/completions", json={"model": "tasks", "prompt": "a"}, timeout=60)
     assert answer.status_code == 400
-    assert "The encoder tiny writes no text: send rows to /v1/graftlm/predict." in answer.text
+    assert (
+        "The encoder tiny writes no text: send rows to /v1/graftlm/predict, or texts to /v1/embeddings." in answer.text
+    )
     assert {model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]} == {"tiny", "other", "tasks"}
     assert httpx.get(f"{address}/health").json()["status"] == "ready"
+
+
+def test_an_encoder_embeds_texts_without_its_grafts(address: str, service: Service, task_graft: TaskGraft) -> None:
+    """Texts of many lengths in one request, between predictions of its grafts, as the encoder's means of each alone."""
+    plain, tokenizer = task_graft.backbone.bare_model, task_graft.encoder.tokenizer
+    texts = [" ".join(WORDS[(n + step) % len(WORDS)] for step in range(1 + 7 * (n % 5))) for n in range(40)]
+    row = {"task": "topic", "text": "river fox"}
+    with ThreadPoolExecutor(3) as pool:
+        bodies = [{"model": "tiny", "input": texts}] * 2 + [{"model": "tasks", "rows": [row] * 40}]
+        paths = ["embeddings", "embeddings", "graftlm/predict"]
+        answers = [
+            *pool.map(lambda path, body: httpx.post(f"{address}/v1/{path}", json=body, timeout=60), paths, bodies)
+        ]
+    assert [answer.status_code for answer in answers] == [200] * 3, answers[0].text
+    for text, *items in zip(texts, answers[0].json()["data"], answers[1].json()["data"], strict=True):
+        with torch.no_grad():
+            (mean,) = plain(**tokenizer(text, return_tensors="pt")).last_hidden_state.mean(1)
+        for item in items:
+            assert torch.allclose(torch.tensor(item["embedding"]), mean, atol=1e-5), text
+    answer = httpx.post(f"{address}/v1/embeddings", json={"model": "tasks", "input": "a"}, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "'tasks' acts by the tasks of rows, and a text for /v1/embeddings has none: name the encoder tiny."
+    )
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
+def test_an_encoder_is_served_without_grafts(tiny_backbone: BackboneFolder, family: str) -> None:
+    ((name, backbone),) = load_backbones({"reader": str(tiny_backbone(family))}, {}, device="cpu").items()
+    texts = ["the fox", "a quick brown fox jumps over the lazy dog by the river", "dog"]
+    tokenizer, plain = backbone.need_tokenizer(), backbone.bare_model
+    with running(open_service(backbone, name=name, settings=ServerSettings(reload_seconds=0))) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)
+        answer = client.embeddings.create(model="reader", input=texts)
+        (card,) = client.models.list().data
+        body = {"model": "reader", "rows": [{"task": "topic", "text": "a"}]}
+        refused = httpx.post(f"{address}/v1/graftlm/predict", json=body, timeout=60)
+    assert card.graftlm == {"kind": "backbone", "chat": "none"}  # type: ignore[attr-defined]
+    assert refused.json()["error"]["message"] == "'reader' has no heads: serve a graft that has."
+    assert answer.usage.prompt_tokens == sum(len(tokenizer(text)["input_ids"]) for text in texts)
+    for text, item in zip(texts, answer.data, strict=True):
+        with torch.no_grad():
+            (mean,) = plain(**tokenizer(text, return_tensors="pt")).last_hidden_state.mean(1)
+        assert torch.allclose(torch.tensor(item.embedding), mean, atol=1e-5), text
 
 
 def test_a_server_that_writes_has_no_heads(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def changed(service: Service, **changes: Any) -> Service:
 
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[str]:
-    """The address of a server in a thread of this process."""
+    """The address of a server in a thread of this process, on a free port."""
+    vars(service)["settings"] = service.settings.model_copy(update={"port": 0})
     address: list[str] = []
     ready = threading.Event()
 
@@ -143,7 +144,7 @@ def running(service: Service) -> Iterator[str]:
     server = GraftServer(service, on_ready)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert ready.wait(20), "the server did not start"
+    assert ready.wait(60), "the server did not start"
     try:
         yield address[0]
     finally:

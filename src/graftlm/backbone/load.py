@@ -328,6 +328,25 @@ def inspect_model(
     return 0 if packed else size, fingerprint(model).architecture
 
 
+def served_kind(name: str, *, trust_remote_code: bool = False, **_: Any) -> BackboneKind:
+    """`encoder` for a model that can't write, as its tokens see later ones; else, or if unknown, `causal-lm`."""
+    import transformers
+
+    register()
+    try:
+        files = find_model(name)
+        if files.gguf_file:  # slow to read, and decoders
+            return "causal-lm"
+        config: Any = transformers.AutoConfig.from_pretrained(files.source, trust_remote_code=trust_remote_code)
+    except Exception:  # loading the weights says what is wrong
+        return "causal-lm"
+    family, own = FAMILIES.get(config.model_type), type(config)
+    if family is not None and not family.causal:
+        return "causal-lm" if getattr(config, "is_decoder", False) else "encoder"
+    writes = own in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or own not in transformers.MODEL_MAPPING
+    return "causal-lm" if writes else "encoder"
+
+
 def check_memory(sizes: Mapping[str, int], device: str | torch.device, *, quantized: bool = False) -> None:
     """Raise `BackboneError` if weights of these bytes, by model, do not fit into a device's free memory together.
 

@@ -23,6 +23,7 @@ from graftlm.backbone.row_hooks import RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, ReplacesModel, Trace
+from graftlm.grafts.heads import pooled
 from graftlm.grafts.model import GraftedModel, forward_traces
 from graftlm.grafts.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
 
@@ -126,8 +127,7 @@ class MultiGraftModel:
         """(B, D) the mean of the last hidden states of each text's tokens. Raises RowGroupError if the pass failed."""
         batch, inputs = self._new_batch(graft_set, texts, [None] * len(texts), ())
         h_BTD = self._forward(batch, *inputs, output_hidden_states=True).hidden_states[-1].float()
-        mask_BT1 = inputs[1][..., None]
-        return (h_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)
+        return pooled(h_BTD, inputs[1], "mean")
 
     def _new_batch(
         self, graft_set: GraftSet, prompts: Sequence[Sequence[int]], tags: Sequence[Any], pasts: Sequence[Cache]

@@ -1,10 +1,11 @@
-"""An engine for heads: predictions for rows of several tasks and of several requests in one pass of an encoder."""
+"""An engine for encoders: predictions of heads for rows of several tasks and requests in one pass, and embeddings."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from graftlm.errors import EvaluationError
 from graftlm.evaluation.labelled import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question
 from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafts.heads import pooled
 from graftlm.runs.task_run import tasks_of
 from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
 from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, ServingError, check_model
@@ -39,7 +41,7 @@ class PredictBody(Config):
 
 
 class PredictionEngine(ThreadedEngine):
-    """An `Engine` of `protocol.py` for the heads of grafts; a `Finish` holds the prediction of one row.
+    """An `Engine` of `protocol.py` for encoders; a `Finish` holds a graft's prediction of one row, or an embedding.
 
     Each step takes waiting rows, at most `batch_size`, and makes one pass for the rows of each graft. Arguments and
     errors as those of `ThreadedEngine`; the backbone is loaded as an encoder.
@@ -54,11 +56,15 @@ class PredictionEngine(ThreadedEngine):
         self._thread.start()
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
-        if request.row is None:
-            does = "gives no embeddings" if request.embed else "writes no text"
-            raise ServingError(f"The encoder {self.name} {does}: send rows to /v1/graftlm/predict.", "model")
+        if request.row is None and not request.embed:
+            to = "send rows to /v1/graftlm/predict, or texts to /v1/embeddings"
+            raise ServingError(f"The encoder {self.name} writes no text: {to}.", "model")
         grafts = super().check(request)
-        if [request.row[0] in tasks_of(graft) for graft in grafts.values()] != [True]:
+        if request.row is None:
+            if grafts:
+                why = f"{request.model!r} acts by the tasks of rows, and a text for /v1/embeddings has none"
+                raise ServingError(f"{why}: name the encoder {self.name}.", "model")
+        elif [request.row[0] in tasks_of(graft) for graft in grafts.values()] != [True]:
             raise ServingError(f"{request.model!r} has no task {request.row[0]!r}: name one graft that has.", "model")
         return grafts
 
@@ -66,7 +72,8 @@ class PredictionEngine(ThreadedEngine):
         """The rows of a body as requests. Raises UnknownModelError, and DataError if a row does not fit its task."""
         check_model(self.names, body.model)
         if body.model not in entries:
-            raise ServingError(f"{body.model!r} has no heads: name one of {', '.join(self.names[1:])}.", "model")
+            instead = f"name one of {', '.join(self.names[1:])}" if self.names[1:] else "serve a graft that has"
+            raise ServingError(f"{body.model!r} has no heads: {instead}.", "model")
         task_graft = TaskGraft.of(entries[body.model].manifest, self._grafts[body.model], self._backbone)
         with self._tokenizing:
             encoder = task_graft.encoder
@@ -93,11 +100,14 @@ class PredictionEngine(ThreadedEngine):
     @torch.inference_mode()
     def _step(self) -> None:
         self._drop_waiting()
-        by_graft: dict[Graft, list[ScheduledRequest]] = {}
+        by_graft: dict[Graft | None, list[ScheduledRequest]] = {}
         for request in self._admit(self.limits.batch_size):
-            by_graft.setdefault(request.graft_set.grafts[0][1], []).append(request)
+            by_graft.setdefault(dict(request.graft_set.grafts).get(request.request.model), []).append(request)
         for graft, requests in by_graft.items():
             self._attach(graft)
+            if graft is None:
+                self._embed(requests)
+                continue
             tasks, own = tasks_of(graft), [request.request.row for request in requests]
             rows = [(encoded, tasks[name], list(tasks).index(name)) for name, _, encoded in own]
             ((order, batch),) = batches_by_length(rows, len(rows), padding_id(self._tokenizer))
@@ -110,6 +120,18 @@ class PredictionEngine(ThreadedEngine):
                 except EvaluationError as error:  # of this row alone
                     prediction = {"error": str(error)}
                 self._finish(requests[i], replace(requests[i].finish("stop"), prediction={"task": name} | prediction))
+
+    def _embed(self, requests: list[ScheduledRequest]) -> None:
+        """Answer requests for embeddings, in passes of texts of like length."""
+        requests.sort(key=lambda request: len(request.request.prompt))
+        for _, texts in groupby(requests, lambda request: len(request.request.prompt).bit_length()):
+            each = list(texts)
+            ids = {"input_ids": [list(request.request.prompt) for request in each]}
+            inputs = self._tokenizer.pad(ids, padding_side="right", return_tensors="pt", verbose=False)
+            inputs = inputs.to(self._backbone.device)
+            means = pooled(self._backbone.model.base_model(**inputs)[0].float(), inputs["attention_mask"], "mean")
+            for request, vector in zip(each, means.tolist(), strict=True):
+                self._finish(request, replace(request.finish("stop"), embedding=tuple(vector)))
 
 
 async def predictions(stream: RequestStream) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from graftlm.artifact import read_manifest
 from graftlm.backbone import Backbone, BackboneKind, default_device, end_ids, load_backbone
-from graftlm.backbone.load import check_memory, inspect_model, quantize_weights
+from graftlm.backbone.load import check_memory, inspect_model, quantize_weights, served_kind
 from graftlm.errors import GraftError
 from graftlm.io import fetch_folder
 from graftlm.serving.engine import BatchingEngine, ThreadedEngine
@@ -95,7 +95,7 @@ def load_backbones(
 ) -> dict[str, Backbone]:
     """Load models, each as an encoder where the grafts of its architecture were trained on one.
 
-    Grafts given by name outrank those of the folder; where these differ, or there are none, a model writes.
+    Grafts given by name outrank those of the folder; where these differ, or there are none, the architecture decides.
 
     Args:
         models: each model's name on the hub or path, by its name in requests.
@@ -117,8 +117,9 @@ def load_backbones(
     sizes: dict[str, int] = {}
     for name, model in models.items():
         size, architecture = inspect_model(model, "causal-lm", **options) if len(models) > 1 else (0, None)
-        kinds[name] = _kind(architecture, named) or _kind(architecture, in_folder) or "causal-lm"
-        sizes[name] = inspect_model(model, "encoder", **options)[0] if kinds[name] == "encoder" and size else size
+        kinds[name] = _kind(architecture, named) or _kind(architecture, in_folder) or served_kind(model, **options)
+        several = kinds[name] == "encoder" and len(models) > 1
+        sizes[name] = inspect_model(model, "encoder", **options)[0] if several else size
     check_memory(sizes, on, quantized=quantize is not None)
     backbones = {}
     for name, model in models.items():
