@@ -90,15 +90,17 @@ def alone(family: str, graft_set: GraftSet, length: int, new: int) -> Tensor:
     return torch.stack(found)
 
 
-def together(model: MultiGraftModel, rows: Sequence[Row], owners: Sequence[GraftSet]) -> list[Tensor]:
-    """Each row's logits when all of them share batches, as far as batches join."""
+def together(model: MultiGraftModel, rows: Sequence[Row], owners: Sequence[GraftSet], in_one: bool) -> list[Tensor]:
+    """Each row's logits when all of them share batches, as far as batches join, prompts `in_one` pass or by owner."""
     found: list[list[Tensor]] = [[] for _ in rows]
     batches: list[MixedBatch] = []
     for turn in range(100):
-        for graft_set in dict.fromkeys(owners):
-            new = [n for n, row in enumerate(rows) if row.comes == turn and owners[n] == graft_set]
+        for graft_set in [None] if in_one else dict.fromkeys(owners):
+            new = [n for n, row in enumerate(rows) if row.comes == turn and graft_set in (None, owners[n])]
+            new.sort(key=lambda n: owners.index(owners[n]))
             if new:
-                batch, logits = model.prefill(graft_set, [prompt(rows[n].length) for n in new], new)
+                prompts = [prompt(rows[n].length) for n in new]
+                batch, logits = model.prefill([owners[n] for n in new], prompts, new)
                 _note(batch, logits, rows, found)
                 if len(batch) and not any(other.join(batch) for other in batches):
                     batches.append(batch)
@@ -126,13 +128,13 @@ def test_a_row_is_what_it_is_alone(family: str) -> None:
     known = graft_sets(family)
 
     @settings(max_examples=3 if family == "block-state" else 5)
-    @given(st.lists(ROWS, min_size=2, max_size=MOST))
-    def law(rows: list[Row]) -> None:
+    @given(st.lists(ROWS, min_size=2, max_size=MOST), st.booleans())
+    def law(rows: list[Row], in_one: bool) -> None:
         owners = [known[row.graft_set % len(known)] for row in rows]
         expected = [alone(family, graft_set, row.length, row.new) for graft_set, row in zip(owners, rows, strict=True)]
         model = MultiGraftModel(backbone(family))
         try:
-            logits = together(model, rows, owners)
+            logits = together(model, rows, owners, in_one)
         finally:
             model.detach()
         for row, mixed, single in zip(rows, logits, expected, strict=True):

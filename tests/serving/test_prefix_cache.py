@@ -172,9 +172,11 @@ def test_padding_is_no_part_of_a_block() -> None:
     assert layer.keys.flatten().tolist() == list(range(7, 17))
 
 
-def test_rows_of_a_pass() -> None:
-    def rows(lengths: list[int], known: list[int], apart: bool = True) -> tuple[list[int], int]:
-        return next_pass([TEXT[:length] for length in lengths], known, apart=apart)
+def test_rows_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_PART_TOKENS", 100)
+
+    def rows(lengths: list[int], known: list[int | None], owners: str = "a" * 9, apart: bool = True) -> Any:
+        return next_pass([TEXT[:length] for length in lengths], known, owners[: len(lengths)], apart=apart)
 
     assert rows([10, 20, 30], [0, 0, 0]) == ([0, 1, 2], 0)
     assert rows([100, 10, 80], [64, 0, 64]) == ([0, 2], 36)
@@ -183,6 +185,10 @@ def test_rows_of_a_pass() -> None:
     assert rows([150, 40], [0, 0]) == ([1], 0)
     assert rows([1, 48, 40, 24, 16], [0] * 5) == ([1, 2, 3, 4], 0), "padding of 64 tokens, and 111 with the first"
     assert rows([150], [0]) == ([0], 150)
+    assert rows([20, 30, 10], [0] * 3, "aba") == ([0, 2, 1], 0), "rows of one owner follow each other"
+    assert rows([70, 70, 70], [0] * 3, "aab") == ([0, 2], 0), "the second may use what the first leaves"
+    assert rows([90, 90, 90], [64, 64, 64], "aba") == ([0, 2], 26)
+    assert rows([150, 140, 150], [None, 0, None], "aba") == ([0, 2], 0), "those that can't be read in parts are whole"
 
 
 def test_openai_s_client_is_told_what_was_cached() -> None:

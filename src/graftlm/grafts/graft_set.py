@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -108,43 +109,49 @@ class MultiGraftModel:
 
     @torch.inference_mode()
     def prefill(
-        self, graft_set: GraftSet, prompts: Sequence[Sequence[int]], tags: Sequence[Any], pasts: Sequence[Cache] = ()
+        self,
+        graft_sets: GraftSet | Sequence[GraftSet],
+        prompts: Sequence[Sequence[int]],
+        tags: Sequence[Any],
+        pasts: Sequence[Cache] = (),
     ) -> tuple[MixedBatch, Tensor]:
-        """Read prompts; returns a new batch of one group, and (B, V) the logits of each row's next token.
+        """Read prompts; returns a new batch, and (B, V) the logits of each row's next token.
 
-        `pasts` are for each row a cache with the tokens before the prompt; the prompts then have one length.
+        Each prompt may have a graft set of its own; consecutive rows with the same one form a group. `pasts` are for
+        each row a cache with the tokens before the prompt; the prompts then have one length and one graft set.
 
         Raises RowGroupError if the pass failed.
         """
-        batch, inputs = self._new_batch(graft_set, prompts, tags, pasts)
+        owners = [graft_sets] * len(prompts) if isinstance(graft_sets, GraftSet) else graft_sets
+        batch, inputs = self._new_batch(owners, prompts, tags, pasts)
         logits = self._forward(batch, *inputs).logits[:, -1]
         batch.separate = not _is_joinable(batch.cache)
-        batch.groups[0].separate = not _is_joinable(batch.groups[0].cache)
+        for group in batch.groups:
+            group.separate = not _is_joinable(group.cache)
         return batch, logits
 
     @torch.inference_mode()
     def embed(self, graft_set: GraftSet, texts: Sequence[Sequence[int]]) -> Tensor:
         """(B, D) the mean of the last hidden states of each text's tokens. Raises RowGroupError if the pass failed."""
-        batch, inputs = self._new_batch(graft_set, texts, [None] * len(texts), ())
+        batch, inputs = self._new_batch([graft_set] * len(texts), texts, [None] * len(texts), ())
         h_BTD = self._forward(batch, *inputs, output_hidden_states=True).hidden_states[-1].float()
         return pooled(h_BTD, inputs[1], "mean")
 
     def _new_batch(
-        self, graft_set: GraftSet, prompts: Sequence[Sequence[int]], tags: Sequence[Any], pasts: Sequence[Cache]
+        self, owners: Sequence[GraftSet], prompts: Sequence[Sequence[int]], tags: Sequence[Any], pasts: Sequence[Cache]
     ) -> tuple[MixedBatch, tuple[Tensor, Tensor]]:
-        """A batch of one group behind `pasts`, and ids and mask (B, T) of the prompts."""
-        if graft_set not in self.wired:
-            self.wire([*self.wired, graft_set])
+        """A batch behind `pasts`, and ids and mask (B, T) of the prompts."""
+        self.wire([*self.wired, *(owner for owner in dict.fromkeys(owners) if owner not in self.wired)])
         inputs = left_padded(prompts, 0, self._device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         lengths = [past.get_seq_length() for past in pasts] or [0] * len(prompts)
         paddings = [max(lengths) - length for length in lengths]
         known = torch.tensor([[0] * by + [1] * length for by, length in zip(paddings, lengths, strict=True)]).to(ids)
         empty = use_growing_layers(DynamicCache(config=self._model.config))
-        shared = join(pasts, paddings) if pasts else empty
-        group = RowGroup.create(graft_set, len(prompts), shared, self._sites.n_layers)
-        move_own_layers(shared, group.cache, self._sites.n_layers)
-        return MixedBatch(shared, known, [group], list(tags)), (ids, mask)
+        shared, layers = join(pasts, paddings) if pasts else empty, self._sites.n_layers
+        groups = [RowGroup.create(owner, len(list(rows)), shared, layers) for owner, rows in groupby(owners)]
+        move_own_layers(shared, groups[0].cache, layers)
+        return MixedBatch(shared, known, groups, list(tags)), (ids, mask)
 
     def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
         """(B, V) the logits after one more token of each row; errors as of `extend`."""
@@ -179,9 +186,9 @@ class MultiGraftModel:
         return output
 
 
-def keeps_columns(batch: MixedBatch) -> bool:
-    """Whether all that a new batch remembers are keys and values, with a column for each token."""
-    layers: list[Any] = [layer for layer, _ in batch.layers_of(0)]
+def keeps_columns(batch: MixedBatch, group: RowGroup) -> bool:
+    """Whether all that a new batch remembers of a group are keys and values, with a column for each token."""
+    layers: list[Any] = [layer for layer, _ in batch.layers_of(group.span.rows.start)]
     types = {type(layer) for layer in layers} <= {GrowingLayer, DynamicLayer}
     return types and {layer.get_seq_length() for layer in layers} == {batch.mask.shape[1]}
 

@@ -109,7 +109,7 @@ class RowGroup:
 
     @classmethod
     def create(cls, owner: Hashable, size: int, shared: Cache, layers: int) -> RowGroup:
-        """A group of new rows at the start of a batch whose backbone has so many layers."""
+        """A group of new rows of a batch, which gives it its position, and whose backbone has so many layers."""
         span = RowSpan(shared, slice(0, size))
         return cls(owner, size, RowGroupCache(layers=[LayerView(span, index) for index in range(layers)]), span)
 
@@ -172,6 +172,9 @@ class MixedBatch:
     tags: list[Any] = field(default_factory=list)
     separate: bool = False
     calls: list[Call] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._update_spans()
 
     def __len__(self) -> int:
         return len(self.tags)

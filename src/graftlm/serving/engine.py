@@ -278,12 +278,8 @@ class BatchingEngine(ThreadedEngine):
         self._drop_overdue_rows()
         self._unwire_replaced()
         self._unread += self._admit(self.limits.batch_size)
-        by_graft_set: dict[GraftSet, list[ScheduledRequest]] = {}
-        for request in self._unread:
-            by_graft_set.setdefault(request.graft_set, []).append(request)
-        for graft_set, requests in by_graft_set.items():
-            self._embed(graft_set, [request for request in requests if request.request.embed])
-            self._read_prompts(graft_set, [request for request in requests if not request.request.embed])
+        self._embed([request for request in self._unread if request.request.embed])
+        self._read_prompts(list(self._unread))
         self._read_on()
         for batch in list(self._batches):
             self._decode(batch)
@@ -317,55 +313,58 @@ class BatchingEngine(ThreadedEngine):
             self._prefixes.keep(known.__contains__)
             self._readable_in_parts = {key: own for key, own in self._readable_in_parts.items() if key in known}
 
-    def _embed(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
+    def _embed(self, requests: list[ScheduledRequest]) -> None:
         """Answer requests for embeddings."""
         self._unread = [request for request in self._unread if request not in requests]
         for request in requests:
             try:
-                (vector,) = self._model.embed(graft_set, [request.request.prompt]).tolist()
+                (vector,) = self._model.embed(request.graft_set, [request.request.prompt]).tolist()
             except (RowGroupError, GraftError) as error:
                 self._finish(request, error)
             else:
                 self._finish(request, replace(request.finish("stop"), embedding=tuple(vector)))
 
-    def _read_prompts(self, graft_set: GraftSet, requests: list[ScheduledRequest]) -> None:
+    def _read_prompts(self, requests: list[ScheduledRequest]) -> None:
         """Read the prompts of admitted requests, in passes of those that can be read together."""
         while requests:
-            together, pasts, count = requests, [], 0
-            if graft_set in self._readable_in_parts:
-                prompts = [request.request.prompt for request in requests]
-                blocks = [self._prefixes.longest(graft_set, prompt) for prompt in prompts]
-                known = [BLOCK_TOKENS * len(own) for own in blocks]
-                rows, count = next_pass(prompts, known, apart=self._prefixes.limit > 0)
-                if count > _PART_TOKENS and self._begun is not None:
-                    return  # the next long prompt may begin as this one
-                together = [requests[row] for row in rows]
-                if count:
-                    form = self._backbone.model.config, self._readable_in_parts[graft_set]
-                    pasts = [as_cache(blocks[row], len(prompts[row]) - count, *form) for row in rows if known[row]]
+            prompts, owners = zip(*((request.request.prompt, request.graft_set) for request in requests), strict=True)
+            forms = [self._readable_in_parts.get(owner) for owner in owners]
+            blocks = [
+                [] if form is None else self._prefixes.longest(owner, prompt)
+                for owner, prompt, form in zip(owners, prompts, forms, strict=True)
+            ]
+            known = [None if form is None else BLOCK_TOKENS * len(own) for form, own in zip(forms, blocks, strict=True)]
+            rows, count = next_pass(prompts, known, owners, apart=self._prefixes.limit > 0)
+            if count > _PART_TOKENS and self._begun is not None:
+                return  # the next long prompt may begin as this one
+            config, behind = self._backbone.model.config, [row for row in rows if count and known[row]]
+            pasts = [as_cache(blocks[n], len(prompts[n]) - count, config, forms[n] or {}) for n in behind]
+            together = [requests[row] for row in rows]
             requests = [request for request in requests if request not in together]
             self._unread = [request for request in self._unread if request not in together]
-            self._prefill(graft_set, together, pasts, count)
+            self._prefill(together, pasts, count)
 
-    def _prefill(self, graft_set: GraftSet, requests: list[ScheduledRequest], pasts: Sequence[Cache], new: int) -> None:
+    def _prefill(self, requests: list[ScheduledRequest], pasts: Sequence[Cache], new: int) -> None:
         """Read prompts behind `pasts`, `new` tokens of each or all; of more than fit in a step the first ones."""
         prompts = [request.request.prompt[-new:] for request in requests]
         if new > _PART_TOKENS:
             prompts = [prompt[:_PART_TOKENS] for prompt in prompts]
         try:
-            batch, logits = self._model.prefill(graft_set, prompts, requests, pasts)
+            batch, logits = self._model.prefill([request.graft_set for request in requests], prompts, requests, pasts)
         except (RowGroupError, GraftError) as error:
             if len(requests) == 1:
                 self._finish(requests[0], error)
             else:  # single requests show which of them fails
                 for request in requests:
-                    self._prefill(graft_set, [request], [], 0)
+                    self._prefill([request], [], 0)
             return
         for request, past in zip(requests, pasts, strict=False):
             request.cached_tokens = past.get_seq_length()
-        self._readable_in_parts.pop(graft_set, None)
-        if keeps_columns(batch):
-            self._readable_in_parts[graft_set] = slots_of(batch.groups[0].cache)
+        for group in batch.groups:
+            assert isinstance(group.owner, GraftSet)
+            self._readable_in_parts.pop(group.owner, None)
+            if keeps_columns(batch, group):
+                self._readable_in_parts[group.owner] = slots_of(group.cache)
         if new > _PART_TOKENS:
             self._begun = batch
         else:
@@ -451,27 +450,31 @@ class BatchingEngine(ThreadedEngine):
         batch.keep(kept)
 
 
-def next_pass(prompts: Sequence[Sequence[int]], known: Sequence[int], *, apart: bool) -> tuple[list[int], int]:
+def next_pass(
+    prompts: Sequence[Sequence[int]], known: Sequence[int | None], owners: Sequence[object], *, apart: bool
+) -> tuple[list[int], int]:
     """Which prompts are read next, in one pass, and how many of their last tokens; 0 if all of each.
 
-    Prompts with `known` first tokens share a pass: each row reads as many tokens as the one with the most new ones.
-    With `apart`, prompts with the same first block do not, as the second can use what the first leaves. Prompts of
-    which nothing is known share one where their padding is cheaper than another pass.
+    Prompts of one owner with `known` first tokens share a pass: each row reads as many tokens as the one with the most
+    new ones. With `apart`, prompts with the same owner and first block do not, as the second can use what the first
+    leaves. Prompts of which nothing is known share a pass where their padding is cheaper than another; None stands for
+    those that can't be read in parts. Rows of one owner follow each other.
     """
-    new = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
-    short = [index for index in range(len(prompts)) if new[index] <= _PART_TOKENS]
-    started = [index for index in short if known[index]]
-    if started:
+    new = [len(prompt) - (count or 0) for prompt, count in zip(prompts, known, strict=True)]
+    short = [index for index in range(len(prompts)) if known[index] is None or new[index] <= _PART_TOKENS]
+    if started := [index for index in short if known[index]]:
+        started = [index for index in started if owners[index] == owners[started[0]]]
         most = max(new[index] for index in started)
         return [index for index in started if len(prompts[index]) > most], most
     together, blocks, padding = [], set(), 0
     for index in sorted(short, key=lambda index: -new[index]):
-        block = tuple(prompts[index][:BLOCK_TOKENS]) if apart and new[index] > BLOCK_TOKENS else index
+        shares = apart and known[index] is not None and new[index] > BLOCK_TOKENS
+        block = (owners[index], tuple(prompts[index][:BLOCK_TOKENS])) if shares else index
         padding += new[together[0]] - new[index] if together else 0
         if block not in blocks and padding <= _PASS_TOKENS:
             blocks.add(block)
             together.append(index)
-    return (sorted(together), 0) if short else ([0], new[0])
+    return (sorted(together, key=lambda index: (owners.index(owners[index]), index)), 0) if short else ([0], new[0])
 
 
 def _as_serving_error(error: BaseException) -> ServingError:
