@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import RequestRouter
@@ -153,14 +154,27 @@ class Front:
                 return too_large()
         keys = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
         scope = {key: request.scope[key] for key in keys if key in request.scope}
-        parts = self._replicas.answer.remote(prefixes(bytes(body)), {**scope, "root_path": ""}, bytes(body))
+        parts = self._parts(prefixes(bytes(body)), {**scope, "root_path": ""}, bytes(body))
         try:
-            status, headers = await anext(aiter(parts))
+            status, headers = await anext(parts)
         except BackPressureError:
             return error_response(QueueFullError("The queue of all replicas is full: try again in a moment."))
+        except RayActorError:
+            message = "The replica that had the request has died: send it again, and another one answers."
+            return error_response(ServingError(message, status=503, code="replica_died"))
         answer = StreamingResponse(parts, status_code=status)
         answer.raw_headers = [(bytes(name), bytes(value)) for name, value in headers]
         return answer
+
+    async def _parts(self, *request: Any) -> AsyncGenerator[Any, None]:
+        """What a replica yields, which stops when the client leaves."""
+        parts = self._replicas.answer.remote(*request)
+        try:
+            async for part in parts:
+                yield part
+        except (asyncio.CancelledError, GeneratorExit):
+            parts.cancel()  # of 250 that left at once, Ray alone left 13 running
+            raise
 
 
 def application(

@@ -49,12 +49,15 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
         def update_replicas(self, replicas: list[Any]) -> None:
             self.replicas = replicas
 
-    names = ("ray", "ray.serve", "ray.serve.config", "ray.serve.exceptions", "ray.serve.request_router")
+    names = ["ray", "ray.exceptions", "ray.serve"] + [
+        f"ray.serve.{n}" for n in ("config", "exceptions", "request_router")
+    ]
     modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     modules["ray"].serve = modules["ray.serve"]
     modules["ray.serve"].Application = object
     modules["ray.serve.config"].AutoscalingConfig = modules["ray.serve.config"].RequestRouterConfig = SimpleNamespace
     modules["ray.serve.exceptions"].BackPressureError = TimeoutError  # any that nothing else raises
+    modules["ray.exceptions"].RayActorError = ConnectionError
     modules["ray.serve.request_router"].RequestRouter = RequestRouter
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -113,20 +116,41 @@ def test_a_prompt_goes_where_its_longest_beginning_was_read(example: Any) -> Non
     assert asyncio.run(router.choose_replicas(replicas)) != []  # no request is known yet
 
 
+class Parts:
+    """Ray's generator of an answer's parts."""
+
+    def __init__(self, parts: Any, cancel: Any) -> None:
+        self._parts, self.cancel = parts, cancel
+
+    def __aiter__(self) -> Any:
+        return self._parts
+
+
 class Replicas:
     """A handle of replicas that all say who asked; `error` is raised in place of an answer."""
 
     error: Exception | None = None
+    waits, cancelled = "", 0  # where an answer never goes on, and how many were cancelled
 
     def options(self, stream: bool) -> Any:
-        self.answer = SimpleNamespace(remote=self.said)
+        self.answer = SimpleNamespace(remote=self.remote)
         return self
+
+    def remote(self, *request: Any) -> Any:
+        return Parts(self.said(*request), self.cancel)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
 
     async def said(self, prefixes: list[str], scope: dict[str, Any], body: bytes) -> Any:
         if self.error is not None:
             raise self.error
+        if self.waits == "before":
+            await asyncio.Future()
         yield 200, []
         yield body
+        if self.waits == "within":
+            await asyncio.Future()
 
 
 def test_the_front_checks_key_and_size_before_it_reads(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +176,36 @@ def test_the_front_checks_key_and_size_before_it_reads(example: Any, monkeypatch
     assert ask(key, 10) == (200, "")
     replicas.error = example.BackPressureError()
     assert ask(key, 10)[0] == 429
+    replicas.error = example.RayActorError()  # as of a replica that was killed
+    assert ask(key, 10) == (503, "replica_died")
+
+
+@pytest.mark.parametrize("waits", ["before", "within", ""])
+def test_a_replica_stops_when_its_client_leaves(example: Any, waits: str) -> None:
+    replicas = Replicas()
+    replicas.waits, sent = waits, []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        answer = await example.Front(replicas)(example.Request(scope, receive))
+        await answer.stream_response(send)
+
+    async def leave() -> None:
+        task = asyncio.create_task(ask())
+        for _ in range(20):  # until the answer has come as far as it comes
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert replicas.cancelled == bool(waits)
+    assert len(sent) == {"before": 0, "within": 2, "": 3}[waits]
 
 
 # The image and the deployment of examples/kubernetes
