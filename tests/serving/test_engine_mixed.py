@@ -146,6 +146,25 @@ def test_a_row_is_what_it_is_alone(family: str) -> None:
     law()
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("block-state", marks=pytest.mark.exhaustive)])
+def test_the_prompts_of_all_graft_sets_are_read_in_one_pass(family: str) -> None:
+    known, model = graft_sets(family), MultiGraftModel(backbone(family))
+    rows = [Row(n, 17 + 7 * n % 5, 2 + n % 3, comes=0) for n in range(len(known))]
+    passes: list[int] = []
+    handle = model._model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        logits = together(model, rows, known, in_one=True)
+    finally:
+        handle.remove()
+        model.detach()
+    assert len(passes) <= 5, "one for all prompts, and one for each further token"
+    for row, mixed, graft_set in zip(rows, logits, known, strict=True):
+        single, tolerance = alone(family, graft_set, row.length, row.new), _tolerance(graft_set)
+        torch.testing.assert_close(
+            mixed, single, atol=tolerance, rtol=tolerance, msg=lambda text, of=graft_set: f"{of}: {text}"
+        )
+
+
 def test_rows_of_one_backbone_stay_in_one_batch_and_lose_the_columns_of_those_that_leave() -> None:
     known, model = graft_sets("gemma3"), MultiGraftModel(backbone("gemma3"))
     batch, _ = model.prefill(known[6], [prompt(15), prompt(3)], ["long", "short"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from graftlm.backbone.families import Site, Sites
-from graftlm.backbone.taps import Call, Tap, TapHooks
+from graftlm.backbone.taps import Call, Tap, TapHooks, TokenCount
 from graftlm.errors import TapError
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def _scoped_call(scope: RowScope, call: Call) -> Call:
         token_mask=None if call.token_mask is None else call.token_mask[rows],
         training=call.training,
         observing=call.observing,
+        count=TokenCount(scope.cache, 0),  # now, before the first layer adds the pass's tokens
         model=call.model,
     )
 
