@@ -338,8 +338,7 @@ class LabelledMixture:
         numbers: the number of each task in the model; by default their order in `rows`.
         steps: number of steps in all, over which the sampler's `passes` are spread.
 
-    Raises:
-        DataError: a task has no rows, a row is too long, or the policy does not fit the tasks.
+    Raises DataError if a task has no rows, a row is too long, or the policy does not fit the tasks.
     """
 
     def __init__(
@@ -365,8 +364,7 @@ class LabelledMixture:
     def batch(self, step: int) -> TaskBatch:
         """The rows of one optimiser step, counted from 0; steps must be drawn in order.
 
-        Raises:
-            DataError: `step` is not the next one, or a prediction is not a number.
+        Raises DataError if `step` is not the next one, or a prediction is not a number.
         """
         if step != self.sampler.step:
             raise DataError(f"Step {step} was asked for, but the sampler is at {self.sampler.step}: go step by step.")

@@ -112,9 +112,7 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
         if not document.text:
             continue
         if document.chat is not None:  # rendered by its template, it is one chunk
-            yield TextChunk(
-                document.text, first=True, last=True, prompt=False, where=document.where, chat=document.chat
-            )
+            yield TextChunk(document.text, True, True, False, document.where, document.chat)
             continue
         first = True
         for text, prompt in ((document.prompt, True), (document.text, False)):
@@ -558,9 +556,7 @@ class Mixture:
                 )
         self.domains = {domain: domains[domain] for domain in self.shares}
         self.batch_size, self.seed = batch_size, seed
-        forms: set[tuple[int, Boundaries, int]] = {
-            (blocks.length, blocks.boundaries, blocks.pad_id) for blocks in self.domains.values()
-        }
+        forms: set[tuple[int, Boundaries, int]] = {(b.length, b.boundaries, b.pad_id) for b in self.domains.values()}
         if len(forms) != 1:
             raise DataError(
                 f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."

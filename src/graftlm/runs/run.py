@@ -200,14 +200,8 @@ class TrainingRun(Run):
                 if trainee.batches is None:
                     raise RecipeError("A run with steps needs text: name some in data.new, or set training.steps to 0.")
                 with memory:
-                    summary = train(
-                        trainee.model,
-                        trainee.batches,
-                        self.training,
-                        context.folder,
-                        identity=trainee.identity,
-                        progress=context.progress,
-                    )
+                    options: dict[str, Any] = {"identity": trainee.identity, "progress": context.progress}
+                    summary = train(trainee.model, trainee.batches, self.training, context.folder, **options)
             if not PartialState().is_main_process:
                 return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
             measurement = self.evaluate(trainee)
@@ -275,7 +269,7 @@ def _execute_all(
                 if finished is None and pool is not None:
                     running[pool.submit(_execute_in_worker, run, out, context)] = run
                     continue
-                context = replace(context, progress=progress and title is None, log=_quiet if title else log)
+                context = replace(context, progress=progress and title is None, log=(lambda _: None) if title else log)
                 done[run.id] = finished or _execute_here(run, out, context)
                 update(advance=1)
             if running:
@@ -360,11 +354,7 @@ def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
 
 def _execute_in_worker(run: Run, out: Path, context: RunContext) -> str:
     torch.set_num_threads(1)
-    return json.dumps(_execute_here(run, out, replace(context, log=_quiet)).to_json())
-
-
-def _quiet(line: str) -> None:
-    pass
+    return json.dumps(_execute_here(run, out, replace(context, log=lambda _: None)).to_json())
 
 
 def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:

@@ -175,7 +175,8 @@ class CharacterAlignment:
         ends = self._read(call, past, trees)
         width = max(len(tree.tokens) - count for tree, count in zip(trees, old, strict=True))
         for tree, count in zip(trees, old, strict=True):
-            tree.assign_columns(count, columns_before, width)
+            tree.columns += range(columns_before, columns_before + len(tree.tokens) - count)
+            tree.columns_used = columns_before + width  # all rows use as many
         if state is not None:
             self._save(state, trees)
         total, device = columns_before + width, call.input_ids.device
@@ -308,11 +309,6 @@ class TokenTree:
             node = child
         return node
 
-    def assign_columns(self, old: int, columns_before: int, width: int) -> None:
-        """Assign columns to the nodes from `old` on; all rows of a batch use `width` new columns."""
-        self.columns += range(columns_before, columns_before + len(self.tokens) - old)
-        self.columns_used = columns_before + width
-
     def path_masks(self, ends: Sequence[int], columns: int) -> np.ndarray:
         """(T, S) the columns on the paths that end at the given nodes; a negative node ends the empty path."""
         masks = np.zeros((len(ends), columns), dtype=bool)
@@ -348,10 +344,8 @@ def _new_tokens(
 
 def _end_of_word(text: str) -> int | None:
     """The end of the first word of a growing text; None while the word may still grow."""
-    for at in range(1, len(text)):
-        if (text[at].isspace() and not text[at - 1].isspace()) or at >= _MAX_WORD:
-            return at
-    return None
+    ends = range(1, len(text))
+    return next((at for at in ends if at >= _MAX_WORD or (text[at].isspace() and not text[at - 1].isspace())), None)
 
 
 def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:

@@ -275,8 +275,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             like: the trained task whose embedding it starts from, and whose head where type and labels are the same;
                 None starts from the mean embedding.
 
-        Raises:
-            GraftError: there is a task of that name, or none called `like`.
+        Raises GraftError if there is a task of that name, or none called `like`.
         """
         mean = self._embeddings().mean(0)
         self.heads.add(name, spec).to(mean.device)
