@@ -25,10 +25,7 @@ Points = Sequence[Mapping[str, Any]]  # of one training, as `strengths` in the d
 
 
 class Frontier:
-    """The curves of several methods on the same windows.
-
-    Args:
-        paths: by method, the points of each of its trainings.
+    """The curves of several methods on the same windows; `paths` has the points of each training, by method.
 
     Raises EvaluationError if the points lack what was learned or lost, or come from different windows.
     """

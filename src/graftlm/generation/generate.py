@@ -194,15 +194,12 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 class ChatSession:
-    """A conversation whose history the model sees.
+    """A conversation whose history, `messages`, the model sees.
 
     Args:
         model: a `GraftedModel` or any transformers model.
         tokenizer: the model's, with a chat template.
         system: the system's message; None leaves it to the template.
-
-    Attributes:
-        messages: what was said so far.
 
     Raises DataError if the tokenizer has no chat template.
     """

@@ -190,8 +190,7 @@ class GraftRun(TrainingRun):
     def evaluator(self, dependencies: Mapping[str, Path] | None = None) -> BackboneEvaluator:
         """The evaluator of the run's backbone; runs of one process share it.
 
-        Args:
-            dependencies: the folders of the runs of `needs`; without them, own_kl is left out.
+        `dependencies` are the folders of the runs of `needs`; without them, own_kl is left out.
         """
         test = json.dumps(self.data.model_dump(mode="json", include={"test"})["test"])
         files = [dependencies[run.id] / _SAMPLES for run in self._test_samples()] if dependencies else []

@@ -68,11 +68,6 @@ class Measurement:
         """Add metrics to the row."""
         self.row = self.row.model_copy(update={"metrics": {**self.row.metrics, **metrics}})
 
-    def add_training(self, summary: TrainingSummary, peak_memory: int) -> None:
-        """Add the cost of training to the row, and the losses to the details."""
-        self.add_metrics({"train_tokens_per_s": summary.tokens_per_s, "peak_memory_bytes": peak_memory})
-        self.details["losses"] = [[line["step"], line["loss"]] for line in read_history(summary.history)]
-
 
 @dataclass(frozen=True)
 class RunContext:
@@ -124,8 +119,7 @@ class Run(Config):
         Names and labels do not count. A local path counts by the content of its files. A model or data set of the hub
         counts by its name and revision. Versions of other packages do not count.
 
-        Args:
-            dependencies: keys of the runs of `dependencies()`, by id.
+        `dependencies` has the keys of the runs of `dependencies()`, by id.
         """
         keys = [(dependencies or {})[name] for name in self.dependencies()]
         kind = f"{type(self).__module__}.{type(self).__qualname__}"
@@ -206,7 +200,9 @@ class TrainingRun(Run):
                 return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
             measurement = self.evaluate(trainee)
             if summary is not None:
-                measurement.add_training(summary, memory.peak)
+                cost = {"train_tokens_per_s": summary.tokens_per_s, "peak_memory_bytes": memory.peak}
+                measurement.add_metrics(cost)
+                measurement.details["losses"] = [[line["step"], line["loss"]] for line in read_history(summary.history)]
             self.save(trainee, context, summary, measurement)
         return measurement
 

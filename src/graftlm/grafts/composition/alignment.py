@@ -126,10 +126,7 @@ def token_columns(call: Call, length: int) -> Tensor | None:
 
 
 class CharacterAlignment:
-    """Aligns an anchor's tokens with those of another tokenizer by their characters.
-
-    Args:
-        prompt_only: the augmenting model reads only the prompt.
+    """Aligns an anchor's tokens with those of another tokenizer by characters; `prompt_only`: those of prompts alone.
 
     Raises GraftError if a tokenizer gives no character offsets.
     """

@@ -116,16 +116,13 @@ class ConditionalTasksConfig(GraftConfig):
 
 
 class ConditionalTasks(TrainsCopy, HasHeads):
-    """Many tasks on one partly frozen encoder.
+    """Many tasks on one partly frozen encoder or decoder.
 
-    Args:
-        config: its config; with `extends` the graft has the trained graft's config and the new tasks.
-        backbone: the encoder or decoder.
+    With `extends` in its config, the graft has the trained graft's config and the new tasks.
 
-    Raises:
-        RecipeError: there is no task, a new task has a trained one's name, or the family's norms are unknown.
-        ArtifactError: `extends` names no complete graft of this kind.
-        WrongBackboneError: the trained graft belongs to another backbone.
+    Raises RecipeError if there is no task, a new task has a trained one's name, or the family's norms are unknown, and
+    ArtifactError if `extends` names no complete graft of this kind, and WrongBackboneError if that is of another
+    backbone.
     """
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig

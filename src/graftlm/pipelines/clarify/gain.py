@@ -90,8 +90,7 @@ def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
 class GainEstimator:
     """Estimates what the answer to a question changes, by generating an output under each candidate answer.
 
-    Args:
-        prior: maps the candidate answers to their probabilities; uniform by default.
+    `prior` maps the candidate answers to their probabilities; by default they are uniform.
     """
 
     def __init__(self, model: ChatModel, *, prior: Callable[[Sequence[str]], Sequence[float]] | None = None) -> None:
