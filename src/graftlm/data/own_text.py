@@ -39,11 +39,9 @@ _MIN_TURN = 8
 
 @dataclass(frozen=True)
 class OwnText:
-    """One sampled text.
+    """One sampled text: its tokens, with those that it was begun with.
 
-    Attributes:
-        ids: its tokens, with those that it was begun with.
-        turns: (start, stop) of each part that the model sampled: one of free text, two of a conversation.
+    `turns` has (start, stop) of each part that the model sampled: one of free text, two of a conversation.
     """
 
     ids: list[int]

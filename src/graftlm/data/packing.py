@@ -279,13 +279,7 @@ class RowPacker:
 
 @dataclass(eq=False)
 class TokenBlocks:
-    """Packed rows of one domain, in memory.
-
-    Attributes:
-        marked: int32, shape (N, length).
-        boundaries: how documents share rows; see `DataConfig`.
-        pad_id: the id at padding.
-    """
+    """Packed rows of one domain, in memory: `marked` is int32, (N, length). `DataConfig` explains `boundaries`."""
 
     marked: np.ndarray
     boundaries: Boundaries = "separate"

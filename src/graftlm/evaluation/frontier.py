@@ -101,10 +101,7 @@ class Frontier:
 def _first_crossing(learned: np.ndarray, loss: np.ndarray, level: float) -> np.ndarray:
     """(resamples,): the loss where each path first learned `level`; where it learned most, if it never does.
 
-    Args:
-        learned: (points, resamples).
-        loss: the same shape.
-        level: in the unit of `learned`.
+    `learned` and `loss` are (points, resamples).
     """
     above = learned >= level
     columns = np.arange(learned.shape[1])

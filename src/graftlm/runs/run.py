@@ -47,11 +47,9 @@ Log = Callable[[str], None]
 
 @dataclass
 class Measurement:
-    """The measured result of one run.
+    """The measured result of one run: its metrics as a row of a report, and details as plain JSON values.
 
-    Attributes:
-        row: its metrics, as a row of a report.
-        details: what stands beside the row, as plain JSON values: `statistics`, `losses`, `tasks` and others.
+    The details are `statistics`, `losses`, `tasks` and others.
     """
 
     row: Row

@@ -43,12 +43,9 @@ IncrementalDecoder = Callable[[int], str]
 
 @dataclass(frozen=True)
 class AlignedInputs:
-    """The input of an augmenting model in one pass, and its visibility to the anchor's tokens.
+    """Keyword arguments of an augmenting model's forward pass, or None if there is nothing new to read.
 
-    Args:
-        inputs: keyword arguments of its forward pass; None if there is nothing new to read.
-        visibility: of all augmenting tokens so far.
-        positions: of the anchor's tokens and of the new augmenting tokens.
+    `visibility` is that of all augmenting tokens so far, `positions` of the anchor's and of the new augmenting tokens.
     """
 
     inputs: dict[str, Any] | None
@@ -60,9 +57,7 @@ class AlignedInputs:
 class PositionAlignment:
     """One tokenizer: both models read the same tokens.
 
-    Args:
-        causal: a token does not see later tokens.
-        prompt_only: the augmenting model reads only the prompt.
+    If `causal`, a token sees no later ones. With `prompt_only`, the augmenting model reads only the prompt.
     """
 
     causal: bool
@@ -126,7 +121,7 @@ def token_columns(call: Call, length: int) -> Tensor | None:
 
 
 class CharacterAlignment:
-    """Aligns an anchor's tokens with those of another tokenizer by characters; `prompt_only`: those of prompts alone.
+    """Aligns an anchor's tokens with another tokenizer's by characters; with `prompt_only`, of the prompt alone.
 
     Raises GraftError if a tokenizer gives no character offsets.
     """

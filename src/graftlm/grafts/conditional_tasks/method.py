@@ -416,9 +416,7 @@ def choose_start(
     Where trained tasks have the new one's type and labels, the score is the loss of their embedding and head on the
     rows. Otherwise it is the leave-one-out error of a ridge regression from the features under their embedding.
 
-    Args:
-        trained: the candidates.
-        rows: of the new task, as `GraftedModel.forward` takes them.
+    `trained` are the candidates, `rows` those of the new task, as `GraftedModel.forward` takes them.
     """
     same = [task for task in trained if tasks[task].is_like(tasks[name])]
     was_training = model.training
@@ -473,11 +471,7 @@ def leave_one_out_error(features: Tensor, targets: Tensor) -> float:
 
     With H = K (K + l I)^-1 of the centred features' products K, the error of vector i is
     (y_i - (H y)_i) / (1 - H_ii - 1/n); the 1/n is due to centring. The result is that of the best of four strengths l,
-    which are multiples of K's mean diagonal.
-
-    Args:
-        features: (n, D).
-        targets: (n, C).
+    which are multiples of K's mean diagonal. Features are (n, D), targets (n, C).
     """
     from sklearn.linear_model import RidgeCV
 

@@ -62,11 +62,7 @@ BARE = "none"
 
 
 class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPeft):
-    """LoRA experts, their centroids, and the routes between them.
-
-    Args:
-        config: the graft keeps a copy with the hashes of the adapters.
-        backbone: the backbone that the experts were trained on.
+    """LoRA experts, their centroids, and the routes between them; its config is a copy with the adapters' hashes.
 
     Raises ArtifactError if an adapter is damaged, pickled, or not plain LoRA, and WrongBackboneError if an adapter
     belongs to another backbone, and GraftError if the backbone lacks a target module of a new expert, or the hidden
