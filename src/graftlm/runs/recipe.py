@@ -41,13 +41,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class StageConfig(Config):
-    """One stage: what it is taught, and the keys that differ from the recipe's."""
+class MethodConfig(Config):
+    """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
 
     label: str = ""
-    graft: AnyGraft | None = Field(None, description="The stage's graft; the recipe's when absent.")
+    graft: AnyGraft
     training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
     data: dict[str, Any] = Field({}, description="Keys of the data section, such as new or replay_fraction.")
+
+
+class StageConfig(MethodConfig):
+    """One stage: what it is taught, and the keys that differ from the recipe's."""
+
+    graft: AnyGraft | None = Field(None, description="The stage's graft; the recipe's when absent.")
 
 
 class _TextRecipe(Config):
@@ -164,12 +170,6 @@ def changed_sections(recipe: Any, row: Any, kind: str, name: str) -> tuple[Train
 AnyRecipe: TypeAlias = "Recipe | GrowthRecipe | LanguageModelRecipe | TaskRecipe"
 
 
-class MethodConfig(StageConfig):
-    """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
-
-    graft: AnyGraft  # type: ignore[reportGeneralTypeIssues]  # required here
-
-
 class FrontierConfig(Config):
     """What `graft compare --frontier` sweeps for every method alike."""
 
@@ -261,7 +261,7 @@ class Recipe(_TextRecipe):
 def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bool = True, log: Log = print) -> Results:
     """Train the recipe's model and report. The graft is in `out/graft`, a language model in `out/model`.
 
-    Raises ForgettingBudgetError if the run forgot more than the recipe allows, behind writing graft and report.
+    Raises ForgettingBudgetError if the run forgot more than the recipe allows; graft and report are written first.
     """
     folder = Path(out or recipe.out)
     if isinstance(recipe, GrowthRecipe):
