@@ -15,7 +15,7 @@ from graftlm.pipelines.summarize import CHAT_LAYOUT, Budget, DefaultSelector, La
 from graftlm.pipelines.summarize.oracle import oracle_labels
 from graftlm.pipelines.summarize.selection import Extract, FixedSelector
 from graftlm.pipelines.summarize.text import ngrams, split_words
-from graftlm.pipelines.summarize.writer import SummaryDecoding, introduction_range, introduction_text
+from graftlm.pipelines.summarize.writer import SummaryDecoding, introduction_range
 
 
 class PromptSizes(NamedTuple):
@@ -105,7 +105,9 @@ def gold_sentences(sample: Sample) -> list[int]:
 
 def word_runs(sample: Sample) -> set[tuple[str, ...]]:
     """All runs of eight words of abstract and introduction."""
-    return {r for text in (sample.summary, introduction_text(sample.document)) for r in ngrams(split_words(text), 8)}
+    sentences = sample.document.sentences
+    introduction = " ".join(sentences[index].text for index in introduction_range(sample.document))
+    return {run for text in (sample.summary, introduction) for run in ngrams(split_words(text), 8)}
 
 
 def unlike(samples: Iterable[Sample], others: Iterable[Sample]) -> list[Sample]:

@@ -131,6 +131,12 @@ def save_graft(
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         training=dict(training or {}),
     )
+    if not card:
+        text = (
+            f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder "
+        )
+        text += "and were never changed."
+        card = model_card(backbone.name, "A graft", text, kind=backbone.kind)
     if folder.exists() and not folder.is_dir():
         raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_NAME).exists():
@@ -141,7 +147,7 @@ def save_graft(
             save_file(tensors, draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
             values = manifest.model_dump(mode="json")
             (draft / JSON_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            (draft / CARD_NAME).write_text(card or _default_card(manifest), encoding="utf-8")
+            (draft / CARD_NAME).write_text(card, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         why = "the disk is full" if full else str(error)
@@ -334,14 +340,6 @@ def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "ca
         f"```python\nfrom graftlm import GraftedModel, load_backbone, {loader}\n\n"
         f"backbone = load_backbone({backbone!r}{options})\nmodel = GraftedModel(backbone, {grafts})\n```\n"
     )
-
-
-def _default_card(manifest: Manifest) -> str:
-    text = (
-        f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder and "
-        "were never changed."
-    )
-    return model_card(manifest.backbone.name, "A graft", text, kind=manifest.backbone.kind)
 
 
 def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple[str, Tensor]]:

@@ -54,8 +54,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     def parse(cls, values: Any, *, where: str = "config") -> Self:
         """Validate plain `values`, a mapping from YAML or JSON; `where` names their origin in errors.
 
-        Raises:
-            RecipeError: one sentence on the first problem.
+        Raises RecipeError, one sentence on the first problem.
         """
         if not isinstance(values, dict):
             raise RecipeError(f"{where} holds {_kind_of(values)}, but a mapping of keys to values is expected.")
@@ -170,8 +169,7 @@ def parse_overridden(
         overrides: of the form `training.steps=200`.
         where: the file's name, with which the errors of `parse` begin.
 
-    Raises:
-        RecipeError: a value does not fit. The message names the override without which all would fit, if there is one.
+    Raises RecipeError if a value does not fit; it names the override without which all would fit, if there is one.
     """
     overridden = _overridden(values, overrides)
     try:

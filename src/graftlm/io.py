@@ -185,9 +185,8 @@ class ModelFiles:
 def find_model(name: str) -> ModelFiles:
     """Find a model's files before anything slow is imported; a name on the hub passes.
 
-    Args:
-        name: a folder, a GGUF file (its path, or OWNER/REPOSITORY/FILE.gguf of the hub), a name of `PACKAGED_MODELS`
-            (the package's file where it is installed, else the hub's model), or a name on the hub.
+    `name` is a folder, a GGUF file (its path, or OWNER/REPOSITORY/FILE.gguf of the hub), a name of `PACKAGED_MODELS`
+    (the package's file where it is installed, else the hub's model), or a name on the hub.
 
     Raises BackboneError if the name is a local path, and no model can be loaded from it, and MissingExtraError if it is
     a GGUF file, and the package that reads them is not installed.
@@ -356,8 +355,7 @@ def has_report(folder: Path) -> bool:
 def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: Any) -> Iterator[Callable[..., None]]:
     """Show a bar while the block runs; yields what changes it, as in `update(advance=1)`.
 
-    Args:
-        columns: rich's columns before the time that is left; words stand for themselves, with `fields` filled in.
+    `columns` are rich's before the time that is left; words stand for themselves, with `fields` filled in.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

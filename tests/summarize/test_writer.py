@@ -29,9 +29,8 @@ from graftlm.pipelines.summarize.writer import (
     drop_partial_sentence,
     drop_repeated_sentences,
     introduction_range,
-    introduction_text,
 )
-from summarize.tools import TEA
+from summarize.tools import TEA, introduction_text
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sentencex")

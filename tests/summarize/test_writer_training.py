@@ -25,12 +25,11 @@ from graftlm.pipelines.summarize import (
 )
 from graftlm.pipelines.summarize.writer import (
     example_rows,
-    introduction_text,
     rest_rows,
     rest_text,
 )
 from graftlm.training import TrainingConfig
-from summarize.tools import TEA, summary_likelihoods
+from summarize.tools import TEA, introduction_text, summary_likelihoods
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("sentencex")

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from graftlm.pipelines.summarize import LanguageModelWriter, WriterExample
-from graftlm.pipelines.summarize.writer import prompt_and_summary
+from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.writer import introduction_range, prompt_and_summary
 
 TEA = """# A study of tea
 
@@ -35,6 +36,11 @@ Those who drank tea sorted 12% more cards. Attention rose in all groups of perso
 
 Persons who drank tea sorted more cards, 1999.
 """
+
+
+def introduction_text(document: SourceDocument) -> str:
+    """The sentences that a writer reads as the introduction."""
+    return " ".join(document.sentences[index].text for index in introduction_range(document))
 
 
 def write_pdf(path: Path, *pages: str) -> Path:

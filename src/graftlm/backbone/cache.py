@@ -334,8 +334,7 @@ class PrefixBlocks:
 def as_cache(blocks: Sequence[Block], length: int, config: Any, own: dict[str, range]) -> Cache:
     """A cache of one row for a model with this config, filled with the first `length` tokens of some blocks.
 
-    Args:
-        own: the layers of each graft, which follow the backbone's.
+    `own` has the layers of each graft, which follow the backbone's.
     """
     cache = use_growing_layers(DynamicCache(config=config))
     cache.layers += [DynamicLayer() for _ in range(len(blocks[0]) - len(cache.layers))]

@@ -256,10 +256,9 @@ def load_backbone(
         tokenizer_required: raise here, rather than when text is read, where the tokenizer is missing.
         family: where the architecture keeps its parts, as `register_family` takes it; None where GraftLM knows.
 
-    Raises:
-        BackboneError: the model does not exist, its files are broken or pickled, or the tokenizer is missing.
-        MissingExtraError: the model is a GGUF file, and the package gguf is not installed.
-        UnknownFamilyError: its architecture has an unknown structure; no weights were loaded then.
+    Raises BackboneError if the model does not exist, its files are broken or pickled, or the tokenizer is missing, and
+    MissingExtraError for a GGUF file without the package gguf, and UnknownFamilyError before any weights are loaded if
+    its architecture has an unknown structure.
     """
     if kind not in _LOADERS:
         raise BackboneError(f"There is no kind of backbone {kind!r}: give one of {', '.join(_LOADERS)}.")

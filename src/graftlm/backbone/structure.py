@@ -112,7 +112,6 @@ class Structure:
         norms = self._children(layers[-1], lambda name, m: _is_norm(m) and self._maps(m))
         return Family(
             layers=self._names[layers],
-            embedding=self._names[self._model.get_input_embeddings()],
             norm=self._last_norm(layers),
             attention=attention,
             ffn=ffn,
@@ -120,16 +119,20 @@ class Structure:
             ffn_out=ffn_out,
             gated=gated,
             activation=self._activation(layers[-1], ffn),
-            text_config=next((k for k, v in vars(self._model.config).items() if v is self._text), None),
-            causal=self._is_causal(owner),
             norms=tuple(sorted(norms, key=lambda name: self._visits[layers[-1].get_submodule(name)].number)),
-            body=self._body(layers),
             one_stream=self._maps(layers[0]),
-            counts_positions=self._reserves_positions(),
+            **self._plain_fields(layers, owner),
         )
 
-    def _is_causal(self, attention: nn.Module) -> bool:
-        return bool(getattr(attention, "is_causal", self._model.can_generate()))
+    def _plain_fields(self, layers: Any, attention: nn.Module) -> dict[str, Any]:
+        """The fields of a row that its other fields don't decide."""
+        return {
+            "embedding": self._names[self._model.get_input_embeddings()],
+            "body": self._body(layers),
+            "text_config": next((k for k, v in vars(self._model.config).items() if v is self._text), None),
+            "causal": bool(getattr(attention, "is_causal", self._model.can_generate())),
+            "counts_positions": self._reserves_positions(),
+        }
 
     def _body(self, layers: Any) -> str:
         """The outermost module around the layers that runs."""
@@ -246,13 +249,7 @@ class Structure:
         """Raise unless what a user's row says of embedding, head, attention, FFN and norms is what the pass shows."""
         layer = next((m for m in layers if has_module(m, row.attention.entry)), layers[-1])
         attention = layer.get_submodule(row.attention.entry)
-        actual: dict[str, Any] = {
-            "embedding": self._names[self._model.get_input_embeddings()],
-            "body": self._body(layers),
-            "text_config": next((k for k, v in vars(self._model.config).items() if v is self._text), None),
-            "causal": self._is_causal(attention),
-            "counts_positions": self._reserves_positions(),
-        }
+        actual = self._plain_fields(layers, attention)
         if row.norms:
             norms = [m for m in self._in_order(layers[-1]) if _is_norm(m) and self._maps(m)]
             paths = {m: path for path, m in layers[-1].named_modules() if f"{row.attention.entry}." not in path}

@@ -213,9 +213,7 @@ class Tap:
 class GenerationPrompt:
     """Marks the prompt in the passes of one generation, whose shapes do not tell it: drafts, chunks, no cache.
 
-    Args:
-        columns: the prompt's number of columns, padding included.
-        read: columns that a cache of the caller holds already.
+    `columns` counts the prompt's, padding included, and `read` those that a cache of the caller holds already.
     """
 
     columns: int

@@ -115,11 +115,7 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The rows of one task, and the specification of its head.
-
-    Attributes:
-        notes: warnings for the user, a sentence each.
-    """
+    """The rows of one task, the specification of its head, and `notes`: warnings for the user, a sentence each."""
 
     spec: TaskSpec
     rows: list[LabelledRow]

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from graftlm.backbone import padding_id
-from graftlm.data.labelled import AnswerSpan, LabelledRow, TaskRows
+from graftlm.data.labelled import LabelledRow, TaskRows
 from graftlm.data.samplers import SCORED, Pick, SamplerConfig, TaskSampler
 from graftlm.errors import BackboneError, DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec
@@ -52,11 +52,7 @@ class EncodedRow:
 
 @dataclass(frozen=True)
 class EncodedTask:
-    """The rows of a task as tokens.
-
-    Attributes:
-        cut: number of rows that were truncated.
-    """
+    """The rows of a task as tokens, and how many of them were truncated (`cut`)."""
 
     spec: TaskSpec
     rows: list[EncodedRow]
@@ -88,9 +84,8 @@ class RowEncoder:
     def encode(self, task: TaskRows, *, training: bool = False) -> EncodedTask:
         """Encode the rows of one task; `training` leaves out truncated answers, as nothing can be learned from them.
 
-        Raises:
-            DataError: a row has no tokens, or is longer than `length` and must not be truncated.
-            BackboneError: tags or answers need a fast tokenizer.
+        Raises DataError if a row has no tokens, or is longer than `length` and must not be truncated, and BackboneError
+        if tags or answers need a fast tokenizer.
         """
         spec, rows = task.spec, task.rows
         if not rows:
@@ -179,8 +174,10 @@ def _encode_target(spec: TaskSpec, row: LabelledRow, alignment: np.ndarray | Non
     if spec.type == "multi-label":
         return torch.tensor([float(label in target) for label in spec.labels])
     assert alignment is not None, "tags and spans are aligned"
-    if spec.type == "span":
-        return torch.from_numpy(_answer_tokens(target, alignment))
+    if spec.type == "span":  # its first and its last token
+        inside = (alignment[:, 0] < target.end) & (alignment[:, 1] > target.start)
+        is_whole = inside.any() and alignment[:, 1].max() >= target.end
+        return torch.from_numpy(np.flatnonzero(inside)[[0, -1]] if is_whole else np.full(2, IGNORED))
     tags = torch.full((tokens,), IGNORED)
     for token, label in zip(alignment.tolist(), target, strict=True):
         if token >= 0:
@@ -211,14 +208,6 @@ def _context_ranges(offsets: Sequence[tuple[int, int]], sequences: Sequence[int 
     ranges = np.asarray(offsets, dtype=np.int64).reshape(-1, 2) - shift
     in_context &= (ranges[:, 1] > ranges[:, 0]) & (ranges[:, 1] > 0)
     return np.where(in_context[:, None], np.maximum(ranges, 0), -1)
-
-
-def _answer_tokens(span: AnswerSpan, ranges: np.ndarray) -> np.ndarray:
-    """The first and the last token (2,) of an answer."""
-    inside = (ranges[:, 0] < span.end) & (ranges[:, 1] > span.start)
-    if not inside.any() or ranges[:, 1].max() < span.end:
-        return np.full(2, IGNORED)
-    return np.flatnonzero(inside)[[0, -1]]
 
 
 def _separates_pairs(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -338,8 +327,7 @@ class LabelledMixture:
         numbers: the number of each task in the model; by default their order in `rows`.
         steps: number of steps in all, over which the sampler's `passes` are spread.
 
-    Raises:
-        DataError: a task has no rows, a row is too long, or the policy does not fit the tasks.
+    Raises DataError if a task has no rows, a row is too long, or the policy does not fit the tasks.
     """
 
     def __init__(
@@ -365,8 +353,7 @@ class LabelledMixture:
     def batch(self, step: int) -> TaskBatch:
         """The rows of one optimiser step, counted from 0; steps must be drawn in order.
 
-        Raises:
-            DataError: `step` is not the next one, or a prediction is not a number.
+        Raises DataError if `step` is not the next one, or a prediction is not a number.
         """
         if step != self.sampler.step:
             raise DataError(f"Step {step} was asked for, but the sampler is at {self.sampler.step}: go step by step.")

@@ -13,11 +13,11 @@ import json
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -39,11 +39,9 @@ _MIN_TURN = 8
 
 @dataclass(frozen=True)
 class OwnText:
-    """One sampled text.
+    """One sampled text: its tokens, with those that it was begun with.
 
-    Attributes:
-        ids: its tokens, with those that it was begun with.
-        turns: (start, stop) of each part that the model sampled: one of free text, two of a conversation.
+    `turns` has (start, stop) of each part that the model sampled: one of free text, two of a conversation.
     """
 
     ids: list[int]
@@ -186,6 +184,8 @@ class _Sampler:
 
     def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
         """The next samples: of the kind of which more is missing, until its share of all tokens is reached."""
+        from transformers import GenerationConfig  # which imports the models
+
         chats = sum(sample.tokens for sample in samples if sample.is_chat)
         missing = self._chat_fraction * (sum(sample.tokens for sample in samples) + needed) - chats
         is_chat = missing > needed - missing  # more of conversations than of free text
@@ -193,15 +193,13 @@ class _Sampler:
         rows = min(self._config.batch_size, math.ceil(needed / self._length) + 1)
         device = self._model.device
         devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, device_type=device.type), _without_penalties(self._live):
+        # Settings of the checkpoint's generation config, such as its penalties, are left out.
+        plain = patch.object(self._live, "generation_config", GenerationConfig())
+        with torch.random.fork_rng(devices, device_type=device.type), plain:
             torch.manual_seed(int(SeedSequence([self._config.seed, number]).generate_state(1)[0]))
             made = list(self._conversations(rows) if is_chat else self._free_texts(rows, number))
-        kept, total = [], 0
-        for sample in made:
-            if total < needed:
-                kept.append(sample)
-                total += sample.tokens
-        return kept
+        before = accumulate((sample.tokens for sample in made), initial=0)
+        return [sample for sample, total in zip(made, before, strict=False) if total < needed]
 
     def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> None:
         """Leave out conversations for which nobody asked, or raise, when batch upon batch brings nothing."""
@@ -254,17 +252,8 @@ class _Sampler:
         width = max(map(len, prompts))
         if length <= width:
             return [[] for _ in prompts]
-        return generate_rows(
-            self._model,
-            self._tokenizer,
-            prompts,
-            ends,
-            max_new_tokens=length - width,
-            do_sample=True,
-            temperature=self._config.temperature,
-            top_p=self._config.top_p,
-            top_k=0,
-        )
+        options = {"temperature": self._config.temperature, "top_p": self._config.top_p, "top_k": 0, "do_sample": True}
+        return generate_rows(self._model, self._tokenizer, prompts, ends, max_new_tokens=length - width, **options)
 
     def _free_starts(self, name: str) -> list[list[int]]:
         """The tokens with which free texts begin in turn."""
@@ -306,18 +295,6 @@ class _Sampler:
                 f"{self._length}: raise the length, or set chat_fraction to 0."
             )
         return ids[0], ids[1]
-
-
-@contextmanager
-def _without_penalties(model: Any) -> Iterator[None]:
-    """Generate without the settings of the checkpoint's generation config, such as its penalties."""
-    from transformers import GenerationConfig  # which imports the models
-
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def marked_ids(sample: OwnText) -> np.ndarray:

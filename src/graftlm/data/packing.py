@@ -112,9 +112,7 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
         if not document.text:
             continue
         if document.chat is not None:  # rendered by its template, it is one chunk
-            yield TextChunk(
-                document.text, first=True, last=True, prompt=False, where=document.where, chat=document.chat
-            )
+            yield TextChunk(document.text, True, True, False, document.where, document.chat)
             continue
         first = True
         for text, prompt in ((document.prompt, True), (document.text, False)):
@@ -281,13 +279,7 @@ class RowPacker:
 
 @dataclass(eq=False)
 class TokenBlocks:
-    """Packed rows of one domain, in memory.
-
-    Attributes:
-        marked: int32, shape (N, length).
-        boundaries: how documents share rows; see `DataConfig`.
-        pad_id: the id at padding.
-    """
+    """Packed rows of one domain, in memory: `marked` is int32, (N, length). `DataConfig` explains `boundaries`."""
 
     marked: np.ndarray
     boundaries: Boundaries = "separate"
@@ -558,9 +550,7 @@ class Mixture:
                 )
         self.domains = {domain: domains[domain] for domain in self.shares}
         self.batch_size, self.seed = batch_size, seed
-        forms: set[tuple[int, Boundaries, int]] = {
-            (blocks.length, blocks.boundaries, blocks.pad_id) for blocks in self.domains.values()
-        }
+        forms: set[tuple[int, Boundaries, int]] = {(b.length, b.boundaries, b.pad_id) for b in self.domains.values()}
         if len(forms) != 1:
             raise DataError(
                 f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."

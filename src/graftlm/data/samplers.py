@@ -68,8 +68,7 @@ class Pick(NamedTuple):
 class TaskSampler:
     """Endless batches of `batch_size` rows, b above, of tasks with `sizes` rows; `steps` are those of the whole run.
 
-    Raises:
-        DataError: a task has no rows, a fixed share does not fit, or there are fewer candidates than rows to choose.
+    Raises DataError if a task has no rows, a fixed share does not fit, or candidates are fewer than rows to choose.
     """
 
     def __init__(
@@ -109,8 +108,7 @@ class TaskSampler:
     def choose(self, scores: Sequence[float] = ()) -> list[Pick]:
         """The rows of the next batch, given the score of each of `candidates()`, in their order.
 
-        Raises:
-            DataError: their number is not that of the candidates, or one is not finite.
+        Raises DataError if their number is not that of the candidates, or one is not finite.
         """
         unscored = self.candidates()
         if len(scores) != len(unscored):
@@ -136,8 +134,7 @@ class TaskSampler:
     def observe(self, task: str, entropies: Sequence[float]) -> None:
         """Set the entropies of a task's latest predictions, in nats; policy `entropy` uses their mean.
 
-        Raises:
-            DataError: the task is unknown, or an entropy is negative or not finite.
+        Raises DataError if the task is unknown, or an entropy is negative or not finite.
         """
         values = np.asarray(entropies, dtype=float)
         if task not in self.sizes:
@@ -190,8 +187,7 @@ class TaskSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of a sampler of the same tasks.
 
-        Raises:
-            DataError: the state belongs to other tasks.
+        Raises DataError if the state belongs to other tasks.
         """
         if state["sizes"] != self.sizes:
             raise DataError(

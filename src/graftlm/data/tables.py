@@ -30,8 +30,7 @@ def is_table(path: Path) -> bool:
 def read_rows(path: Path, columns: Mapping[str, str], owner: str = "source") -> Iterator[tuple[list[str], str]]:
     """The texts of some columns of each row, and the row's location; see `read_values`.
 
-    Raises:
-        DataError: as there, or a value is not a string.
+    Raises DataError as there, or if a value is not a string.
     """
     for values, where in read_values(path, columns, owner):
         yield [check_text(value, name, where) for value, name in zip(values, columns.values(), strict=True)], where

@@ -30,10 +30,7 @@ class Texts(NamedTuple):
 
 
 def read_installation(limit: int) -> Texts:
-    """Docstrings, comments and reference topics as English; source without either as code.
-
-    Args:
-        limit: read source files until so many characters of code were found.
+    """Docstrings, comments and reference topics as English; source without either, `limit` characters of it, as code.
 
     Raises DataError if the installation has no readable standard library.
     """

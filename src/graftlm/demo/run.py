@@ -130,15 +130,9 @@ def train_corpus_tokenizer(files: Iterable[Path], vocab_size: int) -> PreTrained
 
 
 def _training(size: DemoSize, steps: int, rate: float, seed: int) -> TrainingConfig:
-    return TrainingConfig(
-        steps=steps,
-        batch_size=size.batch_size,
-        learning_rate=rate,
-        warmup_steps=max(1, steps // 20),
-        precision="fp32",
-        seed=seed,
-        checkpoint_every=max(1, steps // 2),
-    )
+    every: dict[str, Any] = {"warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 2)}
+    sizes: dict[str, Any] = {"steps": steps, "batch_size": size.batch_size}
+    return TrainingConfig(learning_rate=rate, precision="fp32", seed=seed, **sizes, **every)
 
 
 class ChatDemoSize(Config):

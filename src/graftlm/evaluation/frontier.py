@@ -25,10 +25,7 @@ Points = Sequence[Mapping[str, Any]]  # of one training, as `strengths` in the d
 
 
 class Frontier:
-    """The curves of several methods on the same windows.
-
-    Args:
-        paths: by method, the points of each of its trainings.
+    """The curves of several methods on the same windows; `paths` has the points of each training, by method.
 
     Raises EvaluationError if the points lack what was learned or lost, or come from different windows.
     """
@@ -104,10 +101,7 @@ class Frontier:
 def _first_crossing(learned: np.ndarray, loss: np.ndarray, level: float) -> np.ndarray:
     """(resamples,): the loss where each path first learned `level`; where it learned most, if it never does.
 
-    Args:
-        learned: (points, resamples).
-        loss: the same shape.
-        level: in the unit of `learned`.
+    `learned` and `loss` are (points, resamples).
     """
     above = learned >= level
     columns = np.arange(learned.shape[1])

@@ -53,16 +53,9 @@ def run_lm_eval(
         grafted = isinstance(model, GraftedModel)
         adapter = adapters.GraftedHFLM(model, **own) if grafted else adapters.HFLM(pretrained=model, **own)
         try:
-            output = evaluator.simple_evaluate(
-                adapter,
-                tasks=names,
-                num_fewshot=num_fewshot,
-                batch_size=batch_size,
-                limit=limit,
-                log_samples=False,
-                bootstrap_iters=1000,
-                task_manager=manager,
-            )
+            options = {"num_fewshot": num_fewshot, "batch_size": batch_size, "limit": limit, "log_samples": False}
+            options |= {"bootstrap_iters": 1000, "task_manager": manager}
+            output = evaluator.simple_evaluate(adapter, tasks=names, **options)
         except (OSError, ConnectionError) as error:
             reason = first_line(error)
             raise EvaluationError(

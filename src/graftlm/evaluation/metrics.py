@@ -189,15 +189,11 @@ def encode_with_bytes(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)
     if not len(ids):
         return ids, ids
-    ends = _ends_from_offsets(encoded["offset_mapping"], text) if fast else _ends_from_decoding(tokenizer, ids, text)
-    return ids, np.diff(ends, prepend=0)
-
-
-def _ends_from_offsets(offsets: list[tuple[int, int]], text: str) -> np.ndarray:
-    """The byte positions (n,) at which tokens end, from their character offsets."""
-    ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64)[:, 1])
+    if not fast:
+        return ids, np.diff(_ends_from_decoding(tokenizer, ids, text), prepend=0)
+    ends = np.maximum.accumulate(np.asarray(encoded["offset_mapping"], dtype=np.int64)[:, 1])
     ends[-1] = len(text)
-    return _bytes_before(text)[ends]
+    return ids, np.diff(_bytes_before(text)[ends], prepend=0)
 
 
 def _bytes_before(text: str) -> np.ndarray:

@@ -63,13 +63,7 @@ class ExecutionResult:
 
 @dataclass(frozen=True)
 class Protections:
-    """Protections that this machine offers beyond the basic limits.
-
-    Attributes:
-        network: the program has no network.
-        files: the program can write to its own folder only.
-        processes: the number of the program's processes is limited.
-    """
+    """Whether this machine can take the network away, let a program write in its folder only, and limit processes."""
 
     network: bool
     files: bool

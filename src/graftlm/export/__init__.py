@@ -161,8 +161,7 @@ def _write_config(folder: Path, classes: Iterable[str], **changes: Any) -> None:
 def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
     """Write the backbone with a graft's adapters: weights, config and modelling file; then load and compare them.
 
-    Raises:
-        ArtifactError: the backbone has no place for adapters, or the saved model does not compute what the graft does.
+    Raises ArtifactError if the backbone has no place for adapters, or the saved model computes something else.
     """
     assert isinstance(graft, ExportsAdapter)
     adapter, model, family = graft.exported_adapter(backbone), backbone.model, backbone.sites.family

@@ -156,15 +156,9 @@ def generate_text(
         torch.manual_seed(decoding.seed)
     stream = _Stream(tokenizer, on_text, skip_prompt=is_chat) if on_text and decoding.num_beams == 1 else None
     start = time.perf_counter()
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=inputs["attention_mask"],
-        streamer=stream,
-        pad_token_id=padding_id(tokenizer),
-        return_dict_in_generate=True,
-        **({} if cache is None else {"past_key_values": cache}),
-        **decoding.arguments(),
-    )
+    options = decoding.arguments() | {"pad_token_id": padding_id(tokenizer), "return_dict_in_generate": True}
+    options |= {"streamer": stream} | ({} if cache is None else {"past_key_values": cache})
+    output = model.generate(input_ids=ids, attention_mask=inputs["attention_mask"], **options)
     seconds = time.perf_counter() - start
     (tokens,) = output.sequences
     traced = _trace(model, tokenizer, tokens, ids.shape[-1], output.past_key_values) if trace else None
@@ -200,15 +194,12 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 class ChatSession:
-    """A conversation whose history the model sees.
+    """A conversation whose history, `messages`, the model sees.
 
     Args:
         model: a `GraftedModel` or any transformers model.
         tokenizer: the model's, with a chat template.
         system: the system's message; None leaves it to the template.
-
-    Attributes:
-        messages: what was said so far.
 
     Raises DataError if the tokenizer has no chat template.
     """

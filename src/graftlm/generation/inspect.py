@@ -272,11 +272,9 @@ def evaluate_graft(
         limit: maximum number of questions per task.
         evaluation: settings of the measurement, and tasks from files; by default without decoding speed.
 
-    Raises:
-        DataError: there is neither a text nor a task, or an example can't be read.
-        ArtifactError: the folder is not a complete graft, or belongs to another backbone.
-        BackboneError: the backbone can't be loaded.
-        MissingExtraError: tasks need lm-eval, which is not installed.
+    Raises DataError if there is neither a text nor a task, or an example can't be read, and ArtifactError if the folder
+    is not a complete graft, or belongs to another backbone, and BackboneError if the backbone can't be loaded, and
+    MissingExtraError if tasks need lm-eval, which is not installed.
     """
     from graftlm.evaluation.harness import run_lm_eval
     from graftlm.grafts.model import GraftedModel

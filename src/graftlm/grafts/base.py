@@ -150,12 +150,7 @@ class ReadsModels(ABC):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a graft did at each token.
-
-    Attributes:
-        labels: the names of the values, such as the names of experts.
-        values: (B, tokens, labels).
-    """
+    """What a graft did at each token: values (B, tokens, labels), whose labels may be the names of experts."""
 
     labels: list[str]
     values: Tensor

@@ -139,22 +139,14 @@ class Heads(nn.Module):
         vectors_BD = pooled(hidden_BTD, token_mask_BT, self.pooling)
         predictions: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B, len(hidden_BTD)):
-            if self.specs[name].of_tokens:
-                out = self._of_tokens(name, _rows(hidden_BTD, rows_R), _rows(token_mask_BT, rows_R))
-            else:
-                out = self._of_rows(name, _rows(vectors_BD, rows_R))
+            spec = self.specs[name]
+            out = self.linear(name)(self.dropout(_rows(hidden_BTD if spec.of_tokens else vectors_BD, rows_R)))
+            if spec.type == "regression":
+                out = out.squeeze(-1) * spec.unit + spec.range[0]
+            elif spec.type == "span":
+                out = out.masked_fill(~_rows(token_mask_BT, rows_R)[..., None], torch.finfo(out.dtype).min)
             predictions |= zip(rows_R, out.unbind(0), strict=True)
         return [predictions[row] for row in range(len(predictions))]
-
-    def _of_rows(self, name: str, vectors_RD: Tensor) -> Tensor:
-        spec, out_RC = self.specs[name], self.linear(name)(self.dropout(vectors_RD))
-        return out_RC.squeeze(-1) * spec.unit + spec.range[0] if spec.type == "regression" else out_RC
-
-    def _of_tokens(self, name: str, hidden_RTD: Tensor, mask_RT: Tensor) -> Tensor:
-        out_RTC = self.linear(name)(self.dropout(hidden_RTD))
-        if self.specs[name].type == "span":
-            return out_RTC.masked_fill(~mask_RT[..., None], torch.finfo(out_RTC.dtype).min)
-        return out_RTC
 
     def losses(
         self, predictions: Sequence[Tensor], targets: Sequence[Tensor], task_B: Tensor | None, *, scaled: bool = False

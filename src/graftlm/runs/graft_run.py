@@ -190,8 +190,7 @@ class GraftRun(TrainingRun):
     def evaluator(self, dependencies: Mapping[str, Path] | None = None) -> BackboneEvaluator:
         """The evaluator of the run's backbone; runs of one process share it.
 
-        Args:
-            dependencies: the folders of the runs of `needs`; without them, own_kl is left out.
+        `dependencies` are the folders of the runs of `needs`; without them, own_kl is left out.
         """
         test = json.dumps(self.data.model_dump(mode="json", include={"test"})["test"])
         files = [dependencies[run.id] / _SAMPLES for run in self._test_samples()] if dependencies else []
@@ -411,17 +410,8 @@ class BackboneEvaluator:
         """Scores of the backbone's own text with the divergence from it; None without such text."""
         if not self.own_text:
             return None
-        settings = self.evaluation
-        windows = list(own_windows(self.own_text))
-        scores = score_windows(
-            model,
-            self.tokenizer,
-            windows,
-            batch_size=settings.batch_size,
-            precision=settings.precision,
-            reference=self.backbone.bare_model,
-        )
-        return scores.by_document()
+        options: dict[str, Any] = self._options("batch_size", "precision") | {"reference": self.backbone.bare_model}
+        return score_windows(model, self.tokenizer, own_windows(self.own_text), **options).by_document()
 
     def _own_metrics(self, scores: Scores | None) -> dict[str, Interval]:
         """`own_kl` on all of the backbone's own text, and `chat_kl` on its conversations, in nats per token."""
@@ -435,28 +425,19 @@ class BackboneEvaluator:
 
     def _score(self, model: Any, *, divergence: bool = True) -> dict[str, Scores]:
         """Scores by test set; those of a grafted model have the divergence from the bare backbone on new text."""
-        settings = self.evaluation
-        bare = self.backbone.bare_model if divergence and model is not self.backbone.model else None
+        options: dict[str, Any] = self._options("batch_size", "precision", "limit_tokens") | {"length": self.length}
+        references = {NEW_SET: self.backbone.bare_model} if divergence and model is not self.backbone.model else {}
         return {
-            name: score(
-                model,
-                self.tokenizer,
-                documents,
-                length=self.length,
-                batch_size=settings.batch_size,
-                precision=settings.precision,
-                limit_tokens=settings.limit_tokens,
-                reference=bare if name == NEW_SET else None,
-            )
+            name: score(model, self.tokenizer, documents, reference=references.get(name), **options)
             for name, documents in self.tests.items()
         }
 
     def _do_tasks(self, model: Any) -> dict[str, TaskResult]:
-        size, precision = self.evaluation.batch_size, self.evaluation.precision
-        return {
-            name: measure_task(model, self.tokenizer, task, batch_size=size, precision=precision)
-            for name, task in self.tasks.items()
-        }
+        options = self._options("batch_size", "precision")
+        return {name: measure_task(model, self.tokenizer, task, **options) for name, task in self.tasks.items()}
+
+    def _options(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self.evaluation, name) for name in names}
 
     def _speeds(self, model: Any) -> dict[str, Any]:
         count, tokens = self.evaluation.decode_prompts, self.evaluation.decode_tokens
@@ -477,20 +458,14 @@ class BackboneEvaluator:
 
     def observe(self, model: GraftedModel, name: str) -> dict[str, list[float]]:
         """What the graft shows on the start of a test set, such as shares of open gates: one number a layer."""
-        rows = self._first_rows(name)
-        if rows is None:
-            return {}
-        return {key: value.tolist() for key, value in model.observe(input_ids=rows, use_cache=False)["graft"].items()}
-
-    def _first_rows(self, name: str) -> Tensor | None:
-        """(rows, length) tokens from the start of a test set; one short row for a short set, None for an empty one."""
         text = "\n".join(document.full_text[: 8 * _OBSERVED_TOKENS] for document in list(self.tests.get(name, ()))[:8])
         ids = self.tokenizer(text[: 8 * _OBSERVED_TOKENS], add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
-            return None
+            return {}
         length = min(len(ids), self.length)
         rows = max(1, min(len(ids), _OBSERVED_TOKENS) // length)
-        return torch.tensor(ids[: rows * length], device=self.backbone.device).view(rows, length)
+        inputs = torch.tensor(ids[: rows * length], device=self.backbone.device).view(rows, length)
+        return {key: value.tolist() for key, value in model.observe(input_ids=inputs, use_cache=False)["graft"].items()}
 
 
 @contextmanager

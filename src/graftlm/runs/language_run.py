@@ -78,14 +78,8 @@ class LanguageDataConfig(Config):
 
     def packed(self) -> DataConfig:
         """The data section that packing takes."""
-        return DataConfig(
-            new=self.train,
-            replay_fraction=0,
-            length=self.length,
-            boundaries=self.boundaries,
-            test=self.test,
-            seed=self.seed,
-        )
+        same = {name: getattr(self, name) for name in ("length", "boundaries", "test", "seed")}
+        return DataConfig(new=self.train, replay_fraction=0, **same)
 
 
 class LengthsConfig(Config):
@@ -228,21 +222,14 @@ def bits_per_byte(
     settings: LengthsConfig,
 ) -> dict[str, dict[int, Interval]]:
     """Bits per byte of each test set by window length; every length scores the same tokens of text."""
-    return {
-        name: {
-            length: score(
-                model,
-                tokenizer,
-                documents,
-                length=length,
-                batch_size=max(1, settings.tokens_per_pass // length),
-                precision=settings.precision,
-                limit_tokens=settings.limit_tokens,
-            ).interval("bits_per_byte")
-            for length in lengths
-        }
-        for name, documents in tests.items()
-    }
+    options = settings.model_dump(include={"precision", "limit_tokens"})
+    intervals: dict[str, dict[int, Interval]] = {name: {} for name in tests}
+    for name, documents in tests.items():
+        for length in lengths:
+            size = max(1, settings.tokens_per_pass // length)
+            scores = score(model, tokenizer, documents, length=length, batch_size=size, **options)
+            intervals[name][length] = scores.interval("bits_per_byte")
+    return intervals
 
 
 def metrics_by_length(values: Mapping[str, Mapping[int, Interval]], trained: int) -> dict[str, Metric]:

@@ -41,13 +41,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class StageConfig(Config):
-    """One stage: what it is taught, and the keys that differ from the recipe's."""
+class MethodConfig(Config):
+    """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
 
     label: str = ""
-    graft: AnyGraft | None = Field(None, description="The stage's graft; the recipe's when absent.")
+    graft: AnyGraft
     training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
-    data: dict[str, Any] = Field({}, description="Keys of the data section, such as new.")
+    data: dict[str, Any] = Field({}, description="Keys of the data section, such as new or replay_fraction.")
+
+
+class StageConfig(MethodConfig):
+    """One stage: what it is taught, and the keys that differ from the recipe's."""
+
+    graft: AnyGraft | None = Field(None, description="The stage's graft; the recipe's when absent.")
 
 
 class _TextRecipe(Config):
@@ -164,15 +170,6 @@ def changed_sections(recipe: Any, row: Any, kind: str, name: str) -> tuple[Train
 AnyRecipe: TypeAlias = "Recipe | GrowthRecipe | LanguageModelRecipe | TaskRecipe"
 
 
-class MethodConfig(Config):
-    """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
-
-    label: str = ""
-    graft: AnyGraft
-    training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
-    data: dict[str, Any] = Field({}, description="Keys of the data section, such as replay_fraction.")
-
-
 class FrontierConfig(Config):
     """What `graft compare --frontier` sweeps for every method alike."""
 
@@ -264,8 +261,7 @@ class Recipe(_TextRecipe):
 def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bool = True, log: Log = print) -> Results:
     """Train the recipe's model and report. The graft is in `out/graft`, a language model in `out/model`.
 
-    Raises:
-        ForgettingBudgetError: the run forgot more than the recipe allows. Graft and report are written all the same.
+    Raises ForgettingBudgetError if the run forgot more than the recipe allows; graft and report are written first.
     """
     folder = Path(out or recipe.out)
     if isinstance(recipe, GrowthRecipe):
@@ -380,27 +376,21 @@ def add_frontier(
     from graftlm.evaluation.plots import frontier_curves  # matplotlib takes half a second to import
 
     frontier = Frontier({m: [measurements[row].details["strengths"] for row in rows] for m, rows in methods.items()})
-    level = frontier.level()
-    at_equal = frontier.at_level(level) if level > 0 else {}
+    points = {name: {method: frontier.measured(method, name) for method in methods} for name in frontier.losses}
+    results = results.model_copy(update={"details": {**results.details, "frontier": points}})
+    if (level := frontier.level()) <= 0:
+        return results, {}
     metrics: dict[str, dict[str, Any]] = {
-        rows[0]: {"equal_learned": level} | {f"{name}_at_equal": value for name, value in at_equal[method].items()}
-        for method, rows in methods.items()
-        if level > 0
+        methods[method][0]: {"equal_learned": level} | {f"{name}_at_equal": value for name, value in values.items()}
+        for method, values in frontier.at_level(level).items()
     }
     rows = [row.model_copy(update={"metrics": row.metrics | metrics.get(row.id, {})}) for row in results.rows]
     labels = {method: results.row(of_method[0]).label for method, of_method in methods.items()}
-    points: dict[str, Any] = {
-        name: {method: frontier.measured(method, name) for method in methods} for name in frontier.losses
-    }
-    plots = {
-        f"frontier-{name.replace('_', '-')}": frontier_curves(
-            {labels[m]: paths for m, paths in by_method.items()}, name
-        )
-        for name, by_method in points.items()
-        if level > 0
-    }
-    details = {**results.details, "frontier": points}
-    return results.model_copy(update={"rows": rows, "details": details}), plots
+    plots = {}
+    for name, by_method in points.items():
+        curves = {labels[method]: paths for method, paths in by_method.items()}
+        plots[f"frontier-{name.replace('_', '-')}"] = frontier_curves(curves, name)
+    return results.model_copy(update={"rows": rows}), plots
 
 
 def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measurement]) -> Results:
@@ -415,11 +405,8 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
         rows = recipe.compared(rows)
     if name == "train":
         rows += [row for measurement in measurements for row in _moved_back(measurement)]
-    aims = (
-        _budget_aims(measurements, recipe.evaluation.forgetting_budget)
-        if isinstance(recipe, Recipe | GrowthRecipe)
-        else []
-    )
+    budget = recipe.evaluation.forgetting_budget if isinstance(recipe, Recipe | GrowthRecipe) else None
+    aims = _budget_aims(measurements, budget)
     return Results.here(name, rows, seeds=[recipe.training.seed], aims=aims, details=details)
 
 
@@ -467,8 +454,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         path: a YAML file. Local paths in it are relative to the working folder.
         overrides: changes of the form `training.steps=200`.
 
-    Raises:
-        RecipeError: one sentence on the first mistake.
+    Raises RecipeError, one sentence on the first mistake.
     """
     where = str(path)
     return parse_overridden(lambda values: parse_recipe(values, where), read_yaml(path), overrides, where)
@@ -477,8 +463,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
 def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
     """The recipe in plain values; `kind`, `tasks` and `stages` decide which of the forms it has.
 
-    Raises:
-        RecipeError: one sentence on the first problem.
+    Raises RecipeError, one sentence on the first problem.
     """
     kind = values.get("kind")
     if "stages" in values:

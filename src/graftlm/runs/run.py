@@ -47,11 +47,9 @@ Log = Callable[[str], None]
 
 @dataclass
 class Measurement:
-    """The measured result of one run.
+    """The measured result of one run: its metrics as a row of a report, and details as plain JSON values.
 
-    Attributes:
-        row: its metrics, as a row of a report.
-        details: what stands beside the row, as plain JSON values: `statistics`, `losses`, `tasks` and others.
+    The details are `statistics`, `losses`, `tasks` and others.
     """
 
     row: Row
@@ -67,11 +65,6 @@ class Measurement:
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row."""
         self.row = self.row.model_copy(update={"metrics": {**self.row.metrics, **metrics}})
-
-    def add_training(self, summary: TrainingSummary, peak_memory: int) -> None:
-        """Add the cost of training to the row, and the losses to the details."""
-        self.add_metrics({"train_tokens_per_s": summary.tokens_per_s, "peak_memory_bytes": peak_memory})
-        self.details["losses"] = [[line["step"], line["loss"]] for line in read_history(summary.history)]
 
 
 @dataclass(frozen=True)
@@ -124,8 +117,7 @@ class Run(Config):
         Names and labels do not count. A local path counts by the content of its files. A model or data set of the hub
         counts by its name and revision. Versions of other packages do not count.
 
-        Args:
-            dependencies: keys of the runs of `dependencies()`, by id.
+        `dependencies` has the keys of the runs of `dependencies()`, by id.
         """
         keys = [(dependencies or {})[name] for name in self.dependencies()]
         kind = f"{type(self).__module__}.{type(self).__qualname__}"
@@ -200,19 +192,15 @@ class TrainingRun(Run):
                 if trainee.batches is None:
                     raise RecipeError("A run with steps needs text: name some in data.new, or set training.steps to 0.")
                 with memory:
-                    summary = train(
-                        trainee.model,
-                        trainee.batches,
-                        self.training,
-                        context.folder,
-                        identity=trainee.identity,
-                        progress=context.progress,
-                    )
+                    options: dict[str, Any] = {"identity": trainee.identity, "progress": context.progress}
+                    summary = train(trainee.model, trainee.batches, self.training, context.folder, **options)
             if not PartialState().is_main_process:
                 return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
             measurement = self.evaluate(trainee)
             if summary is not None:
-                measurement.add_training(summary, memory.peak)
+                cost = {"train_tokens_per_s": summary.tokens_per_s, "peak_memory_bytes": memory.peak}
+                measurement.add_metrics(cost)
+                measurement.details["losses"] = [[line["step"], line["loss"]] for line in read_history(summary.history)]
             self.save(trainee, context, summary, measurement)
         return measurement
 
@@ -275,7 +263,7 @@ def _execute_all(
                 if finished is None and pool is not None:
                     running[pool.submit(_execute_in_worker, run, out, context)] = run
                     continue
-                context = replace(context, progress=progress and title is None, log=_quiet if title else log)
+                context = replace(context, progress=progress and title is None, log=(lambda _: None) if title else log)
                 done[run.id] = finished or _execute_here(run, out, context)
                 update(advance=1)
             if running:
@@ -360,11 +348,7 @@ def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
 
 def _execute_in_worker(run: Run, out: Path, context: RunContext) -> str:
     torch.set_num_threads(1)
-    return json.dumps(_execute_here(run, out, replace(context, log=_quiet)).to_json())
-
-
-def _quiet(line: str) -> None:
-    pass
+    return json.dumps(_execute_here(run, out, replace(context, log=lambda _: None)).to_json())
 
 
 def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:

@@ -152,13 +152,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def health(response: Response) -> responses.Health:
         stats, closing = service.engine.stats(), service.closing.is_set()
         response.status_code = 503 if closing else 200
-        return responses.Health(
-            status="closing" if closing else "ready",
-            running=stats.running,
-            waiting=stats.waiting,
-            models=len(service.engine.names),
-            broken=sorted(service.store.problems()),
-        )
+        status, broken = "closing" if closing else "ready", sorted(service.store.problems())
+        counts = {"running": stats.running, "waiting": stats.waiting, "models": len(service.engine.names)}
+        return responses.Health(status=status, broken=broken, **counts)
 
     @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
     async def tokens(body: requests.TokenizeRequest) -> dict[str, int | list[int]]:
@@ -188,13 +184,8 @@ def _card(service: Service, name: str) -> responses.ModelCard:
     kind = entry.manifest.kind if entry else "backbone" if name == service.name else "mixture"
     encodes = getattr(service.engine, "kind", "") == "encoder"
     chat = "none" if encodes else "plain" if service.tokenizer.plain else "template"
-    return responses.ModelCard(
-        id=name,
-        object="model",
-        created=entry.changed if entry else service.started,
-        owned_by="graftlm",
-        graftlm={"kind": kind, "chat": chat},
-    )
+    created, own = entry.changed if entry else service.started, {"kind": kind, "chat": chat}
+    return responses.ModelCard(id=name, object="model", created=created, owned_by="graftlm", graftlm=own)
 
 
 async def _answer(service: Service, parse: Any, kind: Any, body: Any, request: Request) -> BaseModel | Response:

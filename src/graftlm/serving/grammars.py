@@ -86,10 +86,8 @@ class GrammarCompiler:
         if matcher is None or problem:
             reason = " ".join(problem.split())[:300].rstrip(".")
             if "coerce_one_of" in reason:
-                reason = (
-                    "the branches of oneOf are not known to exclude each other; use anyOf, or give each a required "
-                )
-                reason += "const of its own, a text"
+                reason = "the branches of oneOf are not known to exclude each other; use anyOf, or give each a required"
+                reason += " const of its own, a text"
             code = "grammar_too_complex" if matcher is None else None
             raise ServingError(f"{param} can't be followed ({reason}): change it.", param, code=code)
         return matcher

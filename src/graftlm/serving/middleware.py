@@ -25,6 +25,7 @@ DOCUMENT_FACTOR = 8  # a body with a document, such as a PDF file, may be so man
 _DRAIN_FACTOR = 8  # a refused body is read up to this multiple of the limit, so that the client receives the error
 _DRAIN_SECONDS = 2.0
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_REQUEST_BUCKETS = (*_FIRST_TOKEN_BUCKETS, 300, 600)
 
 
 def user_of(request: Request) -> str:
@@ -78,12 +79,8 @@ class Guard:
     def _check_host(self, host: str) -> None:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
         if self.hosts is not None and name.strip("[]").lower() not in self.hosts:
-            raise ServingError(
-                f"This server does not go by the name {name[:100]!r}: call it by {', '.join(sorted(self.hosts))}, or "
-                "start it with --allow-host.",
-                status=421,
-                code="unknown_host",
-            )
+            message = f"This server does not go by the name {name[:100]!r}: call it by {', '.join(sorted(self.hosts))}"
+            raise ServingError(f"{message}, or start it with --allow-host.", status=421, code="unknown_host")
 
     def _user(self, scope: Scope, headers: Headers) -> str:
         if self.keys is None:
@@ -197,10 +194,7 @@ class ServerMetrics:
             "graftlm_requests", "Requests by path and status; 499: the client left.", ["path", "status"]
         )
         self.request_seconds = histogram(
-            "graftlm_request_seconds",
-            "From a request to the end of its response.",
-            ["path"],
-            buckets=(*_FIRST_TOKEN_BUCKETS, 300, 600),
+            "graftlm_request_seconds", "From a request to the end of its response.", ["path"], buckets=_REQUEST_BUCKETS
         )
         self.first_token_seconds = histogram(
             "graftlm_first_token_seconds", "From a request to its first token.", ["model"], buckets=_FIRST_TOKEN_BUCKETS

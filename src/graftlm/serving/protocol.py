@@ -198,8 +198,7 @@ class Finish:
 class RequestStream:
     """The outputs of submitted requests: the engine thread puts them, one event loop iterates them.
 
-    Args:
-        count: number of continuations; the iteration ends when each of them has finished.
+    The iteration ends when each of `count` continuations has finished.
     """
 
     def __init__(self, count: int = 1) -> None:

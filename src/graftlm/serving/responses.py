@@ -209,12 +209,8 @@ class ResponseBuilder(ABC):
         self.parsed, self.tokenizer = parsed, tokenizer
         self.choices = [ChoiceState() for _ in parsed.requests]
         self._readers = [CallReader(parsed.tools) for _ in self.choices] if parsed.tools else []
-        self.head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": parsed.model,
-            "system_fingerprint": fingerprint,
-        }
+        self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self.head |= {"model": parsed.model, "system_fingerprint": fingerprint}
 
     async def complete(self, outputs: Outputs) -> BaseModel:
         """The whole response."""

@@ -211,9 +211,8 @@ class ResponsesBuilder(ResponseBuilder):
 
     def error(self, body: dict[str, Any]) -> str:
         names = {key: body["error"][key] for key in ("code", "message", "param")}
-        event = (
-            {"type": "error", "sequence_number": next(self._numbers)} | names | body
-        )  # clients look for the key error
+        # Clients look for the key error.
+        event = {"type": "error", "sequence_number": next(self._numbers)} | names | body
         return f"event: error\ndata: {json.dumps(event)}"
 
     def _advance(self, item: TokenOutput | Finish) -> Iterator[str]:

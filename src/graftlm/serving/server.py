@@ -65,12 +65,10 @@ class GraftServer(uvicorn.Server):
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_stop)
-            loop.add_signal_handler(signal.SIGHUP, self._on_reload)
-        self.on_ready(self._address())
-
-    def _address(self) -> str:
+            reload = self.service.reload
+            loop.add_signal_handler(signal.SIGHUP, lambda: self._start(asyncio.to_thread(reload, now=True)))
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -96,9 +94,6 @@ class GraftServer(uvicorn.Server):
         if not await asyncio.to_thread(self.service.engine.close, self.service.settings.grace):
             LOG.warning("stopped after %g seconds with requests unfinished", self.service.settings.grace)
         self.should_exit = True
-
-    def _on_reload(self) -> None:
-        self._start(asyncio.to_thread(self.service.reload, now=True))
 
 
 def serve(service: Service, on_ready: Callable[[str], None] = lambda address: None) -> None:

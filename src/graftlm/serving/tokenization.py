@@ -133,7 +133,13 @@ class IncrementalDetokenizer:
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that is final after this token, and whether a stop string has ended it."""
-        return self._before_stops(self._next_text(token) if self._stream is None else self._streamed_text(token))
+        if self._stream is None:
+            return self._before_stops(self._next_text(token))
+        self._pending.append(token)
+        text = self._stream.step(self._backend, token) or ""
+        if text:
+            self._pending.clear()
+        return self._before_stops(text)
 
     def rest(self) -> str:
         """The text that was held back; call it once no token follows."""
@@ -141,14 +147,6 @@ class IncrementalDetokenizer:
             return self._held + self._decode(self._pending)
         text = self._decode(self._ids[self._start :])
         return self._held + self._new_part(text, text)
-
-    def _streamed_text(self, token: int) -> str:
-        assert self._stream is not None
-        self._pending.append(token)
-        text = self._stream.step(self._backend, token) or ""
-        if text:
-            self._pending.clear()
-        return text
 
     def _next_text(self, token: int) -> str:
         self._ids.append(token)

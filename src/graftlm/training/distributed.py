@@ -99,11 +99,7 @@ class DistributedContext:
         return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))
 
     def raise_together(self, problem: str | None) -> None:
-        """Wait for all processes. If the main process has a `problem`, all raise it.
-
-        Raises:
-            TrainingError: with the main process's sentence, or a pointer to it in the others.
-        """
+        """Wait for all processes; if the main one has a `problem`, all raise `TrainingError`, the main one with it."""
         if self.sum(torch.tensor(float(problem is not None), device=self.accelerator.device)).item():
             raise TrainingError(problem or "The main process stopped the run: read its message.")
 
@@ -131,10 +127,8 @@ def start_tracker(accelerator: Accelerator, name: str, values: dict[str, Any]) -
     try:
         accelerator.init_trackers("graftlm", config=values)
     except Exception as error:  # every tracker has its own
-        raise TrainingError(
-            f"The tracker {name} can't begin ({first_line(error)}): log in or configure it, or leave training.tracker "
-            "out."
-        ) from error
+        way = "log in or configure it, or leave training.tracker out"
+        raise TrainingError(f"The tracker {name} can't begin ({first_line(error)}): {way}.") from error
 
 
 @contextmanager

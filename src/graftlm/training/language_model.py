@@ -117,10 +117,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """A float32 model with random weights for the vocabulary of `tokenizer`.
+    """A float32 model with random weights for the vocabulary and the special tokens of `tokenizer`.
 
-    Args:
-        values: `model_type` and any keys of its config. Vocabulary and special tokens come from the tokenizer.
+    `values` are `model_type` and any other keys of its config.
 
     Raises RecipeError if there is no such architecture for language models, or a key or value does not fit it.
     """

@@ -25,9 +25,7 @@ from graftlm.grafts.model import GraftedModel, GraftedOutput
 class StatefulBatch(Batch):
     """A batch whose rows continue those of the step before.
 
-    Attributes:
-        stream: long, (B,): index of each row's stream.
-        starts: bool, (B,): whether a row is the first of its stream and continues nothing.
+    `stream`, long (B,), is the index of each row's stream, and `starts`, bool (B,), whether a row is its first.
     """
 
     stream: Tensor | None = None
@@ -39,11 +37,9 @@ class StatefulBatch(Batch):
 
 
 class StatefulBatches(Mixture):
-    """Batches of one text in memory whose rows continue from step to step.
+    """Batches of one text in memory whose rows continue from step to step, in `batch_size` streams.
 
-    Args:
-        blocks: rows of the text in order, documents joined.
-        batch_size: number of streams.
+    `blocks` has the rows of the text in order, documents joined.
 
     Raises DataError if there are fewer rows than streams, and RecipeError if there are several processes.
     """

@@ -166,9 +166,7 @@ def widest_passages(
 ) -> list[Passage]:
     """The passages of at most `length` tokens with the largest divergence, that one first; none overlaps another.
 
-    Args:
-        compared: (name of the text, comparison).
-        count: most passages; where nothing differs there are none.
+    `compared` has the name of the text with each comparison. There are `count` at most; none where nothing differs.
     """
     spans = []
     for name, each in compared:

@@ -13,13 +13,7 @@ from typing import Any
 from graftlm.artifact import backbone_of, load_grafts, read_manifest
 from graftlm.backbone import Backbone, default_device, load_backbone
 from graftlm.backbone.load import Quantization, load_tokenizer, quantize_weights
-from graftlm.errors import (
-    ArtifactError,
-    BackboneError,
-    EvaluationError,
-    WrongBackboneError,
-    first_line,
-)
+from graftlm.errors import ArtifactError, BackboneError, EvaluationError, WrongBackboneError, first_line
 from graftlm.grafts import GraftedModel
 from graftlm.io import ADAPTER_CONFIG, ModelFiles, fetch_folder, holds, read_adapter_config
 

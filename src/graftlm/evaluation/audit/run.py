@@ -292,15 +292,11 @@ class _Auditor:
         self.metrics[1]["changed_tokens"] = changed_tokens(compared, by_document=True)
 
     def _compare(self, name: str, windows: list[Any], title: str) -> list[TokenComparison]:
-        (base, tuned), size = self.pair, self.config.batch_size
+        base, tuned = (model.predictor for model in self.pair)
+        tokenizer, size = self.pair[0].tokenizer, self.config.batch_size
         with progress_bar(title, sum(window.tokens for window in windows), _SHARE, show=self.progress) as update:
             compared = compare_windows(
-                base.predictor,
-                tuned.predictor,
-                base.tokenizer,
-                windows,
-                batch_size=size,
-                on_batch=lambda tokens: update(advance=tokens),
+                base, tuned, tokenizer, windows, batch_size=size, on_batch=lambda tokens: update(advance=tokens)
             )
         self.compared += [(name, each) for each in compared]
         return compared
@@ -321,25 +317,18 @@ class _Auditor:
 
     def _score_texts(self) -> None:
         """Bits per byte, which two tokenizers share."""
+        options = self.config.model_dump(include={"length", "batch_size", "limit_tokens"})
         for name, documents in self.documents.items():
             for metrics, model in zip(self.metrics, self.pair, strict=True):
-                scores = score(
-                    model.predictor,
-                    model.tokenizer,
-                    documents,
-                    length=self.config.length,
-                    batch_size=self.config.batch_size,
-                    limit_tokens=self.config.limit_tokens,
-                )
+                scores = score(model.predictor, model.tokenizer, documents, **options)
                 metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
 
     def _compare_chats(self, samples: Sequence[OwnText]) -> None:
         base, config = self.pair[0], self.config
-        questions = (
-            template_questions(config.prompts, base.tokenizer)
-            if config.prompts
-            else own_questions(samples, base.tokenizer, config.answers)
-        )
+        if config.prompts:
+            questions = template_questions(config.prompts, base.tokenizer)
+        else:
+            questions = own_questions(samples, base.tokenizer, config.answers)
         if not questions:
             return
         if not tells_languages():

@@ -43,12 +43,9 @@ IncrementalDecoder = Callable[[int], str]
 
 @dataclass(frozen=True)
 class AlignedInputs:
-    """The input of an augmenting model in one pass, and its visibility to the anchor's tokens.
+    """Keyword arguments of an augmenting model's forward pass, or None if there is nothing new to read.
 
-    Args:
-        inputs: keyword arguments of its forward pass; None if there is nothing new to read.
-        visibility: of all augmenting tokens so far.
-        positions: of the anchor's tokens and of the new augmenting tokens.
+    `visibility` is that of all augmenting tokens so far, `positions` of the anchor's and of the new augmenting tokens.
     """
 
     inputs: dict[str, Any] | None
@@ -60,9 +57,7 @@ class AlignedInputs:
 class PositionAlignment:
     """One tokenizer: both models read the same tokens.
 
-    Args:
-        causal: a token does not see later tokens.
-        prompt_only: the augmenting model reads only the prompt.
+    If `causal`, a token sees no later ones. With `prompt_only`, the augmenting model reads only the prompt.
     """
 
     causal: bool
@@ -126,10 +121,7 @@ def token_columns(call: Call, length: int) -> Tensor | None:
 
 
 class CharacterAlignment:
-    """Aligns an anchor's tokens with those of another tokenizer by their characters.
-
-    Args:
-        prompt_only: the augmenting model reads only the prompt.
+    """Aligns an anchor's tokens with another tokenizer's by characters; with `prompt_only`, of the prompt alone.
 
     Raises GraftError if a tokenizer gives no character offsets.
     """
@@ -175,7 +167,8 @@ class CharacterAlignment:
         ends = self._read(call, past, trees)
         width = max(len(tree.tokens) - count for tree, count in zip(trees, old, strict=True))
         for tree, count in zip(trees, old, strict=True):
-            tree.assign_columns(count, columns_before, width)
+            tree.columns += range(columns_before, columns_before + len(tree.tokens) - count)
+            tree.columns_used = columns_before + width  # all rows use as many
         if state is not None:
             self._save(state, trees)
         total, device = columns_before + width, call.input_ids.device
@@ -308,11 +301,6 @@ class TokenTree:
             node = child
         return node
 
-    def assign_columns(self, old: int, columns_before: int, width: int) -> None:
-        """Assign columns to the nodes from `old` on; all rows of a batch use `width` new columns."""
-        self.columns += range(columns_before, columns_before + len(self.tokens) - old)
-        self.columns_used = columns_before + width
-
     def path_masks(self, ends: Sequence[int], columns: int) -> np.ndarray:
         """(T, S) the columns on the paths that end at the given nodes; a negative node ends the empty path."""
         masks = np.zeros((len(ends), columns), dtype=bool)
@@ -348,10 +336,8 @@ def _new_tokens(
 
 def _end_of_word(text: str) -> int | None:
     """The end of the first word of a growing text; None while the word may still grow."""
-    for at in range(1, len(text)):
-        if (text[at].isspace() and not text[at - 1].isspace()) or at >= _MAX_WORD:
-            return at
-    return None
+    ends = range(1, len(text))
+    return next((at for at in ends if at >= _MAX_WORD or (text[at].isspace() and not text[at - 1].isspace())), None)
 
 
 def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:

@@ -58,9 +58,7 @@ class Visibility:
 class AttentionPositions:
     """Positions of tokens in their document, counted in anchor tokens.
 
-    Args:
-        anchor: (B or 1, T) positions of the queries.
-        augmenting: (B or 1, S) positions of the new keys: of the anchor token with which each was read.
+    `anchor` (B or 1, T) are the queries', `augmenting` (B or 1, S) of the anchor tokens with which new keys were read.
     """
 
     anchor: Tensor

@@ -67,11 +67,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
 
 
 class AugmentingModel:
-    """One frozen augmenting model of an anchor.
-
-    Args:
-        layers: its layer in each pair.
-    """
+    """One frozen augmenting model of an anchor; `layers` has its layer in each pair."""
 
     def __init__(
         self, name: str, backbone: Backbone, layers: list[int], anchor: Backbone, config: CompositionConfig

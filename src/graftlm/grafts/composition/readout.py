@@ -30,11 +30,7 @@ _FLOOR = -80.0  # of exponents, so that no sum of float32 exponentials is zero
 
 
 class MixtureGate(nn.Module):
-    """The gate on last hidden states.
-
-    Args:
-        widths: of the last hidden states, the anchor's first.
-    """
+    """The gate on last hidden states of these `widths`, the anchor's first."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()

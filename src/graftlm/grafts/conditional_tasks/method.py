@@ -116,16 +116,13 @@ class ConditionalTasksConfig(GraftConfig):
 
 
 class ConditionalTasks(TrainsCopy, HasHeads):
-    """Many tasks on one partly frozen encoder.
+    """Many tasks on one partly frozen encoder or decoder.
 
-    Args:
-        config: its config; with `extends` the graft has the trained graft's config and the new tasks.
-        backbone: the encoder or decoder.
+    With `extends` in its config, the graft has the trained graft's config and the new tasks.
 
-    Raises:
-        RecipeError: there is no task, a new task has a trained one's name, or the family's norms are unknown.
-        ArtifactError: `extends` names no complete graft of this kind.
-        WrongBackboneError: the trained graft belongs to another backbone.
+    Raises RecipeError if there is no task, a new task has a trained one's name, or the family's norms are unknown, and
+    ArtifactError if `extends` names no complete graft of this kind, and WrongBackboneError if that is of another
+    backbone.
     """
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig
@@ -275,8 +272,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             like: the trained task whose embedding it starts from, and whose head where type and labels are the same;
                 None starts from the mean embedding.
 
-        Raises:
-            GraftError: there is a task of that name, or none called `like`.
+        Raises GraftError if there is a task of that name, or none called `like`.
         """
         mean = self._embeddings().mean(0)
         self.heads.add(name, spec).to(mean.device)
@@ -420,9 +416,7 @@ def choose_start(
     Where trained tasks have the new one's type and labels, the score is the loss of their embedding and head on the
     rows. Otherwise it is the leave-one-out error of a ridge regression from the features under their embedding.
 
-    Args:
-        trained: the candidates.
-        rows: of the new task, as `GraftedModel.forward` takes them.
+    `trained` are the candidates, `rows` those of the new task, as `GraftedModel.forward` takes them.
     """
     same = [task for task in trained if tasks[task].is_like(tasks[name])]
     was_training = model.training
@@ -477,11 +471,7 @@ def leave_one_out_error(features: Tensor, targets: Tensor) -> float:
 
     With H = K (K + l I)^-1 of the centred features' products K, the error of vector i is
     (y_i - (H y)_i) / (1 - H_ii - 1/n); the 1/n is due to centring. The result is that of the best of four strengths l,
-    which are multiples of K's mean diagonal.
-
-    Args:
-        features: (n, D).
-        targets: (n, C).
+    which are multiples of K's mean diagonal. Features are (n, D), targets (n, C).
     """
     from sklearn.linear_model import RidgeCV
 

@@ -148,12 +148,7 @@ class ConditionalBias(nn.Module):
     """M(z), which is added to attention scores: blocks along the diagonal.
 
     M(z) = diag(A'_1, ..., A'_N) with A'_n = gamma(z) * A_n + beta(z), elementwise over (W, W), and zero outside the
-    blocks. A_n = 0 at the start.
-
-    Args:
-        length: maximum number of tokens of a row.
-        width: W.
-        task_width: Z.
+    blocks. A_n = 0 at the start. W is `width`, Z `task_width`, and `length` the maximum number of tokens of a row.
     """
 
     def __init__(self, length: int, width: int, task_width: int) -> None:

@@ -235,8 +235,7 @@ def is_plain(model: Any) -> bool:
 def output_embeddings(model: Any) -> Tensor:
     """(V, D) the vectors whose products with the last state are the logits; those of a quantised head are copies.
 
-    Raises:
-        GraftError: the model has no head with a vector for each token, or one that is quantised in an unknown form.
+    Raises GraftError if the model has no head with a vector for each token, or one of an unknown quantised form.
     """
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if isinstance(weight, Tensor) and not is_plain(model):

@@ -134,8 +134,7 @@ class WindowLayer(DynamicLayer):
     def _moved(self, first: Tensor, length: int, held: Tensor | None) -> Tensor:
         """The sinks' keys in the block of the last of `length` new tokens; those of the pass before, if it had that.
 
-        Args:
-            held: the layer's keys before the pass. Others than the pass before left mean other rows.
+        `held` has the layer's keys before the pass. Others than the pass before left mean other rows.
         """
         if self.padding is not None:
             self.moved = None

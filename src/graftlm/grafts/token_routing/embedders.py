@@ -226,14 +226,9 @@ class SilentPass:
                 "training.sharded at false, or set embedder.layers to 0."
             )
         with torch.autocast(ids_BT.device.type, enabled=False):
-            output = self._model(
-                input_ids=ids_BT,
-                attention_mask=mask_BS,
-                position_ids=positions_BT,
-                use_cache=cache is not None,
-                **({} if cache is None else {"past_key_values": cache}),
-            )
-        return output.last_hidden_state
+            inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask_BS, "position_ids": positions_BT}
+            cached = {} if cache is None else {"past_key_values": cache}
+            return self._model(**inputs, **cached, use_cache=cache is not None).last_hidden_state
 
 
 class SentenceEmbedder:

@@ -38,12 +38,9 @@ _TYPES, _INITS = (
 
 @dataclass(frozen=True)
 class Factors:
-    """The LoRA factors of one expert at one module.
+    """The LoRA factors of one expert at one module: A (r, in), B transposed (r, out), and s.
 
-    Attributes:
-        a: A, (r, in); for an embedding, in is the vocabulary size.
-        b: B transposed, (r, out).
-        scale: s.
+    For an embedding, in is the vocabulary size.
     """
 
     a: Tensor

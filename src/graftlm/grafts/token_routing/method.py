@@ -62,11 +62,7 @@ BARE = "none"
 
 
 class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPeft):
-    """LoRA experts, their centroids, and the routes between them.
-
-    Args:
-        config: the graft keeps a copy with the hashes of the adapters.
-        backbone: the backbone that the experts were trained on.
+    """LoRA experts, their centroids, and the routes between them; its config is a copy with the adapters' hashes.
 
     Raises ArtifactError if an adapter is damaged, pickled, or not plain LoRA, and WrongBackboneError if an adapter
     belongs to another backbone, and GraftError if the backbone lacks a target module of a new expert, or the hidden
@@ -145,14 +141,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         body = set(model.base_model.modules())
         taps = []
         for path, mixture in self._mixtures_by_path():
-            key = self if model.get_submodule(path) in body else self._head_key
+            # `cache: recompute` does not run what is behind the body again for earlier tokens.
+            key = self if model.get_submodule(path) in body else (self, "head")
             taps.append(Tap(Site("module", path=path), "after", "add", partial(self._add, mixture, key)))
         return [*taps, self._recompute.tap()] if self._recomputes else taps
-
-    @property
-    def _head_key(self) -> Any:
-        """Of the routes behind the body, which `cache: recompute` does not run again for earlier tokens."""
-        return (self, "head")
 
     def _add(self, mixture: MixedProjection, key: Any, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
         routes: RouteWeights | None = call.scratch.get(key)
@@ -174,7 +166,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         weights_BTE = self._token_weights(call, spans, state, running_sum)
         if layer is not None:
             layer.append(spans, weights_BTE)
-        call.scratch[self] = call.scratch[self._head_key] = self._routes(weights_BTE)
+        call.scratch[self] = call.scratch[self, "head"] = self._routes(weights_BTE)
         if self._recomputes and not call.training:
             weights_BTE = self._recompute(call, spans, weights_BTE, state)
             call.scratch[self] = self._routes(weights_BTE)

@@ -111,9 +111,7 @@ class MixedProjection(nn.Module):
     def forward(self, x: Tensor, routes: RouteWeights) -> Tensor | None:
         """The weighted sum of updates, (B, T, o); None where no expert has a weight.
 
-        Args:
-            x: (B, T, d), or (B, T) token ids for an embedding.
-            routes: of the pass; x may hold only its last tokens.
+        x is (B, T, d), or (B, T) token ids for an embedding; it may hold only the last tokens of the pass.
         """
         stack = self._active_stack(routes.active)
         if stack is None:

@@ -31,10 +31,7 @@ from graftlm.grafts.token_routing.config import TokenRoutingConfig
 class RoutingState(NamedTuple):
     """What a generation's cache keeps of the tokens before this pass.
 
-    Attributes:
-        ids: (B, P) token ids.
-        weights: (B, P, E + 1) route weights, the bare backbone's last.
-        prompt_length: (B,) number of prompt tokens.
+    Ids are (B, P), route weights (B, P, E + 1) with the bare backbone's last, and numbers of prompt tokens (B,).
     """
 
     ids: Tensor

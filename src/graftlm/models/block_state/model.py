@@ -160,8 +160,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     def check_lengths(self, trained: int, longest: int) -> None:
         """Check that rows of `trained` tokens span several windows, and that texts of `longest` tokens can be read.
 
-        Raises:
-            RecipeError: they don't, or can't.
+        Raises RecipeError if they don't, or can't.
         """
         config = self.config
         if any(map(config.has_context, range(config.num_hidden_layers))) and trained <= config.window:
@@ -169,11 +168,8 @@ class BlockStatePreTrainedModel(PreTrainedModel):
                 f"Rows of {trained:,} tokens are no longer than the window of {config.window:,}, so nothing stands "
                 "before a window: raise data.length, or lower the model's window."
             )
-        if (
-            config.mixer in ("block-state", "state-space")
-            and config.kernel == "unstructured"
-            and longest > config.kernel_limit
-        ):
+        is_limited = config.mixer in ("block-state", "state-space") and config.kernel == "unstructured"
+        if is_limited and longest > config.kernel_limit:
             raise RecipeError(
                 f"Texts of {longest:,} tokens are longer than kernel_limit, the {config.kernel_limit:,} that an "
                 "unstructured kernel may be extended to: raise it, lower evaluation.lengths, or take kernel: s4d."
@@ -224,8 +220,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
 
         Positions are counted from each row's first token. `position_ids` are checked, not used.
 
-        Raises:
-            GraftError: `attention_mask` or `position_ids` do not fit windows, or the cache belongs to another model.
+        Raises GraftError if `attention_mask` or `position_ids` don't fit windows, or the cache is another model's.
         """
         check_not_packed(position_ids, attention_mask)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -306,14 +301,8 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (B, T, V); with `labels` (B, T), also the mean cross-entropy of next tokens, ignoring -100."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        outputs = self.model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss: Any = None

@@ -298,9 +298,8 @@ class SentenceSelector(PreTrainedModel):
     def encode(self, inputs: Tensor, mask_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors s of sentences alone, (B, N, s), and d of sentences in their document, (B, N, w).
 
-        Args:
-            inputs: token ids, (B, N, T), padded with `vocab_size`; or sentence embeddings, (B, N, v).
-            mask_BN: True for sentences, False for padding, which comes last.
+        `inputs` are token ids, (B, N, T), padded with `vocab_size`; or sentence embeddings, (B, N, v). The mask is True
+        for sentences, False for padding, which comes last.
         """
         s_BNs = self.sentence_encoder(inputs) if self.sentence_encoder is not None else inputs
         return s_BNs, self.dropout(self.document_encoder(self.dropout(s_BNs), mask_BN))

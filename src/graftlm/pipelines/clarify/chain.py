@@ -131,8 +131,7 @@ class Chain:
     def run(self, conversation: Conversation, keep: str | Path | None = None) -> Conversation:
         """Add turns until the output is written, or until an answer is due and there is no user.
 
-        Args:
-            keep: a file to save the conversation to after every turn.
+        `keep` is a file to save the conversation to after every turn.
 
         Raises EndpointError if the translator's server fails; earlier turns are kept.
         """

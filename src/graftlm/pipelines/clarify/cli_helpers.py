@@ -29,8 +29,7 @@ def open_model(
 ) -> ChatModel:
     """The `model` of a server, whose URL is `endpoint`, or one on this machine: the folder of a model or of a graft.
 
-    Args:
-        connection: `key_variable`, `timeout` and `retries` of `EndpointConfig`.
+    `connection` has `key_variable`, `timeout` and `retries` of `EndpointConfig`.
 
     Raises RecipeError if neither or both are given, or the server's model is not named, and GraftError if the model
     can't be loaded.
@@ -88,8 +87,7 @@ def choose_user(
 ) -> User | None:
     """Who answers: recorded answers, a model that knows the context, a person, or nobody.
 
-    Args:
-        ask: shows a text to a person and returns what the person types; None if nobody is there.
+    `ask` shows a text to a person and returns what the person types; None if nobody is there.
 
     Raises RecipeError if both answers and a context are given.
     """

@@ -148,9 +148,8 @@ class Endpoint:
         import httpx
         import openai
 
-        config, tries = self.config, "at the first try"
-        if config.retries:
-            tries = f"after {config.retries + 1} tries"
+        config = self.config
+        tries = f"after {config.retries + 1} tries" if config.retries else "at the first try"
         try:
             yield
         except (openai.APITimeoutError, httpx.TimeoutException):

@@ -34,9 +34,7 @@ Matrix = Sequence[Sequence[float]] | np.ndarray
 def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
     """E_τ KL(p(u | x, τ) || p(u | x)) in bits, at least 0.
 
-    Args:
-        prior_K: probability of each answer; sums to 1.
-        given_KY: probability of each output under each answer; rows sum to 1.
+    `prior_K` has the probability of each answer, `given_KY` that of each output under each answer; rows sum to 1.
 
     Raises EvaluationError if the arguments are no probabilities.
     """
@@ -90,8 +88,7 @@ def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
 class GainEstimator:
     """Estimates what the answer to a question changes, by generating an output under each candidate answer.
 
-    Args:
-        prior: maps the candidate answers to their probabilities; uniform by default.
+    `prior` maps the candidate answers to their probabilities; by default they are uniform.
     """
 
     def __init__(self, model: ChatModel, *, prior: Callable[[Sequence[str]], Sequence[float]] | None = None) -> None:

@@ -199,11 +199,8 @@ def build_document(
     sentences can't be split by the language.
     """
     blocks = [block for block in blocks if block.text.strip()]
-    language = (
-        check_language(language)
-        if language
-        else detect_language((block.text for block in blocks if block.kind == "prose"), name)
-    )
+    prose = (block.text for block in blocks if block.kind == "prose")
+    language = check_language(language) if language else detect_language(prose, name)
     sentences: list[Sentence] = []
     passages: list[Sentence] = []
     headings: list[tuple[str, int, int]] = []  # title, level, first sentence

@@ -276,13 +276,8 @@ class LanguageModelWriter:
         return self._tokenize(text, split_special_tokens=True)
 
 
-def introduction_text(document: SourceDocument) -> str:
-    """Return the introduction, or the first sentences of a document without one."""
-    return " ".join(document.sentences[index].text for index in introduction_range(document))
-
-
 def introduction_range(document: SourceDocument) -> range:
-    """Return the indices of the sentences of `introduction_text`."""
+    """Return the indices of the sentences of the introduction, or of the first ones of a document without one."""
     return document.introduction or range(min(_LEAD_SENTENCES, len(document.sentences)))
 
 
