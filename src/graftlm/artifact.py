@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -115,6 +116,11 @@ def save_graft(
     backbone.check_graft(graft.config.kind, graft._fingerprint)
     folder = Path(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft_tensors(graft).items()}
+    if isinstance(graft, HasTensors) and not tensors:
+        raise ArtifactError(
+            f"This {graft.config.kind} gets its tensors when it is attached, and it never was: make a GraftedModel of "
+            "it before you save it."
+        )
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(
@@ -147,6 +153,7 @@ def save_graft(
             save_file(tensors, draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
             values = manifest.model_dump(mode="json")
             (draft / JSON_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            shutil.copymode(draft / JSON_NAME, draft / TENSORS_NAME)  # safetensors' own lets nobody else read it
             (draft / CARD_NAME).write_text(card, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers.utils import logging
@@ -36,6 +37,20 @@ def test_loading_is_as_silent_as_transformers_is(file: Path, capfd: pytest.Captu
     finally:
         logging.enable_progress_bar()
     assert "GGUF" not in capfd.readouterr().err
+
+
+def test_the_header_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path: str) -> None:
+            reads.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    load_backbone(file)
+    assert len(reads) == 1
+    assert gguf.GGUFReader is Reader, "nothing is left behind"
 
 
 @torch.no_grad()

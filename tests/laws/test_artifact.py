@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graftlm.artifact import backbone_of, load_graft, read_manifest, save_graft
+from graftlm.artifact import backbone_of, graft_tensors, load_graft, read_manifest, save_graft
 from graftlm.backbone import FAMILIES, Backbone, load_backbone, register_family
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
@@ -75,6 +75,7 @@ def test_the_folder_holds_three_files_and_the_grafts_tensors(example: Example, s
     tensors = load_file(saved / "graft.safetensors")
     assert not set(tensors) & set(backbone("llama").model.state_dict()) or example.kind == "finetune"
     assert {path.name for path in saved.iterdir()} == {"graft.json", "graft.safetensors", "README.md"}
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1, "who may read one may read all"
 
 
 @pytest.fixture
@@ -168,6 +169,18 @@ def test_damaged_manifests_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "graft.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ArtifactError):
         load_graft(tmp_path, backbone("llama"))
+
+
+@pytest.mark.parametrize("config", [{"kind": "lora"}, {"kind": "llama-pro", "blocks": 1}, {"kind": "finetune"}])
+def test_a_graft_without_its_tensors_is_not_written(config: Any, tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
+    """Those that get them when they are attached; else it would be refused when it is loaded, as damaged."""
+    backbone = load_backbone(tiny_backbone("llama"))
+    graft, kind = build_graft(graft_config(config), backbone), config["kind"]
+    if not graft_tensors(graft):
+        with pytest.raises(ArtifactError, match=f"This {kind} gets its tensors when it is attached, and it never was"):
+            save_graft(graft, backbone, tmp_path / "graft")
+        GraftedModel(backbone, {"graft": graft}).detach()
+    assert load_graft(save_graft(graft, backbone, tmp_path / "graft"), backbone)
 
 
 def test_a_backbones_folder_is_no_graft(tiny_backbone: BackboneFolder) -> None:

@@ -110,9 +110,7 @@ CASES = {
     ),
     "an empty list of prompts": completions(None, "prompt", f"The request: prompt: {EITHER}.", prompt=[]),
     "text among ids": completions(None, "prompt", f"The request: prompt: {EITHER}.", prompt=[[1, "a"]]),
-    "a prompt without tokens": completions(
-        None, "prompt", "prompt has no tokens: give at least one word to continue.", prompt=""
-    ),
+    "a prompt without tokens": completions(None, "prompt", "prompt has no tokens: give at least one word.", prompt=""),
     "an id of no token": completions(
         None,
         "prompt",

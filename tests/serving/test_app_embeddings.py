@@ -77,8 +77,10 @@ def test_a_text_and_what_does_not_fit(client: openai.OpenAI) -> None:
     assert one[0].embedding == two[0].embedding
     for wrong, sentence in [
         ({"model": "dansk", "input": "a"}, "There is no model 'dansk' here"),
-        ({"model": "tiny", "input": ""}, "prompt has no tokens"),
-        ({"model": "tiny", "input": [list(range(200))]}, "The prompt has 200 tokens"),
+        ({"model": "tiny", "input": ""}, "input has no tokens"),
+        ({"model": "tiny", "input": [[5], [999_999]]}, "input.1 holds the token id 999999"),
+        ({"model": "tiny", "input": [list(range(200))]}, "input has 200 tokens, but 128 is the most here"),
+        ({"model": "tiny", "input": ["a", "the fox " * 200]}, r"input.1 has \d+ tokens, but 128"),
         ({"model": "tiny", "input": "a", "dimensions": 5}, "dimensions: this server does not implement it"),
         ({"model": "tiny", "input": "a", "encoding_format": "hex"}, "encoding_format"),
     ]:

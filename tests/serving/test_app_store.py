@@ -218,6 +218,11 @@ def test_a_broken_graft_of_the_folder_does_not_keep_the_others(backbone: Backbon
     shelf = GraftStore({"tiny": backbone}, folder=folder)
     assert set(shelf.open()) == {"french"}
     assert set(shelf.problems()) == {"danish"}
+    service = open_service(backbone, folder=folder, name="tiny")
+    loads = generate_latest(service.metrics.registry).decode()
+    service.engine.close(0)
+    assert 'loads_total{graft="danish",outcome="refused"} 1.0' in loads
+    assert 'loads_total{graft="french",outcome="loaded"} 1.0' in loads
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 
-from graftlm.backbone import load_backbone
+from graftlm.backbone import load_backbone, max_sequence_length
 from graftlm.errors import EvaluationError
 from graftlm.generation.predict import TaskGraft, load_task_graft, predict_rows, read_question
 from graftlm.grafts.model import GraftedModel
@@ -220,6 +220,9 @@ def test_an_encoder_embeds_texts_without_its_grafts(address: str, service: Servi
     assert answer.json()["error"]["message"] == (
         "'tasks' acts by the tasks of rows, and a text for /v1/embeddings has none: name the encoder tiny."
     )
+    messages = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    refused = httpx.post(f"{address}/tokenize", json=messages, timeout=60).json()["error"]
+    assert (refused["message"], refused["param"]) == ("The encoder tiny has no chat: give prompt.", "messages")
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
@@ -234,6 +237,7 @@ def test_an_encoder_is_served_without_grafts(tiny_backbone: BackboneFolder, fami
         body = {"model": "reader", "rows": [{"task": "topic", "text": "a"}]}
         refused = httpx.post(f"{address}/v1/graftlm/predict", json=body, timeout=60)
     assert card.graftlm == {"kind": "backbone", "chat": "none"}  # type: ignore[attr-defined]
+    assert card.max_model_len == max_sequence_length(backbone)  # type: ignore[attr-defined]
     assert refused.json()["error"]["message"] == "'reader' has no heads: serve a graft that has."
     assert answer.usage.prompt_tokens == sum(len(tokenizer(text)["input_ids"]) for text in texts)
     for text, item in zip(texts, answer.data, strict=True):

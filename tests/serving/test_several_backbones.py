@@ -19,6 +19,7 @@ from prometheus_client import generate_latest
 from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone, BackboneKind, load_backbone
 from graftlm.backbone.load import inspect_model
+from graftlm.cli.serve import split_model
 from graftlm.errors import ArtifactError, BackboneError, GraftError
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.recipe import run_recipe
@@ -256,6 +257,13 @@ def test_models_are_loaded_by_what_their_grafts_are(
         assert load_backbones({name: models[name]}, {}, device="cpu")[name].kind == backbone.kind
 
 
+def test_an_encoder_is_one_whatever_graft_is_named(tiny_backbone: BackboneFolder, grafts: Path) -> None:
+    given = {"danish": grafts / "danish"}
+    backbones = load_backbones({"reader": str(tiny_backbone("bert"))}, given, device="cpu")
+    with pytest.raises(GraftError, match="danish was trained on llama, but .*bert"):
+        open_service(backbones, given, **limits())
+
+
 def test_grafts_that_are_named_decide_what_a_model_is(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
     """An encoder's graft of the same architecture in the folder, or in a folder of nobody, makes no encoder of it."""
     folder = tiny_backbone("llama")
@@ -285,6 +293,9 @@ def test_names_of_backbones(tmp_path: Path) -> None:
     }
     with pytest.raises(GraftError, match="Two backbones have the name a: give each its own by --backbone NAME=MODEL"):
         name_models([("a", "x"), ("a", "y")])
+    for text in ("=x", "x="):
+        with pytest.raises(GraftError, match=f"--backbone takes MODEL or NAME=MODEL.*'{text}'"):
+            split_model(text)
     with pytest.raises(GraftError, match="The name one is the backbone's"):
         GraftStore({"one": Backbone.wrap(tiny_model("llama"), tiny_tokenizer())}, {"one": tmp_path}).open()
 

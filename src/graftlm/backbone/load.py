@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -40,6 +42,7 @@ _SAMPLED_TENSORS = 24
 _SAMPLES_PER_TENSOR = 4
 _TOLERANCE = 0.02
 _Module = TypeVar("_Module", bound=nn.Module)
+_PATCHING = threading.RLock()
 
 
 @dataclass
@@ -266,14 +269,30 @@ def load_backbone(
     if dtype != "auto" and not isinstance(named, torch.dtype):
         raise BackboneError(f"There is no dtype {dtype!r}: give auto, float32, bfloat16 or float16.")
     files = find_model(name := str(name))
-    _check_structure(files, kind, trust_remote_code, family)
-    model = _load_model(name, files, kind, dtype, trust_remote_code)
-    backbone = Backbone.wrap(model, load_tokenizer(name, files, trust_remote_code=trust_remote_code), name, kind)
+    with _read_once() if files.gguf_file else nullcontext():
+        _check_structure(files, kind, trust_remote_code, family)
+        model = _load_model(name, files, kind, dtype, trust_remote_code)
+        tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
+    backbone = Backbone.wrap(model, tokenizer, name, kind)
     if device is not None:
         backbone.move(device)
     if tokenizer_required:
         backbone.need_tokenizer()
     return backbone
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Read the header of a GGUF file once, which transformers reads four times, with a map of its names per module."""
+    import gguf
+
+    with _PATCHING:
+        plain = gguf.GGUFReader, gguf.get_tensor_name_map
+        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, plain)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = plain
 
 
 def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:

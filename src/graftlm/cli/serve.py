@@ -91,6 +91,8 @@ def serve(
 def split_model(text: str) -> tuple[str | None, str]:
     """The name, if there is one, and the model of `[NAME=]MODEL`."""
     name, equals, model = text.partition("=")
+    if equals and not (name and model):
+        raise GraftError(f"--backbone takes MODEL or NAME=MODEL, such as reader=bert-base-uncased, but found {text!r}.")
     return (name, model) if equals and not Path(text).exists() else (None, text)
 
 

@@ -182,10 +182,15 @@ def _add_page(app: FastAPI) -> None:
 def _card(service: Service, name: str) -> responses.ModelCard:
     entry = service.store.entries().get(name)
     kind = entry.manifest.kind if entry else "backbone" if name == service.name else "mixture"
-    encodes = getattr(service.engine, "kind", "") == "encoder"
-    chat = "none" if encodes else "plain" if service.tokenizer.plain else "template"
-    created, own = entry.changed if entry else service.started, {"kind": kind, "chat": chat}
-    return responses.ModelCard(id=name, object="model", created=created, owned_by="graftlm", graftlm=own)
+    chat = "none" if service.encodes else "plain" if service.tokenizer.plain else "template"
+    return responses.ModelCard(
+        id=name,
+        object="model",
+        created=entry.changed if entry else service.started,
+        owned_by="graftlm",
+        graftlm={"kind": kind, "chat": chat},
+        max_model_len=service.context,
+    )
 
 
 async def _answer(service: Service, parse: Any, kind: Any, body: Any, request: Request) -> BaseModel | Response:

@@ -277,15 +277,14 @@ class Engine(Protocol):
 def check_model(names: Sequence[str], model: str) -> None:
     """Check that a model is a known name, or several joined by +. Raises UnknownModelError, which lists the names."""
     if unknown := [part for part in model.split("+") if part not in names]:
-        raise UnknownModelError(
-            f"There is no model {unknown[0][:100]!r} here: use one of {', '.join(names)}, or grafts joined by +."
-        )
+        joined = ", or grafts joined by +" if len(names) > 2 else ""
+        raise UnknownModelError(f"There is no model {unknown[0][:100]!r} here: use one of {', '.join(names)}{joined}.")
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") -> None:
     """Check that a prompt has tokens, all of the vocabulary; ServingError otherwise."""
     if not prompt:
-        raise ServingError(f"{param} has no tokens: give at least one word to continue.", param)
+        raise ServingError(f"{param} has no tokens: give at least one word.", param)
     if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
         raise ServingError(
             f"{param} holds the token id {unknown[0]}, and the model has {vocabulary:,} tokens, from 0 on: encode it "

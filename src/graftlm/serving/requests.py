@@ -27,7 +27,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 from graftlm.config import Config
 from graftlm.serving.errors import UnsupportedValueError
-from graftlm.serving.protocol import GenerationRequest, ServingError, check_model, check_prompt
+from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_model, check_prompt
 from graftlm.serving.router import EngineRouter
 from graftlm.serving.service import Service
 from graftlm.serving.tools import tool_grammar
@@ -436,6 +436,12 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
 def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/embeddings; a body that does not fit the model is a `ServingError`."""
     texts = [service.tokenizer.encode(text) if isinstance(text, str) else tuple(text) for text in body.input]
+    for number, text in enumerate(texts):
+        param = f"input.{number}" if len(texts) > 1 else "input"
+        check_prompt(text, service.tokenizer.vocabulary, param)
+        if len(text) > service.context:
+            why = f"{param} has {len(text)} tokens, but {service.context} is the most here"
+            raise ContextLengthError(f"{why}: shorten the text, or give its parts.", param)
     requests = tuple(GenerationRequest(text, body.model, 0, embed=True, user=user) for text in texts)
     base64 = body.encoding_format == "base64"
     return ParsedRequest(requests, body.model, 1, False, False, False, include_usage=False, base64=base64)
@@ -444,6 +450,8 @@ def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> Pars
 def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     """The token ids of the body of /tokenize."""
     if body.messages is not None:
+        if service.encodes:
+            raise ServingError(f"The encoder {service.name} has no chat: give prompt.", "messages")
         return [*service.tokenizer.encode_chat([message.for_template() for message in body.messages])]
     return [*service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)]
 

@@ -92,6 +92,7 @@ class ModelCard(Model):
     """A name that requests may use; `graftlm` tells its kind and whether its chats have a template."""
 
     graftlm: dict[str, str]
+    max_model_len: int
 
 
 class ModelList(BaseModel):

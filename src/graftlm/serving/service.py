@@ -33,7 +33,7 @@ class Service:
         engine: of the backbone, or of all.
         name: name of the backbone in requests.
         settings, limits, keys: of the web side; of the engine; API keys.
-        fingerprint: of the backbone, as responses report it.
+        fingerprint, encodes: of the backbone, as responses report it; whether it is an encoder.
         grammars: for answers of a given form.
         context: maximum tokens of a prompt and its continuation.
         metrics: for Prometheus.
@@ -58,7 +58,7 @@ class Service:
         self.engine, self.store, self.name = engine, store, name
         self.settings, self.limits = settings or ServerSettings(), limits or EngineLimits()
         self.keys = keys or ApiKeys()
-        self.fingerprint = f"fp_{backbone.fingerprint.id}"
+        self.fingerprint, self.encodes = f"fp_{backbone.fingerprint.id}", backbone.kind == "encoder"
         self.context = context_limit(backbone, self.limits)
         self.tokenizer = ServingTokenizer(backbone, self.settings.chat_template)
         vocabulary, ends = self.tokenizer.vocabulary, end_ids(backbone.model, self.tokenizer.tokenizer)
@@ -117,7 +117,9 @@ def load_backbones(
     sizes: dict[str, int] = {}
     for name, model in models.items():
         size, architecture = inspect_model(model, "causal-lm", **options) if len(models) > 1 else (0, None)
-        kinds[name] = _kind(architecture, named) or _kind(architecture, in_folder) or served_kind(model, **options)
+        kinds[name] = served_kind(model, **options)
+        if kinds[name] == "causal-lm":
+            kinds[name] = _kind(architecture, named) or _kind(architecture, in_folder) or "causal-lm"
         several = kinds[name] == "encoder" and len(models) > 1
         sizes[name] = inspect_model(model, "encoder", **options)[0] if several else size
     check_memory(sizes, on, quantized=quantize is not None)
@@ -163,12 +165,16 @@ def open_service(
         checked_name(known)
         model.need_tokenizer()
     store = GraftStore(backbone, folders, None if folder is None else Path(folder))
-    grafts, members = store.open(), {}
+    outcomes: list[tuple[str, str]] = []
+    grafts, members = store.open(lambda *outcome: outcomes.append(outcome)), {}
     for known, model in backbone.items():
         own = {graft: loaded for graft, loaded in grafts.items() if loaded._fingerprint == model.fingerprint}
         engine = (PredictionEngine if model.kind == "encoder" else BatchingEngine)(model, own, known, limits)
         members[known] = Service(model, engine, store, known, settings=settings, limits=limits, keys=keys)
-    return Service.joined(members) if len(members) > 1 else members[known]
+    service = Service.joined(members) if len(members) > 1 else next(iter(members.values()))
+    for outcome in outcomes:
+        service.metrics.loads.labels(*outcome).inc()
+    return service
 
 
 def name_models(pairs: Iterable[tuple[str | None, str]]) -> dict[str, str]:

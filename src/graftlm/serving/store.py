@@ -77,7 +77,7 @@ class GraftStore:
         """The errors of the newest files by graft; an older state of the graft may be in service."""
         return dict(self._problems)
 
-    def open(self) -> dict[str, Graft]:
+    def open(self, on_outcome: OnOutcome = lambda name, outcome: None) -> dict[str, Graft]:
         """Load all grafts for the first time. A broken graft of `folder` becomes a problem.
 
         Raises GraftError if a graft that was given by name is not usable.
@@ -88,7 +88,7 @@ class GraftStore:
         if self.folder is not None and not self.folder.is_dir():
             raise ArtifactError(f"There is no folder {self.folder}: name the folder that holds the grafts' folders.")
         grafts: dict[str, Graft] = {}
-        self.refresh(grafts.__setitem__, now=True)
+        self.refresh(grafts.__setitem__, on_outcome, now=True)
         if broken := [name for name in self.given if name in self._problems]:
             raise ArtifactError(self._problems[broken[0]])
         return grafts
