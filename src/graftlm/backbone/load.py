@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from unittest import mock
 
 import psutil
 import torch
@@ -286,13 +287,9 @@ def _read_once() -> Iterator[None]:
     """Read the header of a GGUF file once, which transformers reads four times, with a map of its names per module."""
     import gguf
 
-    with _PATCHING:
-        plain = gguf.GGUFReader, gguf.get_tensor_name_map
-        gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, plain)
-        try:
-            yield
-        finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map = plain
+    once = ("GGUFReader", "get_tensor_name_map")
+    with _PATCHING, mock.patch.multiple(gguf, **{name: cache(getattr(gguf, name)) for name in once}):
+        yield
 
 
 def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
@@ -352,8 +349,7 @@ def served_kind(name: str, *, trust_remote_code: bool = False, **_: Any) -> Back
 
     register()
     try:
-        files = find_model(name)
-        if files.gguf_file:  # slow to read, and decoders
+        if (files := find_model(name)).gguf_file:  # slow to read, and decoders
             return "causal-lm"
         config: Any = transformers.AutoConfig.from_pretrained(files.source, trust_remote_code=trust_remote_code)
     except Exception:  # loading the weights says what is wrong

@@ -90,12 +90,7 @@ class RowScopedHooks(TapHooks):
             self._act(scope, self._prepare_owner, scope.owner, scoped)
 
     def _run(
-        self,
-        functions: Mapping[Any, Callable[..., Tensor | None]],
-        site: Site,
-        act: str,
-        call: Call,
-        *tensors: Tensor,
+        self, functions: Mapping[Any, Callable[..., Tensor | None]], site: Site, act: str, call: Call, *tensors: Tensor
     ) -> Tensor | None:
         """Run each owner's function on its rows; the function of a merged tap."""
         results = []

@@ -316,8 +316,7 @@ def push(
 
 
 def import_peft(
-    adapter: Annotated[Path, argument("ADAPTER", "A PEFT adapter's folder.")],
-    as_json: AsJson = False,
+    adapter: Annotated[Path, argument("ADAPTER", "A PEFT adapter's folder.")], as_json: AsJson = False
 ) -> None:
     """List what a PEFT adapter holds, and how to use it here."""
     from graftlm.cli.display import print_adapter
