@@ -110,7 +110,7 @@ def save_graft(
         training: a summary of the run, plain JSON.
         card: the model card (Markdown); a short one is made when it is empty.
 
-    Raises ArtifactError if the disk is full, the folder holds something else, or a tensor is not finite, and
+    Raises ArtifactError if the disk is full, the folder holds something else, or tensors are missing or not finite, and
     WrongBackboneError if the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)

@@ -165,6 +165,21 @@ def test_the_prompts_of_all_graft_sets_are_read_in_one_pass(family: str) -> None
         )
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+def test_a_longer_neighbour_that_leaves_ends_nobody(family: str) -> None:
+    """Own columns begin in its padding, and a layer that had read nothing can't lose columns any more."""
+    by_name = {str(graft_set): graft_set for graft_set in graft_sets(family)}
+    owners = [by_name["the bare backbone"], by_name["two-tokenizers"], by_name["neutral-residues"]]
+    rows = [Row(0, 20, 2, comes=0), Row(0, 1, 8, comes=0), Row(0, 12, 8, comes=0)]
+    model = MultiGraftModel(backbone(family))
+    try:
+        logits = together(model, rows, owners, in_one=True)
+    finally:
+        model.detach()
+    for row, owner, mixed in zip(rows, owners, logits, strict=True):
+        torch.testing.assert_close(mixed, alone(family, owner, row.length, row.new), atol=1e-9, rtol=1e-9)
+
+
 def test_rows_of_one_backbone_stay_in_one_batch_and_lose_the_columns_of_those_that_leave() -> None:
     known, model = graft_sets("gemma3"), MultiGraftModel(backbone("gemma3"))
     batch, _ = model.prefill(known[6], [prompt(15), prompt(3)], ["long", "short"])

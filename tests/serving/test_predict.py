@@ -12,8 +12,10 @@ import httpx
 import openai
 import pytest
 import torch
+import transformers
 
 from graftlm.backbone import load_backbone, max_sequence_length
+from graftlm.backbone.load import served_kind
 from graftlm.errors import EvaluationError
 from graftlm.generation.predict import TaskGraft, load_task_graft, predict_rows, read_question
 from graftlm.grafts.model import GraftedModel
@@ -225,11 +227,19 @@ def test_an_encoder_embeds_texts_without_its_grafts(address: str, service: Servi
     assert (refused["message"], refused["param"]) == ("The encoder tiny has no chat: give prompt.", "messages")
 
 
+@pytest.mark.parametrize("name", ["T5", "Llava", "CLIP", "GPT2", "Bart"])
+def test_what_is_no_encoder_is_not_taken_for_one(name: str, tmp_path: Path) -> None:
+    getattr(transformers, f"{name}Config")().save_pretrained(tmp_path)
+    assert served_kind(str(tmp_path)) == "causal-lm"
+
+
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
 def test_an_encoder_is_served_without_grafts(tiny_backbone: BackboneFolder, family: str) -> None:
     ((name, backbone),) = load_backbones({"reader": str(tiny_backbone(family))}, {}, device="cpu").items()
     texts = ["the fox", "a quick brown fox jumps over the lazy dog by the river", "dog"]
     tokenizer, plain = backbone.need_tokenizer(), backbone.bare_model
+    if family == "bert":
+        tokenizer.pad_token = None  # as those of many decoders, which may be encoders too
     with running(open_service(backbone, name=name, settings=ServerSettings(reload_seconds=0))) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)
         answer = client.embeddings.create(model="reader", input=texts)

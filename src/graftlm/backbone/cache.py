@@ -220,6 +220,15 @@ def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
     return joined
 
 
+def is_joinable(cache: Cache) -> bool:
+    """Whether a cache could be joined now; one whose layers have read nothing yet may lose that later."""
+    try:
+        join([cache], [0])
+    except JoinError:
+        return False
+    return True
+
+
 def _join_layers(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
     first = layers[0]
     if any(type(layer) is not type(first) or layer.is_initialized != first.is_initialized for layer in layers):

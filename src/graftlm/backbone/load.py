@@ -287,8 +287,8 @@ def _read_once() -> Iterator[None]:
     """Read the header of a GGUF file once, which transformers reads four times, with a map of its names per module."""
     import gguf
 
-    once = ("GGUFReader", "get_tensor_name_map")
-    with _PATCHING, mock.patch.multiple(gguf, **{name: cache(getattr(gguf, name)) for name in once}):
+    once: Any = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with _PATCHING, mock.patch.multiple(gguf, **once):
         yield
 
 
@@ -344,7 +344,7 @@ def inspect_model(
 
 
 def served_kind(name: str, *, trust_remote_code: bool = False, **_: Any) -> BackboneKind:
-    """`encoder` for a model that can't write, as its tokens see later ones; else, or if unknown, `causal-lm`."""
+    """`encoder` for a model whose masked tokens are predicted from both sides; else, or if unknown, `causal-lm`."""
     import transformers
 
     register()
@@ -354,11 +354,9 @@ def served_kind(name: str, *, trust_remote_code: bool = False, **_: Any) -> Back
         config: Any = transformers.AutoConfig.from_pretrained(files.source, trust_remote_code=trust_remote_code)
     except Exception:  # loading the weights says what is wrong
         return "causal-lm"
-    family, own = FAMILIES.get(config.model_type), type(config)
-    if family is not None and not family.causal:
-        return "causal-lm" if getattr(config, "is_decoder", False) else "encoder"
-    writes = own in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or own not in transformers.MODEL_MAPPING
-    return "causal-lm" if writes else "encoder"
+    family, decodes = FAMILIES.get(config.model_type), config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    encodes = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not decodes
+    return "encoder" if encodes and not (family and family.causal) else "causal-lm"
 
 
 def check_memory(sizes: Mapping[str, int], device: str | torch.device, *, quantized: bool = False) -> None:

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, left_padded
-from graftlm.backbone.cache import GrowingLayer, JoinError, join, move_own_layers, use_growing_layers
+from graftlm.backbone.cache import GrowingLayer, is_joinable, join, move_own_layers, use_growing_layers
 from graftlm.backbone.row_hooks import RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
@@ -125,9 +125,9 @@ class MultiGraftModel:
         owners = [graft_sets] * len(prompts) if isinstance(graft_sets, GraftSet) else graft_sets
         batch, inputs = self._new_batch(owners, prompts, tags, pasts)
         logits = self._forward(batch, *inputs).logits[:, -1]
-        batch.separate = not _is_joinable(batch.cache)
+        batch.separate = not is_joinable(batch.cache)
         for group in batch.groups:
-            group.separate = not _is_joinable(group.cache)
+            group.separate = not is_joinable(group.cache)
         return batch, logits
 
     @torch.inference_mode()
@@ -150,6 +150,7 @@ class MultiGraftModel:
         empty = use_growing_layers(DynamicCache(config=self._model.config))
         shared, layers = join(pasts, paddings) if pasts else empty, self._sites.n_layers
         groups = [RowGroup.create(owner, len(list(rows)), shared, layers) for owner, rows in groupby(owners)]
+        assert len(groups) == 1 or not pasts, "own layers of pasts belong to one graft set"
         move_own_layers(shared, groups[0].cache, layers)
         return MixedBatch(shared, known, groups, list(tags)), (ids, mask)
 
@@ -237,14 +238,6 @@ def _root_cause(error: BaseException) -> BaseException:
     while isinstance(error, RowScopeError) and error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _is_joinable(cache: Cache) -> bool:
-    try:
-        join([cache], [0])
-    except JoinError:
-        return False
-    return True
 
 
 @contextmanager

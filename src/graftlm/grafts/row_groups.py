@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Call
-from graftlm.backbone.cache import JoinError, clone_cache, join
+from graftlm.backbone.cache import JoinError, clone_cache, is_joinable, join
 from graftlm.backbone.row_hooks import RowScope
 from graftlm.errors import GraftError
 
@@ -267,6 +267,8 @@ class MixedBatch:
         if not self.tags or self.separate:
             return
         columns = int(self.mask.any(0).int().argmax())
+        for group in self.groups:
+            group.separate |= group.span.offset < columns and not is_joinable(group.cache)
         columns = min([columns, *(group.span.offset for group in self.groups if group.separate)])
         if columns <= 0:
             return

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch.nn.utils.rnn import pad_sequence
 
 from graftlm.backbone import padding_id
 from graftlm.config import Config
@@ -126,10 +127,11 @@ class PredictionEngine(ThreadedEngine):
         requests.sort(key=lambda request: len(request.request.prompt))
         for _, texts in groupby(requests, lambda request: len(request.request.prompt).bit_length()):
             each = list(texts)
-            ids = {"input_ids": [list(request.request.prompt) for request in each]}
-            inputs = self._tokenizer.pad(ids, padding_side="right", return_tensors="pt", verbose=False)
-            inputs = inputs.to(self._backbone.device)
-            means = pooled(self._backbone.model.base_model(**inputs)[0].float(), inputs["attention_mask"], "mean")
+            ids, device = [torch.tensor(request.request.prompt) for request in each], self._backbone.device
+            ids_BT = pad_sequence(ids, batch_first=True, padding_value=padding_id(self._tokenizer)).to(device)
+            mask_BT = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device)
+            hidden_BTD = self._backbone.model.base_model(input_ids=ids_BT, attention_mask=mask_BT)[0]
+            means = pooled(hidden_BTD.float(), mask_BT, "mean")
             for request, vector in zip(each, means.tolist(), strict=True):
                 self._finish(request, replace(request.finish("stop"), embedding=tuple(vector)))
 

@@ -93,9 +93,9 @@ def load_backbones(
     quantize: str | None = None,
     **options: Any,
 ) -> dict[str, Backbone]:
-    """Load models, each as an encoder where the grafts of its architecture were trained on one.
+    """Load models, each as an encoder where it is one, or where the grafts of its architecture were trained on one.
 
-    Grafts given by name outrank those of the folder; where these differ, or there are none, the architecture decides.
+    Grafts given by name outrank those of the folder; where these differ, or there are none, a decoder writes.
 
     Args:
         models: each model's name on the hub or path, by its name in requests.
