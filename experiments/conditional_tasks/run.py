@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import product
 from statistics import mean, pstdev
 from typing import Any
 
@@ -122,7 +123,7 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
 
 
 def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
-    """The default after a part of the rows, and the part at which it reaches uniform sampling's score.
+    """A sampler with scores after a part of the rows, uniform sampling after as many, and where each reaches the end's.
 
     Where the default samples uniformly, the better sampler with scores takes its place; norms of all layers have none,
     so those of the upper half are taken.
@@ -131,22 +132,30 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     modules = "cln" if modules == EVERYWHERE else modules
     if policy == "uniform":
         _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in study.samplers if policy in SCORED)]
-    row, size, graft = cell_id(modules, policy), study.size, study.graft(MODULES[modules])
+    cells = {"fewer_rows": cell_id(modules, policy), "fewer_rows_uniform": cell_id(modules, "uniform")}
+    size, graft, seeds = study.size, study.graft(MODULES[modules]), study.seeds
 
-    def part(share: float, seed: int) -> ConditionalTasksRun:
-        steps, sampler = max(1, round(size.training.steps * share)), study.sampler(policy, share)
-        return study.run(f"part_{share:g}", list(TASKS), graft, study.rates[row], seed, steps=steps, sampler=sampler)
+    def part(cell: str, share: float, seed: int) -> ConditionalTasksRun:
+        steps, sampler = max(1, round(size.training.steps * share)), study.sampler(CELLS[cell][1], share)
+        return study.run(f"{cell}_{share:g}", list(TASKS), graft, study.rates[cell], seed, steps=steps, sampler=sampler)
 
-    study.execute([part(share, seed) for share in size.rows for seed in study.seeds], "fewer rows")
-    by_share = {
-        share: [mean(study.scores([part(share, seed)]).values()) for seed in study.seeds] for share in size.rows
+    study.execute([part(*of) for of in product(cells.values(), size.rows, seeds)], "fewer rows")
+    scores = {
+        cell: {
+            **{share: [mean(study.scores([part(cell, share, seed)]).values()) for seed in seeds] for share in size.rows},
+            1.0: [study.average(cell, seed) for seed in seeds],
+        }
+        for cell in cells.values()
     }
-    by_share[1.0] = [study.average(row, seed) for seed in study.seeds]
-    uniform = mean(study.average(cell_id(modules, "uniform"), seed) for seed in study.seeds)
-    metrics: dict[str, Metric] = {f"score_{share:g}": combine_seeds(values) for share, values in by_share.items()}
-    reached = [share for share, values in by_share.items() if mean(values) >= uniform]
-    metrics |= {"uniform": uniform} | ({"rows_to_reach": min(reached)} if reached else {})
-    return [Row(id="fewer_rows", label=f"{LABELS[row]}, after a part of the rows", metrics=metrics)]
+    uniform, rows = scores[cells["fewer_rows_uniform"]], []
+    for row, cell in cells.items():
+        metrics: dict[str, Metric] = {f"score_{share:g}": combine_seeds(of) for share, of in scores[cell].items()}
+        for share, of in scores[cell].items() if row == "fewer_rows" else ():
+            metrics[f"over_uniform_{share:g}"] = combine_seeds([a - b for a, b in zip(of, uniform[share], strict=True)])
+        reached = [share for share, of in scores[cell].items() if mean(of) >= mean(uniform[1.0])]
+        metrics |= {"uniform": mean(uniform[1.0])} | ({"rows_to_reach": min(reached)} if reached else {})
+        rows.append(Row(id=row, label=f"{LABELS[cell]}, after a part of the rows", metrics=metrics))
+    return rows
 
 
 def few_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
