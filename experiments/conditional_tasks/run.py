@@ -142,7 +142,9 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     study.execute([part(*of) for of in product(cells.values(), size.rows, seeds)], "fewer rows")
     scores = {
         cell: {
-            **{share: [mean(study.scores([part(cell, share, seed)]).values()) for seed in seeds] for share in size.rows},
+            **{
+                share: [mean(study.scores([part(cell, share, seed)]).values()) for seed in seeds] for share in size.rows
+            },
             1.0: [study.average(cell, seed) for seed in seeds],
         }
         for cell in cells.values()
