@@ -139,15 +139,13 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
         steps, sampler = max(1, round(size.training.steps * share)), study.sampler(CELLS[cell][1], share)
         return study.run(f"{cell}_{share:g}", list(TASKS), graft, study.rates[cell], seed, steps=steps, sampler=sampler)
 
+    def average(cell: str, share: float, seed: int) -> float:
+        return study.average(cell, seed) if share == 1 else mean(study.scores([part(cell, share, seed)]).values())
+
     study.execute([part(*of) for of in product(cells.values(), size.rows, seeds)], "fewer rows")
+    shares = (*size.rows, 1.0)
     scores = {
-        cell: {
-            **{
-                share: [mean(study.scores([part(cell, share, seed)]).values()) for seed in seeds] for share in size.rows
-            },
-            1.0: [study.average(cell, seed) for seed in seeds],
-        }
-        for cell in cells.values()
+        cell: {share: [average(cell, share, seed) for seed in seeds] for share in shares} for cell in cells.values()
     }
     uniform, rows = scores[cells["fewer_rows_uniform"]], []
     for row, cell in cells.items():
