@@ -2,8 +2,7 @@
 
 Every row trains for the same number of steps and rows. Every row has the learning rate that is best on validation rows
 among the same values, by seed 0; the tables may have other seeds. `default` is the combination of modules and sampler
-with the best validation rows over all seeds. Further tables add a task to a trained graft, and train the default on
-fewer rows.
+with the best validation rows over all seeds. Further tables add a task to a trained graft, and train on fewer rows.
 """
 
 from __future__ import annotations
@@ -95,16 +94,15 @@ def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
         values = [mean(study.average(a, seed) - study.average(b, seed) for a, b in pairs) for seed in study.seeds]
         return Row(id=f"effect_{name}", label=f"effect of {label}", metrics={"effect": combine_seeds(values)})
 
+    samplers = study.samplers
     rows = [
-        effect(
-            name, MODULE_LABELS[name], [(cell_id(name, policy), cell_id("none", policy)) for policy in study.samplers]
-        )
-        for name in MODULES
+        effect(name, label, [(cell_id(name, policy), cell_id("none", policy)) for policy in samplers])
+        for name, label in MODULE_LABELS.items()
         if name != "none"
     ]
     return rows + [
         effect(policy, policy, [(cell_id(name, policy), cell_id(name, "uniform")) for name in MODULES])
-        for policy in study.samplers
+        for policy in samplers
         if policy in SCORED
     ]
 
@@ -115,8 +113,7 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
     scores = study.scores(study.row_runs(row, seed))
     metrics: dict[str, Metric] = {**scores, "average": mean(scores.values()), "task_sigma": pstdev(scores.values())}
     metrics["average_validation"] = study.average(row, seed, "validation")
-    shares = [share for of in measured for share in of.details["data_share_by_task"].values()]
-    metrics["data_share"] = mean(shares)
+    metrics["data_share"] = mean(share for of in measured for share in of.details["data_share_by_task"].values())
     for name in ("trained_parameters_ratio", "total_parameters_ratio", "seconds", "rows_trained", "rows_scored"):
         metrics[name] = sum(metric(of, name) for of in measured)
     return metrics
