@@ -179,7 +179,7 @@ def write_splits(splits: Splits, out: Path, task: str) -> dict[str, Path]:
     suffix = "conll" if TASKS[task].type == "tagging" else "jsonl"
     files = {split: out / f"{task}-{split}.{suffix}" for split in splits}
     for split, rows in splits.items():
-        write_atomically(files[split], _format(rows).encode())
+        write_atomically(files[split], _format(rows).encode(errors="replace"))  # SNIPS has halves of emoji
     return files
 
 

@@ -2,14 +2,14 @@
 
 Every row trains for the same number of steps and rows. Every row has the learning rate that is best on validation rows
 among the same values, by seed 0; the tables may have other seeds. `default` is the combination of modules and sampler
-with the best validation rows over all seeds. Further tables add a task to a trained graft, and train the default on
-fewer rows.
+with the best validation rows over all seeds. Further tables add a task to a trained graft, and train on fewer rows.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import product
 from statistics import mean, pstdev
 from typing import Any
 
@@ -94,16 +94,15 @@ def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
         values = [mean(study.average(a, seed) - study.average(b, seed) for a, b in pairs) for seed in study.seeds]
         return Row(id=f"effect_{name}", label=f"effect of {label}", metrics={"effect": combine_seeds(values)})
 
+    samplers = study.samplers
     rows = [
-        effect(
-            name, MODULE_LABELS[name], [(cell_id(name, policy), cell_id("none", policy)) for policy in study.samplers]
-        )
-        for name in MODULES
+        effect(name, label, [(cell_id(name, policy), cell_id("none", policy)) for policy in samplers])
+        for name, label in MODULE_LABELS.items()
         if name != "none"
     ]
     return rows + [
         effect(policy, policy, [(cell_id(name, policy), cell_id(name, "uniform")) for name in MODULES])
-        for policy in study.samplers
+        for policy in samplers
         if policy in SCORED
     ]
 
@@ -114,15 +113,14 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
     scores = study.scores(study.row_runs(row, seed))
     metrics: dict[str, Metric] = {**scores, "average": mean(scores.values()), "task_sigma": pstdev(scores.values())}
     metrics["average_validation"] = study.average(row, seed, "validation")
-    shares = [share for of in measured for share in of.details["data_share_by_task"].values()]
-    metrics["data_share"] = mean(shares)
+    metrics["data_share"] = mean(share for of in measured for share in of.details["data_share_by_task"].values())
     for name in ("trained_parameters_ratio", "total_parameters_ratio", "seconds", "rows_trained", "rows_scored"):
         metrics[name] = sum(metric(of, name) for of in measured)
     return metrics
 
 
 def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
-    """The default after a part of the rows, and the part at which it reaches uniform sampling's score.
+    """A sampler with scores after a part of the rows, uniform sampling after as many, and where each reaches the end's.
 
     Where the default samples uniformly, the better sampler with scores takes its place; norms of all layers have none,
     so those of the upper half are taken.
@@ -131,22 +129,30 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     modules = "cln" if modules == EVERYWHERE else modules
     if policy == "uniform":
         _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in study.samplers if policy in SCORED)]
-    row, size, graft = cell_id(modules, policy), study.size, study.graft(MODULES[modules])
+    cells = {"fewer_rows": cell_id(modules, policy), "fewer_rows_uniform": cell_id(modules, "uniform")}
+    size, graft, seeds = study.size, study.graft(MODULES[modules]), study.seeds
 
-    def part(share: float, seed: int) -> ConditionalTasksRun:
-        steps, sampler = max(1, round(size.training.steps * share)), study.sampler(policy, share)
-        return study.run(f"part_{share:g}", list(TASKS), graft, study.rates[row], seed, steps=steps, sampler=sampler)
+    def part(cell: str, share: float, seed: int) -> ConditionalTasksRun:
+        steps, sampler = max(1, round(size.training.steps * share)), study.sampler(CELLS[cell][1], share)
+        return study.run(f"{cell}_{share:g}", list(TASKS), graft, study.rates[cell], seed, steps=steps, sampler=sampler)
 
-    study.execute([part(share, seed) for share in size.rows for seed in study.seeds], "fewer rows")
-    by_share = {
-        share: [mean(study.scores([part(share, seed)]).values()) for seed in study.seeds] for share in size.rows
+    def average(cell: str, share: float, seed: int) -> float:
+        return study.average(cell, seed) if share == 1 else mean(study.scores([part(cell, share, seed)]).values())
+
+    study.execute([part(*of) for of in product(cells.values(), size.rows, seeds)], "fewer rows")
+    shares = (*size.rows, 1.0)
+    scores = {
+        cell: {share: [average(cell, share, seed) for seed in seeds] for share in shares} for cell in cells.values()
     }
-    by_share[1.0] = [study.average(row, seed) for seed in study.seeds]
-    uniform = mean(study.average(cell_id(modules, "uniform"), seed) for seed in study.seeds)
-    metrics: dict[str, Metric] = {f"score_{share:g}": combine_seeds(values) for share, values in by_share.items()}
-    reached = [share for share, values in by_share.items() if mean(values) >= uniform]
-    metrics |= {"uniform": uniform} | ({"rows_to_reach": min(reached)} if reached else {})
-    return [Row(id="fewer_rows", label=f"{LABELS[row]}, after a part of the rows", metrics=metrics)]
+    uniform, rows = scores[cells["fewer_rows_uniform"]], []
+    for row, cell in cells.items():
+        metrics: dict[str, Metric] = {f"score_{share:g}": combine_seeds(of) for share, of in scores[cell].items()}
+        for share, of in scores[cell].items() if row == "fewer_rows" else ():
+            metrics[f"over_uniform_{share:g}"] = combine_seeds([a - b for a, b in zip(of, uniform[share], strict=True)])
+        reached = [share for share, of in scores[cell].items() if mean(of) >= mean(uniform[1.0])]
+        metrics |= {"uniform": mean(uniform[1.0])} | ({"rows_to_reach": min(reached)} if reached else {})
+        rows.append(Row(id=row, label=f"{LABELS[cell]}, after a part of the rows", metrics=metrics))
+    return rows
 
 
 def few_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
