@@ -69,7 +69,7 @@ def run(options: Options) -> Results:
 def main_row(study: ConditionalTasksStudy, row: str) -> Row:
     """A row of the main table, with its paired difference to multi-task fine-tuning."""
     metrics = combine_metrics([_metrics(study, row, seed) for seed in study.seeds])
-    metrics |= {"learning_rate": study.rates[row]}
+    metrics["learning_rate"] = study.rates[row]
     if row != "multi_task":
         metrics["over_multi_task"] = study.differences(row, "multi_task")
     return Row(id=row, label=LABELS[row], metrics=metrics)
@@ -82,7 +82,7 @@ def default_row(study: ConditionalTasksStudy, default: str) -> Row:
     others = [name for name in ("multi_task", uniform, *CONTROLS, *RIVALS) if name in study.labels and name != default]
     metrics: dict[str, Metric] = {f"over_{name}": study.differences(default, name) for name in others}
     metrics |= {f"{task}_over_multi_task": value for task, value in tasks.items()}
-    metrics |= {"worst_task_over_multi_task": min(value.mean for value in tasks.values())}
+    metrics["worst_task_over_multi_task"] = min(value.mean for value in tasks.values())
     return Row(id="default", label=f"default: {LABELS[default]}", metrics={**row.metrics, **metrics})
 
 
@@ -94,15 +94,14 @@ def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
         values = [mean(study.average(a, seed) - study.average(b, seed) for a, b in pairs) for seed in study.seeds]
         return Row(id=f"effect_{name}", label=f"effect of {label}", metrics={"effect": combine_seeds(values)})
 
-    samplers = study.samplers
     rows = [
-        effect(name, label, [(cell_id(name, policy), cell_id("none", policy)) for policy in samplers])
+        effect(name, label, [(cell_id(name, policy), cell_id("none", policy)) for policy in study.samplers])
         for name, label in MODULE_LABELS.items()
         if name != "none"
     ]
     return rows + [
         effect(policy, policy, [(cell_id(name, policy), cell_id(name, "uniform")) for name in MODULES])
-        for policy in samplers
+        for policy in study.samplers
         if policy in SCORED
     ]
 
@@ -125,8 +124,7 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     Where the default samples uniformly, the better sampler with scores takes its place; norms of all layers have none,
     so those of the upper half are taken.
     """
-    modules, policy = CELLS[default]
-    modules = "cln" if modules == EVERYWHERE else modules
+    modules, policy = CELLS[cell_id("cln", "uniform") if default == EVERYWHERE else default]
     if policy == "uniform":
         _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in study.samplers if policy in SCORED)]
     cells = {"fewer_rows": cell_id(modules, policy), "fewer_rows_uniform": cell_id(modules, "uniform")}
@@ -140,9 +138,9 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
         return study.average(cell, seed) if share == 1 else mean(study.scores([part(cell, share, seed)]).values())
 
     study.execute([part(*of) for of in product(cells.values(), size.rows, seeds)], "fewer rows")
-    shares = (*size.rows, 1.0)
     scores = {
-        cell: {share: [average(cell, share, seed) for seed in seeds] for share in shares} for cell in cells.values()
+        cell: {share: [average(cell, share, seed) for seed in seeds] for share in (*size.rows, 1.0)}
+        for cell in cells.values()
     }
     uniform, rows = scores[cells["fewer_rows_uniform"]], []
     for row, cell in cells.items():
