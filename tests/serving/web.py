@@ -166,7 +166,7 @@ def chat(**changes: Any) -> dict[str, Any]:
     return {"model": "danish", "messages": [{"role": "user", "content": "the fox"}]} | changes
 
 
-def until(true: Callable[[], bool], seconds: float = 10) -> bool:
+def until(true: Callable[[], bool], seconds: float = 60) -> bool:
     """Whether something becomes true in time."""
     wait = threading.Event()
     for _ in range(int(seconds / 0.01)):
