@@ -138,10 +138,8 @@ def save_graft(
         training=dict(training or {}),
     )
     if not card:
-        text = (
-            f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. The backbone's weights are not in this folder "
-        )
-        text += "and were never changed."
+        text = f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. "
+        text += "The backbone's weights are not in this folder and were never changed."
         card = model_card(backbone.name, "A graft", text, kind=backbone.kind)
     if folder.exists() and not folder.is_dir():
         raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")

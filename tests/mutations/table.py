@@ -207,7 +207,7 @@ MUTATIONS = [
         ("new blocks a layer early", "baselines", _BLOCKS, "number * layers // blocks - 1", "(number * layers - 1) // blocks - 1"),
         ("new blocks share their layers' weights", "baselines", _BLOCKS, "parameter.detach().to(torch.float32, copy=True)", "parameter.detach().float()"),
         ("new blocks have the last window", "baselines", _BLOCKS, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
-        ("new blocks leave float32 behind", "baselines", _BLOCKS, "lambda _, inputs, output: _cast(output, dtype)", "lambda _, inputs, output: output"),
+        ("new blocks leave float32 behind", "baselines", _BLOCKS, "return _cast(output, dtype)", "return output"),
         ("capacity of one layer", "baselines", _BLOCKS, "weights * layers / in_layers", "weights / in_layers"),
         ("DoRA without magnitudes", "baselines", _PEFT, '{"use_dora": True}', '{"use_dora": False}'),
         ("IA3 scales what the FFN writes", "baselines", _PEFT, '"feedforward_modules": outputs', '"feedforward_modules": []'),

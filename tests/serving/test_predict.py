@@ -246,8 +246,9 @@ def test_an_encoder_is_served_without_grafts(tiny_backbone: BackboneFolder, fami
         (card,) = client.models.list().data
         body = {"model": "reader", "rows": [{"task": "topic", "text": "a"}]}
         refused = httpx.post(f"{address}/v1/graftlm/predict", json=body, timeout=60)
-    assert card.graftlm == {"kind": "backbone", "chat": "none"}  # type: ignore[attr-defined]
-    assert card.max_model_len == max_sequence_length(backbone)  # type: ignore[attr-defined]
+    told = card.model_dump()
+    assert told["graftlm"] == {"kind": "backbone", "chat": "none"}
+    assert told["max_model_len"] == max_sequence_length(backbone)
     assert refused.json()["error"]["message"] == "'reader' has no heads: serve a graft that has."
     assert answer.usage.prompt_tokens == sum(len(tokenizer(text)["input_ids"]) for text in texts)
     for text, item in zip(texts, answer.data, strict=True):

@@ -43,7 +43,7 @@ _SAMPLED_TENSORS = 24
 _SAMPLES_PER_TENSOR = 4
 _TOLERANCE = 0.02
 _Module = TypeVar("_Module", bound=nn.Module)
-_PATCHING = threading.RLock()
+_PATCHING = threading.RLock()  # one load at a time changes the module gguf
 
 
 @dataclass

@@ -101,7 +101,7 @@ class Frontier:
 def _first_crossing(learned: np.ndarray, loss: np.ndarray, level: float) -> np.ndarray:
     """(resamples,): the loss where each path first learned `level`; where it learned most, if it never does.
 
-    `learned` and `loss` are (points, resamples).
+    `learned` and `loss` are (points, resamples), and `level` is in the unit of `learned`.
     """
     above = learned >= level
     columns = np.arange(learned.shape[1])

@@ -117,11 +117,11 @@ def load_backbones(
     sizes: dict[str, int] = {}
     for name, model in models.items():
         size, architecture = inspect_model(model, "causal-lm", **options) if len(models) > 1 else (0, None)
-        kinds[name] = served_kind(model, **options)
-        if kinds[name] == "causal-lm":
-            kinds[name] = _kind(architecture, named) or _kind(architecture, in_folder) or "causal-lm"
-        several = kinds[name] == "encoder" and len(models) > 1
-        sizes[name] = inspect_model(model, "encoder", **options)[0] if several else size
+        kinds[name] = own = served_kind(model, **options)
+        if own != "encoder":
+            kinds[name] = _kind(architecture, named) or _kind(architecture, in_folder) or own
+        counted_otherwise = kinds[name] == "encoder" and len(models) > 1
+        sizes[name] = inspect_model(model, "encoder", **options)[0] if counted_otherwise else size
     check_memory(sizes, on, quantized=quantize is not None)
     backbones = {}
     for name, model in models.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -53,7 +54,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         super().__init__()
         self.config = config
         self._copied = copied_layers(backbone.sites.n_layers, _number_of_blocks(config, backbone))
-        model, sites, dtype = backbone.model, backbone.sites, backbone.model.dtype
+        model, sites = backbone.model, backbone.sites
         for layer in self._copied:  # raises for what can't be copied
             _output_projections(sites, layer)
             sites.module(Site("layer", layer))
@@ -64,9 +65,9 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         for layer, block in zip(self._copied, self._blocks, strict=True):
             _own_weights(block)
             _zero(_output_projections(sites, layer), sites.layers[layer], block)
-            if dtype.itemsize < 4:
-                block.register_forward_pre_hook(lambda _, *inputs: _cast(inputs, torch.float32), with_kwargs=True)
-                block.register_forward_hook(lambda _, inputs, output: _cast(output, dtype))
+            if model.dtype.itemsize < 4:
+                block.register_forward_pre_hook(partial(_cast_inputs, dtype=torch.float32), with_kwargs=True)
+                block.register_forward_hook(partial(_cast_output, dtype=model.dtype))
         self._live: list[PreTrainedModel] = []
         self._check_start(model, sites)
 
@@ -231,10 +232,16 @@ def _share(module: nn.Module, source: nn.Module) -> None:
     vars(module).update({name: value for name, value in vars(source).items() if isinstance(value, Tensor)})
 
 
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    return _cast(args, dtype), {name: _cast(value, dtype) for name, value in kwargs.items()}
+
+
+def _cast_output(module: nn.Module, args: Any, output: Any, dtype: torch.dtype) -> Any:
+    return _cast(output, dtype)
+
+
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Tensors of floating point in another dtype, also in tuples and dicts."""
-    if type(value) is dict:
-        return {name: _cast(item, dtype) for name, item in value.items()}
+    """Tensors of floating point in another dtype, also in tuples."""
     if isinstance(value, tuple):
         return tuple(_cast(item, dtype) for item in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -34,7 +34,7 @@ Matrix = Sequence[Sequence[float]] | np.ndarray
 def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
     """E_τ KL(p(u | x, τ) || p(u | x)) in bits, at least 0.
 
-    `prior_K` has the probability of each answer, `given_KY` that of each output under each answer; rows sum to 1.
+    `prior_K` (each answer's probability) and the rows of `given_KY` (each output's under an answer) sum to 1.
 
     Raises EvaluationError if the arguments are no probabilities.
     """
