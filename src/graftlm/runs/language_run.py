@@ -21,18 +21,8 @@ from graftlm.evaluation import Interval, Metric, Results, Row, score
 from graftlm.io import fill_once
 from graftlm.runs.graft_run import count_parameters, load_tests
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
+from graftlm.training import language_model
 from graftlm.training.config import TrainingConfig
-from graftlm.training.language_model import (
-    MIN_VOCAB_SIZE,
-    LanguageModel,
-    check_rows,
-    check_stream,
-    new_model,
-    read_model,
-    read_tokenizer,
-    save_model,
-    train_tokenizer,
-)
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches
 
@@ -42,7 +32,9 @@ class TokenizerConfig(Config):
 
     name: str | None = Field(None, min_length=1, description="A name on the Hugging Face hub, or a folder.")
     vocab_size: int | None = Field(
-        None, ge=MIN_VOCAB_SIZE, description="Learn a byte-level BPE tokenizer of at most this many tokens instead."
+        None,
+        ge=language_model.MIN_VOCAB_SIZE,
+        description="Learn a byte-level BPE tokenizer of at most this many tokens instead.",
     )
     characters: int = Field(20_000_000, ge=1, description="Characters of text to learn the tokenizer from, at most.")
 
@@ -160,35 +152,37 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
         context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
         identity = {"model": start, "data": batches.fingerprint()}
-        yield Trainee(LanguageModel(model), batches, identity, tokenizer, tests)
+        yield Trainee(language_model.LanguageModel(model), batches, identity, tokenizer, tests)
 
     def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
         """The named tokenizer, or one that is learned once into `folder/tokenizer`."""
         if self.tokenizer is None:
             assert isinstance(self.model, str), "a recipe's own check"
-            return read_tokenizer(self.model)
+            return language_model.read_tokenizer(self.model)
         if self.tokenizer.name is not None:
-            return read_tokenizer(self.tokenizer.name)
+            return language_model.read_tokenizer(self.tokenizer.name)
         learned = self.tokenizer
 
         def learn(path: Path) -> None:
             texts = _first_texts(self.data.train, learned.characters)
             assert learned.vocab_size is not None, "a config's own check"
-            train_tokenizer(texts, learned.vocab_size).save_pretrained(path)
+            language_model.train_tokenizer(texts, learned.vocab_size).save_pretrained(path)
 
         settings = self.model_dump(mode="json", include={"tokenizer": True, "data": {"train"}})
         with PartialState().main_process_first():
-            return read_tokenizer(str(fill_once(folder / "tokenizer", settings, learn)))
+            return language_model.read_tokenizer(str(fill_once(folder / "tokenizer", settings, learn)))
 
     def _load_model(self, tokenizer: PreTrainedTokenizerBase) -> Any:
         """The untrained or pretrained model on its device."""
         if isinstance(self.model, str):
-            model = read_model(self.model, tokenizer)
+            model = language_model.read_model(self.model, tokenizer)
         else:
-            model = new_model(self.model, tokenizer, self.training.seed)
+            model = language_model.new_model(self.model, tokenizer, self.training.seed)
         if self.data.stream:
-            check_stream(model, self.training)
-        check_rows(model, length=self.data.length, longest=max(self.lengths), boundaries=self.data.boundaries)
+            language_model.check_stream(model, self.training)
+        language_model.check_rows(
+            model, length=self.data.length, longest=max(self.lengths), boundaries=self.data.boundaries
+        )
         device: Any = self.device or PartialState().device
         move(model, device)
         return model
@@ -211,7 +205,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
     def save(
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
     ) -> None:
-        save_model(trainee.model.model, trainee.tokenizer, context.folder / "model")
+        language_model.save_model(trainee.model.model, trainee.tokenizer, context.folder / "model")
 
 
 def bits_per_byte(

@@ -19,24 +19,8 @@ from graftlm.config import Config
 from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
 from graftlm.data.own_text import OwnText, sample_own_text
 from graftlm.errors import DataError, EvaluationError, ForgettingBudgetError
-from graftlm.evaluation.audit.chats import (
-    ChatAnswer,
-    ChatQuestion,
-    answer_questions,
-    behaviour,
-    behaviour_lost,
-    own_questions,
-    tells_languages,
-    template_questions,
-)
+from graftlm.evaluation.audit import chats, models
 from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compare_windows, scores_of, widest_passages
-from graftlm.evaluation.audit.models import (
-    Auditable,
-    AuditedModel,
-    load_pair,
-    template_difference,
-    tokenizer_difference,
-)
 from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, score
 from graftlm.evaluation.report import write_report
@@ -52,7 +36,7 @@ _OWN_METRICS = ("own_kl", "chat_kl", "changed_tokens")
 _LOST = ("stops_lost", "keeps_template_lost", "same_language_lost")
 
 Text = str | Path | Sequence[Any]
-Conversation = tuple[ChatQuestion, ChatAnswer, ChatAnswer]
+Conversation = tuple[chats.ChatQuestion, chats.ChatAnswer, chats.ChatAnswer]
 """A question, and the answers of base and tuned."""
 
 
@@ -154,8 +138,8 @@ def print_audit(audit: Audit, console: Console) -> None:
 
 
 def audit(
-    base: Auditable,
-    tuned: Auditable,
+    base: models.Auditable,
+    tuned: models.Auditable,
     out: str | Path | None = None,
     *,
     texts: Mapping[str, Text] | None = None,
@@ -179,7 +163,7 @@ def audit(
     _check_names(documents, config)
     tasks = {name: read_task(task) for name, task in config.examples.items()}
     keys = {"quantize", "backbone", "device", "dtype", "trust_remote_code"}
-    with load_pair(base, tuned, **config.model_dump(include=keys)) as (first, second):
+    with models.load_pair(base, tuned, **config.model_dump(include=keys)) as (first, second):
         work = _Auditor(config, first, second, documents, tasks, progress)
         return work.run(base, out)
 
@@ -215,8 +199,8 @@ class _Auditor:
     def __init__(
         self,
         config: AuditConfig,
-        base: AuditedModel,
-        tuned: AuditedModel,
+        base: models.AuditedModel,
+        tuned: models.AuditedModel,
         documents: Mapping[str, Sequence[Any]],
         tasks: Mapping[str, Task],
         progress: bool,
@@ -228,8 +212,8 @@ class _Auditor:
         self.compared: list[tuple[str, TokenComparison]] = []
         self.conversations: list[Conversation] = []
 
-    def run(self, base: Auditable, out: str | Path | None) -> Audit:
-        difference = tokenizer_difference(*(model.tokenizer for model in self.pair))
+    def run(self, base: models.Auditable, out: str | Path | None) -> Audit:
+        difference = models.tokenizer_difference(*(model.tokenizer for model in self.pair))
         if difference is None:
             self._note_templates()
             samples = self._sample(base, out)
@@ -253,13 +237,13 @@ class _Auditor:
         self.notes.append(f"The tokenizers differ ({difference}), so bits per byte and tasks are all that is compared.")
 
     def _note_templates(self) -> None:
-        if difference := template_difference(*(model.tokenizer for model in self.pair)):
+        if difference := models.template_difference(*(model.tokenizer for model in self.pair)):
             self.notes.append(
                 f"The chat templates differ ({difference}). Both models are measured in BASE's: how TUNED does in its "
                 "own is not seen."
             )
 
-    def _sample(self, given: Auditable, out: str | Path | None) -> list[OwnText]:
+    def _sample(self, given: models.Auditable, out: str | Path | None) -> list[OwnText]:
         """Text of the base's own; none where it has no tokens to sample."""
         if not self.config.tokens:
             return []
@@ -280,10 +264,10 @@ class _Auditor:
             return
         compared = self._compare("its own text", list(own_windows(samples)), "comparing on own text")
         scores = scores_of(compared, 1).by_document()
-        chats = np.array([samples[number].is_chat for number in scores.document])
+        in_chat = np.array([samples[number].is_chat for number in scores.document])
         self.metrics[1]["own_kl"] = scores.interval("kl_per_token")
-        if chats.any():
-            self.metrics[1]["chat_kl"] = scores.subset(chats).interval("kl_per_token")
+        if in_chat.any():
+            self.metrics[1]["chat_kl"] = scores.subset(in_chat).interval("kl_per_token")
         else:
             self.notes.append(
                 "BASE sampled no conversation: it has no usable chat template, or its user's turns do not end within "
@@ -326,16 +310,16 @@ class _Auditor:
     def _compare_chats(self, samples: Sequence[OwnText]) -> None:
         base, config = self.pair[0], self.config
         if config.prompts:
-            questions = template_questions(config.prompts, base.tokenizer)
+            questions = chats.template_questions(config.prompts, base.tokenizer)
         else:
-            questions = own_questions(samples, base.tokenizer, config.answers)
+            questions = chats.own_questions(samples, base.tokenizer, config.answers)
         if not questions:
             return
-        if not tells_languages():
+        if not chats.tells_languages():
             self.notes.append("The language of answers is not told: install graftlm[audit] for that.")
         with progress_bar("answering questions", 2 * len(questions), _SHARE, show=self.progress) as update:
             sides = [
-                answer_questions(
+                chats.answer_questions(
                     model.predictor,
                     base.tokenizer,
                     questions,
@@ -347,8 +331,8 @@ class _Auditor:
                 for model in self.pair
             ]
         for metrics, answers in zip(self.metrics, sides, strict=True):
-            metrics |= behaviour(answers)
-        self.metrics[1].update(behaviour_lost(*sides))
+            metrics |= chats.behaviour(answers)
+        self.metrics[1].update(chats.behaviour_lost(*sides))
         self.conversations = list(zip(questions, *sides, strict=True))
 
     def _compare_examples(self) -> None:

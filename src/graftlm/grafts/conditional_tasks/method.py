@@ -25,14 +25,7 @@ from torch.nn import functional
 from graftlm.backbone import Backbone, Call, Fingerprint, Site, Sites, Tap
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts.base import GraftConfig, HasHeads
-from graftlm.grafts.conditional_tasks.modules import (
-    Alignment,
-    Bottleneck,
-    ConditionalBias,
-    FiLM,
-    RowTasks,
-    TokenPositions,
-)
+from graftlm.grafts.conditional_tasks import modules
 from graftlm.grafts.heads import IGNORED, Heads, Pooling, TaskSpec, pooled, task_key
 from graftlm.grafts.trained_copy import TrainsCopy
 
@@ -155,15 +148,15 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         modulated = range(sites.n_layers - share_of(config.modulated, sites.n_layers), sites.n_layers)
         self.embeddings = nn.ParameterDict({task_key(name): torch.randn(z) for name in config.tasks})
         self.heads = Heads(config.tasks, width, config.pooling, config.dropout)
-        self.alignment = Alignment(width, z) if config.alignment else None
+        self.alignment = modules.Alignment(width, z) if config.alignment else None
         self.biases, self.norms, self.bottlenecks = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
         for layer in modulated:
             if config.attention != "none":
-                self.biases[str(layer)] = ConditionalBias(config.max_length, config.block_width(), z)
+                self.biases[str(layer)] = modules.ConditionalBias(config.max_length, config.block_width(), z)
             if config.norm:
-                self.norms[str(layer)] = nn.ModuleList(FiLM(z, width) for _ in _norms(sites, layer))
+                self.norms[str(layer)] = nn.ModuleList(modules.FiLM(z, width) for _ in _norms(sites, layer))
         for layer in {"none": range(0), "base": modulated, "large": range(sites.n_layers)}[config.bottleneck]:
-            self.bottlenecks[str(layer)] = Bottleneck(width, config.bottleneck_width, z, sites.activation)
+            self.bottlenecks[str(layer)] = modules.Bottleneck(width, config.bottleneck_width, z, sites.activation)
 
     def taps(self) -> list[Tap]:
         taps = [] if self.alignment is None else [Tap(Site("layer", self._aligned()), "before", "add", self._align)]
@@ -190,15 +183,15 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         if self.biases:
             ids = call.input_ids if call.input_ids is not None else call.token_mask
             if ids is not None:
-                positions = TokenPositions.of_call(call, ids.shape[1], self.config.max_length)
+                positions = modules.TokenPositions.of_call(call, ids.shape[1], self.config.max_length)
                 call.scratch[self, "positions"] = positions
 
-    def _tasks(self, call: Call) -> RowTasks:
+    def _tasks(self, call: Call) -> modules.RowTasks:
         if (self, "tasks") not in call.scratch:
             call.scratch[self, "tasks"] = self._read_tasks(call.extras.get("task"))
         return call.scratch[self, "tasks"]
 
-    def _read_tasks(self, task_B: Tensor | None) -> RowTasks:
+    def _read_tasks(self, task_B: Tensor | None) -> modules.RowTasks:
         zs = self._embeddings()
         if task_B is None:
             if len(zs) > 1:
@@ -206,15 +199,15 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                     f"The graft has {len(zs)} tasks ({', '.join(self.config.tasks)}), and the batch does not say which "
                     "each row has: give extras={'task': indices}."
                 )
-            return RowTasks(zs[:1], None)
+            return modules.RowTasks(zs[:1], None)
         if torch.compiler.is_compiling():  # a graph can't depend on which tasks there are
-            return RowTasks(zs, task_B.to(zs.device))
+            return modules.RowTasks(zs, task_B.to(zs.device))
         numbers_U, index_B = task_B.unique(return_inverse=True)
         numbers = numbers_U.tolist()
         if unknown := [number for number in numbers if not 0 <= number < len(zs)]:
             raise GraftError(f"There is no task number {unknown[0]}: the graft has {len(zs)}, counted from 0.")
         z_UZ = zs.index_select(0, numbers_U.to(zs.device, non_blocking=True))
-        return RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device, non_blocking=True))
+        return modules.RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device, non_blocking=True))
 
     def _embeddings(self) -> Tensor:
         """(tasks, Z): the embeddings at length 1, in the tasks' order, which a ParameterDict does not keep."""
@@ -228,7 +221,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def _attend(self, layer: int, bias: Any, call: Call, x_BTD: Tensor) -> Tensor:
         positions = call.scratch.get((self, "positions"))
         if positions is None:
-            positions = TokenPositions.of_call(call, x_BTD.shape[1], self.config.max_length)
+            positions = modules.TokenPositions.of_call(call, x_BTD.shape[1], self.config.max_length)
         return bias(self._tasks(call), positions, positions.visible(call, layer)).to(x_BTD.dtype)
 
     def _normalise(self, film: Any, call: Call, _x: Tensor, y_BTD: Tensor) -> Tensor:
