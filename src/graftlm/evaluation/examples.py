@@ -23,6 +23,9 @@ from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.metrics import Precision, Scores, cut_windows, evaluation_mode, score_windows
 from graftlm.evaluation.sandbox import run_tests
 
+# A checkpoint's own generation settings would change the greedy choice.
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+
 
 @dataclass(frozen=True)
 class Example:
@@ -182,20 +185,8 @@ def _generate_batch(
     """The answers of one batch of prompts' ids; the `criterion` finds stop strings, which don't count in prompts."""
     ends, start = end_ids(model, tokenizer), max(map(len, rows))
     criteria = [lambda ids, scores, **_: criterion(ids[:, start:], scores)] if criterion else []
-    new = generate_rows(
-        model,
-        tokenizer,
-        rows,
-        ends,
-        max_new_tokens=max_new_tokens,
-        stopping_criteria=StoppingCriteriaList(criteria),
-        use_cache=True,
-        # A checkpoint's own generation settings would change the greedy choice.
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-    )
+    options = GREEDY | {"max_new_tokens": max_new_tokens, "use_cache": True, "no_repeat_ngram_size": 0}
+    new = generate_rows(model, tokenizer, rows, ends, stopping_criteria=StoppingCriteriaList(criteria), **options)
     return [_decode_answer(tokenizer, row, ids, ends, stop) for row, ids in zip(rows, new, strict=True)]
 
 

@@ -297,8 +297,8 @@ def evaluate_graft(
 
     def add_lm_eval(measurement: Measurement, model: Any) -> Measurement:
         scores = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit) if tasks else {}
-        metrics = {f"{task}_{name}": value for task, values in scores.items() for name, value in values.items()}
-        measurement.row = measurement.row.model_copy(update={"metrics": measurement.row.metrics | metrics})
+        for task, metrics in scores.items():
+            measurement.add_metrics({f"{task}_{name}": value for name, value in metrics.items()})
         return measurement
 
     bare = add_lm_eval(evaluator.measure_backbone(), loaded.model)

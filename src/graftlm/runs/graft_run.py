@@ -267,15 +267,10 @@ class GraftRun(TrainingRun):
         model: GraftedModel = trainee.model
         graft = model.grafts[GRAFT_NAME]
         assert isinstance(graft, Graft), "a grafted model holds grafts"
-        training = {
-            "steps": summary.steps if summary else 0,
-            "tokens": summary.tokens if summary else 0,
-            "training": self.training.model_dump(mode="json"),
-        }
+        training = self.record(summary, measurement)
         if self.depends_on and not self.continues:
             training["trained_after"] = list(self.depends_on)
         statistics = measurement.details.get("statistics", {})
-        training["measured"] = measurement.row.model_dump(mode="json")["metrics"]
         training["observed"] = {name: value for name, value in statistics.items() if _is_per_layer(value)}
         training["described"] = {name: v for name, v in statistics.items() if isinstance(v, int | float | str)}
         card = _model_card(model.backbone, graft.config, measurement, training.get("trained_after", ()))
@@ -410,8 +405,9 @@ class BackboneEvaluator:
         """Scores of the backbone's own text with the divergence from it; None without such text."""
         if not self.own_text:
             return None
-        options: dict[str, Any] = self._options("batch_size", "precision") | {"reference": self.backbone.bare_model}
-        return score_windows(model, self.tokenizer, own_windows(self.own_text), **options).by_document()
+        options = self.evaluation.model_dump(include={"batch_size", "precision"})
+        windows, reference = own_windows(self.own_text), self.backbone.bare_model
+        return score_windows(model, self.tokenizer, windows, reference=reference, **options).by_document()
 
     def _own_metrics(self, scores: Scores | None) -> dict[str, Interval]:
         """`own_kl` on all of the backbone's own text, and `chat_kl` on its conversations, in nats per token."""
@@ -425,19 +421,16 @@ class BackboneEvaluator:
 
     def _score(self, model: Any, *, divergence: bool = True) -> dict[str, Scores]:
         """Scores by test set; those of a grafted model have the divergence from the bare backbone on new text."""
-        options: dict[str, Any] = self._options("batch_size", "precision", "limit_tokens") | {"length": self.length}
+        options = self.evaluation.model_dump(include={"batch_size", "precision", "limit_tokens"})
         references = {NEW_SET: self.backbone.bare_model} if divergence and model is not self.backbone.model else {}
         return {
-            name: score(model, self.tokenizer, documents, reference=references.get(name), **options)
+            name: score(model, self.tokenizer, documents, length=self.length, reference=references.get(name), **options)
             for name, documents in self.tests.items()
         }
 
     def _do_tasks(self, model: Any) -> dict[str, TaskResult]:
-        options = self._options("batch_size", "precision")
+        options = self.evaluation.model_dump(include={"batch_size", "precision"})
         return {name: measure_task(model, self.tokenizer, task, **options) for name, task in self.tasks.items()}
-
-    def _options(self, *names: str) -> dict[str, Any]:
-        return {name: getattr(self.evaluation, name) for name in names}
 
     def _speeds(self, model: Any) -> dict[str, Any]:
         count, tokens = self.evaluation.decode_prompts, self.evaluation.decode_tokens

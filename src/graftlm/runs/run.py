@@ -184,6 +184,15 @@ class TrainingRun(Run):
     ) -> None:
         """Write the trained model into the run's folder."""
 
+    def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, Any]:
+        """What a saved model keeps of its training."""
+        return {
+            "steps": summary.steps if summary else 0,
+            "tokens": summary.tokens if summary else 0,
+            "training": self.training.model_dump(mode="json"),
+            "measured": measurement.row.model_dump(mode="json")["metrics"],
+        }
+
     def measure(self, context: RunContext) -> Measurement:
         """Train, evaluate and save; processes other than the main one give an empty row."""
         with self.build(context) as trainee:

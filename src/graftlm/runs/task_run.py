@@ -174,14 +174,8 @@ class TaskRun(_TaskSettings, TrainingRun):
         folder = getattr(self.graft, "extends", None)
         extended = read_manifest(folder).training.get("tasks") if folder else None
         own = {name: task.model_dump(mode="json", include=set(_MANIFEST_KEYS)) for name, task in self.tasks.items()}
-        training = {
-            "steps": summary.steps if summary else 0,
-            "tokens": summary.tokens if summary else 0,
-            "length": self.length,
-            "training": self.training.model_dump(mode="json"),
-            "measured": measurement.row.model_dump(mode="json")["metrics"],
-            "tasks": (extended if isinstance(extended, dict) else {}) | own,
-        }
+        training = self.record(summary, measurement) | {"length": self.length}
+        training["tasks"] = (extended if isinstance(extended, dict) else {}) | own
         model: GraftedModel = trainee.model
         save_graft(cast("Graft", model.grafts["graft"]), model.backbone, context.folder / "graft", training=training)
 

@@ -14,6 +14,7 @@ from graftlm.backbone import end_ids, generate_rows, max_sequence_length
 from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText
 from graftlm.errors import DataError
+from graftlm.evaluation.examples import GREEDY
 from graftlm.evaluation.metrics import bootstrap, evaluation_mode, share_interval
 from graftlm.evaluation.results import Interval
 
@@ -92,23 +93,13 @@ def answer_questions(
     added = [each.added_tokens_decoder.items() for each in (tokenizer, tuned_tokenizer) if each is not None]
     special = {number for items in added for number, token in items if token.special}
     kept = {*tokenizer.get_vocab().values()} - special | ends
+    options = GREEDY | {"temperature": None, "top_p": None, "top_k": None}
     answers: list[ChatAnswer] = []
     with evaluation_mode(model), torch.inference_mode():
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
-            rows = generate_rows(
-                model,
-                tokenizer,
-                [question.ids for question in batch],
-                ends,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                repetition_penalty=1.0,
-            )
+            prompts = [question.ids for question in batch]
+            rows = generate_rows(model, tokenizer, prompts, ends, max_new_tokens=max_new_tokens, **options)
             for question, row in zip(batch, rows, strict=True):
                 text = tokenizer.decode(row, skip_special_tokens=True).strip()
                 same = _same_language(question.text, text)
