@@ -50,8 +50,6 @@ class Family:
     """Where one architecture keeps the modules that grafts need.
 
     Args:
-        layers: the list of layers.
-        embedding: the token embedding.
         norm: the norm after the last layer; None for encoders that normalise inside each layer.
         attention, ffn: the sublayers of one layer.
         ffn_in: the Linears that read the FFN's input; the gating one is first in a gated linear unit. Layers with a

@@ -126,19 +126,15 @@ class Structure:
 
     def _plain_fields(self, layers: Any, attention: nn.Module) -> dict[str, Any]:
         """The fields of a row that its other fields don't decide."""
+        path = self._names[layers].split(".")
+        around = (".".join(path[:count]) for count in range(len(path)))  # the outermost first
         return {
             "embedding": self._names[self._model.get_input_embeddings()],
-            "body": self._body(layers),
+            "body": next(part for part in around if self._base.get_submodule(part) in self._visits),
             "text_config": next((k for k, v in vars(self._model.config).items() if v is self._text), None),
             "causal": bool(getattr(attention, "is_causal", self._model.can_generate())),
             "counts_positions": self._reserves_positions(),
         }
-
-    def _body(self, layers: Any) -> str:
-        """The outermost module around the layers that runs."""
-        path = self._names[layers].split(".")
-        around = (".".join(path[:count]) for count in range(len(path)))
-        return next(part for part in around if self._base.get_submodule(part) in self._visits)
 
     def _layers(self) -> Any:
         """The outermost list of as many modules as the config names layers, all of which ran."""
@@ -303,7 +299,6 @@ def _common(spans: list[Sublayer]) -> Sublayer:
 
 
 def _modules(layer: nn.Module, span: Sublayer) -> set[nn.Module]:
-    """The modules of a sublayer."""
     return {m for path in (span.entry, span.exit or span.entry) for m in layer.get_submodule(path).modules()}
 
 

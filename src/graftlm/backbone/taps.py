@@ -194,7 +194,6 @@ class Tap:
     """A declared hook: where a graft reads or writes the backbone's activations.
 
     Args:
-        site: where it acts.
         when: `before` acts on the site's input, `after` on its output.
         act: what the returned tensor does. `add` adds it to the hidden states; several grafts may add at one site.
             `replace` makes it the new hidden states; only one graft may replace at a site. `bias` adds it to the scores

@@ -268,14 +268,9 @@ def inspect(
     if is_report:
         results = Results.read(folder)
         return print_result(results.model_dump(mode="json"), as_json, lambda: print_table(results, stdout_console()))
-    inspection = inspect_graft(
-        folder,
-        backbone=backbone,
-        changes=changes or (),
-        texts=read_texts(text or (), text_column=text_column),
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
+    texts = read_texts(text or (), text_column=text_column)
+    model: dict[str, Any] = {"backbone": backbone, "device": device, "trust_remote_code": trust_remote_code}
+    inspection = inspect_graft(folder, changes=changes or (), texts=texts, **model)
     return print_result(inspection.model_dump(mode="json"), as_json, lambda: print_inspection(inspection))
 
 

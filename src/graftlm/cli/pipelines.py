@@ -138,16 +138,10 @@ def clarify(
     conversation = package.open_conversation(
         query, resume, template=template, target=to, budget=budget, threshold=ask_above, answers=answer
     )
+    local = {"backbone": backbone, "device": device, "trust_remote_code": trust_remote_code}
+    connection = {"key_variable": key_variable, "timeout": timeout, "retries": retries}
     translator = package.open_model(
-        endpoint=endpoint,
-        model=model,
-        backbone=backbone,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        max_new_tokens=max_new_tokens,
-        key_variable=key_variable,
-        timeout=timeout,
-        retries=retries,
+        endpoint=endpoint, model=model, max_new_tokens=max_new_tokens, **local, **connection
     )
     user = package.choose_user(answer, context, translator, None if as_json else package.ask_terminal)
     detector = package.find_ambiguities if rules else None

@@ -72,7 +72,6 @@ def sample_own_text(
 
     Args:
         backbone: grafts that are attached to it don't act.
-        config: what to sample.
         length: most tokens of a text where the config names none.
         path: the file of samples, one JSON line for each batch.
         key: what the file belongs to; a file with another key is written anew.

@@ -68,6 +68,13 @@ class Scores:
     document: np.ndarray
     kl: np.ndarray | None = None
 
+    @classmethod
+    def of_windows(cls, windows: Sequence[Window], nats: np.ndarray, kl: np.ndarray | None) -> Self:
+        """The sums of these windows."""
+        counts = [(window.tokens, window.bytes.sum(), window.document) for window in windows]
+        tokens, sizes, document = np.array(counts).T
+        return cls(nats, tokens, sizes, document, kl)
+
     def value(self, metric: MetricName) -> float:
         """One metric over all windows: the log-perplexity, or the bits spent on each UTF-8 byte, or the divergence."""
         nats, units = self.fraction(metric)
@@ -117,7 +124,6 @@ class Window:
         ids: (T,), the tokens, with a leading BOS if the tokenizer has one.
         first: the index of the first scored token.
         bytes: (T - first,), the UTF-8 bytes of each scored token.
-        document: the number of the document.
         prompt: the number of leading tokens that belong to the document's prompt, BOS included.
     """
 
@@ -320,13 +326,7 @@ def score_windows(
     if not scored:
         raise DataError("The documents hold no token to score: give at least one document of two tokens or more.")
     nats, kl = np.concatenate(sums).T
-    return Scores(
-        nats=nats,
-        tokens=np.array([window.tokens for window in scored]),
-        bytes=np.array([int(window.bytes.sum()) for window in scored]),
-        document=np.array([window.document for window in scored]),
-        kl=None if reference is None else kl,
-    )
+    return Scores.of_windows(scored, nats, None if reference is None else kl)
 
 
 def _score_batch(model: Any, tokenizer: Any, batch: list[Window], reference: Any) -> np.ndarray:

@@ -109,7 +109,6 @@ class TaskResult:
     """A model's result on a task.
 
     Attributes:
-        metric: the metric's name.
         sums: float64, (examples, columns), the terms that the metric sums over examples. Shares: correct, 1. chrF:
             n-gram counts. Log-perplexity: nats, tokens, bytes.
         answers: the generated answers; empty for log-perplexity.

@@ -133,7 +133,6 @@ def generate_text(
 
     Args:
         model: a `GraftedModel` or any transformers model.
-        tokenizer: the model's.
         prompt: the text to continue, or messages (role, content), which the tokenizer's chat template renders.
         decoding: how tokens are chosen; by default 64 greedy tokens.
         on_text: called with each chunk of text, the prompt first unless it is messages. Beam search calls it once.

@@ -63,9 +63,7 @@ class Graft(nn.Module):
     Construction reads the backbone's shapes and changes nothing of it. All methods below have defaults.
 
     Attributes:
-        Config: the class of the config.
         label: the method's name in tables and plots; by default the kind.
-        config: the config that the graft was built from.
     """
 
     Config: ClassVar[type[GraftConfig]]

@@ -165,7 +165,6 @@ class Heads(nn.Module):
         return [losses[row] for row in range(len(predictions))]
 
     def _by_task(self, task_B: Tensor | None, rows: int) -> Iterator[tuple[str, list[int]]]:
-        """Each task in the batch, and its rows."""
         tasks = [0] * rows if task_B is None else task_B.tolist()
         names = list(self.specs)
         for task in sorted(set(tasks)):

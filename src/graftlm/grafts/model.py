@@ -375,25 +375,16 @@ class GraftedModel(PreTrainedModel):
             )
         return super().to(*args, **kwargs)
 
-    def float(self, *_: Any) -> Self:
-        return self.to(torch.float32)
-
-    def double(self) -> Self:
-        return self.to(torch.float64)
-
     def half(self, *_: Any) -> Self:
         return self.to(torch.float16)
 
-    def bfloat16(self) -> Self:
-        return self.to(torch.bfloat16)
+    float = double = bfloat16 = half  # `to` refuses every cast
 
     def add_adapter(self, *_: Any, **__: Any) -> None:
         """Always `GraftError`: a graft is the adapter."""
         raise GraftError("A GraftedModel takes no PEFT adapter below its grafts: attach it as a graft instead.")
 
-    def load_adapter(self, *_: Any, **__: Any) -> None:
-        """Always `GraftError`: a graft is the adapter."""
-        self.add_adapter()
+    load_adapter: Any = add_adapter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise GraftError(

@@ -95,7 +95,6 @@ class RowGroup:
 
     Attributes:
         owner: the grafts whose taps act on these rows.
-        size: number of rows.
         cache: the cache as the grafts see it.
         span: the group's position in the batch.
         separate: True if the grafts' own layers can not be joined with those of other groups.

@@ -23,6 +23,7 @@ from graftlm.runs.graft_run import count_parameters, load_tests
 from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
 from graftlm.training import language_model
 from graftlm.training.config import TrainingConfig
+from graftlm.training.language_model import MIN_VOCAB_SIZE
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches
 
@@ -32,9 +33,7 @@ class TokenizerConfig(Config):
 
     name: str | None = Field(None, min_length=1, description="A name on the Hugging Face hub, or a folder.")
     vocab_size: int | None = Field(
-        None,
-        ge=language_model.MIN_VOCAB_SIZE,
-        description="Learn a byte-level BPE tokenizer of at most this many tokens instead.",
+        None, ge=MIN_VOCAB_SIZE, description="Learn a byte-level BPE tokenizer of at most this many tokens instead."
     )
     characters: int = Field(20_000_000, ge=1, description="Characters of text to learn the tokenizer from, at most.")
 

@@ -73,7 +73,6 @@ class RunContext:
 
     Attributes:
         folder: the run's own folder.
-        key: the run's key.
         dependencies: folders of the runs that it depends on, by id.
         progress: show the progress of training.
         log: takes lines for people.

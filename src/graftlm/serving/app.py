@@ -105,7 +105,6 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 def _openai_router(service: Service) -> APIRouter:
-    """OpenAI's routes."""
     router = APIRouter(prefix="/v1", responses=_ERRORS)
     get = functools.partial(router.get, response_model_exclude_unset=True)
     post = functools.partial(router.post, response_model_exclude_unset=True, responses=_STREAM)
@@ -146,8 +145,6 @@ def _openai_router(service: Service) -> APIRouter:
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
-    """The routes for operators."""
-
     @app.get("/health", responses={503: {"model": responses.Health}}, summary="Ready for requests?")
     async def health(response: Response) -> responses.Health:
         stats, closing = service.engine.stats(), service.closing.is_set()

@@ -8,15 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graftlm.serving.protocol import (
-    Engine,
-    EngineError,
-    Finish,
-    GenerationRequest,
-    RequestStream,
-    ServingError,
-    ShuttingDownError,
-)
+from graftlm.serving import protocol
 
 OnText = Callable[[str], object] | None
 """Called with each piece of a text."""
@@ -27,21 +19,23 @@ OnEvent = Callable[[dict[str, Any]], object]
 class EngineClient:
     """Sends the requests of one HTTP client to a model of an engine, one at a time, and waits for each result."""
 
-    def __init__(self, engine: Engine, model: str, user: str = "") -> None:
+    def __init__(self, engine: protocol.Engine, model: str, user: str = "") -> None:
         self.model = model
         self._engine, self._user = engine, user
         self._lock, self._disconnected = threading.Lock(), False
-        self._stream: RequestStream | None = None
+        self._stream: protocol.RequestStream | None = None
 
-    def generate(self, prompt: Sequence[int], max_tokens: int, on_text: OnText = None, **options: Any) -> Finish:
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, on_text: OnText = None, **options: Any
+    ) -> protocol.Finish:
         """The end of a continuation, with its whole text; call it from a thread without an event loop.
 
         Raises ServingError if the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
         """
-        request = GenerationRequest(tuple(prompt), self.model, max_tokens, user=self._user, **options)
+        request = protocol.GenerationRequest(tuple(prompt), self.model, max_tokens, user=self._user, **options)
         with self._lock:
             if self._disconnected:
-                raise ServingError("The client has disconnected.")
+                raise protocol.ServingError("The client has disconnected.")
             self._stream = self._engine.submit([request])
         return asyncio.run(_read(self._stream, on_text or (lambda text: None)))
 
@@ -53,16 +47,16 @@ class EngineClient:
                 self._stream.cancel()
 
 
-async def _read(stream: RequestStream, on_text: Callable[[str], object]) -> Finish:
+async def _read(stream: protocol.RequestStream, on_text: Callable[[str], object]) -> protocol.Finish:
     text = ""
     async for item in stream:
         text += item.text
         on_text(item.text)
-        if isinstance(item, Finish):
+        if isinstance(item, protocol.Finish):
             if item.reason == "cancelled":
-                raise ShuttingDownError("The server is shutting down: ask again in a moment.")
+                raise protocol.ShuttingDownError("The server is shutting down: ask again in a moment.")
             if item.reason == "time":
                 message = "The time of a request was over before the model had finished: ask for less, or try later."
-                raise ServingError(message, status=503, code="timed_out")
+                raise protocol.ServingError(message, status=503, code="timed_out")
             return dataclasses.replace(item, text=text)
-    raise EngineError("The engine stopped before its answer had an end: ask again.")
+    raise protocol.EngineError("The engine stopped before its answer had an end: ask again.")

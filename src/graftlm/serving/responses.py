@@ -16,13 +16,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from openai.types import Completion, CompletionChoice, CompletionUsage, CreateEmbeddingResponse, Embedding, Model
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionMessageFunctionToolCall,
-)
+from openai.types import Completion, CompletionChoice, CompletionUsage, CreateEmbeddingResponse, Embedding, Model, chat
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
@@ -82,7 +76,7 @@ class ChatChoice(Choice):
     graftlm: ChoiceExtras | None = None
 
 
-class Chat(ChatCompletion):
+class Chat(chat.ChatCompletion):
     """The response of /v1/chat/completions."""
 
     choices: list[ChatChoice]
@@ -337,11 +331,11 @@ class ChatBuilder(ResponseBuilder):
 
     prefix = "chatcmpl"
     response = staticmethod(partial(Chat, object="chat.completion"))
-    event = staticmethod(partial(ChatCompletionChunk, object="chat.completion.chunk"))
+    event = staticmethod(partial(chat.ChatCompletionChunk, object="chat.completion.chunk"))
     has_role = True
 
     def choice(self, part: ChoicePart) -> ChatChoice:
-        message = ChatCompletionMessage(role="assistant", content=part.text, refusal=None)
+        message = chat.ChatCompletionMessage(role="assistant", content=part.text, refusal=None)
         if part.calls:
             message.tool_calls, message.content = [_as_call(call) for call in part.calls], part.text or None
         logprobs = ChoiceLogprobs(**self._logprobs(part)) if self.parsed.logprobs else None
@@ -371,9 +365,9 @@ class ChatBuilder(ResponseBuilder):
         return {"token": self.tokenizer.text_of(token), "logprob": logprob, "bytes": data}
 
 
-def _as_call(call: ToolCall) -> ChatCompletionMessageFunctionToolCall:
+def _as_call(call: ToolCall) -> chat.ChatCompletionMessageFunctionToolCall:
     function = Function(name=call.name, arguments=call.arguments)
-    return ChatCompletionMessageFunctionToolCall(id=call.id, type="function", function=function)
+    return chat.ChatCompletionMessageFunctionToolCall(id=call.id, type="function", function=function)
 
 
 class ClientDisconnectedError(Exception):

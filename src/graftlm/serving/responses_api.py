@@ -13,25 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from openai.types.responses import Response
 from pydantic import BeforeValidator, Field
 
+from graftlm.serving import requests
 from graftlm.serving.errors import UnsupportedValueError
 from graftlm.serving.protocol import Finish, TokenOutput
-from graftlm.serving.requests import (
-    ChatMessage,
-    ChatRequest,
-    Ignored,
-    NamedTool,
-    NeutralValue,
-    NotEmpty,
-    OnlyEmptyList,
-    OnlyFalse,
-    OnlyNull,
-    ParsedRequest,
-    RequestBody,
-    ResponseFormat,
-    StrictBody,
-    Tool,
-    parse_chat,
-)
 from graftlm.serving.responses import ChoicePart, Outputs, ResponseBuilder
 from graftlm.serving.service import Service
 from graftlm.serving.tools import ToolCall
@@ -85,23 +69,28 @@ def _under(key: str, *types: str) -> BeforeValidator:
     return BeforeValidator(nest, json_schema_input_type=dict[str, Any])
 
 
-class TextOptions(StrictBody):
+_Format = Annotated[requests.ResponseFormat, _under("json_schema", "text", "json_object", "json_schema")]
+_Tool = Annotated[requests.Tool, _under("function", "function")]
+_NamedTool = Annotated[requests.NamedTool, _under("function", "function")]
+
+
+class TextOptions(requests.StrictBody):
     """What is asked of the answer's text."""
 
-    format: Annotated[ResponseFormat, _under("json_schema", "text", "json_object", "json_schema")] | None = None
-    verbosity: Annotated[Any, NeutralValue("medium")] = None
+    format: _Format | None = None
+    verbosity: Annotated[Any, requests.NeutralValue("medium")] = None
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(requests.RequestBody):
     """The body of /v1/responses."""
 
     model: str = Field(min_length=1)
     input: Annotated[
-        list[Annotated[ChatMessage, BeforeValidator(_as_message, json_schema_input_type=dict[str, Any])]],
-        NotEmpty,
+        list[Annotated[requests.ChatMessage, BeforeValidator(_as_message, json_schema_input_type=dict[str, Any])]],
+        requests.NotEmpty,
         BeforeValidator(
             lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value,
-            json_schema_input_type=str | Annotated[list[dict[str, Any]], NotEmpty],
+            json_schema_input_type=str | Annotated[list[dict[str, Any]], requests.NotEmpty],
         ),
     ]
     instructions: str | None = None
@@ -110,28 +99,26 @@ class ResponsesRequest(RequestBody):
     top_p: float | None = Field(1.0, ge=0, le=1)
     stream: bool | None = False
     text: TextOptions | None = None
-    tools: list[Annotated[Tool, _under("function", "function")]] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | Annotated[NamedTool, _under("function", "function")] | None = (
-        None
-    )
+    tools: list[_Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = True
     metadata: dict[str, str] | None = None
 
-    background: OnlyFalse = None
-    include: OnlyEmptyList = None
-    max_tool_calls: OnlyNull = None
-    previous_response_id: OnlyNull = None
-    reasoning: OnlyNull = None
-    top_logprobs: Annotated[Any, NeutralValue(0)] = None
-    truncation: Annotated[Any, NeutralValue("disabled")] = None
+    background: requests.OnlyFalse = None
+    include: requests.OnlyEmptyList = None
+    max_tool_calls: requests.OnlyNull = None
+    previous_response_id: requests.OnlyNull = None
+    reasoning: requests.OnlyNull = None
+    top_logprobs: Annotated[Any, requests.NeutralValue(0)] = None
+    truncation: Annotated[Any, requests.NeutralValue("disabled")] = None
 
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    store: Ignored = None
-    stream_options: Ignored = None
-    user: Ignored = None
+    prompt_cache_key: requests.Ignored = None
+    prompt_cache_retention: requests.Ignored = None
+    safety_identifier: requests.Ignored = None
+    service_tier: requests.Ignored = None
+    store: requests.Ignored = None
+    stream_options: requests.Ignored = None
+    user: requests.Ignored = None
 
     @staticmethod
     def own_keys(text: str, body: Any) -> str:
@@ -144,25 +131,25 @@ class ResponsesRequest(RequestBody):
         return text
 
 
-class _ChatOfResponse(ChatRequest):
+class _ChatOfResponse(requests.ChatRequest):
     """The chat that a request means; errors name the request's own keys."""
 
     prompt_key: ClassVar[str] = "input"
     form_key: ClassVar[str] = "text.format"
 
 
-def parse_responses(service: Service, body: ResponsesRequest, user: str) -> ParsedRequest:
+def parse_responses(service: Service, body: ResponsesRequest, user: str) -> requests.ParsedRequest:
     """Convert the body of /v1/responses to that of a chat."""
     first: list[Any] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     options: dict[str, Any] = {key: getattr(body, key) for key in _AS_IN_CHATS}
     options |= {"response_format": body.text and body.text.format, "max_tokens": body.max_output_tokens}
-    parsed = parse_chat(service, _ChatOfResponse(messages=[*first, *_joined(body.input)], **options), user)
+    parsed = requests.parse_chat(service, _ChatOfResponse(messages=[*first, *_joined(body.input)], **options), user)
     return replace(parsed, repeated=_repeated(body))
 
 
-def _joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+def _joined(messages: Sequence[requests.ChatMessage]) -> list[requests.ChatMessage]:
     """The conversation with each call as a part of the assistant's message before it."""
-    joined: list[ChatMessage] = []
+    joined: list[requests.ChatMessage] = []
     for message in messages:
         if joined and joined[-1].role == message.role == "assistant" and message.content is None:
             calls = [*(joined[-1].tool_calls or ()), *(message.tool_calls or ())]

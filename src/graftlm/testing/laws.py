@@ -19,12 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -617,10 +612,10 @@ def pretended_accelerator(model: nn.Module, cache: Cache) -> Iterator[Callable[[
     reads a value fails: `.item()`, `.tolist()`, `bool(tensor)`, a boolean index, `nonzero` and the like. Copies between
     host and device wait as well, and are recorded.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
 
         def move(tensor: Tensor) -> Tensor:
-            return (tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)).to(DEVICE)
+            return (tensor if isinstance(tensor, fake_tensor.FakeTensor) else mode.from_tensor(tensor)).to(DEVICE)
 
         model._apply(move)
         tokens = int(cache.get_seq_length())
@@ -662,6 +657,6 @@ def waits(function: Callable[[], Any]) -> list[str]:
     with _CopyRecorder() as recorder:
         try:
             function()
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
             recorder.lines += _line(traceback.extract_tb(error.__traceback__)) or [str(error)]
     return recorder.lines

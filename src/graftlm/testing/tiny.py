@@ -78,16 +78,9 @@ def tiny_tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
         vocab_size=tokens, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIAL[PAD],
-        eos_token=SPECIAL[EOS],
-        bos_token=SPECIAL[BOS],
-        mask_token=SPECIAL[MASK],
-        padding_side="left",
-        model_max_length=POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
+    special = zip(("pad_token", "eos_token", "bos_token", "mask_token"), SPECIAL, strict=True)
+    options: dict[str, Any] = {"model_max_length": POSITIONS, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **dict(special), **options)
 
 
 def tiny_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:

@@ -210,7 +210,6 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
 
 
 def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The config of a new model."""
     register()
     name = values["model_type"]
     if name not in CONFIG_MAPPING:

@@ -103,7 +103,6 @@ def train(
 
 
 def _run_steps(state: TrainingState, progress: bool) -> None:
-    """Run every step from the state's step to the last."""
     config, context, counts = state.config, state.context, state.counts
     first = counts.step
     # Only the main process has a history.

@@ -117,13 +117,10 @@ def _same_language(question: str, answer: str) -> bool | None:
     texts = (question, answer)
     if not tells_languages() or any(sum(character.isalpha() for character in text) < _MIN_LETTERS for text in texts):
         return None
-    return _language(question) == _language(answer)
-
-
-def _language(text: str) -> str:
     import py3langid
 
-    return str(py3langid.classify(text)[0])
+    first, second = (py3langid.classify(text)[0] for text in texts)
+    return first == second
 
 
 def behaviour(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:

@@ -29,7 +29,6 @@ class TokenComparison:
     """Both models at the n scored tokens of a window.
 
     Attributes:
-        window: the tokens.
         kl: (n,), nats.
         nats: (n, 2), the losses of base and tuned.
         choices: (n, 2, 3), the ids that each finds likeliest, in order.
@@ -125,13 +124,8 @@ def _compare_logits(own: Tensor, other: Tensor, targets: Tensor) -> tuple[np.nda
 
 def scores_of(compared: Sequence[TokenComparison], side: int) -> Scores:
     """The sums per window of the base (side 0) or the tuned model (side 1), with the divergence."""
-    return Scores(
-        nats=np.array([each.nats[:, side].sum() for each in compared]),
-        tokens=np.array([each.window.tokens for each in compared]),
-        bytes=np.array([int(each.window.bytes.sum()) for each in compared]),
-        document=np.array([each.window.document for each in compared]),
-        kl=np.array([each.kl.sum() for each in compared]),
-    )
+    nats = np.array([each.nats[:, side].sum() for each in compared])
+    return Scores.of_windows([each.window for each in compared], nats, np.array([each.kl.sum() for each in compared]))
 
 
 @dataclass(frozen=True)

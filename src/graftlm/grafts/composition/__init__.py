@@ -1,6 +1,4 @@
 """Composition: two or more frozen models that solve together what none can alone. See README.md."""
 
-from __future__ import annotations
-
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
 from graftlm.grafts.composition.method import Composition

@@ -260,8 +260,6 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         With `adapts: all` everything trains.
 
         Args:
-            name: its name.
-            spec: its type and labels.
             like: the trained task whose embedding it starts from, and whose head where type and labels are the same;
                 None starts from the mean embedding.
 

@@ -2,5 +2,3 @@
 
 from graftlm.grafts.memory.method import DeltaState, MemoryConfig, WindowedMemory
 from graftlm.grafts.memory.window import WindowLayer, WindowShape
-
-__all__ = ["DeltaState", "MemoryConfig", "WindowLayer", "WindowShape", "WindowedMemory"]

@@ -213,7 +213,6 @@ class SilentPass:
         """(B, T, d) hidden states, in the backbone's own precision.
 
         Args:
-            ids_BT: token ids.
             mask_BS: 1 for tokens, 0 for padding, cached columns included; None for no padding.
             positions_BT: positions; None to count from the end of the cache.
             cache: of these layers; it grows by this pass.

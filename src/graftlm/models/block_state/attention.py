@@ -326,7 +326,6 @@ class BandedAttention(torch.autograd.Function):
         """(N, G, K).
 
         Args:
-            ctx: autograd's context.
             q: (N, G, K), already divided by the root of K.
             k, v: (N, S, K).
             far_k, far_v: (N, S, K), which later windows see; (N, 0, K) if they see `k` and `v`.

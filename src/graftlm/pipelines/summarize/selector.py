@@ -298,7 +298,6 @@ def _batches(examples: Sequence[EncodedExample], training: SelectorTrainingConfi
 
 @torch.inference_mode()
 def _mean_loss(model: SentenceSelector, examples: Sequence[EncodedExample], batch_size: int) -> float:
-    """Return the mean loss of a document."""
     model.eval()
     batches = [examples[first : first + batch_size] for first in range(0, len(examples), batch_size)]
     return sum(float(model(*_collate(model, batch))) * len(batch) for batch in batches) / len(examples)
