@@ -56,8 +56,12 @@ def _print_pairs(rows: Iterable[tuple[str, str]], console: Console) -> None:
 
 
 def _print_tensors(tensors: Iterable[TensorGroup], console: Console) -> None:
-    heads = ["tensors", "count", "shape", "parameters", "effective rank"]
-    print_columns(heads, map(_tensor_cells, tensors), console, gap=True)
+    rows = []
+    for group in tensors:
+        ranks, largest = group.effective_rank, min(group.shape, default=0)
+        rank = f"{min(ranks):.1f} to {max(ranks):.1f} of {largest}" if ranks and largest > 1 else ABSENT
+        rows.append([group.name, str(group.count), " × ".join(map(str, group.shape)), f"{group.parameters:,}", rank])
+    print_columns(["tensors", "count", "shape", "parameters", "effective rank"], rows, console, gap=True)
 
 
 def print_adapter(adapter: AdapterInspection) -> None:
@@ -129,12 +133,6 @@ def _plain(value: Any) -> str:
         first = ", ".join(map(_plain, value[:_MAX_ITEMS]))
         return f"[{first}, … {len(value)} in all]" if len(value) > _MAX_ITEMS else f"[{first}]"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _tensor_cells(group: TensorGroup) -> list[str]:
-    ranks, largest = group.effective_rank, min(group.shape, default=0)
-    rank = f"{min(ranks):.1f} to {max(ranks):.1f} of {largest}" if ranks and largest > 1 else ABSENT
-    return [group.name, str(group.count), " × ".join(map(str, group.shape)), f"{group.parameters:,}", rank]
 
 
 def _layer_cell(values: Sequence[float], layer: int) -> str:

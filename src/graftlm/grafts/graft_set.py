@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, left_padded
 from graftlm.backbone.cache import GrowingLayer, is_joinable, join, move_own_layers, use_growing_layers
-from graftlm.backbone.row_hooks import RowScopedHooks, RowScopeError
+from graftlm.backbone.row_hooks import RowScope, RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
 from graftlm.grafts.base import Graft, ReplacesModel, Trace
@@ -173,7 +173,7 @@ class MultiGraftModel:
             positions = self._sites.positions(batch.mask)
             new_positions = None if positions is None else positions[:, -ids_BT.shape[1] :]
             inputs |= {"attention_mask": batch.mask, "position_ids": new_positions}
-        scopes = tuple(group.row_scope() for group in batch.groups)
+        scopes = tuple(RowScope(each.owner, each.span.rows, each.cache, each.span.offset) for each in batch.groups)
         try:
             with self._tap_hooks.announce(row_scopes=scopes) as calls:
                 output: Any = self._model(

@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Call
 from graftlm.backbone.cache import JoinError, clone_cache, is_joinable, join
-from graftlm.backbone.row_hooks import RowScope
 from graftlm.errors import GraftError
 
 
@@ -111,10 +110,6 @@ class RowGroup:
         """A group of new rows of a batch, which gives it its position, and whose backbone has so many layers."""
         span = RowSpan(shared, slice(0, size))
         return cls(owner, size, RowGroupCache(layers=[LayerView(span, index) for index in range(layers)]), span)
-
-    def row_scope(self) -> RowScope:
-        """The group as a forward pass needs it."""
-        return RowScope(self.owner, self.span.rows, self.cache, self.span.offset)
 
     def replace_cache(self, cache: Cache) -> None:
         """Use another cache, and point its layer views at this group's position."""

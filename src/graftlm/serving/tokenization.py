@@ -7,18 +7,16 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from graftlm.backbone import Backbone
 from graftlm.serving.protocol import ServingError
 from graftlm.serving.tools import OPEN, without_tools
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"

@@ -5,21 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Site, Sites
 from graftlm.backbone.families import RUNTIME_FIELDS, linear_sizes
 from graftlm.errors import BackboneError, RecipeError, TapConflictError, first_line
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.trained_copy import check_plain
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class LlamaProConfig(GraftConfig):

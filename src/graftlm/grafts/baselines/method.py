@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from peft import PeftConfig
 from pydantic import Field
+from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone
 from graftlm.grafts.base import Exportable, GraftConfig
 from graftlm.grafts.baselines.peft_graft import PeftGraft, PeftGraftConfig, default_targets
 from graftlm.grafts.trained_copy import TrainsCopy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class LoRABaselineConfig(GraftConfig):

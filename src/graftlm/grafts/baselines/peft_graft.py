@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import peft
 import torch
@@ -17,15 +17,13 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, cast_adapter_dty
 from peft.utils.other import AuxiliaryTrainingWrapper
 from pydantic import Field, JsonValue
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
 from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, BackboneError, TapConflictError, did_you_mean, first_line
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _ADAPTER = "graft"
 _PREFIX = "base_model."  # before every name of a `PeftModel`

@@ -17,10 +17,11 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
@@ -52,9 +53,6 @@ from graftlm.grafts.token_routing.routing_state import (
     route_spans,
     routing_layer,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _ROUTER = ("centroids", "probe", "whitener", "variance", "owners")
 BARE = "none"
