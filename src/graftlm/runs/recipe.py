@@ -369,7 +369,6 @@ def add_frontier(
     method can learn, and `equal_learned`, that level. They are left out where a method learns nothing.
 
     Args:
-        results: of the comparison.
         measurements: by row, with the points of each strength.
         methods: ids of the rows of each method, the first of which gets the metrics.
     """

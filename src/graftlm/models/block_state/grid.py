@@ -35,7 +35,6 @@ class WindowGrid:
             decode step.
         decoding: whether this is a decode step: each row has one new token, in the only slot.
         columns: (B, G) the input column of each slot, arbitrary for empty slots; None if slots equal columns.
-        device: of all tensors.
     """
 
     window: int

@@ -71,7 +71,6 @@ class Extract:
     """Selected sentences of a document by their indices and scores, in document order.
 
     Attributes:
-        selector: name of the selector.
         used: size of the extract in the budget's unit.
         notes: remarks for the user, one sentence each.
     """

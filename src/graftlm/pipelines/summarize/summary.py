@@ -32,7 +32,6 @@ class SentenceLink:
     """A sentence of a written summary and the nearest of the sentences that the writer read.
 
     Attributes:
-        text: the sentence of the summary.
         nearest: its index in the document; None if no word is shared.
         overlap: F1 of the two sets of words, 0 to 1.
         mark: `verbatim` if a sentence has its words in a row; `supported` if what was read has its numbers and names,
