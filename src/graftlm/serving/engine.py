@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import end_ids
 from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache, slots_of
+from graftlm.backbone.packing import pack_weights, unpack_weights
 from graftlm.errors import GraftError
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
 from graftlm.grafts.row_groups import MixedBatch
@@ -256,6 +257,8 @@ class BatchingEngine(ThreadedEngine):
         self._has_replaced = False
         super().__init__(*args, **kwargs)
         self._model = MultiGraftModel(self._backbone)
+        if self.limits.pack:
+            pack_weights(self._backbone.model)
         self._batches: list[MixedBatch] = []
         self._unread: list[ScheduledRequest] = []  # admitted requests
         self._begun: MixedBatch | None = None  # one row, whose prompt is read in part
@@ -269,7 +272,7 @@ class BatchingEngine(ThreadedEngine):
 
     def _end_all(self) -> None:
         super()._end_all()
-        self._model.detach()
+        unpack_weights(self._model.detach().model)
 
     def _step(self) -> None:
         if not self._running:
