@@ -65,11 +65,13 @@ class Graft(nn.Module):
     Attributes:
         Config: the class of the config.
         label: the method's name in tables and plots; by default the kind.
+        served_in_bfloat16: whether a server casts it on a bfloat16 backbone, which halves the reading of its weights.
         config: the config that the graft was built from.
     """
 
     Config: ClassVar[type[GraftConfig]]
     label: ClassVar[str] = ""
+    served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # of the backbone that `build_graft` had
 
