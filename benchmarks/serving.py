@@ -105,7 +105,7 @@ def save_backbone(size: Size, folder: Path) -> None:
 
 
 def make_grafts(backbone: Backbone) -> dict[str, Graft]:
-    """Gated adapters of a tenth of the backbone's weights together, random, about half of the gates open."""
+    """Gated adapters of a tenth of the backbone's weights, random, half of the gates open; in its dtype, as served."""
     torch.manual_seed(SEED)
     config = graft_config({"kind": "neutral-residues", "capacity": 0.1})
     made = {name: build_graft(config, backbone).eval() for name in GRAFTS}
@@ -113,6 +113,7 @@ def make_grafts(backbone: Backbone) -> dict[str, Graft]:
         for graft in made.values():
             for parameter in graft.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.02)
+            graft.to(backbone.model.dtype)
     return made
 
 

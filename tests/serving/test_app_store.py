@@ -101,6 +101,20 @@ def test_all_grafts_of_a_folder_are_loaded_and_left_alone(backbone: Backbone, fo
     assert counter.shelf.problems() == {}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_adapters_are_served_in_bfloat16_where_the_backbone_is(dtype: torch.dtype, tmp_path: Path) -> None:
+    kinds = {"adapter": {"width": 4}, "neutral-residues": {"width": 4}, "memory": {"window": 8}}
+    served = Backbone.wrap(tiny_model("llama").to(dtype), tiny_tokenizer(), "tiny")
+    for kind, values in kinds.items():
+        save_graft(build_graft(graft_config({"kind": kind, **values}), served), served, tmp_path / kind)
+    dtypes = {
+        name: next(graft.parameters()).dtype
+        for name, graft in GraftStore({"tiny": served}, {}, tmp_path).open().items()
+    }
+    adapters = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    assert dtypes == {"adapter": adapters, "neutral-residues": adapters, "memory": torch.float32}
+
+
 def test_a_changed_graft_takes_over_once_its_files_are_still(backbone: Backbone, folder: Path) -> None:
     counter = Counter(GraftStore({"tiny": backbone}, folder=folder))
     write(backbone, folder / "danish", 3.0)

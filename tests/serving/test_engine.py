@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.serial_engine import SerialEngine
-from graftlm.backbone import Call
+from graftlm.backbone import Backbone, Call
+from graftlm.backbone.packing import PackedLinear
 from graftlm.errors import BackboneError, GraftError
 from graftlm.grafts import Graft
 from graftlm.serving.engine import BatchingEngine
@@ -20,7 +22,7 @@ from graftlm.serving.protocol import EngineError, EngineLimits, GenerationReques
 from laws.examples import EXAMPLES
 from laws.tools import graft_onto
 from serving.engines import Completion, Gate, backbone, batching, complete, grafts, prompt, read
-from tiny import tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "gpt2", "gemma3")
 MODELS = ("llama", "a", "b", "a+b", "two")
@@ -162,3 +164,17 @@ def test_a_graft_with_modules_of_its_own_is_refused() -> None:
     model.detach()
     with pytest.raises(GraftError, match="own brings modules of its own into the model"):
         BatchingEngine(backbone("llama"), {"own": model.grafts["graft"]})  # type: ignore[dict-item]  # it is a graft
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_an_engine_packs_bfloat16_weights_while_it_runs_and_no_longer(pack: bool) -> None:
+    model = tiny_model("llama").bfloat16()
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    engine = BatchingEngine(Backbone.wrap(model, tiny_tokenizer(), "llama"), {}, "llama", EngineLimits(pack=pack))
+    try:
+        assert any(isinstance(module, PackedLinear) for module in model.modules()) == (pack and supported)
+        (done,) = complete(engine, [GenerationRequest(prompt(9), "llama", max_tokens=4)])
+        assert done.finish.completion_tokens
+    finally:
+        engine.close(0)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())

@@ -32,9 +32,9 @@ from graftlm.models.state_layer import RecurrentCacheLayer
 
 _SLOTS = "_graft_slots"
 _MIN_SPARE_TOKENS = 64
-BLOCK_TOKENS = 64  # of the prefix cache
+BLOCK_TOKENS = 32  # of the prefix cache
 Block = list[tuple[Tensor, Tensor]]
-"""Keys and values (1, H, 64, d) of each layer, the backbone's first."""
+"""Keys and values (1, H, 32, d) of each layer, the backbone's first."""
 
 
 def slots(
@@ -287,7 +287,7 @@ def _concatenate(states: Sequence[Tensor]) -> Tensor:
 class PrefixBlocks:
     """Keys and values of texts that were read, for later prompts that begin alike. Not thread-safe.
 
-    A text is cut into blocks of 64 tokens. A block is known by its grafts and by all tokens up to its end, compared by
+    A text is cut into blocks of 32 tokens. A block is known by its grafts and by all tokens up to its end, compared by
     value. The blocks that were used last are kept, of `tokens` tokens at most.
     """
 

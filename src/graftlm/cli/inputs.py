@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
@@ -23,6 +23,8 @@ def flag(name: str, text: str) -> Any:
     return Option(*name.split(), help=text)
 
 
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "int4"]
 RecipeFile = Annotated[Path, argument("RECIPE", "The recipe, a YAML file.")]
 Settings = Annotated[list[str] | None, argument("KEY=VALUE", "Override recipe keys, as in training.steps=200.")]
 RunFolder = Annotated[Path | None, option("DIR", "Output folder; by default the recipe's out.", "--out")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from graftlm.cli.common import configure_logging, log
-from graftlm.cli.inputs import Device, Quiet, Trust, option
+from graftlm.cli.inputs import Device, DtypeName, Quantization, Quiet, Trust, flag, option
 from graftlm.errors import GraftError, MissingExtraError
 from graftlm.io import find_model
 
@@ -38,8 +38,9 @@ def serve(
         float, option("S", "Interval of checks for changed grafts; 0: only at SIGHUP.", min=0)
     ] = 2.0,
     device: Device = None,
-    dtype: Annotated[str, option("DTYPE", "Precision of the backbone; by default its own.")] = "auto",
-    quantize: Annotated[str | None, option("KIND", "Weights in int8 or int4: less memory, slower.")] = None,
+    dtype: Annotated[DtypeName, option("DTYPE", "Precision of the backbone; by default its own.")] = "auto",
+    quantize: Annotated[Quantization | None, option("KIND", "Weights in int8 or int4: less memory, slower.")] = None,
+    pack: Annotated[bool, flag("--pack/--no-pack", "Copy bfloat16 weights as a CPU reads them: faster.")] = True,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
@@ -81,7 +82,7 @@ def serve(
     gc.enable()
     server.log_to_stderr(quiet)
     sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}
-    limits = EngineLimits(**sizes, context=context, seconds=seconds)
+    limits = EngineLimits(**sizes, context=context, seconds=seconds, pack=pack)
     service = open_service(loaded, given, grafts, settings=settings, limits=limits, keys=keys)
     if not settings.is_local and not keys:
         log(f"whoever reaches {host} can use this server: --api-keys (or {KEYS_VARIABLE}) asks for a key.")

@@ -64,10 +64,12 @@ class Graft(nn.Module):
 
     Attributes:
         label: the method's name in tables and plots; by default the kind.
+        served_in_bfloat16: whether a server casts it on a bfloat16 backbone, which halves the reading of its weights.
     """
 
     Config: ClassVar[type[GraftConfig]]
     label: ClassVar[str] = ""
+    served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # of the backbone that `build_graft` had
 

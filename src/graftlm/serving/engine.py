@@ -19,7 +19,9 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import end_ids
 from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache, slots_of
+from graftlm.backbone.packing import pack_weights, unpack_weights
 from graftlm.errors import GraftError
+from graftlm.grafts import Graft
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
 from graftlm.grafts.row_groups import MixedBatch
 from graftlm.serving.protocol import (
@@ -256,6 +258,8 @@ class BatchingEngine(ThreadedEngine):
         self._has_replaced = False
         super().__init__(*args, **kwargs)
         self._model = MultiGraftModel(self._backbone)
+        for module in (self._backbone.model, *self._grafts.values()) if self.limits.pack else ():
+            pack_weights(module)
         self._batches: list[MixedBatch] = []
         self._unread: list[ScheduledRequest] = []  # admitted requests
         self._begun: MixedBatch | None = None  # one row, whose prompt is read in part
@@ -265,11 +269,14 @@ class BatchingEngine(ThreadedEngine):
 
     def replace(self, name: str, graft: object | None) -> None:
         super().replace(name, graft)
+        if self.limits.pack and isinstance(graft, Graft):
+            pack_weights(graft)
         self._has_replaced = True
 
     def _end_all(self) -> None:
         super()._end_all()
-        self._model.detach()
+        for module in (self._model.detach().model, *self._grafts.values()):
+            unpack_weights(module)
 
     def _step(self) -> None:
         if not self._running:

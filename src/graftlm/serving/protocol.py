@@ -93,6 +93,7 @@ class EngineLimits(Config):
         max_tokens: maximum tokens of a continuation.
         seconds: maximum time of a request, waiting included.
         prefix_tokens: maximum tokens of texts whose keys and values are kept for prompts that begin alike.
+        pack: keep a second copy of bfloat16 weights, which a CPU reads faster.
     """
 
     batch_size: int = Field(16, ge=1)
@@ -101,6 +102,7 @@ class EngineLimits(Config):
     max_tokens: int = Field(1024, ge=1)
     seconds: float = Field(300.0, gt=0)
     prefix_tokens: int = Field(8192, ge=0)
+    pack: bool = True
 
 
 @dataclass(frozen=True)

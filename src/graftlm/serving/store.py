@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from graftlm.artifact import JSON_NAME, TENSORS_NAME, Manifest, load_graft, read_manifest
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError
@@ -168,6 +170,8 @@ class GraftStore:
                 manifest.check_alone(copy, "a server's model")
                 backbone = self._backbone_of(manifest, copy)
                 graft = load_graft(copy, self.backbones[backbone])
+                if graft.served_in_bfloat16 and self.backbones[backbone].model.dtype == torch.bfloat16:
+                    graft.to(torch.bfloat16)
             except GraftError as error:
                 raise ArtifactError(str(error).replace(str(copy), str(folder))) from None
         return graft, StoredGraft(name, backbone, folder, manifest, int((folder / JSON_NAME).stat().st_mtime))
