@@ -35,7 +35,7 @@ from graftlm.serving.errors import error_response
 from graftlm.serving.protocol import QueueFullError, ServingError
 from graftlm.serving.settings import ServerSettings, read_keys
 
-BLOCK = 256  # characters; about the 64 tokens of a block of the servers' prefix cache
+BLOCK = 256  # characters; about 64 tokens, two blocks of the servers' prefix cache
 MAX_BLOCKS = 64  # of a prompt that are looked at
 KEPT = 20_000  # blocks that are remembered for each replica
 BATCH = 16  # requests that a replica generates at a time

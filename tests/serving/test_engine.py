@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.serial_engine import SerialEngine
 from graftlm.backbone import Backbone, Call
-from graftlm.backbone.packing import PackedLinear
+from graftlm.backbone.packing import PackedLinear, can_pack
 from graftlm.errors import BackboneError, GraftError
-from graftlm.grafts import Graft
+from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.engine import BatchingEngine
 from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.protocol import EngineError, EngineLimits, GenerationRequest, ServingError, UnknownModelError
@@ -168,13 +167,26 @@ def test_a_graft_with_modules_of_its_own_is_refused() -> None:
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_an_engine_packs_bfloat16_weights_while_it_runs_and_no_longer(pack: bool) -> None:
-    model = tiny_model("llama").bfloat16()
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    engine = BatchingEngine(Backbone.wrap(model, tiny_tokenizer(), "llama"), {}, "llama", EngineLimits(pack=pack))
+    served = Backbone.wrap(tiny_model("llama").bfloat16(), tiny_tokenizer(), "llama")
+    config = graft_config({"kind": "adapter", "width": 4})
+    given, second, third = (build_graft(config, served).bfloat16() for _ in range(3))
+    modules = [served.model, given, second, third]
+
+    def packed() -> list[bool]:
+        return [any(isinstance(module, PackedLinear) for module in owner.modules()) for owner in modules]
+
+    with pytest.raises(GraftError):
+        BatchingEngine(served, {"a": given, "x+y": second}, "llama", EngineLimits(pack=pack))
+    assert not any(packed())
+    engine = BatchingEngine(served, {"a": given}, "llama", EngineLimits(pack=pack))
     try:
-        assert any(isinstance(module, PackedLinear) for module in model.modules()) == (pack and supported)
+        assert packed() == [pack and can_pack()] * 2 + [False] * 2
+        engine.replace("a", second)
+        engine.replace("a", None)
         (done,) = complete(engine, [GenerationRequest(prompt(9), "llama", max_tokens=4)])
         assert done.finish.completion_tokens
+        assert packed() == [pack and can_pack()] * 3 + [False]
     finally:
         engine.close(0)
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    engine.replace("a", third)
+    assert not any(packed())

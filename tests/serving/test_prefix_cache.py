@@ -188,6 +188,7 @@ def test_rows_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert rows([150], [0]) == ([0], 150)
     assert rows([20, 30, 10], [0] * 3, "aba") == ([0, 2, 1], 0), "rows of one owner follow each other"
+    assert rows([40, 40, 32], [0] * 3) == ([0, 2], 0), "of 32 tokens the last would be read anyway"
     assert rows([70, 70, 70], [0] * 3, "aab") == ([0, 2], 0), "the second may use what the first leaves"
     assert rows([90, 90, 90], [64, 64, 64], "aba") == ([0, 2], 26)
     assert rows([150, 140, 150], [None, 0, None], "aba") == ([0, 2], 0), "those that can't be read in parts are whole"

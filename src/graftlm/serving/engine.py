@@ -13,8 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import end_ids
@@ -255,11 +256,12 @@ class BatchingEngine(ThreadedEngine):
     shares_batches = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._has_replaced = False
+        self._has_replaced, self._packed = False, None
         super().__init__(*args, **kwargs)
         self._model = MultiGraftModel(self._backbone)
-        for module in (self._backbone.model, *self._grafts.values()) if self.limits.pack else ():
-            pack_weights(module)
+        self._packed: WeakSet[nn.Module] | None = WeakSet()  # for as long as the engine runs
+        for module in (self._backbone.model, *self._grafts.values()):
+            self._pack(module)
         self._batches: list[MixedBatch] = []
         self._unread: list[ScheduledRequest] = []  # admitted requests
         self._begun: MixedBatch | None = None  # one row, whose prompt is read in part
@@ -269,13 +271,23 @@ class BatchingEngine(ThreadedEngine):
 
     def replace(self, name: str, graft: object | None) -> None:
         super().replace(name, graft)
-        if self.limits.pack and isinstance(graft, Graft):
-            pack_weights(graft)
+        if isinstance(graft, Graft):
+            self._pack(graft)
         self._has_replaced = True
+
+    def _pack(self, module: nn.Module) -> None:
+        if self.limits.pack and self._packed is not None:
+            self._packed.add(module)
+            if not pack_weights(module):
+                _log.warning(
+                    "%s: weights are not packed, as the free memory is too small; steps take longer", self.name
+                )
 
     def _end_all(self) -> None:
         super()._end_all()
-        for module in (self._model.detach().model, *self._grafts.values()):
+        self._model.detach()
+        packed, self._packed = self._packed or (), None
+        for module in packed:
             unpack_weights(module)
 
     def _step(self) -> None:
