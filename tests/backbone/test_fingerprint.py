@@ -50,6 +50,19 @@ def test_same_when_quantised(family: str) -> None:
     assert plain.difference(fingerprint(other)) == "its weights differ", "norms and embedding still tell them apart"
 
 
+@pytest.mark.parametrize("family", [*SOME, "tied"])
+def test_a_quantised_model_has_as_many_parameters(family: str) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = tiny_model("llama", tie_word_embeddings=True) if family == "tied" else tiny_model(family)
+    kind = "causal-lm" if model.can_generate() else "encoder"
+    count = Backbone.wrap(model, kind=kind).parameter_count
+    assert count == sum(parameter.numel() for parameter in model.parameters())
+    quantize_(model, Int8WeightOnlyConfig())
+    assert Backbone.wrap(model, kind=kind).parameter_count == count
+    assert family != "tied" or count < sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("family", SOME)
 def test_same_beside_a_users_adapter(family: str) -> None:
     plain = fingerprint(tiny_model(family))

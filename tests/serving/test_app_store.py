@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 
 from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
+from graftlm.backbone.load import quantize_weights
 from graftlm.errors import GraftError
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.app import _watch
@@ -113,6 +114,17 @@ def test_adapters_are_served_in_bfloat16_where_the_backbone_is(dtype: torch.dtyp
     }
     adapters = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     assert dtypes == {"adapter": adapters, "neutral-residues": adapters, "memory": torch.float32}
+
+
+def test_a_graft_of_tied_embeddings_is_served_in_int8(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    served = Backbone.wrap(tiny_model("llama", tie_word_embeddings=True), tiny_tokenizer(), "tiny")
+    kinds = {"adapter": {"capacity": 0.3}, "neutral-residues": {"capacity": 0.3}}
+    for kind, values in kinds.items():
+        save_graft(build_graft(graft_config({"kind": kind, **values}), served), served, tmp_path / kind)
+    quantize_weights(served.bare_model, "int8", "tiny")
+    store = GraftStore({"tiny": served}, {}, tmp_path)
+    assert (sorted(store.open()), store.problems()) == (sorted(kinds), {})
 
 
 def test_a_changed_graft_takes_over_once_its_files_are_still(backbone: Backbone, folder: Path) -> None:

@@ -87,6 +87,11 @@ class Backbone:
         """The model's fingerprint; computed once, as the weights never change."""
         return fingerprint(self.model)
 
+    @property
+    def parameter_count(self) -> int:
+        """The number of the checkpoint's parameters, also where quantisation has untied the head."""
+        return sum(parameter.numel() for parameter in _checkpoint_parameters(self.model))
+
     @cached_property
     def bare_model(self) -> PreTrainedModel:
         """The model as it is without grafts, in evaluation mode, also while some are attached; it shares all weights.

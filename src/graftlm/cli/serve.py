@@ -40,7 +40,9 @@ def serve(
     device: Device = None,
     dtype: Annotated[DtypeName, option("DTYPE", "Precision of the backbone; by default its own.")] = "auto",
     quantize: Annotated[Quantization | None, option("KIND", "Weights in int8 or int4: less memory, slower.")] = None,
-    pack: Annotated[bool, flag("--pack/--no-pack", "Copy bfloat16 weights as a CPU reads them: faster.")] = True,
+    pack: Annotated[
+        bool, flag("--pack/--no-pack", "Copy bfloat16 weights for the CPU: prompts, batches faster.")
+    ] = True,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:

@@ -49,7 +49,7 @@ class LoRABaseline(PeftGraft):
 
 def rank_for(capacity: float, backbone: Backbone) -> int:
     """The rank at which the factors of all FFN Linears hold `capacity` times the backbone's weights."""
-    weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
+    weights = capacity * backbone.parameter_count
     layers = map(backbone.sites.ffn_weights, range(backbone.sites.n_layers))
     shapes = [getattr(module, name).shape for weights in layers for module, name in weights]
     return max(1, round(weights / sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)))

@@ -278,7 +278,7 @@ class VanillaAdapter(NeutralResidues):
 def width_for(capacity: float, backbone: Backbone) -> int:
     """The inner width F at which all layers together hold `capacity` times the backbone's weights."""
     matrices = 3 if backbone.sites.family.gated else 2
-    weights = capacity * sum(parameter.numel() for parameter in backbone.model.parameters())
+    weights = capacity * backbone.parameter_count
     width = weights / (backbone.sites.n_layers * matrices * backbone.sites.width)
     # Tensor cores need rows of full 16 bytes. Rounding a narrow adapter would change its size by more than 1%.
     return round(width / 8) * 8 if width >= 512 else max(1, round(width))
