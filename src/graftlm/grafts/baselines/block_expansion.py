@@ -141,8 +141,9 @@ def _number_of_blocks(config: LlamaProConfig, backbone: Backbone) -> int:
     layers, blocks = backbone.sites.n_layers, config.blocks
     if blocks is None:
         assert config.capacity is not None, "a config's own check"
+        weights = backbone.parameter_count
         in_layers = sum(parameter.numel() for parameter in backbone.sites.layers.parameters())
-        blocks = max(1, round(config.capacity * backbone.parameter_count * layers / in_layers))
+        blocks = max(1, round(config.capacity * weights * layers / in_layers))
     if blocks > layers:
         raise RecipeError(
             f"{blocks} new blocks are asked for, but each stands behind another layer, and {backbone.name} has "
