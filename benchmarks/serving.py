@@ -3,8 +3,8 @@
     python benchmarks/serving.py --out DIR [--quick]
 
 SmolLM2-135M-Instruct streams its answers to clients in another process of this machine. The compared turns run in
-rounds of alternating order, so that other load of the machine affects both sides of a ratio. A row's `ratio`
-is the median over rounds; its interval has the smallest and the largest value.
+rounds of alternating order, those of a ratio one after the other, so that other load of the machine affects both
+sides. A row's `ratio` is the median over rounds; its interval has the smallest and the largest value.
 """
 
 from __future__ import annotations
@@ -248,14 +248,17 @@ def measure(size: Size, folder: Path) -> Measured:
             run_load(load | {"prompts": [[150, 151]], "extra": {"structured_outputs": {"json": numbers}}})  # type: ignore[arg-type]
             return run_load(load | {"extra": {"structured_outputs": {"json": numbers}}})  # type: ignore[arg-type]
 
-    turns: dict[str, Callable[[], dict[str, float]]] = {
+    turns: dict[str, Callable[[], dict[str, float]]] = {  # those of a ratio follow each other, as machines change
+        **{f"clients_{n}": lambda n=n: ours(n, batching) for n in (1, 4, 64)},
         SERIAL: lambda: ours(16, serial),
-        **{f"clients_{n}": lambda n=n: ours(n, batching) for n in (1, 4, 8, 16, 64)},
-        ONE_GRAFT: lambda: ours(16, batching, GRAFTS[:1]),
+        "clients_16": lambda: ours(16, batching),
+        "transformers_static_16": lambda: static(16),
         "mixed_grafts_4": lambda: ours(16, batching, GRAFTS),
-        **{f"transformers_static_{n}": lambda n=n: static(n) for n in (8, 16)},
-        "prefix_1000": prefix,
+        ONE_GRAFT: lambda: ours(16, batching, GRAFTS[:1]),
+        "transformers_static_8": lambda: static(8),
+        "clients_8": lambda: ours(8, batching),
         "json": constrained,
+        "prefix_1000": prefix,
     }
 
     def theirs(url: str, clients: int) -> dict[str, float]:
