@@ -3,8 +3,9 @@
     python benchmarks/serving.py --out DIR [--quick]
 
 SmolLM2-135M-Instruct streams its answers to clients in another process of this machine. The compared turns run in
-rounds of alternating order, those of a ratio one after the other, so that other load of the machine affects both
-sides. A row's `ratio` is the median over rounds; its interval has the smallest and the largest value.
+rounds of alternating order, those of a ratio one after the other (but those of `transformers serve`), so that other
+load of the machine affects both sides. A row's `ratio` is the median over rounds; its interval has the smallest and
+the largest value.
 """
 
 from __future__ import annotations

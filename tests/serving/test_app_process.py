@@ -21,8 +21,9 @@ import torch
 from graftlm.artifact import save_graft
 from graftlm.backbone import load_backbone
 from graftlm.backbone.load import quantize_weights
+from graftlm.errors import GraftError
 from graftlm.grafts import build_graft, graft_config
-from graftlm.serving.protocol import GenerationRequest
+from graftlm.serving.protocol import EngineLimits, GenerationRequest
 from graftlm.serving.service import open_service
 from serving.engines import complete
 from serving.web import until
@@ -211,6 +212,17 @@ def test_what_the_user_can_mend(home: Path, monkeypatch: pytest.MonkeyPatch, opt
     assert outcome.code == 2
     assert sentence in outcome.err
     assert outcome.err.count("\n") <= 4, "a sentence, no traceback"
+
+
+@pytest.mark.parametrize(("options", "pack"), [((), True), (("--no-pack",), False)])
+def test_the_engine_learns_of_no_pack(home: Path, monkeypatch: pytest.MonkeyPatch, options, pack: bool) -> None:
+    from cli.tools import invoke
+
+    def stop(*_: object, limits: EngineLimits, **__: object) -> None:
+        raise GraftError(f"pack is {limits.pack}")
+
+    monkeypatch.setattr("graftlm.serving.service.open_service", stop)
+    assert f"pack is {pack}" in invoke("serve", "--backbone", str(home / "llama"), *options).err
 
 
 def test_without_the_extra_it_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,8 +276,9 @@ class BatchingEngine(ThreadedEngine):
         self._has_replaced = True
 
     def _pack(self, module: nn.Module) -> None:
-        if self.limits.pack and self._packed is not None:
-            self._packed.add(module)
+        packed = self._packed
+        if self.limits.pack and packed is not None:
+            packed.add(module)
             if not pack_weights(module):
                 _log.warning(
                     "%s: weights are not packed, as the free memory is too small; steps take longer", self.name
@@ -287,7 +288,7 @@ class BatchingEngine(ThreadedEngine):
         super()._end_all()
         self._model.detach()
         packed, self._packed = self._packed or (), None
-        for module in packed:
+        for module in list(packed):  # a thread may still replace a graft
             unpack_weights(module)
 
     def _step(self) -> None:
