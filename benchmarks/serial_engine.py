@@ -45,7 +45,8 @@ class SerialEngine(ThreadedEngine):
             if overdue := "cancelled" if self._stopping else scheduled.overdue:
                 reason = overdue
                 break
-            if sampled.token in self._end_ids:
+            own_end = not request.ignore_eos and sampled.token in self._end_ids
+            if own_end or sampled.token in request.stop_tokens:
                 reason = "stop"
                 break
             tokens.append(sampled.token)
@@ -99,6 +100,9 @@ def changed(logits_V: Tensor, row: RowSampling) -> Tensor:
         logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
     for token, count in row.counts.items():
         logits[token] -= request.presence_penalty + count * request.frequency_penalty
+    if sum(row.counts.values()) < request.min_tokens:
+        for token in row.ends:
+            logits[token] = -torch.inf
     if row.matcher is not None:
         allowed = row.matcher.compute_logit_bias()
         for token in range(len(logits)):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
+from transformers import modeling_gguf_pytorch_utils as reading
 from transformers.utils import logging
 
 from backbone.gguf_files import write_gguf
@@ -47,9 +49,13 @@ def test_the_header_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) ->
             reads.append(path)
             super().__init__(path)
 
+    parts: list[Any] = []
+    parse = reading._gguf_parse_value
+    monkeypatch.setattr(reading, "_gguf_parse_value", lambda part, types: (parts.append(part), parse(part, types))[1])
     monkeypatch.setattr(gguf, "GGUFReader", Reader)
     load_backbone(file)
     assert len(reads) == 1
+    assert len(parts) == len(set(map(id, parts))) > 0, "and each value once"
     assert gguf.GGUFReader is Reader, "nothing is left behind"
 
 

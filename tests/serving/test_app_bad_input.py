@@ -242,6 +242,32 @@ CASES = {
         "tokenizer.",
         logit_bias={"900": 1},
     ),
+    "an end token that is not there": completions(
+        None,
+        "stop_token_ids",
+        "stop_token_ids holds the token id 900, and the model has 304 tokens, from 0 on: encode it with the model's "
+        "own tokenizer.",
+        stop_token_ids=[5, 900],
+    ),
+    "an answer that is to be longer than it may": completions(
+        None,
+        "min_tokens",
+        "min_tokens is 17, and the answer has at most 16 tokens: ask for fewer.",
+        min_tokens=17,
+    ),
+    "a shortest length of a form": completions(
+        None,
+        "min_tokens",
+        "min_tokens does not go with a form of the answer, which says where it ends: leave one out.",
+        min_tokens=2,
+        structured_outputs={"choice": ["yes", "no"]},
+    ),
+    "a value of the template that is the server's": chats(
+        None,
+        "chat_template_kwargs",
+        "The request: chat_template_kwargs: tools is set by the server: leave it out.",
+        chat_template_kwargs={"tools": []},
+    ),
     "top_logprobs alone": chats(
         None,
         "top_logprobs",

@@ -51,6 +51,14 @@ def test_another_template_comes_first() -> None:
     assert found.chat_stops == ()
 
 
+def test_a_template_may_take_values_of_the_request() -> None:
+    found = prompts(template="{{ messages[-1].content }}{% if not enable_thinking | default(true) %}!{% endif %}")
+    chosen = [
+        text(found.tokenizer, found.encode_chat(TURNS, values=values)) for values in ({}, {"enable_thinking": False})
+    ]
+    assert chosen == ["Godt?", "Godt?!"]
+
+
 def test_without_a_template_names_and_colons() -> None:
     found = prompts()
     expected = "Be brief.\n\nUser: Hej\nAssistant: Hej!\nUser: Godt?\nAssistant:"

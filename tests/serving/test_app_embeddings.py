@@ -18,6 +18,7 @@ from graftlm.serving.protocol import EngineLimits
 from graftlm.serving.service import open_service
 from graftlm.serving.settings import ApiKeys
 from graftlm.testing import randomise
+from graftlm.version import __version__
 from serving.web import ScriptedEngine, running, web_service
 from tiny import tiny_model, tiny_tokenizer
 
@@ -102,12 +103,17 @@ def test_tokens_of_texts_and_chats(address: str) -> None:
     tokens, tokenizer = post(prompt="the fox é"), tiny_tokenizer()
     assert tokens == {"count": len(tokens["tokens"]), "max_model_len": 128, "tokens": tokens["tokens"]}
     assert str(tokenizer.decode(tokens["tokens"])).endswith("the fox é")
+    back = httpx.post(f"{address}/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert back == {"prompt": tokenizer.decode(tokens["tokens"])}
+    unknown = httpx.post(f"{address}/detokenize", json={"tokens": [5, 900]}).json()
+    assert "tokens holds the token id 900" in unknown["error"]["message"]
+    assert httpx.get(f"{address}/version").json() == {"version": __version__}
     chat = post(messages=[{"role": "user", "content": "the fox"}])
     assert "User: the fox" in str(tokenizer.decode(chat["tokens"]))
     assert "either prompt or messages" in post(model="tiny")["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", "v1/responses"])
+@pytest.mark.parametrize("path", ["tokenize", "detokenize", "v1/embeddings", "v1/responses"])
 def test_keys_are_asked_for(path: str) -> None:
     with running(web_service(ScriptedEngine(), keys=ApiKeys([("ann", "k" * 40)]))) as address:
         assert httpx.post(f"{address}/{path}", json={}).status_code == 401

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,9 @@ OPTIONS = st.fixed_dictionaries(
         "presence_penalty": st.sampled_from([0.0, 2.0]),
         "frequency_penalty": st.sampled_from([0.0, -1.0]),
         "logit_bias": st.sampled_from([(), ((0, 5.0), (3, -100.0))]),
+        "min_tokens": st.sampled_from([0, 3]),
+        "stop_tokens": st.sampled_from([(), (0, 3)]),
+        "ignore_eos": st.booleans(),
     }
 )
 
@@ -143,10 +147,19 @@ def test_choices_are_those_of_a_row_alone(
 
 def after(request: GenerationRequest, tokens: list[int]) -> RowSampling:
     """A row that has sampled these tokens."""
-    row = RowSampling(request)
+    row = RowSampling(request, {2})
     for token in tokens:
         row.add(token)
     return row
+
+
+def test_no_end_token_comes_too_early_and_others_end_the_answer_where_asked() -> None:
+    request = GenerationRequest((1,), "m", min_tokens=2, stop_tokens=(3,))
+    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
+    chosen = [choice and choice.token for n in range(3) for choice in sample(logits, [after(request, [1] * n)])]
+    assert chosen == [1, 1, 2]
+    assert after(request, []).ends == {2, 3}
+    assert after(replace(request, ignore_eos=True), []).ends == {3}
 
 
 def test_shares_of_random_choices_are_their_probabilities() -> None:
@@ -186,7 +199,8 @@ def test_a_turn_takes_so_many_tokens_and_one_request_at_least() -> None:
 
 
 def _request(name: str, length: int = 1) -> ScheduledRequest:
-    return ScheduledRequest(GenerationRequest((5,) * length, name, user=name[0]), GraftSet(), RequestStream(), 0, 9.0)
+    sampling = RowSampling(GenerationRequest((5,) * length, name, user=name[0]))
+    return ScheduledRequest(sampling, GraftSet(), RequestStream(), 0, 9.0)
 
 
 def test_a_stream_hands_outputs_from_a_thread_to_a_loop() -> None:

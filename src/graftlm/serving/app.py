@@ -153,15 +153,25 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         counts = {"running": stats.running, "waiting": stats.waiting, "models": len(service.engine.names)}
         return responses.Health(status=status, broken=broken, **counts)
 
+    def tokens_of(model: str | None) -> Service:
+        if model is None and service.members:
+            problem = "The key model is missing: several backbones are served, with tokens of their own."
+            raise ServingError(problem, "model")
+        return requests.service_of(service, model or service.name)
+
     @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
     async def tokens(body: requests.TokenizeRequest) -> dict[str, int | list[int]]:
-        if body.model is None and service.members:
-            raise ServingError(
-                "The key model is missing: several backbones are served, with tokens of their own.", "model"
-            )
-        own = requests.service_of(service, body.model or service.name)
+        own = tokens_of(body.model)
         ids = await asyncio.to_thread(requests.tokenize, own, body)
         return {"count": len(ids), "max_model_len": own.context, "tokens": ids}
+
+    @app.post("/detokenize", responses=_ERRORS, summary="The text of tokens, as of vLLM")
+    async def text(body: requests.DetokenizeRequest) -> dict[str, str]:
+        return {"prompt": await asyncio.to_thread(requests.detokenize, tokens_of(body.model), body)}
+
+    @app.get("/version", summary="The server's version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/metrics", response_class=Response, summary="Figures for Prometheus")
     async def metrics() -> Response:

@@ -55,10 +55,15 @@ class ScheduledRequest:
     """The state of an accepted request, from its arrival to its end, which comes after `seconds` at the latest."""
 
     def __init__(
-        self, request: GenerationRequest, graft_set: GraftSet, stream: RequestStream, index: int, seconds: float
+        self,
+        sampling: RowSampling,
+        graft_set: GraftSet,
+        stream: RequestStream,
+        index: int,
+        seconds: float,
     ) -> None:
-        self.request, self.graft_set, self.stream, self.index = request, graft_set, stream, index
-        self.sampling = RowSampling(request)
+        self.request, self.graft_set, self.stream, self.index = sampling.request, graft_set, stream, index
+        self.sampling = sampling
         self.answer: list[int] = []
         self.cached_tokens = 0
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -162,7 +167,8 @@ class ThreadedEngine(ModelRegistry):
             if len(requests) > free:
                 raise QueueFullError(f"{len(self._queue)} requests are waiting already: ask again in a moment.")
             for index, (request, graft_set) in enumerate(zip(requests, graft_sets, strict=True)):
-                self._queue.add(ScheduledRequest(request, graft_set, stream, index, self.limits.seconds))
+                sampling = RowSampling(request, self._end_ids)
+                self._queue.add(ScheduledRequest(sampling, graft_set, stream, index, self.limits.seconds))
             self._changed.notify()
         return stream
 
@@ -456,7 +462,7 @@ class BatchingEngine(ThreadedEngine):
                 self._finish(request, error)
                 continue
             is_first, finish = not request.answer, None
-            if token.token in self._end_ids:
+            if token.token in request.sampling.ends:
                 finish = request.finish("stop")
             else:
                 output, finish = request.add(token, traces.get(row, {}), self._tokenizer)

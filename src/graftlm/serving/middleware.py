@@ -20,7 +20,7 @@ from graftlm.serving.errors import error_response, internal_error
 from graftlm.serving.protocol import Engine, QueueFullError, ServingError, ShuttingDownError
 from graftlm.serving.settings import ApiKeys, ServerSettings
 
-_PROTECTED = ("/v1/", "/metrics/", "/tokenize/")
+_PROTECTED = ("/v1/", "/metrics/", "/tokenize/", "/detokenize/")
 DOCUMENT_FACTOR = 8  # a body with a document, such as a PDF file, may be so many times as large as others
 _DRAIN_FACTOR = 8  # a refused body is read up to this multiple of the limit, so that the client receives the error
 _DRAIN_SECONDS = 2.0

@@ -113,6 +113,9 @@ class GenerationRequest:
         prompt: token ids, at least one.
         model: name of the backbone or of a graft, or names of grafts joined by `+`, which then act together.
         max_tokens: maximum number of new tokens.
+        min_tokens: number of new tokens before which no end token may follow.
+        stop_tokens: further end tokens.
+        ignore_eos: whether the model's own end tokens do not end the continuation.
         temperature: 0 selects the most likely token at each step.
         top_p: sample among the most likely tokens of this total probability.
         top_k: sample among so many of the most likely tokens; 0 takes all.
@@ -133,6 +136,9 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     model: str
     max_tokens: int = 16
+    min_tokens: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0

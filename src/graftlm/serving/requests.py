@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from llguidance import LLMatcher
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -30,6 +31,7 @@ from graftlm.serving.errors import UnsupportedValueError
 from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_model, check_prompt
 from graftlm.serving.router import EngineRouter
 from graftlm.serving.service import Service
+from graftlm.serving.tokenization import TEMPLATE_ARGUMENTS
 from graftlm.serving.tools import tool_grammar
 
 MAX_CHOICES = 16
@@ -59,6 +61,7 @@ class NeutralValue:
 
 OnlyNull = Annotated[Any, NeutralValue()]
 OnlyFalse = Annotated[Any, NeutralValue(False)]
+OnlyTrue = Annotated[Any, NeutralValue(True)]
 OnlyEmptyList = Annotated[Any, NeutralValue([])]
 OnlyNoFunction = Annotated[Any, NeutralValue("none", "auto")]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
@@ -84,6 +87,12 @@ def _check_tokens(value: Any) -> Any:
     return value
 
 
+def _check_names(values: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(values.keys() & TEMPLATE_ARGUMENTS):
+        raise ValueError(f"{taken[0]} is set by the server: leave it out")
+    return values
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
@@ -103,6 +112,7 @@ Biases = Annotated[
     Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
     BeforeValidator(_check_tokens),
 ]
+TemplateValues = Annotated[dict[str, Any], AfterValidator(_check_names)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 NotEmpty = Field(min_length=1)
 Prompts = Annotated[
@@ -202,8 +212,16 @@ class ApiRequest(RequestBody):
     min_p: float | None = Field(0.0, ge=0, le=1, description="Of vLLM.")
     repetition_penalty: float | None = Field(1.0, gt=0, le=100, description="Of vLLM.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Of vLLM.")
+    min_tokens: int | None = Field(0, ge=0, description="Of vLLM: before them no token ends the answer.")
+    stop_token_ids: TokenIds | None = Field(None, max_length=64, description="Of vLLM.")
+    ignore_eos: bool | None = Field(False, description="Of vLLM: the model's end tokens do not end the answer.")
     graftlm: RequestExtras | None = None
 
+    include_stop_str_in_output: OnlyFalse = None
+    prompt_logprobs: OnlyNull = None
+    skip_special_tokens: OnlyTrue = None
+    spaces_between_special_tokens: OnlyTrue = None
+    truncate_prompt_tokens: OnlyNull = None
     user: Ignored = None
 
 
@@ -346,6 +364,7 @@ class ChatRequest(ApiRequest):
     prompt_key: ClassVar[str] = "messages"  # as errors name it
     form_key: ClassVar[str] = "response_format"
     messages: list[ChatMessage] = Field(min_length=1)
+    chat_template_kwargs: TemplateValues | None = Field(None, description="Of vLLM: values for the chat template.")
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -354,7 +373,10 @@ class ChatRequest(ApiRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
 
+    add_generation_prompt: OnlyTrue = None
     audio: OnlyNull = None
+    chat_template: OnlyNull = None
+    continue_final_message: OnlyFalse = None
     function_call: OnlyNoFunction = None
     functions: OnlyEmptyList = None
     modalities: Annotated[Any, NeutralValue(["text"])] = None
@@ -383,6 +405,13 @@ class TokenizeRequest(RequestBody):
     def _problems(self) -> Iterator[str]:
         if (self.prompt is None) == (self.messages is None):
             yield "either prompt or messages is expected"
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
 
 
 @dataclass(frozen=True)
@@ -456,6 +485,13 @@ def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     return [*service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)]
 
 
+def detokenize(service: Service, body: DetokenizeRequest) -> str:
+    """The text of the body of /detokenize, special tokens included, as of vLLM."""
+    if body.tokens:
+        check_prompt(body.tokens, service.tokenizer.vocabulary, "tokens")
+    return str(service.tokenizer.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
+
+
 def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/chat/completions; max_tokens defaults to what the context leaves."""
     _check(service, body, 1)
@@ -466,7 +502,7 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     callable_tools = _callable_tools(body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if callable_tools else []
     messages = [message.for_template() for message in body.messages]
-    prompt = service.tokenizer.encode_chat(messages, tools, body.prompt_key)
+    prompt = service.tokenizer.encode_chat(messages, tools, body.prompt_key, body.chat_template_kwargs or {})
     check_prompt(prompt, service.tokenizer.vocabulary, body.prompt_key)
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     return _parse(
@@ -555,10 +591,20 @@ def _parse(
     options |= {"top_k": max(0, body.top_k or 0), "min_p": body.min_p or 0.0}
     options |= {"presence_penalty": body.presence_penalty or 0.0, "frequency_penalty": body.frequency_penalty or 0.0}
     options |= {"repetition_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty}
+    options |= {"min_tokens": body.min_tokens or 0, "ignore_eos": bool(body.ignore_eos)}
+    options["stop_tokens"] = tuple(body.stop_token_ids or ())
+    if options["min_tokens"] > (most := options["max_tokens"]):
+        problem = f"min_tokens is {body.min_tokens}, and the answer has at most {most} tokens: ask for fewer."
+        raise ServingError(problem, "min_tokens")
+    if options["min_tokens"] and options["grammar"] is not None:
+        why = "min_tokens does not go with a form of the answer, which says where it ends: leave one out."
+        raise ServingError(why, "min_tokens")
     options["logit_bias"] = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
     seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(n)]
-    if unknown := [token for token, _ in options["logit_bias"] if token >= vocabulary]:
-        check_prompt(unknown, vocabulary, "logit_bias")
+    ids = {"logit_bias": [token for token, _ in options["logit_bias"]], "stop_token_ids": options["stop_tokens"]}
+    for key, given in ids.items():
+        if unknown := [token for token in given if token >= vocabulary]:
+            check_prompt(unknown, vocabulary, key)
     requests = tuple(
         GenerationRequest(prompt=prompt, seed=seed, logprobs=logprobs, **options)
         for prompt in prompts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from graftlm.serving.protocol import GenerationRequest, TokenOutput
 
 
 class RowSampling:
-    """What the sampling of one row depends on beside its logits: the request, random numbers, and its tokens so far."""
+    """What the sampling of one row depends on beside its logits: the request, random numbers, and its tokens so far.
 
-    def __init__(self, request: GenerationRequest) -> None:
+    `end_ids` are the tokens that end any text of the model; `ends` those that end this one.
+    """
+
+    def __init__(self, request: GenerationRequest, end_ids: Iterable[int] = ()) -> None:
         self.request = request
+        self.ends = {*request.stop_tokens, *(() if request.ignore_eos else end_ids)}
         self.generator = random.Random(secrets.randbits(64) if request.seed is None else request.seed)
         self.counts: Counter[int] = Counter()  # of the answer's tokens
         self.matcher = None if request.grammar is None else request.grammar.deep_copy()
@@ -38,11 +42,16 @@ class RowSampling:
         return "" if self.matcher is None else self.matcher.get_error()
 
     @property
+    def is_too_short(self) -> bool:
+        """Whether no end token may follow yet."""
+        return self.request.min_tokens > 0 and self.counts.total() < self.request.min_tokens
+
+    @property
     def changes_logits(self) -> bool:
         """Whether any option but those of the draw changes the logits."""
         request = self.request
         penalties = request.presence_penalty or request.frequency_penalty or request.repetition_penalty != 1
-        return bool(request.logit_bias or self.matcher is not None or penalties)
+        return bool(request.logit_bias or self.matcher is not None or penalties or self.is_too_short)
 
 
 def sample(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[TokenOutput | None]:
@@ -86,6 +95,8 @@ def _change(logits_V: Tensor, row: RowSampling) -> None:
         tokens, counts = zip(*row.counts.items(), strict=True)
         penalties = [request.presence_penalty + count * request.frequency_penalty for count in counts]
         logits_V.index_add_(0, torch.tensor(tokens, device=device), -torch.tensor(penalties, device=device))
+    if row.is_too_short and row.ends:
+        logits_V[torch.tensor([*row.ends], device=device)] = -torch.inf
     if row.matcher is not None:
         allowed = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8).to(device) > 0
         logits_V[: len(allowed)].masked_fill_(~allowed[: len(logits_V)], -torch.inf)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from inspect import signature
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -27,6 +29,8 @@ PLAIN_TEMPLATE = (
 """The chat template of tokenizers without one, such as those of base models: role names and colons."""
 PLAIN_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
 _CONTEXT_TOKENS = 6  # prompt tokens that are decoded with the first new token, which may need a space before it
+TEMPLATE_ARGUMENTS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+"""Names that values of a template may not have."""
 _INCOMPLETE = "\ufffd"  # decoders return it for a character whose bytes are incomplete
 
 
@@ -58,7 +62,11 @@ class ServingTokenizer:
         return tuple(self.tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), param: str = "messages"
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        param: str = "messages",
+        values: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[int, ...]:
         """The ids of a conversation, up to the start of the assistant's next message.
 
@@ -66,10 +74,12 @@ class ServingTokenizer:
             messages: as chat templates expect them, with `tool_calls` and the role `tool` where tools were called.
             tools: what the assistant may call.
             param: the request's key for the messages.
+            values: further values of the template, such as `enable_thinking`.
 
         Raises ServingError if the chat template rejects the messages.
         """
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "chat_template": self._template}
+        options |= values
         if not self._knows_tools:
             messages, tools = without_tools(messages, tools), ()
         try:
