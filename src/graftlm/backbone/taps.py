@@ -29,7 +29,6 @@ from graftlm.errors import TapConflictError, TapError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 COUNT_KEY = "_graft_count"
 _READER_KEY = "_graft_reader"
 _numbers = itertools.count()
@@ -264,9 +263,8 @@ class TapHooks:
             body = sites.body
             self._watch_head(sites, taps)
             self._handles.append(body.register_forward_pre_hook(self._open_call, with_kwargs=True))
-            for owner, owner_taps in taps.items():
-                for tap in owner_taps:
-                    self._connect(sites, owner, tap)
+            for tap in itertools.chain.from_iterable(taps.values()):
+                self._connect(sites, tap)
             self._handles.append(body.register_forward_hook(self._close_call, always_call=True))
         except BaseException:
             self.remove()
@@ -406,7 +404,7 @@ class TapHooks:
         self._handles.append(self._model.register_forward_pre_hook(enter, with_kwargs=True))
         self._handles.append(self._model.register_forward_hook(leave, always_call=True))
 
-    def _connect(self, sites: Sites, owner: Any, tap: Tap) -> None:
+    def _connect(self, sites: Sites, tap: Tap) -> None:
         if tap.act == "bias":
             self._check_bias(tap)
         entry, exit_ = sites.module(tap.site)
@@ -417,7 +415,7 @@ class TapHooks:
             if tap.when == "after":
                 self._current().scratch[input_key] = hidden
                 return None
-            result = self._apply(owner, tap, hidden)
+            result = tap.function(self._current(), hidden)
             if result is None:
                 return None
             if tap.act == "bias":
@@ -431,7 +429,7 @@ class TapHooks:
             inputs = self._in_rows(_hidden(args, kwargs)) if entry is exit_ else self._current().scratch.pop(input_key)
             written = output[0] if isinstance(output, tuple) else output
             hidden = self._in_rows(written)
-            result = self._apply(owner, tap, inputs, hidden)
+            result = tap.function(self._current(), inputs, hidden)
             if result is None:
                 return None
             new = (hidden + result if tap.act == "add" else result).view_as(written)
@@ -466,10 +464,6 @@ class TapHooks:
             f"A tap adds to the scores of {tap.site}, but this {config.model_type} model's attention "
             f"({config._attn_implementation}) takes no additive mask: {remedy} out what adds to scores."
         )
-
-    def _apply(self, owner: Any, tap: Tap, *tensors: Tensor) -> Tensor | None:
-        """Run a tap's function on a module's hidden states in the current pass."""
-        return tap.function(self._current(), *tensors)
 
     def _in_rows(self, hidden: Tensor) -> Tensor:
         """(B, T, d) of hidden states that a model keeps as (B * T, d) in its FFNs."""

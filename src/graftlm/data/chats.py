@@ -23,16 +23,10 @@ from graftlm.errors import DataError, first_line
 Message = dict[str, Any]
 
 _ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 _CONTENT = "the-content-of-the-turn"  # a stand-in, behind which the template ends a turn
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -29,7 +29,7 @@ from graftlm.data.chats import render_question
 from graftlm.data.packing import PROMPT
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.errors import DataError, first_line
-from graftlm.io import progress_bar
+from graftlm.io import progress_bar, write_errors
 
 _DOCUMENT_SEPARATOR = "<|endoftext|>"
 _CONTENT = "the-content-of-the-user"  # a stand-in, in whose place the model writes
@@ -81,12 +81,8 @@ def sample_own_text(
     template for the conversations that are asked for, or ends its texts at once.
     """
     sampler = _Sampler(backbone, config, config.length or length, model)
-    try:
+    with write_errors(path, DataError, "free some space, and run the same command to go on"):
         return _sample_to(path, sampler, config, key, progress)
-    except OSError as error:
-        raise DataError(
-            f"{path} can't be written ({error.strerror}): free some space, and run the same command to go on."
-        ) from None
 
 
 def _sample_to(path: Path, sampler: _Sampler, config: SelfSourceConfig, key: str, progress: bool) -> list[OwnText]:

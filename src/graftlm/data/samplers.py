@@ -28,8 +28,6 @@ from graftlm.config import Config
 from graftlm.errors import DataError
 
 _TASKS, _ROWS = 1, 2  # keep random numbers for tasks apart from those for rows
-
-
 SCORED = ("uncertainty", "learnability")
 
 

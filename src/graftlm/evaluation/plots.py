@@ -41,8 +41,7 @@ def learn_against_forget(rows: Sequence[Row]) -> Figure:
     axes.text(
         0.985, 0.02, "better: up and left", transform=axes.transAxes, ha="right", va="bottom", color=_GREY, fontsize=8.5
     )
-    _legend(axes)
-    return figure
+    return _with_legend(figure, axes)
 
 
 def frontier_curves(paths: Mapping[str, Sequence[Sequence[Sequence[float]]]], name: str) -> Figure:
@@ -59,8 +58,7 @@ def frontier_curves(paths: Mapping[str, Sequence[Sequence[Sequence[float]]]], na
         for number, points in enumerate(of_method):
             label = "_" if number else method
             axes.plot(*zip(*points, strict=True), **_style(index), markersize=6, linewidth=1.4, label=label)
-    _legend(axes)
-    return figure
+    return _with_legend(figure, axes)
 
 
 def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gates") -> Figure:
@@ -72,8 +70,7 @@ def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gate
     axes.set_ylim(-0.03, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes)
-    return figure
+    return _with_legend(figure, axes)
 
 
 def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the gating matrices") -> Figure:
@@ -99,8 +96,7 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
     axes.set_ylim(-0.02, 1.04)
     axes.set_xlim(-0.015, 1.015)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    _legend(axes)
-    return figure
+    return _with_legend(figure, axes)
 
 
 def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
@@ -118,8 +114,7 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
             axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.25)
         axes.plot(steps, smooth, color=colour, linewidth=1.9, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes)
-    return figure
+    return _with_legend(figure, axes)
 
 
 def by_length(
@@ -133,8 +128,7 @@ def by_length(
         axes.axvline(trained, color=_GREY, linewidth=1.2, linestyle=":", zorder=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _legend(axes)
-    return figure
+    return _with_legend(figure, axes)
 
 
 def save(figure: Figure, path: str | Path) -> Path:
@@ -162,10 +156,11 @@ def _line(axes: Axes, index: int, xs: Sequence[float], ys: Sequence[float], labe
     axes.plot(xs, ys, **_style(index), markersize=6, linewidth=1.8, label=label)
 
 
-def _legend(axes: Axes) -> None:
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
     if axes.get_legend_handles_labels()[0]:
         with _STYLE():
             axes.legend()
+    return figure
 
 
 def _errors(metric: Metric) -> list[list[float]] | None:

@@ -5,7 +5,6 @@ Before it, where they are needed, come runs that sample the backbone's own text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ _OBSERVED_TOKENS = 4096
 _TEST_SEED = 2**31 - 1  # of the text that own_kl is measured on, beside the small ones that people choose
 _CACHED_BATCHES = 4
 _BATCHES: dict[tuple[BackboneConfig, str, int], Mixture] = {}  # the newest, shared by the runs of this process
-
 
 AnyGraft = Annotated[
     SerializeAsAny[GraftConfig],
@@ -192,7 +190,7 @@ class GraftRun(TrainingRun):
 
         `dependencies` are the folders of the runs of `needs`; without them, own_kl is left out.
         """
-        test = json.dumps(self.data.model_dump(mode="json", include={"test"})["test"])
+        test = self.data.model_dump_json(include={"test"})
         files = [dependencies[run.id] / _SAMPLES for run in self._test_samples()] if dependencies else []
         settings = self.evaluation.model_dump_json()
         return _load_evaluator(self.backbone, test, settings, self._scored_length, files[0] if files else None)
@@ -287,7 +285,7 @@ class GraftRun(TrainingRun):
 def _load_evaluator(
     backbone: BackboneConfig, test: str, evaluation: str, length: int, own_text: Path | None
 ) -> BackboneEvaluator:
-    sources = DataConfig.model_validate_json(f'{{"test": {test}}}').test
+    sources = DataConfig.model_validate_json(test).test
     settings = EvaluationConfig.model_validate_json(evaluation)
     samples = [] if own_text is None else read_own_text(own_text)
     return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples)

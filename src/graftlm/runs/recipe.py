@@ -268,9 +268,7 @@ def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bo
         raise RecipeError("The recipe has stages: run graft grow.")
     if not isinstance(recipe, Recipe):
         return _run(recipe, [recipe.run()], folder, "train", progress, log)
-    results = _run(recipe, [*recipe.backbone_runs(), recipe.run()], folder, "train", progress, log)
-    _check_budget(results, recipe.evaluation.forgetting_budget)
-    return results
+    return _run(recipe, [*recipe.backbone_runs(), recipe.run()], folder, "train", progress, log)
 
 
 def _at_rate(run: GraftRun, factor: float) -> GraftRun:
@@ -325,9 +323,7 @@ def grow_recipe(
     """
     if not isinstance(recipe, GrowthRecipe):
         raise RecipeError("The recipe has no stages, which graft grow trains in order: name some, or run graft train.")
-    results = _run(recipe, recipe.runs(), Path(out or recipe.out), "grow", progress, log)
-    _check_budget(results, recipe.evaluation.forgetting_budget)
-    return results
+    return _run(recipe, recipe.runs(), Path(out or recipe.out), "grow", progress, log)
 
 
 def _run(
@@ -357,6 +353,8 @@ def _run(
                 if not plots:
                     log("A method learned nothing at any rate, so there is no level of learning to compare at.")
             write_report(results, folder, plots=plots)
+    if name != "compare":
+        _check_budget(results)
     return results
 
 
@@ -437,11 +435,11 @@ def _budget_aims(measurements: Sequence[Measurement], budget: float | None) -> l
     return aims
 
 
-def _check_budget(results: Results, budget: float | None) -> None:
+def _check_budget(results: Results) -> None:
     for aim in results.aims:
         if not aim.met:
             raise ForgettingBudgetError(
-                f"The run forgot {aim.measured:.4f} nats per token of the old domain, and the budget is {budget}: "
+                f"The run forgot {aim.measured:.4f} nats per token of the old domain, and the budget is {aim.aim}: "
                 "raise the share of old text or the local loss, lower the learning rate, or raise forgetting_budget."
             )
 

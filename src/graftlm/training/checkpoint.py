@@ -16,8 +16,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -31,12 +31,13 @@ from transformers.utils.generic import flatten_dict
 
 from graftlm.data.packing import Batches
 from graftlm.errors import TrainingError
-from graftlm.io import file_digest, staged_folder
+from graftlm.io import file_digest, staged_folder, write_errors
 from graftlm.training.config import FREE_ON_RESUME, TrainingConfig
 from graftlm.training.distributed import DistributedContext, full_tensor, graft_buffers, shard_like
 
 HISTORY, TENSORS, OPTIMIZER, STATE = "history.jsonl", "tensors.safetensors", "optimizer.safetensors", "state.json"
 RECURRENT = "recurrent_state/"
+_REMEDY = "free space, then run the same command to resume"
 
 
 @dataclass(frozen=True)
@@ -230,13 +231,13 @@ class History:
         self.path = path
         lines = [line for line in read_history(path) if line["step"] <= steps]
         draft = path.with_suffix(".tmp")
-        with self._writing():
+        with write_errors(path, TrainingError, _REMEDY):
             draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             draft.replace(path)
             self._file = path.open("a", encoding="utf-8")
 
     def append(self, line: dict[str, Any]) -> None:
-        with self._writing():
+        with write_errors(self.path, TrainingError, _REMEDY):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
@@ -246,15 +247,6 @@ class History:
     def close(self) -> None:
         with suppress(OSError):  # closing writes again what `append` could not write
             self._file.close()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise TrainingError(
-                f"{self.path} can't be written ({error.strerror}): free space, then run the same command to resume."
-            ) from None
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -74,17 +74,12 @@ class DistributedContext:
         """Add the gradient of a process's part of the loss."""
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
-    @contextmanager
-    def synchronize_gradients(self, now: bool) -> Iterator[None]:
+    def synchronize_gradients(self, now: bool) -> AbstractContextManager[Any]:
         """Exchange gradients in the backward passes of the block only if `now`."""
         if isinstance(self.losses, FSDPModule):
             self.losses.set_requires_gradient_sync(now)
-            yield
-        elif now:
-            yield
-        else:
-            with self.accelerator.no_sync(self.losses):
-                yield
+            return nullcontext()
+        return nullcontext() if now else self.accelerator.no_sync(self.losses)
 
     def clip(self, limit: float | None) -> Tensor:
         """Scale gradients down to a global norm of `limit`; their norm before, a scalar.

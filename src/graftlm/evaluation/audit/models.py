@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,9 @@ def load_pair(
     adapter can't be loaded, or a folder holds neither, and BackboneError if the quantisation is unknown.
     """
     options = {"backbone": backbone, "device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    first = _load(base, None, options)
-    try:
+    with ExitStack() as stack:
+        first = _load(base, None, options)
+        stack.callback(_detach, first, base)
         same = tuned is base or (isinstance(base, str | Path) and str(base) == str(tuned))
         second = first if same else _load(tuned, first, options)
         if quantize is not None:
@@ -86,12 +87,8 @@ def load_pair(
         elif second is first:
             second = copy.copy(first)
             second.notes = ["BASE and TUNED are one model, so every difference is zero."]
-        try:
-            yield first, second
-        finally:
-            _detach(second, tuned)
-    finally:
-        _detach(first, base)
+        stack.callback(_detach, second, tuned)
+        yield first, second
 
 
 def _detach(audited: AuditedModel, given: Auditable) -> None:

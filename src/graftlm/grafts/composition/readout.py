@@ -91,15 +91,11 @@ def output_width(name: str, backbone: Backbone) -> int:
             "readout to none."
         )
     seen: dict[str, Any] = {}
-    hooks = [
+    with (
         backbone.sites.body.register_forward_hook(lambda _module, _inputs, output: seen.update(last=output[0])),
         head.register_forward_hook(lambda _module, inputs, output: seen.update(read=inputs[0], written=output)),
-    ]
-    try:
+    ):
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=backbone.device), use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not (torch.equal(seen["last"], seen["read"]) and torch.equal(seen["written"].to(logits.dtype), logits)):
         raise GraftError(
             f"{name} ({backbone.sites.model_type}) changes its states before its output layer or its logits behind "

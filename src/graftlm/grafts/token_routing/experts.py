@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Site
+from graftlm.backbone.families import linear_sizes
 from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, GraftError, WrongBackboneError, first_line
 from graftlm.grafts.token_routing.config import ExpertConfig
@@ -64,10 +65,8 @@ class ExpertTarget:
         if isinstance(base, nn.Embedding):
             scale = getattr(base, "embed_scale", None)  # PEFT scales the update as well
             return cls(base.num_embeddings, base.embedding_dim, True, 1.0 if scale is None else float(scale))
-        if isinstance(base, Conv1D):
-            return cls(int(base.weight.shape[0]), int(base.nf))
-        if hasattr(base, "in_features") and hasattr(base, "out_features"):
-            return cls(int(base.in_features), int(base.out_features))  # type: ignore[arg-type]  # any library's Linear
+        if sizes := linear_sizes(base):  # type: ignore[arg-type]  # a module, though PEFT does not say so
+            return cls(*sizes)
         raise GraftError(
             f"An expert changes {path}, a {type(base).__name__}, but linear layers and embeddings are expected: "
             "train it on those."

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from pydantic import RootModel
+from pydantic import TypeAdapter
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, did_you_mean
@@ -80,14 +80,10 @@ class Sense(Config):
         return frozenset(word.lower() for word in getattr(self, language, ()))
 
 
-class _Senses(RootModel[dict[str, tuple[Sense, ...]]]):
-    """The table of polysemous words."""
-
-
 @cache
 def polysemous_words() -> dict[str, tuple[Sense, ...]]:
     """Words with several meanings, and their senses."""
-    return _Senses.model_validate(read_yaml(_FOLDER / "polysemy.yaml")).root
+    return TypeAdapter(dict[str, tuple[Sense, ...]]).validate_python(read_yaml(_FOLDER / "polysemy.yaml"))
 
 
 @cache

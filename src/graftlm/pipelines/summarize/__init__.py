@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         train_writer,
     )
 
-
 _SELECTOR = "SelectorExample SelectorTrainingConfig TrainedSelector load_selector selector_example train_selector"
 _WRITER = "CHAT_LAYOUT LanguageModelWriter PromptLayout SummaryDecoding WriterExample load_writer train_writer"
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,7 @@ class DefaultSelector:
 @cache
 def packaged_model() -> RankingModel:
     """The model that comes with the package."""
-    text = resources.files("graftlm.pipelines.summarize").joinpath("weights.json").read_text(encoding="utf-8")
-    return RankingModel.model_validate_json(text)
+    return RankingModel.model_validate_json(Path(__file__).with_name("weights.json").read_bytes())
 
 
 def diverse_order(scores_N: Floats, words_NV: Any, redundancy: float) -> list[int]:
