@@ -6,6 +6,7 @@ A task gives rows of ids, and which of them are answers; only answers are traine
   with its value. An eighth of all pairs of a key and a value is held out: validation and test have no others.
   `recall64` is the same with as many pairs as fit into a window of 128 tokens.
 - copy: values at random positions of the first half, noise between them, and all of them in order in the last window.
+  An eighth of all pairs of neighbours is held out in the same way.
 - listops: a nested expression and its result (Long Range Arena):
 
     [MAX 4 3 [MIN 2 3 ] 1 0 ] = 4
@@ -93,7 +94,7 @@ class MemoryTask(Config):
     def _check(self) -> Self:
         if self.name != "listops" and 2 * self.pairs > self.window:
             raise ValueError(f"{self.pairs} pairs take {2 * self.pairs} tokens, but a window has {self.window}")
-        if self.name == "recall" and self.values % HELD_OUT:
+        if self.name != "listops" and self.values % HELD_OUT:
             raise ValueError(f"there are {self.values} values, but a multiple of {HELD_OUT} is expected")
         if self.name == "recall" and self.pairs > self.keys:
             raise ValueError(f"{self.pairs} pairs need as many different keys, but there are {self.keys}")
@@ -120,9 +121,9 @@ class TaskExamples(NamedTuple):
 def make_examples(task: MemoryTask, count: int, seed: int, split: str) -> TaskExamples:
     """Examples of a task, which depend on the seed and on the name of the split."""
     random = np.random.default_rng([seed, *split.encode()])
-    if task.name == "recall":
-        return _recall(task, count, random, held_out=not split.startswith("train"))
-    return {"copy": _copy, "listops": _listops}[task.name](task, count, random)
+    if task.name == "listops":
+        return _listops(task, count, random)
+    return {"recall": _recall, "copy": _copy}[task.name](task, count, random, held_out=not split.startswith("train"))
 
 
 def informed_guesses(task: MemoryTask, tested: int, seed: int) -> dict[str, float]:
@@ -159,9 +160,12 @@ def _recall(task: MemoryTask, count: int, random: np.random.Generator, *, held_o
     return TaskExamples(ids, answers)
 
 
-def _copy(task: MemoryTask, count: int, random: np.random.Generator) -> TaskExamples:
+def _copy(task: MemoryTask, count: int, random: np.random.Generator, *, held_out: bool) -> TaskExamples:
     ids = _noise(task, count, random)
-    values = 1 + task.keys + random.integers(task.values, size=(count, task.pairs))
+    shifts = random.integers(*((0, 1) if held_out else (1, HELD_OUT)), size=(count, task.pairs))
+    shifts[:, 0] = random.integers(HELD_OUT, size=count)
+    values = random.integers(task.values // HELD_OUT, size=(count, task.pairs)) * HELD_OUT
+    values += 1 + task.keys + shifts.cumsum(axis=1) % HELD_OUT  # neighbours of one remainder are held out
     np.put_along_axis(ids, np.sort(_sample(random, count, task.length // 2, task.pairs), axis=1), values, axis=1)
     first = task.length - task.pairs
     ids[:, first - 1] = task.vocab_size - 1  # the token that asks for the copy
@@ -228,7 +232,7 @@ SHORT = (
     "sh_delta",
     "gated_delta",
     *PEERS,
-)  # of recall64
+)  # of recall64 and copy
 SOLVED, UNSOLVED = 95.0, 2.0  # accuracy in percent; factor on chance
 
 
@@ -319,17 +323,10 @@ class LongMemoryConfig(Config):
     tested_of: dict[str, int] = Field(default_factory=lambda: {"recall64": 64})
 
 
-_FLAT: Any = (
-    (48, 600, 32), (96, 300, 32), (256, 300, 16),
-)  # fmt: skip
+_FLAT: Any = ((48, 600, 32), (96, 300, 32), (256, 300, 16))
 _PAIRS: Any = {"length": 256, "window": 16, "pairs": 8, "keys": 64, "values": 64, "noise": 64, "stages": _FLAT}
-_FULL_WINDOW: Any = {
-    **_PAIRS,
-    "length": 2048,
-    "window": 128,
-    "pairs": 64,
-    "stages": ((384, 100, 32), (768, 50, 32), (2048, 50, 16)),
-}
+_FULL_WINDOW: Any = _PAIRS | {"length": 2048, "window": 128, "pairs": 64}
+_FULL_WINDOW["stages"] = ((384, 100, 32), (768, 50, 32), (2048, 50, 16))
 _NESTED: Any = (
     (16, 400, 32), (32, 400, 32), (64, 400, 32), (128, 300, 32), (256, 300, 32), (512, 200, 16), (1024, 150, 16),
     (2000, 150, 16),
@@ -363,11 +360,11 @@ QUICK = LongMemoryConfig(
 
 
 def rows_of(name: str) -> dict[str, str]:
-    """Labels of the rows of a task; all but listops also have controls, and recall64 has peers."""
+    """Labels of the rows of a task; all but listops also have controls, and recall64 and copy have peers."""
     if name == "listops":
         return LABELS
     rows = LABELS | CONTROLS
-    return {row: (rows | PEERS)[row] for row in SHORT} if name == "recall64" else rows
+    return {row: (rows | PEERS)[row] for row in SHORT} if name in ("recall64", "copy") else rows
 
 
 def memory_run(config: LongMemoryConfig, row: str, name: str, seed: int, rate: float | None = None) -> MemoryTaskRun:

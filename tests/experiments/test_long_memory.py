@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,20 @@ def test_no_pair_of_a_test_is_in_training() -> None:
     assert not trained & tested
     assert (len(trained), len(tested)) == (16 * 14, 16 * 2)
     assert pairs("validation") == tested
+
+
+def test_no_neighbours_of_a_tested_copy_are_in_training() -> None:
+    task = MemoryTask(name="copy", length=64, window=8, pairs=4, values=16)
+
+    def neighbours(split: str) -> set[tuple[int, int]]:
+        ids, answers = make_examples(task, 800, 0, split)
+        copied = ids[answers].reshape(len(ids), task.pairs).tolist()
+        return {pair for values in copied for pair in itertools.pairwise(values)}
+
+    trained, tested = neighbours("train-64"), neighbours("test")
+    assert not trained & tested
+    assert (len(trained), len(tested)) == (16 * 14, 16 * 2)
+    assert neighbours("validation") == tested
 
 
 @given(SEEDS)
