@@ -6,7 +6,7 @@ Tests compare `BatchingEngine` with it, and the benchmark takes it as "one reque
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,8 +52,10 @@ class SerialEngine(ThreadedEngine):
             tokens.append(sampled.token)
             complete = scheduled.sampling.add(sampled.token)
             text = full_text(self._backbone, request.prompt, tokens)
-            stopped = text_before_stop(text.rstrip("\ufffd"), request.stop)
-            final = stopped if stopped is not None else final_text(text, request.stop)
+            stops = request.stop if len(tokens) > request.min_tokens else ()
+            free = full_text(self._backbone, request.prompt, tokens[: request.min_tokens]).rstrip("\ufffd")
+            stopped = text_before_stop(text[len(free) :].rstrip("\ufffd"), stops)
+            final = free + (stopped if stopped is not None else final_text(text[len(free) :], stops))
             new = final[len(shown) :]
             self._put(scheduled, TokenOutput(sampled.token, new, sampled.logprob, sampled.top, trace, index))
             self._wake_readers()
@@ -81,7 +83,9 @@ class SerialEngine(ThreadedEngine):
                 input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
             logits = output.logits[0, -1].float()
-            token = sample_row(changed(logits, scheduled.sampling), request, scheduled.sampling.generator)
+            token = sample_row(
+                changed(logits, scheduled.sampling, self._end_ids), request, scheduled.sampling.generator
+            )
             sampled = TokenOutput(token, "")
             if request.logprobs is not None:
                 logprobs = logits.log_softmax(-1)
@@ -90,8 +94,8 @@ class SerialEngine(ThreadedEngine):
             ids = torch.tensor([[token]], device=model.device)
 
 
-def changed(logits_V: Tensor, row: RowSampling) -> Tensor:
-    """The logits after biases, penalties and the grammar, token by token."""
+def changed(logits_V: Tensor, row: RowSampling, end_ids: Iterable[int]) -> Tensor:
+    """The logits after biases, penalties, the shortest length and the grammar, token by token."""
     request, logits = row.request, logits_V.clone()
     for token, bias in request.logit_bias:
         logits[token] += bias
@@ -101,7 +105,7 @@ def changed(logits_V: Tensor, row: RowSampling) -> Tensor:
     for token, count in row.counts.items():
         logits[token] -= request.presence_penalty + count * request.frequency_penalty
     if sum(row.counts.values()) < request.min_tokens:
-        for token in row.ends:
+        for token in {*request.stop_tokens, *end_ids}:
             logits[token] = -torch.inf
     if row.matcher is not None:
         allowed = row.matcher.compute_logit_bias()

@@ -94,9 +94,8 @@ class Manifest(Config):
             config.check_saved(self.config)
             return config
         except RecipeError as error:
-            raise ArtifactError(
-                f"The graft was written by graftlm {self.library}, and this is {__version__}: {error}"
-            ) from None
+            why = f"The graft was written by graftlm {self.library}, and this is {__version__}: {error}"
+            raise ArtifactError(why) from None
 
 
 def save_graft(
@@ -183,9 +182,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in (None, FORMAT):
-        raise ArtifactError(
-            f"{folder} has the format {values['format']}, and this version reads format {FORMAT}: upgrade graftlm."
-        )
+        why = f"{folder} has the format {values['format']}, and this version reads format {FORMAT}: upgrade graftlm."
+        raise ArtifactError(why)
     try:
         return Manifest.parse(values, where=str(path))
     except RecipeError as error:
@@ -360,6 +358,5 @@ def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple
     except FileNotFoundError:
         raise ArtifactError(f"{path} is missing, so the graft is not whole: copy or train it again.") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} is not a whole safetensors file ({first_line(error)}): copy it again, or train again."
-        ) from None
+        why = f"{path} is not a whole safetensors file ({first_line(error)}): copy it again, or train again."
+        raise ArtifactError(why) from None

@@ -242,9 +242,8 @@ def _find_gguf(name: str, path: Path) -> ModelFiles:
         owner, _, rest = name.partition("/")
         repository, _, file_name = rest.partition("/")
         if name.startswith((".", "/", "~")) or not file_name:
-            raise BackboneError(
-                f"There is no file {name}: give a GGUF file, or OWNER/REPOSITORY/FILE.gguf for one of the hub."
-            )
+            why = f"There is no file {name}: give a GGUF file, or OWNER/REPOSITORY/FILE.gguf for one of the hub."
+            raise BackboneError(why)
         files = ModelFiles(f"{owner}/{repository}", file_name)
     if find_spec("gguf") is None:
         raise MissingExtraError("gguf", "gguf", "Reading a GGUF file")
@@ -337,9 +336,8 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            raise ArtifactError(
-                f"{path} has {value} as {key}, but finite numbers are expected: correct it, or copy the {what} again."
-            ) from None
+            why = f"{path} has {value} as {key}, but finite numbers are expected: correct it, or copy the {what} again."
+            raise ArtifactError(why) from None
     if not (folder / ADAPTER_TENSORS).exists():
         pickled = (folder / "adapter_model.bin").exists()
         content = "only a pickled adapter_model.bin, which is never read" if pickled else f"no {ADAPTER_TENSORS}"
@@ -404,6 +402,5 @@ def decode_utf8(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it to UTF-8 first."
-        ) from None
+        why = f"{where} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it to UTF-8 first."
+        raise DataError(why) from None

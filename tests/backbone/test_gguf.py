@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def test_the_header_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(reads) == 1
     assert len(parts) == len(set(map(id, parts))) > 0, "and each value once"
     assert gguf.GGUFReader is Reader, "nothing is left behind"
+
+
+def test_threads_load_at_the_same_time(file: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        loaded = [*pool.map(lambda _: load_backbone(file), range(4))]
+    assert len({str(found.need_tokenizer()("the fox é")["input_ids"]) for found in loaded}) == 1
 
 
 @torch.no_grad()

@@ -258,9 +258,22 @@ CASES = {
     "a shortest length of a form": completions(
         None,
         "min_tokens",
-        "min_tokens does not go with a form of the answer, which says where it ends: leave one out.",
+        "structured_outputs says where the answer ends, and min_tokens says so too: leave one out.",
         min_tokens=2,
         structured_outputs={"choice": ["yes", "no"]},
+    ),
+    "end tokens to be ignored beside tools": chats(
+        None,
+        "ignore_eos",
+        "tools says where the answer ends, and ignore_eos says so too: leave one out.",
+        ignore_eos=True,
+        tools=[TOOL],
+    ),
+    "values of the template that are too long": chats(
+        None,
+        "chat_template_kwargs",
+        "The request: chat_template_kwargs: JSON of 10,000 characters at most is expected.",
+        chat_template_kwargs={"a": "b" * 10_000},
     ),
     "a value of the template that is the server's": chats(
         None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone
@@ -10,7 +13,7 @@ from graftlm.errors import BackboneError
 from graftlm.serving.protocol import ServingError
 from graftlm.serving.requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from graftlm.serving.tokenization import ServingTokenizer
-from serving.web import ScriptedEngine, chat, completion, web_service
+from serving.web import ScriptedEngine, chat, completion, post, running, web_service
 from tiny import tiny_model, tiny_tokenizer
 
 OWN = (
@@ -51,12 +54,33 @@ def test_another_template_comes_first() -> None:
     assert found.chat_stops == ()
 
 
-def test_a_template_may_take_values_of_the_request() -> None:
-    found = prompts(template="{{ messages[-1].content }}{% if not enable_thinking | default(true) %}!{% endif %}")
-    chosen = [
-        text(found.tokenizer, found.encode_chat(TURNS, values=values)) for values in ({}, {"enable_thinking": False})
-    ]
-    assert chosen == ["Godt?", "Godt?!"]
+def test_a_template_takes_values_of_the_request() -> None:
+    template = "{{ messages[-1].content }}{% if not thinks | default(true) %}!{% endif %}{{ 6 // (by | default(6)) }}"
+    engine = ScriptedEngine()
+    with running(web_service(engine, settings={"chat_template": template})) as address:
+        for values in (None, {"thinks": False}):
+            assert post(address, "/v1/chat/completions", chat(chat_template_kwargs=values)).status_code == 200
+        for values in ({"by": 0}, {"by": "x"}, {"by": _nested(900)}):
+            failed = post(address, "/v1/chat/completions", chat(chat_template_kwargs=values))
+            assert failed.status_code == 400
+            assert "chat_template_kwargs" in failed.json()["error"]["message"]
+    plain, thoughtless = (text(tiny_tokenizer(), request.prompt) for request in engine.requests)
+    assert (plain[-1], thoughtless[-2:]) == ("1", "!1")
+
+
+def _nested(depth: int) -> list[Any]:
+    return [_nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations", "chat_template", "tokenize", "documents", "return_dict"])
+def test_a_value_of_the_template_has_no_name_of_the_server_s(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"{name} is set by the server"):
+        ChatRequest.model_validate(chat(chat_template_kwargs={name: True}))
+
+
+def test_a_value_of_the_template_is_json() -> None:
+    with pytest.raises(ValidationError, match="not JSON compliant"):
+        ChatRequest.model_validate(chat(chat_template_kwargs={"by": float("inf")}))
 
 
 def test_without_a_template_names_and_colons() -> None:

@@ -70,6 +70,17 @@ def test_a_chat(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     )
 
 
+def test_keys_of_vllm_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    options = {"min_tokens": 2, "stop_token_ids": [7, 9], "ignore_eos": True, "top_k": 3, "min_p": 0.5}
+    neutral = {"skip_special_tokens": True, "length_penalty": 1.0, "bad_words": [], "keep_alive": "5m", "priority": 0}
+    client.completions.create(model="tiny", prompt="the fox", extra_body=options | neutral)
+    client.chat.completions.create(model="tiny", messages=USER, max_tokens=9, extra_body=options | neutral)
+    for request in engine.requests:
+        assert (request.min_tokens, request.stop_tokens, request.ignore_eos) == (2, (7, 9), True)
+        assert (request.top_k, request.min_p) == (3, 0.5)
+    assert len(engine.requests) == 2
+
+
 def test_a_streamed_chat(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(model="danish", messages=USER, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]

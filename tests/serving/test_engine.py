@@ -41,6 +41,7 @@ ASKS = st.lists(
         st.integers(1, 15).map(prompt),
         st.sampled_from(MODELS),
         max_tokens=st.integers(1, 12),
+        min_tokens=st.sampled_from([0, 0, 4]),
         stop_tokens=st.sampled_from([(), (), tuple(range(40, 90))]),
         ignore_eos=st.booleans(),
         temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
@@ -57,7 +58,7 @@ ASKS = st.lists(
         logprobs=st.sampled_from([None, 0, 3]),
         trace=st.booleans(),
         user=st.sampled_from(["", "x"]),
-    ),
+    ).map(lambda request: request if request.grammar is None else replace(request, min_tokens=0)),
     min_size=1,
     max_size=6,
 )

@@ -136,7 +136,7 @@ def test_choices_are_those_of_a_row_alone(
     found = sample(torch.tensor(logits), [after(request, before) for request in requests])
     for n, (row, request, choice) in enumerate(zip(logits, requests, found, strict=True)):
         assert choice is not None
-        changed = reference.changed(torch.tensor(row), after(request, before))
+        changed = reference.changed(torch.tensor(row), after(request, before), {2})
         assert choice.token == reference.sample_row(changed, request, random.Random(seed + n))
         logprobs = torch.tensor(row).log_softmax(-1)
         assert choice.logprob == (

@@ -163,9 +163,8 @@ def need_backbone(value: Any) -> Backbone:
     """`value`, or `BackboneError` where it is something else than a backbone."""
     if isinstance(value, Backbone):
         return value
-    raise BackboneError(
-        f"{type(value).__name__} is no Backbone: load one with load_backbone, or make one with Backbone.wrap(model)."
-    )
+    why = f"{type(value).__name__} is no Backbone: load one with load_backbone, or make one with Backbone.wrap(model)."
+    raise BackboneError(why)
 
 
 def move(model: nn.Module, device: str | torch.device) -> None:
@@ -294,23 +293,26 @@ def _read_once() -> Iterator[None]:
     import numpy
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    class Reader(gguf.GGUFReader):
-        """A reader that cuts a header into plain arrays, which takes a third of the time of memory-mapped ones."""
+    with _PATCHING:  # and the originals are looked up while no other load has replaced them
 
-        data: Any = property(lambda self: self._data, lambda self, data: setattr(self, "_data", numpy.asarray(data)))
+        class Reader(gguf.GGUFReader):
+            """A reader that cuts a header into plain arrays, in a third of the time of memory-mapped ones."""
 
-    values: dict[int, Any] = {}  # by the part of the reader, which lives as long
-    parse: Any = reading._gguf_parse_value
+            data: Any = property(
+                lambda self: self._data, lambda self, data: setattr(self, "_data", numpy.asarray(data))
+            )
 
-    def parse_once(part: Any, types: Any) -> Any:
-        if id(part) not in values:
-            values[id(part)] = parse(part, types)
-        return values[id(part)]
+        values: dict[int, tuple[Any, Any]] = {}  # by the address of the part, which is kept with its value
+        parse: Any = reading._gguf_parse_value
 
-    once: Any = {"GGUFReader": cache(Reader), "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
-    patches = mock.patch.multiple(gguf, **once), mock.patch.object(reading, "_gguf_parse_value", parse_once)
-    with _PATCHING, patches[0], patches[1]:
-        yield
+        def parse_once(part: Any, types: Any) -> Any:
+            if id(part) not in values:
+                values[id(part)] = part, parse(part, types)
+            return values[id(part)][1]
+
+        once: Any = {"GGUFReader": cache(Reader), "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
+        with mock.patch.multiple(gguf, **once), mock.patch.object(reading, "_gguf_parse_value", parse_once):
+            yield
 
 
 def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
@@ -334,9 +336,8 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
     try:
         torchao.quantize_(model, configs[quantization]())
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # of widths that its kernels don't take
-        raise BackboneError(
-            f"{name} can't be quantised to {quantization} ({first_line(error)}): leave --quantize out."
-        ) from error
+        why = f"{name} can't be quantised to {quantization} ({first_line(error)}): leave --quantize out."
+        raise BackboneError(why) from error
 
 
 def _empty_model(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -487,9 +488,8 @@ def _unwrap(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise BackboneError(
-            f"{type(model).__name__} is not a transformers model: pass a PreTrainedModel, or a PEFT or compiled one."
-        )
+        why = f"{type(model).__name__} is not a transformers model: pass a PreTrainedModel, or a PEFT or compiled one."
+        raise BackboneError(why)
     return model
 
 

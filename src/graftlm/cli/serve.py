@@ -67,6 +67,7 @@ def serve(
         reload_seconds=reload_every,
         chat_template=None if chat_template is None else read_template(chat_template),
     )
+    settings.check_address()  # now, as loading takes long
     keys = read_keys(api_keys)
     for package in ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"):
         if find_spec(package) is None:

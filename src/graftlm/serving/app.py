@@ -157,7 +157,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         if model is None and service.members:
             problem = "The key model is missing: several backbones are served, with tokens of their own."
             raise ServingError(problem, "model")
-        return requests.service_of(service, model or service.name)
+        return requests.service_of(service, service.name if model is None else model)
 
     @app.post("/tokenize", responses=_ERRORS, summary="The tokens of a text or a chat, as of vLLM")
     async def tokens(body: requests.TokenizeRequest) -> dict[str, int | list[int]]:

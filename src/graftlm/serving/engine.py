@@ -55,12 +55,7 @@ class ScheduledRequest:
     """The state of an accepted request, from its arrival to its end, which comes after `seconds` at the latest."""
 
     def __init__(
-        self,
-        sampling: RowSampling,
-        graft_set: GraftSet,
-        stream: RequestStream,
-        index: int,
-        seconds: float,
+        self, sampling: RowSampling, graft_set: GraftSet, stream: RequestStream, index: int, seconds: float
     ) -> None:
         self.request, self.graft_set, self.stream, self.index = sampling.request, graft_set, stream, index
         self.sampling = sampling
@@ -82,7 +77,7 @@ class ScheduledRequest:
         """The output of a sampled token, and the end at a stop string, the grammar's end or the maximum length."""
         if self._detokenizer is None:
             self._detokenizer = IncrementalDetokenizer(tokenizer, self.request.prompt, self.request.stop)
-        text, stopped = self._detokenizer.add(sampled.token)
+        text, stopped = self._detokenizer.add(sampled.token, goes_on=self.sampling.is_too_short)
         complete = self.sampling.add(sampled.token)
         self.answer.append(sampled.token)
         output = replace(sampled, text=text, trace=trace, index=self.index)

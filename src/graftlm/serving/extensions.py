@@ -241,17 +241,12 @@ def _continued(body: ClarifyBody) -> Conversation:
     conversation = clarify.Conversation.parse(values, where="conversation")
     template = clarify.load_template(conversation.template)
     if template.sha256 != conversation.template_sha256:
-        raise ServingError(
-            f"The template {conversation.template} was changed since the conversation began: begin anew.",
-            "conversation",
-        )
+        why = f"The template {conversation.template} was changed since the conversation began: begin anew."
+        raise ServingError(why, "conversation")
     template.target(conversation.target)
     if conversation.budget > MAX_QUESTIONS or len(conversation.text) > MAX_QUERY:
-        raise ServingError(
-            f"The conversation is larger than this server takes on: {MAX_QUERY:,} characters and {MAX_QUESTIONS} "
-            "questions at most.",
-            "conversation",
-        )
+        most = f"{MAX_QUERY:,} characters and {MAX_QUESTIONS} questions at most"
+        raise ServingError(f"The conversation is larger than this server takes on: {most}.", "conversation")
     if conversation.step == "answer":
         return conversation.reply(body.answer)
     if body.answer is not None:
@@ -264,9 +259,8 @@ def _check_template(name: object) -> None:
     from graftlm.pipelines.clarify import template_names
 
     if name not in template_names():
-        raise ServingError(
-            f"There is no template {str(name)[:100]!r}: name one of {', '.join(template_names())}.", "template"
-        )
+        why = f"There is no template {str(name)[:100]!r}: name one of {', '.join(template_names())}."
+        raise ServingError(why, "template")
 
 
 def _summarize(service: Service, body: SummarizeBody, client: EngineClient, on_event: OnEvent) -> dict[str, Any]:

@@ -122,9 +122,8 @@ def as_text(schema: Mapping[str, Any] | bool, param: str) -> str:
     for keyword in _keywords(schema):
         if keyword not in _KEYWORDS and not keyword.startswith("x-") and f'"#/{keyword}/' not in text:
             hint = did_you_mean(keyword, sorted(_KEYWORDS))
-            raise ServingError(
-                f"{param} has the keyword {keyword[:50]!r}, which would do nothing{hint}: change or remove it.", param
-            )
+            why = f"{param} has the keyword {keyword[:50]!r}, which would do nothing{hint}: change or remove it."
+            raise ServingError(why, param)
     return text
 
 

@@ -113,7 +113,7 @@ class GenerationRequest:
         prompt: token ids, at least one.
         model: name of the backbone or of a graft, or names of grafts joined by `+`, which then act together.
         max_tokens: maximum number of new tokens.
-        min_tokens: number of new tokens before which no end token may follow.
+        min_tokens: number of new tokens before which nothing ends the continuation, also no string of `stop`.
         stop_tokens: further end tokens.
         ignore_eos: whether the model's own end tokens do not end the continuation.
         temperature: 0 selects the most likely token at each step.
@@ -294,11 +294,8 @@ def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") 
     if not prompt:
         raise ServingError(f"{param} has no tokens: give at least one word.", param)
     if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
-        raise ServingError(
-            f"{param} holds the token id {unknown[0]}, and the model has {vocabulary:,} tokens, from 0 on: encode it "
-            "with the model's own tokenizer.",
-            param,
-        )
+        why = f"{param} holds the token id {unknown[0]}, and the model has {vocabulary:,} tokens, from 0 on"
+        raise ServingError(f"{why}: encode it with the model's own tokenizer.", param)
 
 
 def context_limit(backbone: Backbone, limits: EngineLimits) -> int:

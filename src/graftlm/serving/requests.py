@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from llguidance import LLMatcher
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -21,12 +23,13 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
+    create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
-from graftlm.config import Config
+from graftlm.config import Config, read_yaml
 from graftlm.serving.errors import UnsupportedValueError
 from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_model, check_prompt
 from graftlm.serving.router import EngineRouter
@@ -35,7 +38,9 @@ from graftlm.serving.tokenization import TEMPLATE_ARGUMENTS
 from graftlm.serving.tools import tool_grammar
 
 MAX_CHOICES = 16
+_Body = TypeVar("_Body", bound=BaseModel)
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+_TEMPLATE_CHARACTERS = 10_000  # of values, which a template may write in many ways
 _TEMPLATE_ROLES = {"developer": "system"}
 
 
@@ -59,12 +64,18 @@ class NeutralValue:
         raise UnsupportedValueError(f"this server does not implement it: leave it out{allowed}")
 
 
-OnlyNull = Annotated[Any, NeutralValue()]
-OnlyFalse = Annotated[Any, NeutralValue(False)]
-OnlyTrue = Annotated[Any, NeutralValue(True)]
-OnlyEmptyList = Annotated[Any, NeutralValue([])]
-OnlyNoFunction = Annotated[Any, NeutralValue("none", "auto")]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
+_NEUTRAL_KEYS: Any = read_yaml(Path(__file__).with_name("neutral_keys.yaml"))
+
+
+def accepts_neutral_keys(body: type[_Body]) -> type[_Body]:
+    """Adds the keys of neutral_keys.yaml to a body, which does nothing with them."""
+    fields: Any = {}
+    for entry in _NEUTRAL_KEYS[body.__name__]:
+        kind = Annotated[Any, NeutralValue(*entry["values"])] if "values" in entry else Ignored
+        fields |= dict.fromkeys(entry["keys"].split(), (kind, None))
+    about = {"__doc__": body.__doc__, "__module__": body.__module__}
+    return create_model(body.__name__, __base__=body, **about, **fields)
 
 
 def _check_prompts(value: Any) -> list[str] | list[list[int]]:
@@ -90,6 +101,12 @@ def _check_tokens(value: Any) -> Any:
 def _check_names(values: dict[str, Any]) -> dict[str, Any]:
     if taken := sorted(values.keys() & TEMPLATE_ARGUMENTS):
         raise ValueError(f"{taken[0]} is set by the server: leave it out")
+    try:
+        size = len(json.dumps(values, allow_nan=False))
+    except RecursionError:
+        size = _TEMPLATE_CHARACTERS + 1
+    if size > _TEMPLATE_CHARACTERS:
+        raise ValueError(f"JSON of {_TEMPLATE_CHARACTERS:,} characters at most is expected")
     return values
 
 
@@ -147,11 +164,11 @@ class RequestBody(StrictBody):
         return body
 
 
+@accepts_neutral_keys
 class StreamOptions(StrictBody):
     """Options of a streamed response."""
 
     include_usage: bool = Field(False, description="A last chunk has the numbers of tokens.")
-    include_obfuscation: Ignored = None
 
 
 class RequestExtras(StrictBody):
@@ -160,13 +177,12 @@ class RequestExtras(StrictBody):
     trace: bool = Field(False, description="Report for each token what the grafts did.")
 
 
+@accepts_neutral_keys
 class JsonSchema(StrictBody):
     """A named schema; answers always follow it."""
 
     name: str = Field(min_length=1, max_length=64)
-    description: Ignored = None
     json_schema: dict[str, Any] | bool = Field(True, alias="schema")
-    strict: Ignored = None
 
 
 class ResponseFormat(StrictBody):
@@ -193,6 +209,7 @@ class StructuredOutputs(StrictBody):
             yield "one of json, regex, choice and grammar is expected"
 
 
+@accepts_neutral_keys
 class ApiRequest(RequestBody):
     """The keys that completions and chats have in common."""
 
@@ -217,41 +234,29 @@ class ApiRequest(RequestBody):
     ignore_eos: bool | None = Field(False, description="Of vLLM: the model's end tokens do not end the answer.")
     graftlm: RequestExtras | None = None
 
-    include_stop_str_in_output: OnlyFalse = None
-    prompt_logprobs: OnlyNull = None
-    skip_special_tokens: OnlyTrue = None
-    spaces_between_special_tokens: OnlyTrue = None
-    truncate_prompt_tokens: OnlyNull = None
-    user: Ignored = None
 
-
+@accepts_neutral_keys
 class CompletionRequest(ApiRequest):
     """The body of /v1/completions: prompts as text or as token ids."""
 
     prompt: Prompts = Field(description="What to continue.")
     logprobs: int | None = Field(None, ge=0, le=5)
 
-    best_of: Annotated[Any, NeutralValue(1)] = None
-    echo: OnlyFalse = None
-    suffix: Annotated[Any, NeutralValue("")] = None
 
-
+@accepts_neutral_keys
 class TextPart(StrictBody):
     """A part of a message; the other names are those of /v1/responses."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: OnlyEmptyList = None
-    logprobs: OnlyEmptyList = None
 
     @model_validator(mode="before")
     @classmethod
     def _check(cls, values: Any) -> Any:
         kind = values.get("type") if isinstance(values, dict) else "text"
         if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
-            raise UnsupportedValueError(
-                f"this server reads text alone, and a part of the type {kind[:50]!r} was found: leave it out"
-            )
+            why = f"this server reads text alone, and a part of the type {kind[:50]!r} was found: leave it out"
+            raise UnsupportedValueError(why)
         return values
 
 
@@ -290,19 +295,14 @@ class MessageToolCall(StrictBody):
     function: FunctionCall
 
 
+@accepts_neutral_keys
 class ChatMessage(StrictBody):
     """One message of a conversation; `tool` has the result of a call."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Texts | None = None
-    name: Ignored = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
-
-    annotations: OnlyEmptyList = None
-    audio: OnlyNull = None
-    function_call: OnlyNull = None
-    refusal: OnlyNull = None
 
     def _problems(self) -> Iterator[str]:
         if self.content is None and not self.tool_calls:
@@ -348,16 +348,16 @@ class NamedTool(StrictBody):
     function: Annotated[dict[Literal["name"], NonEmpty], Field(min_length=1)]
 
 
+@accepts_neutral_keys
 class EmbeddingRequest(RequestBody):
     """The body of /v1/embeddings."""
 
     model: str = Field(min_length=1)
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: OnlyNull = None
-    user: Ignored = None
 
 
+@accepts_neutral_keys
 class ChatRequest(ApiRequest):
     """The body of /v1/chat/completions: a conversation that the assistant continues."""
 
@@ -372,26 +372,6 @@ class ChatRequest(ApiRequest):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
-
-    add_generation_prompt: OnlyTrue = None
-    audio: OnlyNull = None
-    chat_template: OnlyNull = None
-    continue_final_message: OnlyFalse = None
-    function_call: OnlyNoFunction = None
-    functions: OnlyEmptyList = None
-    modalities: Annotated[Any, NeutralValue(["text"])] = None
-    moderation: OnlyNull = None
-    prediction: OnlyNull = None
-    reasoning_effort: OnlyNull = None
-    verbosity: OnlyNull = None
-    web_search_options: OnlyNull = None
-
-    metadata: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    store: OnlyFalse = None
 
 
 class TokenizeRequest(RequestBody):
@@ -495,14 +475,14 @@ def detokenize(service: Service, body: DetokenizeRequest) -> str:
 def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/chat/completions; max_tokens defaults to what the context leaves."""
     _check(service, body, 1)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ServingError("top_logprobs is set, and logprobs is not: set logprobs to true as well.", "top_logprobs")
     if body.max_tokens and body.max_completion_tokens:
         raise ServingError("max_tokens and max_completion_tokens are the same: give one of them.", "max_tokens")
     callable_tools = _callable_tools(body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if callable_tools else []
     messages = [message.for_template() for message in body.messages]
-    prompt = service.tokenizer.encode_chat(messages, tools, body.prompt_key, body.chat_template_kwargs or {})
+    prompt = service.tokenizer.encode_chat(messages, tools, body.prompt_key, body.chat_template_kwargs)
     check_prompt(prompt, service.tokenizer.vocabulary, body.prompt_key)
     remaining = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     return _parse(
@@ -564,11 +544,8 @@ def _structured(service: Service, body: ApiRequest) -> LLMatcher | None:
 def _check(service: Service, body: ApiRequest, prompts: int) -> None:
     count, capacity = prompts * (body.n or 1), service.limits.batch_size + service.limits.queue
     if count > capacity:
-        raise ServingError(
-            f"The request asks for {count} continuations at once, and this server takes {capacity} at most: send "
-            "several requests.",
-            "n",
-        )
+        why = f"The request asks for {count} continuations at once, and this server takes {capacity} at most"
+        raise ServingError(f"{why}: send several requests.", "n")
     if body.stream_options is not None and not body.stream:
         problem = "stream_options is set without stream: set stream to true, or leave it out."
         raise ServingError(problem, "stream_options")
@@ -596,9 +573,11 @@ def _parse(
     if options["min_tokens"] > (most := options["max_tokens"]):
         problem = f"min_tokens is {body.min_tokens}, and the answer has at most {most} tokens: ask for fewer."
         raise ServingError(problem, "min_tokens")
-    if options["min_tokens"] and options["grammar"] is not None:
-        why = "min_tokens does not go with a form of the answer, which says where it ends: leave one out."
-        raise ServingError(why, "min_tokens")
+    for key in ("min_tokens", "ignore_eos"):
+        if options[key] and options["grammar"] is not None:
+            form = "tools" if tools else getattr(body, "form_key", "structured_outputs")
+            form = "structured_outputs" if body.structured_outputs else form
+            raise ServingError(f"{form} says where the answer ends, and {key} says so too: leave one out.", key)
     options["logit_bias"] = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
     seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(n)]
     ids = {"logit_bias": [token for token, _ in options["logit_bias"]], "stop_token_ids": options["stop_tokens"]}

@@ -51,9 +51,8 @@ def _as_message(item: Any) -> Any:
 def _checked_type(values: dict[str, Any], default: str | None, *known: str) -> str:
     kind = values.get("type", default)
     if kind not in known:
-        raise UnsupportedValueError(
-            f"the type {' or '.join(known)} is expected, and not {str(kind)[:50]!r}: leave it out"
-        )
+        why = f"the type {' or '.join(known)} is expected, and not {str(kind)[:50]!r}: leave it out"
+        raise UnsupportedValueError(why)
     return str(kind)
 
 
@@ -74,13 +73,14 @@ _Tool = Annotated[requests.Tool, _under("function", "function")]
 _NamedTool = Annotated[requests.NamedTool, _under("function", "function")]
 
 
+@requests.accepts_neutral_keys
 class TextOptions(requests.StrictBody):
     """What is asked of the answer's text."""
 
     format: _Format | None = None
-    verbosity: Annotated[Any, requests.NeutralValue("medium")] = None
 
 
+@requests.accepts_neutral_keys
 class ResponsesRequest(requests.RequestBody):
     """The body of /v1/responses."""
 
@@ -103,22 +103,6 @@ class ResponsesRequest(requests.RequestBody):
     tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = True
     metadata: dict[str, str] | None = None
-
-    background: requests.OnlyFalse = None
-    include: requests.OnlyEmptyList = None
-    max_tool_calls: requests.OnlyNull = None
-    previous_response_id: requests.OnlyNull = None
-    reasoning: requests.OnlyNull = None
-    top_logprobs: Annotated[Any, requests.NeutralValue(0)] = None
-    truncation: Annotated[Any, requests.NeutralValue("disabled")] = None
-
-    prompt_cache_key: requests.Ignored = None
-    prompt_cache_retention: requests.Ignored = None
-    safety_identifier: requests.Ignored = None
-    service_tier: requests.Ignored = None
-    store: requests.Ignored = None
-    stream_options: requests.Ignored = None
-    user: requests.Ignored = None
 
     @staticmethod
     def own_keys(text: str, body: Any) -> str:

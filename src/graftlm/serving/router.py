@@ -32,9 +32,8 @@ class EngineRouter:
         check_model([*owners], model)
         engines = {owners[part].name: owners[part] for part in model.split("+")}
         if len(engines) > 1:
-            raise ServingError(
-                f"{model!r} joins what belongs to the backbones {' and '.join(engines)}: join grafts of one.", "model"
-            )
+            why = f"{model!r} joins what belongs to the backbones {' and '.join(engines)}: join grafts of one."
+            raise ServingError(why, "model")
         return next(iter(engines.values()))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:

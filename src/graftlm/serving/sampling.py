@@ -25,7 +25,8 @@ class RowSampling:
 
     def __init__(self, request: GenerationRequest, end_ids: Iterable[int] = ()) -> None:
         self.request = request
-        self.ends = {*request.stop_tokens, *(() if request.ignore_eos else end_ids)}
+        self.barred = {*request.stop_tokens, *end_ids}  # while the answer is too short
+        self.ends = {*request.stop_tokens} if request.ignore_eos else self.barred
         self.generator = random.Random(secrets.randbits(64) if request.seed is None else request.seed)
         self.counts: Counter[int] = Counter()  # of the answer's tokens
         self.matcher = None if request.grammar is None else request.grammar.deep_copy()
@@ -95,8 +96,8 @@ def _change(logits_V: Tensor, row: RowSampling) -> None:
         tokens, counts = zip(*row.counts.items(), strict=True)
         penalties = [request.presence_penalty + count * request.frequency_penalty for count in counts]
         logits_V.index_add_(0, torch.tensor(tokens, device=device), -torch.tensor(penalties, device=device))
-    if row.is_too_short and row.ends:
-        logits_V[torch.tensor([*row.ends], device=device)] = -torch.inf
+    if row.is_too_short and row.barred:
+        logits_V[torch.tensor([*row.barred], device=device)] = -torch.inf
     if row.matcher is not None:
         allowed = torch.frombuffer(bytearray(row.matcher.compute_logit_bias()), dtype=torch.uint8).to(device) > 0
         logits_V[: len(allowed)].masked_fill_(~allowed[: len(logits_V)], -torch.inf)

@@ -13,7 +13,6 @@ from typing import Any
 
 import uvicorn
 
-from graftlm.errors import GraftError
 from graftlm.serving.app import create_app
 from graftlm.serving.service import Service
 
@@ -57,10 +56,8 @@ class GraftServer(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn has logged the reason
-            raise GraftError(
-                f"The address {self.config.host}:{self.config.port} can't be listened at: name another (--port 0 "
-                "takes a free one)."
-            ) from None
+            self.service.settings.check_address()
+            raise
         if threading.current_thread() is threading.main_thread():
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):

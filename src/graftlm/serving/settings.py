@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -51,6 +52,15 @@ class ServerSettings(Config):
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
         return self.host in LOOPBACK
+
+    def check_address(self) -> None:
+        """Raise GraftError if the server can't listen at its address."""
+        try:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            socket.create_server((self.host, self.port), family=family).close()
+        except OSError:
+            why = f"The address {self.host}:{self.port} can't be listened at"
+            raise GraftError(f"{why}: name another (--port 0 takes a free one).") from None
 
     def allowed_hosts(self) -> frozenset[str] | None:
         """Names that the Host header may have, in lower case; None allows any.

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from inspect import signature
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from graftlm.backbone import Backbone
 from graftlm.serving.protocol import ServingError
@@ -29,7 +29,8 @@ PLAIN_TEMPLATE = (
 """The chat template of tokenizers without one, such as those of base models: role names and colons."""
 PLAIN_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
 _CONTEXT_TOKENS = 6  # prompt tokens that are decoded with the first new token, which may need a space before it
-TEMPLATE_ARGUMENTS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+_RENDERERS: Any = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+TEMPLATE_ARGUMENTS = {"messages"}.union(*(signature(function).parameters for function in _RENDERERS))
 """Names that values of a template may not have."""
 _INCOMPLETE = "\ufffd"  # decoders return it for a character whose bytes are incomplete
 
@@ -66,7 +67,7 @@ class ServingTokenizer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
         param: str = "messages",
-        values: Mapping[str, Any] = MappingProxyType({}),
+        values: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """The ids of a conversation, up to the start of the assistant's next message.
 
@@ -79,17 +80,17 @@ class ServingTokenizer:
         Raises ServingError if the chat template rejects the messages.
         """
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "chat_template": self._template}
-        options |= values
+        options |= values or {}
         if not self._knows_tools:
             messages, tools = without_tools(messages, tools), ()
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tools=[*tools] or None, **options)
-        except (TemplateError, ValueError, TypeError) as error:
-            raise ServingError(
-                f"The model's chat template refuses {param} ({str(error).rstrip('.')}): change it, or use "
-                "/v1/completions.",
-                param,
-            ) from None
+        except Exception as error:
+            if not values and not isinstance(error, TemplateError | ValueError | TypeError):
+                raise
+            param, why = "chat_template_kwargs" if values else param, str(error).rstrip(".") or type(error).__name__
+            problem = f"The model's chat template refuses {param} ({why}): change it, or use /v1/completions."
+            raise ServingError(problem, param) from None
         return self.encode(str(text), special=self.plain)
 
     def text_of(self, token: int) -> str:
@@ -139,15 +140,19 @@ class IncrementalDetokenizer:
         self._stream = DecodeStream(skip_special_tokens=True) if independent else None
         self._pending: list[int] = []
 
-    def add(self, token: int) -> tuple[str, bool]:
-        """The text that is final after this token, and whether a stop string has ended it."""
+    def add(self, token: int, *, goes_on: bool = False) -> tuple[str, bool]:
+        """The text that is final after this token, and whether a stop string ended it, as none does if it `goes_on`."""
+        text = self._new_text(token)
+        return (text, False) if goes_on else self._before_stops(text)
+
+    def _new_text(self, token: int) -> str:
         if self._stream is None:
-            return self._before_stops(self._next_text(token))
+            return self._next_text(token)
         self._pending.append(token)
         text = self._stream.step(self._backend, token) or ""
         if text:
             self._pending.clear()
-        return self._before_stops(text)
+        return text
 
     def rest(self) -> str:
         """The text that was held back; call it once no token follows."""
