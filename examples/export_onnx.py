@@ -3,7 +3,8 @@
     pip install 'graftlm[onnx]'
     python examples/export_onnx.py runs/tasks/graft FOLDER
 
-writes `model.onnx`, the tokenizer, and `tasks.json` with each task's number, type and labels. The inputs are
+writes `model.onnx`, the tokenizer, which cuts at the graft's length, and `tasks.json` with that length and each task's
+number, type and labels. The inputs are
 `input_ids`, `attention_mask` with padding on the right, and `token_type_ids` where the encoder has segments, all of
 shape (rows, tokens), and the number of each row's task, `task` (rows,). An output `task:NAME` has this task's logits
 for all rows, or a number in its unit, so that a batch may mix tasks; those at padding mean nothing. The file is
@@ -12,6 +13,7 @@ compared with torch before it is called written.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import warnings
@@ -55,7 +57,12 @@ def export(task_graft: TaskGraft, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     specs = {name: {"number": n} | spec.model_dump() for n, (name, spec) in enumerate(task_graft.tasks.items())}
     (folder / "tasks.json").write_text(json.dumps({"length": task_graft.length, "tasks": specs}), encoding="utf-8")
-    task_graft.backbone.need_tokenizer().save_pretrained(folder)
+    tokenizer: Any = copy.deepcopy(task_graft.backbone.need_tokenizer())
+    if tokenizer.is_fast:  # tokenizer.json of itself cuts as the graft was trained, and pads by the batch
+        tokenizer.backend_tokenizer.enable_truncation(task_graft.length)
+        tokenizer.backend_tokenizer.enable_padding(pad_id=tokenizer.pad_token_id, pad_token=tokenizer.pad_token)
+    tokenizer.model_max_length = task_graft.length
+    tokenizer.save_pretrained(folder)
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model, torch.no_grad():
         outputs, inputs = TaskOutputs(model.eval()).eval(), example_inputs(task_graft, 3, 7)
         shapes = {name: dict.fromkeys(range(value.ndim), torch.export.Dim.DYNAMIC) for name, value in inputs.items()}

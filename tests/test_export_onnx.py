@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from onnxruntime import InferenceSession
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from examples import export_onnx
@@ -57,6 +58,8 @@ def test_each_task_in_a_mixed_batch_is_as_torch_has_it(task_graft: TaskGraft, tm
         (encoder.encode(TaskRows(tasks[name], [LabelledRow(TEXTS[name], None, name)])).rows[0], tasks[name], number)
         for number, name in enumerate(tasks)
     ]
+    cut = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode_batch(["fox " * 100, "fox"])
+    assert [len(row.ids) for row in cut] == [task_graft.length] * 2
     session = InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == [f"task:{name}" for name in TASKS]
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model, torch.no_grad():

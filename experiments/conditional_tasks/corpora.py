@@ -1,7 +1,8 @@
 """Eleven English tasks, read from the data folder and written as the files that a recipe of tasks names.
 
 Test and validation rows are the same for every seed. Training rows are drawn by the seed. A set without a test or
-validation split takes it from its training rows. No text of the test is in validation, and none of both in training.
+validation split takes it from its training rows. Within a task, no text of the test is in validation, and none of both
+in training.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ LABELS = {
     "lora": "one LoRA for all tasks, frozen encoder",
     "lora_per_task": "a LoRA for each task, frozen encoder",
     "hyper": "adapters that a hypernetwork makes, frozen encoder",
+    "heads": "heads alone, the encoder as it is",
 }
 
 
@@ -81,7 +82,7 @@ def table_of(row: str) -> str:
     """The table that a row stands in."""
     if row.removeprefix("multi_task_") in OTHER_SAMPLERS:
         return "samplers"
-    if row in ("adapters", "lora_per_task", "hyper"):
+    if row in ("adapters", "lora_per_task", "hyper", "heads"):
         return "rivals"
     if row in (f"{name}_uncertainty" for name in ("attention", "bottleneck", "alignment")):
         return "uncertainty"

@@ -81,6 +81,25 @@ def test_files_without_a_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "columns", "problem"),
+    [
+        ("text,label,label\na,x,y\n", [], "a.csv has two columns 'label': rename one"),
+        ("text,label\na,x\n", ["text", "label"], "row 1 has the names of the columns: leave columns out"),
+    ],
+)
+def test_headers_that_mislead(tmp_path: Path, content: str, columns: list[str], problem: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(DataError, match=problem):
+        read_training_rows("t", config(tmp_path / "a.csv", columns=columns))
+
+
+def test_the_label_is_no_text() -> None:
+    for columns in ({"text": "label"}, {"text": ["a", "a"]}, {"label": "text"}):
+        with pytest.raises(RecipeError, match="text and label name one column twice"):
+            LabelledConfig.parse({"type": "classification", "train": "a.csv", **columns})
+
+
+@pytest.mark.parametrize(
     ("name", "text", "columns"),
     [
         ("a.conll", "# a tag\n-DOCSTART- O\n\nIn O\n#1 O\nRome B-PLACE\n", []),
@@ -137,6 +156,11 @@ BAD: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}],
         {},
         r"The task t has the one label 'x' in all of its 2 rows, and there is nothing to tell apart",
+    ),
+    "one number": (
+        [{"text": "a", "label": 2e6}, {"text": "b", "label": 2e6}],
+        {"type": "regression"},
+        r"The task t has numbers from 2e\+06 to 2e\+06, which float32 hardly tells apart: subtract what they have",
     ),
     "no rows": ([], {}, r"The task t has no rows \(.*a\.jsonl\): name a file with at least one, or leave it out"),
     "no column": (

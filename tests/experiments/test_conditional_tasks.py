@@ -169,6 +169,10 @@ def test_rows_differ_only_in_what_they_compare(
     single = {row: {key for key in ALL if value[key] != OFF[key]} for row, value in MODULES.items()}
     assert [len(changed) for changed in single.values()] == [0, 1, 1, 1, 1, 4, 1], "in the frozen layers too"
     assert len(set.union(*(single[row] for row in MODULES if row not in ("none", "all")))) == 4
+    for policy in ("size", "temperature", "entropy"):
+        (run,) = runs[f"multi_task_{policy}"]
+        assert (run.sampler.policy, run.sampler.alpha, run.graft) == (policy, 0.5, study.graft(OFF))
+    assert runs["heads"][0].graft == study.graft(OFF | {"frozen": 1})
     for row, modules in CONTROLS.items():
         (run,) = runs[row]
         assert run.graft.model_dump() | {"kind": "conditional-tasks"} == study.graft(MODULES[modules]).model_dump()

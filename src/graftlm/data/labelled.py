@@ -61,7 +61,7 @@ class LabelledConfig(Config):
             yield "text names one column, or two of a pair; for span those of question and context"
         if self.type == "tagging" and len(names) > 1:
             yield "a tagging task has one text: name one column"
-        if len({*names, self.label}) <= len(names):
+        if len({*self.texts, self.label_column}) <= len(self.texts):
             yield "text and label name one column twice: name each once"
         if self.labels and self.type in ("regression", "span"):
             yield f"a {self.type} task has no labels: leave them out"
@@ -141,8 +141,12 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
         )
     spec = TaskSpec(type=config.type, labels=labels if config.type not in ("regression", "span") else [])
     numbers = [float(row.target) for row in rows if isinstance(row.target, float)]
-    if numbers and min(numbers) < max(numbers):
-        spec = spec.model_copy(update={"range": (min(numbers), max(numbers))})
+    if numbers:
+        low, high = min(numbers), max(numbers)
+        if high - low <= 1e-5 * max(-low, high):
+            why = f"The task {name} has numbers from {low:g} to {high:g}, which float32 hardly tells apart"
+            raise DataError(f"{why}: subtract what they have in common, or leave the task out.")
+        spec = spec.model_copy(update={"range": (low, high)})
     if config.limit is not None and config.limit < len(rows):
         selected = np.random.default_rng(config.seed).choice(len(rows), config.limit, replace=False)
         rows = [rows[index] for index in sorted(selected)]

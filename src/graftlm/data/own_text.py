@@ -113,9 +113,8 @@ def read_own_text(path: Path) -> list[OwnText]:
         _, *lines = path.read_text(encoding="utf-8").splitlines()
         return [_sample(values) for line in lines for values in json.loads(line)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"The sampled text {path} can't be read ({first_line(error)}): remove it, and it is sampled again."
-        ) from None
+        why = f"The sampled text {path} can't be read ({first_line(error)}): remove it, and it is sampled again."
+        raise DataError(why) from None
 
 
 def _sample(values: dict[str, Any]) -> OwnText:
@@ -155,9 +154,8 @@ class _Sampler:
                 "under data.old, and set evaluation.own_tokens to 0."
             )
         if (limit := max_sequence_length(backbone.model)) < length:
-            raise DataError(
-                f"Samples of {length} tokens do not fit the backbone, which has {limit} positions: lower the length."
-            )
+            why = f"Samples of {length} tokens do not fit the backbone, which has {limit} positions: lower the length."
+            raise DataError(why)
         self._model: Any = backbone.bare_model if model is None else model
         self._live: Any = self._model if model is None else backbone.model
         self._config, self._length = config, length

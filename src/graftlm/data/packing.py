@@ -552,9 +552,8 @@ class Mixture:
         self.batch_size, self.seed = batch_size, seed
         forms: set[tuple[int, Boundaries, int]] = {(b.length, b.boundaries, b.pad_id) for b in self.domains.values()}
         if len(forms) != 1:
-            raise DataError(
-                f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."
-            )
+            why = f"The domains' rows differ in length, boundaries or padding id ({sorted(forms)}): pack them alike."
+            raise DataError(why)
         self.boundaries: Boundaries
         self.length, self.boundaries, self.pad_id = forms.pop()
 

@@ -1,6 +1,6 @@
 """Task samplers: which rows of which tasks make the next batch.
 
-For T tasks with D_t rows, and H the entropy of a prediction in nats:
+For T tasks with D_t rows, and H the entropy of a prediction in nats; numbers have a stand-in of at most log 2:
 
     uniform       q(t) = 1 / T
     size          q(t) = D_t / sum of D_s
@@ -261,17 +261,15 @@ def _check(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, ste
         raise DataError(f"batch_size is {batch_size}; a whole number from 1 is expected.")
     for task, share in config.fixed.items():
         if config.policy not in SCORED:
-            raise DataError(
-                f"fixed shares belong to policies with scores, and the policy is {config.policy}: leave them out."
-            )
+            why = f"fixed shares belong to policies with scores, and the policy is {config.policy}: leave them out."
+            raise DataError(why)
         if task not in sizes:
             raise DataError(f"fixed names the task {task!r}; the tasks are {', '.join(sizes)}.")
         if not 0 <= share < 1:
             raise DataError(f"The fixed share of the task {task} is {share}; a number from 0 to below 1 is expected.")
     if sum(config.fixed.values()) >= 1 or set(config.fixed) >= set(sizes):
-        raise DataError(
-            "The fixed shares leave nothing to choose by uncertainty: lower them, or take policy: temperature."
-        )
+        why = "The fixed shares leave nothing to choose by uncertainty: lower them, or take policy: temperature."
+        raise DataError(why)
     if config.passes is not None and config.policy in SCORED and steps is not None:
         free = {task: size for task, size in sizes.items() if task not in config.fixed}
         per_step = sum(int(config.passes * size / steps) for size in free.values())

@@ -78,9 +78,8 @@ def _parse_json(data: bytes, where: str) -> Any:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         cause = getattr(error, "msg", "nested too deep")
-        raise DataError(
-            f"{where} is not valid JSON ({cause}): one object per line, or one list of objects, is expected."
-        ) from None
+        why = f"{where} is not valid JSON ({cause}): one object per line, or one list of objects, is expected."
+        raise DataError(why) from None
 
 
 def _read_csv(
@@ -95,6 +94,8 @@ def _read_csv(
         check_columns(header, columns, str(path), owner)
         for number, cells in enumerate(filter(None, reader), start=1):
             where = f"{path}: row {number}"
+            if cells == list(header):
+                raise DataError(f"{where} has the names of the columns: leave columns out, or remove the row.")
             if len(cells) != len(header):
                 raise DataError(f"{where} has {len(cells)} cells, but {expected} {len(header)}: correct the row.")
             yield values_of(dict(zip(header, cells, strict=True)), columns, where, owner), where
@@ -132,6 +133,8 @@ def check_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
         if name not in names:
             known = ", ".join(map(str, names)) or "none"
             raise DataError(f"{where} has no column {name!r} (found: {known}): set the {owner}'s {key}.")
+        if list(names).count(name) > 1:
+            raise DataError(f"{where} has two columns {name!r}: rename one.")
 
 
 def check_text(value: Any, column: str, where: str) -> str:

@@ -125,6 +125,8 @@ def predict_rows(
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
         predict = predictor(model)
         while chunk := list(islice(rows, _CHUNK_ROWS)):
+            if other := [row for row in chunk if not isinstance(row, LabelledRow)]:
+                raise DataError(f"A row is of type {type(other[0]).__name__}: give LabelledRow(texts=(...)).")
             predictions = predict_labelled(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
             yield from (prediction.to_json(spec, row) for prediction, row in zip(predictions, chunk, strict=True))
 
@@ -178,9 +180,8 @@ def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence
     """A row without a label, of as many values as there are names; DataError otherwise, or if one can't be read."""
     if len(values) != len(names):
         expected = f"{len(names)} ({', '.join(names)})"
-        raise DataError(
-            f"{where}: the number of texts is {len(values)}, but {expected} is expected: give one for each."
-        )
+        why = f"{where}: the number of texts is {len(values)}, but {expected} is expected: give one for each."
+        raise DataError(why)
     if config.type == "tagging":
         words = values[0].split() if isinstance(values[0], str) else values[0]
         if not isinstance(words, list) or not words:

@@ -215,9 +215,8 @@ class Recipe(_TextRecipe):
     def run(self) -> GraftRun:
         """The run that trains the recipe's graft. Raises RecipeError if the recipe has methods and no graft section."""
         if self.graft is None:
-            raise RecipeError(
-                "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
-            )
+            why = "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
+            raise RecipeError(why)
         shared = {"backbone": self.backbone, "data": self.data, "evaluation": self.evaluation}
         return GraftRun(id=self.graft.kind, folder=".", graft=self.graft, training=self.training, **shared)
 
@@ -468,9 +467,8 @@ def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
     if kind is None:
         return (TaskRecipe if "tasks" in values else Recipe).parse(values, where=where)
     if kind != LanguageModelRecipe.model_fields["kind"].default:
-        raise RecipeError(
-            f"{where}: kind is {kind!r}, but language-model is expected: leave kind out of a graft's recipe."
-        )
+        why = f"{where}: kind is {kind!r}, but language-model is expected: leave kind out of a graft's recipe."
+        raise RecipeError(why)
     return LanguageModelRecipe.parse(values, where=where)
 
 

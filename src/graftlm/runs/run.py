@@ -291,9 +291,8 @@ def _unique(runs: Sequence[Run]) -> dict[str, Run]:
         if run.id != Path(run.id).name or run.id in (_MEASUREMENTS, _RUN):
             raise RecipeError(f"A run has the id {run.id!r}, which can't be the name of its folder: choose another.")
         if folders.setdefault(_folder(run, Path()), run.id) != run.id:
-            raise RecipeError(
-                f"The runs {folders[_folder(run, Path())]!r} and {run.id!r} have one folder: give each its own."
-            )
+            why = f"The runs {folders[_folder(run, Path())]!r} and {run.id!r} have one folder: give each its own."
+            raise RecipeError(why)
     before = {name: run.dependencies() for name, run in by_id.items()}
     if missing := [name for names in before.values() for name in names if name not in by_id]:
         raise RecipeError(f"A run depends on {missing[0]!r}, which is not among the runs.")

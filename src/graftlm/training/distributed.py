@@ -112,9 +112,8 @@ def check_tracker(name: str | None) -> None:
         if name == "tensorboard":
             raise MissingExtraError(name, "trackers", "Logging to a tracker") from None
         package = name.replace("_", "-")
-        raise TrainingError(
-            f"The tracker {name} needs the package {package}, which is not installed: run `pip install {package}`."
-        ) from None
+        why = f"The tracker {name} needs the package {package}, which is not installed: run `pip install {package}`."
+        raise TrainingError(why) from None
 
 
 def start_tracker(accelerator: Accelerator, name: str, values: dict[str, Any]) -> None:

@@ -139,9 +139,8 @@ def _fitting(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[Non
         raise
     except kinds as error:
         name = values["model_type"]
-        raise RecipeError(
-            f"model: keys of the model_type {name} don't fit ({first_line(error)}): change them."
-        ) from None
+        why = f"model: keys of the model_type {name} don't fit ({first_line(error)}): change them."
+        raise RecipeError(why) from None
 
 
 def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -177,9 +176,8 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
     limit = max_sequence_length(model)
     if limit < max(length, longest):
         what = f"data.length is {length}" if limit < length else f"evaluation.lengths has {longest}"
-        raise RecipeError(
-            f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."
-        )
+        why = f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."
+        raise RecipeError(why)
     if hasattr(model, "check_lengths"):
         model.check_lengths(length, longest)
     check_boundaries(model, boundaries)

@@ -156,9 +156,8 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
     """Accumulate the gradients of this process's micro-batches; gives its losses (3,) summed over all processes."""
     config, context = state.config, state.context
     if len(batch) != config.batch_size:
-        raise TrainingError(
-            f"The data gives {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
-        )
+        why = f"The data gives {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
+        raise TrainingError(why)
     totals = batch.totals().to(context.accelerator.device)
     rows = batch.rows(context.share(len(batch)))
     size = config.micro_batch_size or len(rows)
