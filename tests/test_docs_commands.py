@@ -332,11 +332,13 @@ def run_command(command: str) -> None:
 def _serve(command: str, servers: contextlib.ExitStack) -> str:
     """Start the server of a `graft serve` command on a free port; returns its address."""
     from graftlm.serving import server
+    from graftlm.serving.settings import ServerSettings
     from serving.web import running
 
     services: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "serve", lambda service, on_ready: services.append(service))
+        patch.setattr(ServerSettings, "check_address", lambda settings: None)  # tests beside this one take ports too
         _run(command)
     servers.close()  # the one before
     return servers.enter_context(running(services[0]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from sklearn.linear_model import Ridge, RidgeClassifier
 
 from experiments.conditional_tasks.corpora import SPLITS, TASKS
 from experiments.conditional_tasks.study import ConditionalTasksStudy
+from graftlm.data.tables import read_values
 
 PENALTIES = tuple(10.0**power for power in range(-3, 3))
 
@@ -23,11 +23,11 @@ def probe_scores(study: ConditionalTasksStudy, seed: int) -> dict[str, float]:
     for task, source in TASKS.items():
         if source.type == "tagging":
             continue
-        files, names = study.task(task, seed), np.atleast_1d(source.columns["text"])
-        rows = {split: _read(getattr(files, split)) for split in SPLITS}
-        labels = {split: [row[source.columns["label"]] for row in rows[split]] for split in SPLITS}
-        texts = {split: [embed([row[name] for row in rows[split]]) for name in names] for split in SPLITS}
-        x = {split: _features(of_split) for split, of_split in texts.items()}
+        files = study.task(task, seed)
+        columns: Any = dict(enumerate([*files.texts, files.label_column]))
+        rows = {split: [row for row, _ in read_values(Path(getattr(files, split)), columns)] for split in SPLITS}
+        *texts, labels = ({split: [row[n] for row in rows[split]] for split in SPLITS} for n in columns)
+        x = {split: _features([embed(column[split]) for column in texts]) for split in SPLITS}
         kind: Any = Ridge if source.type == "regression" else RidgeClassifier
         models = [kind(alpha=penalty).fit(x["train"], labels["train"]) for penalty in PENALTIES]
         best = max(models, key=lambda model: _score(model.predict(x["validation"]), labels["validation"]))
@@ -69,7 +69,3 @@ def _score(predicted: np.ndarray, labels: Sequence[Any]) -> float:
     if isinstance(labels[0], float):
         return 100 * float(np.corrcoef(predicted, labels)[0, 1])
     return 100 * float(np.mean(predicted == np.array(labels)))
-
-
-def _read(file: str | Path) -> list[Mapping[str, Any]]:
-    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").split("\n") if line]

@@ -6,7 +6,7 @@ from typing import Any
 
 from graftlm.data.samplers import SCORED
 
-TABLES = ("1", "rivals", "uncertainty", "learnability", "samplers", "few", "rows")
+TABLES = ("1", "rivals", "uncertainty", "learnability", "samplers", "few", "rows", "probe")
 OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
 FINE_TUNING = OFF | {"frozen": 0}
 ALL = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments import Options
 from experiments.conditional_tasks.corpora import FILES, TASKS
+from experiments.conditional_tasks.probe import probe_scores
 from experiments.conditional_tasks.rows import (
     CELLS,
     CONTROLS,
@@ -63,7 +64,10 @@ def run(options: Options) -> Results:
         shares = {f"score_{share}": share for share in study.size.shares}
         plots["few"] = bars(few, shares, "score by share of the task's rows")
     paper = published(__file__, {row.id for row in rows})
-    return study.write(NAME, rows, aims=aims(rows), paper=paper, details=_details(study, default), plots=plots)
+    details = _details(study, default)
+    if "probe" in chosen:
+        details["probe"] = {"by_seed": {str(seed): probe_scores(study, seed) for seed in study.seeds}}
+    return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
 
 
 def main_row(study: ConditionalTasksStudy, row: str) -> Row:

@@ -328,6 +328,8 @@ def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: 
     assert results.row("few_added").metrics["old_changed"] == 0
     assert value_of(results.row("few_whole").metrics["old_changed"]) > 0
     assert {row.id for row in results.rows} >= {*FEW, "fewer_rows", "effect_cln", "effect_uncertainty"}
+    (probe,) = results.details["probe"]["by_seed"].values()
+    assert probe.keys() == {*TASKS, "sick_relatedness_cosine"} - {"wnut17"}
     assert {file.stem for file in (tmp_path / "out").glob("*.png")} >= {"scores", "few", "similarity"}
     assert reproduce("conditional-tasks", quick).rows == results.rows, "finished runs are read back"
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -214,6 +215,17 @@ def test_what_the_user_can_mend(home: Path, monkeypatch: pytest.MonkeyPatch, opt
     assert outcome.err.count("\n") <= 4, "a sentence, no traceback"
 
 
+def test_a_taken_port_is_noticed_before_anything_loads(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cli.tools import invoke
+
+    monkeypatch.chdir(home)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = invoke("serve", "--backbone", "llama", "--port", str(port))
+    assert f"The address 127.0.0.1:{port} can't be listened at: name another" in outcome.err
+    assert "loading" not in outcome.err
+
+
 @pytest.mark.parametrize(("options", "pack"), [((), True), (("--no-pack",), False)])
 def test_the_engine_learns_of_no_pack(home: Path, monkeypatch: pytest.MonkeyPatch, options, pack: bool) -> None:
     from cli.tools import invoke
@@ -222,7 +234,7 @@ def test_the_engine_learns_of_no_pack(home: Path, monkeypatch: pytest.MonkeyPatc
         raise GraftError(f"pack is {limits.pack}")
 
     monkeypatch.setattr("graftlm.serving.service.open_service", stop)
-    assert f"pack is {pack}" in invoke("serve", "--backbone", str(home / "llama"), *options).err
+    assert f"pack is {pack}" in invoke("serve", "--backbone", str(home / "llama"), "--port", "0", *options).err
 
 
 def test_without_the_extra_it_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +244,6 @@ def test_without_the_extra_it_says_what_to_install(home: Path, monkeypatch: pyte
         if name.startswith("graftlm.serving"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    outcome = invoke("serve", "--backbone", "llama")
+    outcome = invoke("serve", "--backbone", "llama", "--port", "0")
     assert outcome.code == 2
     assert "needs the package fastapi, which is not installed: run `pip install 'graftlm[serve]'`" in outcome.err

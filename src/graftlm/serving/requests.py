@@ -229,7 +229,7 @@ class ApiRequest(RequestBody):
     min_p: float | None = Field(0.0, ge=0, le=1, description="Of vLLM.")
     repetition_penalty: float | None = Field(1.0, gt=0, le=100, description="Of vLLM.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Of vLLM.")
-    min_tokens: int | None = Field(0, ge=0, description="Of vLLM: before them no token ends the answer.")
+    min_tokens: int | None = Field(0, ge=0, description="Of vLLM: before them nothing ends the answer.")
     stop_token_ids: TokenIds | None = Field(None, max_length=64, description="Of vLLM.")
     ignore_eos: bool | None = Field(False, description="Of vLLM: the model's end tokens do not end the answer.")
     graftlm: RequestExtras | None = None

@@ -44,7 +44,7 @@ class RowSampling:
 
     @property
     def is_too_short(self) -> bool:
-        """Whether no end token may follow yet."""
+        """Whether nothing may end the answer yet."""
         return self.request.min_tokens > 0 and self.counts.total() < self.request.min_tokens
 
     @property
