@@ -51,6 +51,7 @@ class TaskAdaptersConfig(ConditionalTasksConfig):
     alignment: bool = False
     norm: bool = False
     bottleneck: Literal["none", "base", "large"] = "none"
+    lora_rank: int = 0
     form: Literal["bottleneck", "lora", "hyper"] = "bottleneck"
     shared: bool = False
     inner: int = Field(8, ge=1)

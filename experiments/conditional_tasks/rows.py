@@ -7,9 +7,9 @@ from typing import Any
 from graftlm.data.samplers import SCORED
 
 TABLES = ("1", "rivals", "uncertainty", "learnability", "samplers", "few", "rows", "probe")
-OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
+OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none", "lora_rank": 0}
 FINE_TUNING = OFF | {"frozen": 0}
-ALL = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
+ALL = OFF | {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
 MODULES: dict[str, dict[str, Any]] = {"none": OFF} | {
     name: OFF | {key: ALL[key]}
     for name, key in (
@@ -20,8 +20,9 @@ MODULES: dict[str, dict[str, Any]] = {"none": OFF} | {
     )
 }
 MODULES["all"] = ALL
-EVERYWHERE = "cln_all_layers"  # samples uniformly alone
+EVERYWHERE, LORA = UNIFORM = ("cln_all_layers", "lora_per_task")  # sample uniformly alone
 MODULES[EVERYWHERE] = MODULES["cln"] | {"modulated": 1.0}
+MODULES[LORA] = OFF | {"frozen": 1.0, "modulated": 1.0, "lora_rank": 3, "module_rate": 3.0}  # as large as all modules
 NAMES = {"none": "multi_task", "all": "ca_mtl"}  # of rows, as of the modules' other names
 SAMPLERS = ("uniform", *SCORED)
 OTHER_SAMPLERS = ("size", "temperature", "entropy")  # without modules alone
@@ -30,7 +31,6 @@ RIVALS: dict[str, dict[str, Any]] = {
     "adapters": {"form": "bottleneck", "frozen": 1},
     "adapters_half": {"form": "bottleneck"},
     "lora": {"form": "lora", "shared": True, "frozen": 1},
-    "lora_per_task": {"form": "lora", "frozen": 1},
     "hyper": {"form": "hyper", "frozen": 1},
 }
 FEW: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +53,7 @@ CELLS = {
     cell_id(modules, sampler): (modules, sampler)
     for modules in MODULES
     for sampler in SAMPLERS
-    if modules != EVERYWHERE or sampler == "uniform"
+    if modules not in UNIFORM or sampler == "uniform"
 }
 MODULE_LABELS = {
     "none": "multi-task fine-tuning, half the layers frozen",
@@ -63,6 +63,7 @@ MODULE_LABELS = {
     "cln": "conditional layer norm",
     "all": "all modules",
     EVERYWHERE: "conditional layer norm in the frozen layers as well",
+    LORA: "a LoRA for each task, frozen encoder",
 }
 LABELS = {
     "single_task": "single-task fine-tuning, one model each",
@@ -72,7 +73,6 @@ LABELS = {
     "adapters": "adapters, parallel bottleneck, frozen encoder",
     "adapters_half": "the same adapters, upper half trained as well",
     "lora": "one LoRA for all tasks, frozen encoder",
-    "lora_per_task": "a LoRA for each task, frozen encoder",
     "hyper": "adapters that a hypernetwork makes, frozen encoder",
     "heads": "heads alone, the encoder as it is",
 }
@@ -82,7 +82,7 @@ def table_of(row: str) -> str:
     """The table that a row stands in."""
     if row.removeprefix("multi_task_") in OTHER_SAMPLERS:
         return "samplers"
-    if row in ("adapters", "lora_per_task", "hyper", "heads"):
+    if row in ("adapters", "hyper", "heads"):
         return "rivals"
     if row in (f"{name}_uncertainty" for name in ("attention", "bottleneck", "alignment")):
         return "uncertainty"

@@ -21,7 +21,6 @@ from experiments.conditional_tasks.probe import probe_scores
 from experiments.conditional_tasks.rows import (
     CELLS,
     CONTROLS,
-    EVERYWHERE,
     FEW,
     LABELS,
     MODULE_LABELS,
@@ -29,6 +28,7 @@ from experiments.conditional_tasks.rows import (
     RIVALS,
     SIMILAR,
     TABLES,
+    UNIFORM,
     cell_id,
 )
 from experiments.conditional_tasks.runs import ConditionalTasksRun
@@ -83,7 +83,7 @@ def default_row(study: ConditionalTasksStudy, default: str) -> Row:
     """The chosen combination, and its paired differences to the other rows, and task by task to multi-task tuning."""
     row, uniform = main_row(study, default), cell_id(CELLS[default][0], "uniform")
     tasks = {task: study.differences(default, "multi_task", task) for task in TASKS}
-    others = [name for name in ("multi_task", uniform, *CONTROLS, *RIVALS) if name in study.labels and name != default]
+    others = [name for name in ("multi_task", uniform, *CONTROLS, *RIVALS, *UNIFORM) if name in study.labels and name != default]
     metrics: dict[str, Metric] = {f"over_{name}": study.differences(default, name) for name in others}
     metrics |= {f"{task}_over_multi_task": value for task, value in tasks.items()}
     metrics["worst_task_over_multi_task"] = min(value.mean for value in tasks.values())
@@ -125,10 +125,10 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
 def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     """A sampler with scores after a part of the rows, uniform sampling after as many, and where each reaches the end's.
 
-    Where the default samples uniformly, the better sampler with scores takes its place; norms of all layers have none,
-    so those of the upper half are taken.
+    Where the default samples uniformly, the better sampler with scores takes its place; LoRA and norms of all layers
+    have none, so those of the upper half are taken.
     """
-    modules, policy = CELLS[cell_id("cln", "uniform") if default == EVERYWHERE else default]
+    modules, policy = CELLS["cln" if default in UNIFORM else default]
     if policy == "uniform":
         _, policy = CELLS[study.best_cell(cell_id(modules, policy) for policy in study.samplers if policy in SCORED)]
     cells = {"fewer_rows": cell_id(modules, policy), "fewer_rows_uniform": cell_id(modules, "uniform")}

@@ -102,7 +102,7 @@ QUICK = ConditionalTasksSize(
     length=16,
     training=TrainingConfig(steps=len(TASKS), batch_size=4, schedule="linear", keep_checkpoints=0),
     rates=(1e-3,),
-    graft={"pooling": "mean", "bottleneck_width": 4, "task_width": 4, "block": 8, "aligned": "trained"},
+    graft=FULL.graft | {"bottleneck_width": 4, "task_width": 4, "block": 8},
     shares={"0.1%": 1, "1%": 1},
     rows=(0.5,),
 )

@@ -7,6 +7,7 @@
     norm            : (a - mean) / deviation * gamma' + beta', then film                          (equation 3.3)
     bottleneck(x)   = film(U act(film(V x, z)), z)
     large           : c_j = bottleneck_j(h_j + c_{j-1}), and c_L added to h_L
+    LoRA            : W x + B A x + the bias, with A and B of the row's task
 
 Equations 3.2 and 3.3 as printed are `literal_alignment` and `literal_norm`.
 
@@ -47,6 +48,7 @@ class ConditionalWeights:
         necks: bottlenecks.
         large: whether the bottlenecks run along all layers.
         aligned: the layer whose input is aligned.
+        loras: A (R, inputs) and B (outputs, R) by the layer's number and the Linear's path in it.
     """
 
     alignment: tuple[Tensor, Film] | None = None
@@ -55,6 +57,7 @@ class ConditionalWeights:
     necks: Mapping[int, BottleneckWeights] = field(default_factory=dict)
     large: bool = False
     aligned: int = 0
+    loras: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def film(y: Tensor, z: Tensor, weights: Film) -> Tensor:
@@ -115,14 +118,21 @@ def _norm(x_TD: Tensor, layer_norm: Any, z: Tensor, weights: Film | None) -> Ten
     return out if weights is None else _by_token(lambda x: film(x, z, weights), out)
 
 
-def _linear(x_TD: Tensor, linear: Any) -> Tensor:
+def _linear(x_TD: Tensor, layer: Any, number: int, path: str, modules: ConditionalWeights) -> Tensor:
     """By its weights, since the live module may have hooks."""
-    return x_TD @ linear.weight.T + linear.bias
+    linear = layer.get_submodule(path)
+    weight = linear.weight
+    if (number, path) in modules.loras:
+        a, b = modules.loras[number, path]
+        weight = weight + b @ a
+    return x_TD @ weight.T + linear.bias
 
 
-def _self_attention(x_TD: Tensor, attention: Any, m: Tensor) -> Tensor:
+def _self_attention(x_TD: Tensor, layer: Any, number: int, modules: ConditionalWeights, m: Tensor) -> Tensor:
+    attention = layer.attention.self
     heads, size = attention.num_attention_heads, attention.attention_head_size
-    q, k, v = (_linear(x_TD, part) for part in (attention.query, attention.key, attention.value))
+    paths = [f"attention.self.{part}" for part in ("query", "key", "value")]
+    q, k, v = (_linear(x_TD, layer, number, path, modules) for path in paths)
     slices = [slice(head * size, (head + 1) * size) for head in range(heads)]
     return torch.cat([attend(q[:, part], k[:, part], v[:, part], m) for part in slices], -1)
 
@@ -148,9 +158,11 @@ def encode(
         first, second = modules.norms.get(number, (None, None))
         a = modules.biases.get(number)
         m = h.new_zeros(len(h), len(h)) if a is None else bias(a[0], a[1], z, len(h))
-        attended = _linear(_self_attention(h, layer.attention.self, m), layer.attention.output.dense)
+        attended = _self_attention(h, layer, number, modules, m)
+        attended = _linear(attended, layer, number, "attention.output.dense", modules)
         h = _norm(attended + h, layer.attention.output.LayerNorm, z, first)
-        written = _linear(activation(_linear(h, layer.intermediate.dense)), layer.output.dense)
+        inner = activation(_linear(h, layer, number, "intermediate.dense", modules))
+        written = _linear(inner, layer, number, "output.dense", modules)
         neck = modules.necks.get(number)
         if neck is not None and not modules.large:
             written = written + _by_token(lambda x, neck=neck: bottleneck(x, neck, z, activation), h)

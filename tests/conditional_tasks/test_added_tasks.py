@@ -73,9 +73,11 @@ def test_training_a_new_task_leaves_no_bit_of_the_old_ones(
     assert list(graft.tasks()) == [*TASKS, "news"]
     with_old = load_graft(folder, backbone)
     trained = extended.trainable_parameters()
-    own = ("embeddings.task:news", "heads.linears.task:news.weight", "heads.linears.task:news.bias")
+    own = ["embeddings.task:news", "heads.linears.task:news.weight", "heads.linears.task:news.bias"]
+    own += [f"loras.{key}.{factor}.{len(TASKS)}" for key in graft.loras for factor in "ab"]
+    assert len(own) == 3 + 12, "six Linears in the layer with modules"
     assert set(trained) == {f"grafts.graft.{name}" for name in own}
-    optimiser = torch.optim.AdamW(trained.values(), lr=0.1, weight_decay=0.1)
+    optimiser = torch.optim.AdamW(trained.values(), lr=0.02, weight_decay=0.1)
     before, losses = old_predictions(extended), []
     for _ in range(5):
         optimiser.zero_grad()
@@ -107,13 +109,13 @@ def test_a_task_is_added_while_the_graft_is_attached(backbone: Backbone) -> None
         graft: Any = model.grafts["graft"]
         before = old_predictions(model)
         graft.add_task("news", TOPICS, like="topics")
-        assert len(model.trainable_parameters()) == 3
+        assert len(model.trainable_parameters()) == 3 + 12
         assert all(torch.equal(a, b) for a, b in zip(old_predictions(model), before, strict=True))
         ids, mask = batch()
         new = model.predict(ids[1:2], mask[1:2], {"task": torch.tensor([5])})
         torch.testing.assert_close(new[0], before[1], rtol=1e-5, atol=1e-5)
         graft.add_task("again", TOPICS)
-        assert len(model.trainable_parameters()) == 6, "both are new"
+        assert len(model.trainable_parameters()) == 2 * (3 + 12), "both are new"
 
 
 def test_the_old_task_that_answers_best_gives_its_embedding_and_head(backbone: Backbone, tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_whole_model_adaptation_trains_what_the_base_did(backbone: Backbone, fol
     with GraftedModel(backbone, {"graft": extend(backbone, folder, adapts="all")}) as model:
         for first, second in zip(old_predictions(model), before, strict=True):
             torch.testing.assert_close(first, second, rtol=0, atol=0)
-        own = {name for name in model.trainable_parameters() if "news" in name}
-        assert own
+        own = {name for name in model.trainable_parameters() if "news" in name or name.endswith(f".{len(TASKS)}")}
+        assert len(own) == 3 + 12
         assert set(model.trainable_parameters()) == names | own
         assert model.train().model.base_model.encoder.layer[-1].training  # type: ignore[union-attr,index]

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norm": OFF | {"norm": True},
     "bottleneck": OFF | {"bottleneck": "base"},
     "large bottleneck": OFF | {"bottleneck": "large"},
+    "LoRA": OFF | {"lora_rank": 2, "frozen": 1.0, "modulated": 1.0},
     "all": {"modulated": 1.0},
     "all, large": {"bottleneck": "large", "frozen": 1.0},
     "all, nothing frozen": {"frozen": 0.0, "pooling": "mean"},
@@ -44,8 +45,9 @@ def neck_of(neck: Bottleneck) -> reference.BottleneckWeights:
     )
 
 
-def modules_of(graft: Any) -> reference.ConditionalWeights:
+def modules_of(graft: Any, task: int) -> reference.ConditionalWeights:
     """The same leaves that the graft trains."""
+    places = {key: key.removeprefix("bert/encoder/layer/").partition("/") for key in graft.loras}
     alignment = graft.alignment and (graft.alignment.matrix, film_of(graft.alignment.film))
     return reference.ConditionalWeights(
         alignment,
@@ -54,6 +56,10 @@ def modules_of(graft: Any) -> reference.ConditionalWeights:
         {int(layer): neck_of(neck) for layer, neck in graft.bottlenecks.items()},
         graft.config.bottleneck == "large",
         1 if graft.config.aligned == "trained" else 0,
+        {
+            (int(layer), path.replace("/", ".")): (graft.loras[key].a[task].T, graft.loras[key].b[task].T)
+            for key, (layer, _, path) in places.items()
+        },
     )
 
 
@@ -68,7 +74,7 @@ def slow(model: GraftedModel) -> list[Tensor]:
         name = list(TASKS)[TASK[row]]
         v = graft.embeddings[task_key(name)]
         x = base.embeddings(ids[row : row + 1, :size])[0]
-        h = reference.encode(x, base.encoder.layer, modules_of(graft), v, activation)
+        h = reference.encode(x, base.encoder.layer, modules_of(graft, int(TASK[row])), v, activation)
         head = graft.heads.linear(name)
         of_row = h.mean(0) if graft.config.pooling == "mean" else h[0]
         out = (h if TASKS[name].of_tokens else of_row) @ head.weight.T + head.bias

@@ -153,7 +153,7 @@ class TestBias:
         return made
 
     def test_both_ways_give_the_same(self) -> None:
-        made, tasks = self.bias(), RowTasks(torch.randn(2, 2), torch.tensor([0, 1, 0]))
+        made, tasks = self.bias(), RowTasks([0, 1], torch.randn(2, 2), torch.tensor([0, 1, 0]))
         for total, queries in ((10, 10), (7, 7), (9, 2), (10, 1)):
             for seen in (slice(0, total), slice(2, total), slice(0, total + 3)):
                 straight = made(tasks, TokenPositions(total, queries), seen)
@@ -163,7 +163,7 @@ class TestBias:
                 torch.testing.assert_close(straight, anywhere)
 
     def test_blocks_lie_on_the_diagonal_and_the_last_is_cut(self) -> None:
-        made, tasks = self.bias(), RowTasks(torch.randn(1, 2), None)
+        made, tasks = self.bias(), RowTasks([0], torch.randn(1, 2), None)
         m = made(tasks, TokenPositions(10, 10), slice(0, 10))[0, 0]
         block = torch.arange(10) // 4
         assert (m[block[:, None] != block[None]] == 0).all()
@@ -171,7 +171,7 @@ class TestBias:
         torch.testing.assert_close(m[8:, 8:], made.matrices(tasks, 3)[0, 2, :2, :2])
 
     def test_gradients_are_the_same_both_ways(self) -> None:
-        made, tasks, w = self.bias(), RowTasks(torch.randn(1, 2), None), torch.randn(9, 9)
+        made, tasks, w = self.bias(), RowTasks([0], torch.randn(1, 2), None), torch.randn(9, 9)
         actual = []
         for keys in (9, torch.arange(9)[None]):
             loss = (made(tasks, TokenPositions(keys, 9), slice(0, 9))[0, 0] * w).sum()

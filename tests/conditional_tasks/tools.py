@@ -23,7 +23,10 @@ TASKS: dict[str, TaskSpec] = {
 ALL: dict[str, Any] = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
 SMALL: dict[str, Any] = {
     **ALL,
+    "lora_rank": 2,
+    "frozen": 0.5,
     "modulated": 0.5,
+    "module_rate": 1.0,
     "head_rate": 1.0,
     "scaled_losses": False,
     "block": 4,
@@ -31,7 +34,7 @@ SMALL: dict[str, Any] = {
     "bottleneck_width": 5,
     "max_length": 30,
 }
-OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
+OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none", "lora_rank": 0}
 TASK = torch.tensor([2, 0, 1, 4, 3, 0])
 LENGTHS = (9, 13, 5, 7, 11, 13)
 

@@ -167,8 +167,8 @@ def test_rows_differ_only_in_what_they_compare(
         assert run.sampler.policy == policy
         assert run.graft == study.graft(MODULES[modules])
     single = {row: {key for key in ALL if value[key] != OFF[key]} for row, value in MODULES.items()}
-    assert [len(changed) for changed in single.values()] == [0, 1, 1, 1, 1, 4, 1], "in the frozen layers too"
-    assert len(set.union(*(single[row] for row in MODULES if row not in ("none", "all")))) == 4
+    assert [len(changed) for changed in single.values()] == [0, 1, 1, 1, 1, 4, 1, 1], "in the frozen layers too"
+    assert len(set.union(*(single[row] for row in MODULES if row not in ("none", "all")))) == 5
     for policy in ("size", "temperature", "entropy"):
         (run,) = runs[f"multi_task_{policy}"]
         assert (run.sampler.policy, run.sampler.alpha, run.graft) == (policy, 0.5, study.graft(OFF))
@@ -183,7 +183,7 @@ def test_with_one_vector_no_module_tells_the_tasks_apart(config: type[Conditiona
     torch.manual_seed(0)
     tasks = {name: TaskSpec(type="regression") for name in ("x", "y")}
     backbone = Backbone.wrap(tiny_model("bert"), tiny_tokenizer())
-    with GraftedModel(backbone, {"graft": build_graft(config(tasks=tasks, task_width=4), backbone)}).eval() as model:
+    with GraftedModel(backbone, {"graft": build_graft(config(tasks=tasks, task_width=4, norm=True, lora_rank=0), backbone)}).eval() as model:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3 * torch.randn(parameter.shape))

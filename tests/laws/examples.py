@@ -253,6 +253,12 @@ EXAMPLES: dict[str, list[Example]] = {
             spread=0.1,
             exceptions=dict.fromkeys(_ON_FEW, "the first example is tested there"),
         ),
+        Example(
+            "conditional-tasks",
+            {**_TOPICS, "lora_rank": 2},
+            name="loras",
+            exceptions={"every_parameter_gets_a_gradient": "modules alone read the tasks' vectors, and it has none"},
+        ),
     ],
     "token-routing": [
         Example("token-routing", {"experts": EXPERTS, "prompt": "causal", "temperature": 0.1}, exceptions=_ROUTING),

@@ -204,6 +204,19 @@ class Sites:
             )
         return [self._resolve(self.layers[layer], path) for path in (*self.family.ffn_in, self.family.ffn_out)]
 
+    def linears(self, layer: int) -> dict[str, tuple[int, int]]:
+        """The sizes, by path, of the Linears of a layer's attention and dense FFN that read its tokens alone."""
+        names = {module: name for name, module in self._model.named_modules()}
+        attends = has_module(self.layers[layer], self.family.attention.entry)
+        found = [] if self.is_mixture(layer) else self.ffn_linears(layer)
+        found += list(self.module(Site("attention", layer))) if attends else []
+        sizes = {names[linear]: linear_sizes(linear) for root in found for linear in _outer_linears(root)}
+        return {path: size for path, size in sizes.items() if size and not self.reads_positions(path)}
+
+    def reads_positions(self, path: str) -> bool:
+        """Whether the module at a path also reads embeddings of relative positions, which belong to no token."""
+        return any(path.endswith(f".{name}") for name in self.family.reads_positions)
+
     def ffn_weights(self, layer: int) -> list[tuple[nn.Module, str]]:
         """The matrices of a layer's FFN as modules and parameters' names, the activated one first, without a router."""
         if not self.is_mixture(layer):
@@ -315,6 +328,15 @@ def has_experts(ffn: nn.Module) -> bool:
     """Whether an FFN is a mixture of experts, which are stacked in parameters or listed."""
     stacked = any(parameter.dim() == 3 for parameter in ffn.parameters())
     return stacked or any(isinstance(module, nn.ModuleList) for module in ffn.modules())
+
+
+def _outer_linears(module: nn.Module) -> Iterator[nn.Module]:
+    """The Linears in a module, without those inside of others, as PEFT's adapters are."""
+    if linear_sizes(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outer_linears(child)
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:

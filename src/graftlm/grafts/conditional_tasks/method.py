@@ -1,7 +1,7 @@
-"""Conditional tasks: one partly frozen encoder for many tasks, whose modules each task's embedding modulates.
+"""Conditional tasks: one frozen or partly frozen encoder for many tasks, which the task of each row adapts.
 
-Every row of a batch has a task; every task has a trained vector z and a head. FiLM adapts the modules that all tasks
-share (`modules.py`) to each task. The upper layers train as a copy that shares all frozen weights with the backbone.
+Every row of a batch has a task; every task has a head, a LoRA, and a trained vector z, by which FiLM adapts modules
+that all tasks share (`modules.py`). Layers that train do so as a copy that shares all frozen weights with the backbone.
 
 Shape suffixes: B rows, T tokens, U different tasks in the pass, D the backbone's width, Z a task embedding's width.
 """
@@ -41,15 +41,16 @@ _RIDGES = (0.01, 0.1, 1.0, 10.0)
 class ConditionalTasksConfig(GraftConfig):
     """Config of conditional tasks.
 
-    The defaults are those that had the best validation rows in the experiment `conditional-tasks`: the norms of all
-    layers are modulated. With every module off the method is multi-task fine-tuning; with one task and `frozen: 0` it
-    is fine-tuning.
+    The defaults are those that had the best validation rows in the experiment `conditional-tasks`: a LoRA for each task
+    on a frozen encoder. With every module off and layers that train the method is multi-task fine-tuning; with one task
+    and `frozen: 0` it is fine-tuning.
 
     Args:
         tasks: the tasks by name, in order; a run fills them in from its rows.
         frozen: share of the layers, from the first, that stay frozen; 0 trains the embedding and all layers, 1 nothing
             of the backbone.
-        modulated: share of the layers, from the last, that have conditional modules.
+        modulated: share of the layers, from the last, that have LoRA and conditional modules.
+        lora_rank: rank of each task's LoRA beside the Linears of attention and dense FFN; 0 for none.
         attention: adds a learned matrix to the scores, in blocks along the diagonal or as one full block.
         block: width of a block in tokens.
         alignment: a matrix before a layer.
@@ -61,7 +62,7 @@ class ConditionalTasksConfig(GraftConfig):
         pooling: the vector that a row is predicted from: its first token, its last, or the mean.
         max_length: maximum number of tokens of a row with conditional attention.
         dropout: of the heads' inputs, in training.
-        module_rate: the learning rate of modules and embeddings over that of the backbone's weights.
+        module_rate: the learning rate of LoRA, modules and embeddings over that of the backbone's weights.
         head_rate: the learning rate of heads over that of the backbone's weights.
         scaled_losses: divide each row's loss by its task's loss at chance, so that tasks of all types count alike.
         extends: folder of a trained graft, whose config and tensors are taken over; the new tasks train.
@@ -75,20 +76,21 @@ class ConditionalTasksConfig(GraftConfig):
 
     kind: Literal["conditional-tasks"] = "conditional-tasks"
     tasks: dict[str, TaskSpec] = {}
-    frozen: float = Field(0.5, ge=0, le=1)
+    frozen: float = Field(1.0, ge=0, le=1)
     modulated: float = Field(1.0, ge=0, le=1)
+    lora_rank: int = Field(3, ge=0)
     attention: Literal["none", "blocks", "full"] = "none"
     block: int = Field(32, ge=1)
     alignment: bool = False
     aligned: Literal["first", "trained"] = "first"
-    norm: bool = True
+    norm: bool = False
     bottleneck: Literal["none", "base", "large"] = "none"
     bottleneck_width: int = Field(64, ge=1)
     task_width: int = Field(64, ge=1)
     pooling: Pooling = "first"
     max_length: int = Field(512, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
-    module_rate: float = Field(1.0, gt=0)
+    module_rate: float = Field(3.0, gt=0)
     head_rate: float = Field(10.0, gt=0)
     scaled_losses: bool = True
     extends: str | None = None
@@ -150,6 +152,13 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         self.heads = Heads(config.tasks, width, config.pooling, config.dropout)
         self.alignment = modules.Alignment(width, z) if config.alignment else None
         self.biases, self.norms, self.bottlenecks = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
+        paths = {path: sizes for layer in modulated for path, sizes in sites.linears(layer).items()}
+        self.loras = nn.ModuleDict(
+            {
+                path.replace(".", "/"): modules.TaskLora(len(config.tasks), inputs, config.lora_rank, outputs)
+                for path, (inputs, outputs) in (paths if config.lora_rank else {}).items()
+            }
+        )
         for layer in modulated:
             if config.attention != "none":
                 self.biases[str(layer)] = modules.ConditionalBias(config.max_length, config.block_width(), z)
@@ -160,6 +169,9 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     def taps(self) -> list[Tap]:
         taps = [] if self.alignment is None else [Tap(Site("layer", self._aligned()), "before", "add", self._align)]
+        for path, lora in self.loras.items():
+            site = Site("module", path=path.replace("/", "."))
+            taps.append(Tap(site, "after", "add", partial(self._parallel, lora)))
         for layer, bias in self.biases.items():
             taps.append(Tap(Site("attention", int(layer)), "before", "bias", partial(self._attend, int(layer), bias)))
         for layer, films in self.norms.items():
@@ -199,15 +211,16 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                     f"The graft has {len(zs)} tasks ({', '.join(self.config.tasks)}), and the batch does not say which "
                     "each row has: give extras={'task': indices}."
                 )
-            return modules.RowTasks(zs[:1], None)
+            return modules.RowTasks([0], zs[:1], None)
         if torch.compiler.is_compiling():  # a graph can't depend on which tasks there are
-            return modules.RowTasks(zs, task_B.to(zs.device))
+            return modules.RowTasks(range(len(zs)), zs, task_B.to(zs.device))
         numbers_U, index_B = task_B.unique(return_inverse=True)
         numbers = numbers_U.tolist()
         if unknown := [number for number in numbers if not 0 <= number < len(zs)]:
             raise GraftError(f"There is no task number {unknown[0]}: the graft has {len(zs)}, counted from 0.")
         z_UZ = zs.index_select(0, numbers_U.to(zs.device, non_blocking=True))
-        return modules.RowTasks(z_UZ, None if len(numbers) == 1 else index_B.to(z_UZ.device, non_blocking=True))
+        index = None if len(numbers) == 1 else index_B.to(z_UZ.device, non_blocking=True)
+        return modules.RowTasks(numbers, z_UZ, index)
 
     def _embeddings(self) -> Tensor:
         """(tasks, Z): the embeddings at length 1, in the tasks' order, which a ParameterDict does not keep."""
@@ -227,8 +240,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def _normalise(self, film: Any, call: Call, _x: Tensor, y_BTD: Tensor) -> Tensor:
         return film(y_BTD, self._tasks(call))
 
-    def _parallel(self, bottleneck: Any, call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-        return bottleneck(x_BTD.to(call.working_dtype(self)), self._tasks(call)).to(y_BTD.dtype)
+    def _parallel(self, module: Any, call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        return module(x_BTD.to(call.working_dtype(self)), self._tasks(call)).to(y_BTD.dtype)
 
     def _skip(self, layer: int, bottleneck: Any, call: Call, _x: Tensor, h_BTD: Tensor) -> Tensor | None:
         """c_j = CFF_j(h_j + c_{j-1}); the last is added to the last layer's output."""
@@ -260,14 +273,16 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         With `adapts: all` everything trains.
 
         Args:
-            like: the trained task whose embedding it starts from, and whose head where type and labels are the same;
-                None starts from the mean embedding.
+            like: the trained task whose embedding and LoRA it starts from, and whose head where type and labels are
+                the same; None starts from the mean embedding and a LoRA without effect.
 
         Raises GraftError if there is a task of that name, or none called `like`.
         """
         mean = self._embeddings().mean(0)
         self.heads.add(name, spec).to(mean.device)
         self.embeddings[task_key(name)] = nn.Parameter(mean.detach().clone())
+        for lora in self._loras():
+            lora.add()
         self._fixed = list(self.config.tasks) if self._fixed is None else self._fixed
         self.config = self.config.model_copy(update={"tasks": {**self.config.tasks, name: spec}})
         self._freeze()
@@ -276,11 +291,14 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     @torch.no_grad()
     def start_like(self, name: str, like: str) -> None:
-        """Give a task another's embedding and, if type and labels agree, its head; GraftError if `like` is unknown."""
+        """Give a task another's embedding, LoRA and, if type and labels agree, head; GraftError if it is unknown."""
         tasks = self.config.tasks
         if like not in tasks:
             raise GraftError(f"There is no task {like} to start {name} from: name one of {', '.join(tasks)}.")
         self.embeddings[task_key(name)].copy_(self.embeddings[task_key(like)])
+        new, old = (list(tasks).index(task) for task in (name, like))
+        for factors in (factors for lora in self._loras() for factors in (lora.a, lora.b)):
+            factors[new].copy_(factors[old])
         if tasks[name].is_like(tasks[like]):
             self.heads.linear(name).load_state_dict(self.heads.linear(like).state_dict())
 
@@ -293,6 +311,12 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         for name in self.config.tasks.keys() - self._fixed:
             self.embeddings[task_key(name)].requires_grad_(True)
             self.heads.linear(name).requires_grad_(True)
+        for lora in self._loras():
+            for factor in (*lora.a[len(self._fixed) :], *lora.b[len(self._fixed) :]):
+                factor.requires_grad_(True)
+
+    def _loras(self) -> Iterable[Any]:
+        return self.loras.values()
 
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Choose the trained task that each added one starts from, see `choose_start`."""

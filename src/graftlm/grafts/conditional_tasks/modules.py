@@ -1,4 +1,4 @@
-"""The four conditional modules, and FiLM, which they are built from.
+"""A LoRA for each task, the four conditional modules, and FiLM, which those are built from.
 
 FiLM turns a task's embedding z into a scale and a shift of values y,
 
@@ -13,6 +13,7 @@ tasks in the pass, N blocks, W the width of a block.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +26,37 @@ from graftlm.errors import GraftError
 
 @dataclass(frozen=True)
 class RowTasks:
-    """The tasks of one pass: their embeddings `z` (U, Z), and each row's `index` (B,); None where U is 1."""
+    """The tasks of one pass: `numbers`, embeddings `z` (U, Z), and each row's `index` (B,); None where U is 1."""
 
+    numbers: Sequence[int]
     z: Tensor
     index: Tensor | None
 
     def rows(self, values_U: Tensor) -> Tensor:
         """Each row's value: (U, ...) becomes (B, ...), or stays (1, ...) where all rows have one task."""
         return values_U if self.index is None else values_U.index_select(0, self.index)
+
+
+class TaskLora(nn.Module):
+    """B A x of each row's task beside a Linear, with B = 0 at the start (Hu et al. 2021, without alpha)."""
+
+    def __init__(self, tasks: int, inputs: int, rank: int, outputs: int) -> None:
+        super().__init__()
+        self.sizes = (inputs, rank, outputs)
+        self.a, self.b = nn.ParameterList(), nn.ParameterList()
+        for _ in range(tasks):
+            self.add()
+
+    def add(self) -> None:
+        """The factors of one more task, (inputs, R) and (R, outputs)."""
+        inputs, rank, outputs = self.sizes
+        device = self.a[0].device if len(self.a) else None
+        self.a.append(nn.Parameter(torch.randn(inputs, rank, device=device) / math.sqrt(inputs)))
+        self.b.append(nn.Parameter(torch.zeros(rank, outputs, device=device)))
+
+    def forward(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
+        a, b = (tasks.rows(torch.stack([factors[n] for n in tasks.numbers])) for factors in (self.a, self.b))
+        return x_BTD @ a @ b
 
 
 class FiLM(nn.Module):

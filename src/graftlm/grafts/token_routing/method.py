@@ -408,7 +408,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
 def _check_tokens(path: str, backbone: Backbone) -> None:
     """Raise `GraftError` if a module also reads what belongs to no token, and so has no route."""
-    if any(path.endswith(f".{name}") for name in backbone.sites.family.reads_positions):
+    if backbone.sites.reads_positions(path):
         raise GraftError(
             f"An expert changes {path}, which in a {backbone.sites.model_type} model also reads relative positions "
             "without a route: use experts of other modules, such as the target ffn."
