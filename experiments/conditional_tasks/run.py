@@ -83,7 +83,11 @@ def default_row(study: ConditionalTasksStudy, default: str) -> Row:
     """The chosen combination, and its paired differences to the other rows, and task by task to multi-task tuning."""
     row, uniform = main_row(study, default), cell_id(CELLS[default][0], "uniform")
     tasks = {task: study.differences(default, "multi_task", task) for task in TASKS}
-    others = [name for name in ("multi_task", uniform, *CONTROLS, *RIVALS, *UNIFORM) if name in study.labels and name != default]
+    others = [
+        name
+        for name in ("multi_task", uniform, *CONTROLS, *RIVALS, *UNIFORM)
+        if name in study.labels and name != default
+    ]
     metrics: dict[str, Metric] = {f"over_{name}": study.differences(default, name) for name in others}
     metrics |= {f"{task}_over_multi_task": value for task, value in tasks.items()}
     metrics["worst_task_over_multi_task"] = min(value.mean for value in tasks.values())

@@ -183,7 +183,9 @@ def test_with_one_vector_no_module_tells_the_tasks_apart(config: type[Conditiona
     torch.manual_seed(0)
     tasks = {name: TaskSpec(type="regression") for name in ("x", "y")}
     backbone = Backbone.wrap(tiny_model("bert"), tiny_tokenizer())
-    with GraftedModel(backbone, {"graft": build_graft(config(tasks=tasks, task_width=4, norm=True, lora_rank=0), backbone)}).eval() as model:
+    with GraftedModel(
+        backbone, {"graft": build_graft(config(tasks=tasks, task_width=4, norm=True, lora_rank=0), backbone)}
+    ).eval() as model:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3 * torch.randn(parameter.shape))

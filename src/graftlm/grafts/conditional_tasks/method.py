@@ -20,22 +20,16 @@ from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from graftlm.backbone import Backbone, Call, Fingerprint, Site, Sites, Tap
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts.base import GraftConfig, HasHeads
 from graftlm.grafts.conditional_tasks import modules
-from graftlm.grafts.heads import IGNORED, Heads, Pooling, TaskSpec, pooled, task_key
+from graftlm.grafts.heads import Heads, Pooling, TaskSpec, task_key
 from graftlm.grafts.trained_copy import TrainsCopy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from graftlm.grafts.model import GraftedModel
-
-MAX_VECTORS = 512  # of a new task, for the choice of its start
-_RIDGES = (0.01, 0.1, 1.0, 10.0)
 
 
 class ConditionalTasksConfig(GraftConfig):
@@ -68,7 +62,8 @@ class ConditionalTasksConfig(GraftConfig):
         extends: folder of a trained graft, whose config and tensors are taken over; the new tasks train.
         adapts: with `extends`, what trains: `added` the new tasks' own tensors alone, `all` everything, as the
             graft without `extends` did; old tasks may then change.
-        like: the trained task that new ones start from; by default it is chosen on the run's rows.
+        like: the trained task that new ones start from; by default the one of their type and labels, if there is any,
+            that has the lowest loss on the run's rows.
     """
 
     needs_tasks: ClassVar[bool] = True
@@ -263,9 +258,10 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return losses.sum() / (len(losses) if call.totals is None else call.totals[0].clamp(min=1))
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
-        """`embedding_cosines`: between the tasks' embeddings, in their order."""
+        """`embedding_cosines`: between the tasks' embeddings, in their order, where a module reads them."""
         z = self._embeddings().detach().float()
-        return {"embedding_cosines": (z @ z.T).tolist()}
+        read = self.alignment or self.biases or self.norms or self.bottlenecks
+        return {"embedding_cosines": (z @ z.T).tolist()} if read else {}
 
     def add_task(self, name: str, spec: TaskSpec, like: str | None = None) -> None:
         """Add a task; only the added tasks' own tensors train from now on, and trained tasks stay the same to the bit.
@@ -318,16 +314,22 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def _loras(self) -> Iterable[Any]:
         return self.loras.values()
 
+    @torch.no_grad()
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose the trained task that each added one starts from, see `choose_start`."""
-        trained = self._fixed or list(self.config.tasks)
-        added = [name for name in rows if name not in trained]
-        if self._like is not None:
-            return {name: {"like": self._like, "by": "the config"} for name in added}
-        choices = {}
-        for name in added:
-            choices[name] = choose_start(model, self.tasks(), self.config.pooling, name, trained, rows[name])
-            self.start_like(name, choices[name]["like"])
+        """Start each added task from the trained one of its type and labels that has the lowest loss on its rows."""
+        tasks, choices = self.config.tasks, {}
+        trained, was_training = self._fixed or list(tasks), model.training
+        model.eval()
+        for name in (name for name in rows if name not in trained):
+            scores = {}
+            for task in (task for task in trained if tasks[task].is_like(tasks[name]) and not self._like):
+                number = torch.full((len(rows[name]["input_ids"]),), list(tasks).index(task))
+                inputs = {**rows[name], "extras": {**(rows[name].get("extras") or {}), "task": number}}
+                scores[task] = float(model(**inputs).loss)
+            if scores:
+                choices[name] = {"like": min(scores, key=lambda task: scores[task]), "scores": scores}
+                self.start_like(name, choices[name]["like"])
+        model.train(was_training)
         return choices
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
@@ -415,82 +417,3 @@ def modules_outside(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn
             yield child
         elif child not in roots:
             yield from modules_outside(child, roots)
-
-
-@torch.no_grad()
-def choose_start(
-    model: GraftedModel,
-    tasks: Mapping[str, TaskSpec],
-    pooling: Pooling,
-    name: str,
-    trained: Sequence[str],
-    rows: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The trained task that a new one starts from (`like`), and the score of each candidate; lower is better.
-
-    Where trained tasks have the new one's type and labels, the score is the loss of their embedding and head on the
-    rows. Otherwise it is the leave-one-out error of a ridge regression from the features under their embedding.
-
-    `trained` are the candidates, `rows` those of the new task, as `GraftedModel.forward` takes them.
-    """
-    same = [task for task in trained if tasks[task].is_like(tasks[name])]
-    was_training = model.training
-    model.eval()
-    scores = {}
-    for task in same or trained:
-        number = torch.full((len(rows["input_ids"]),), list(tasks).index(task))
-        inputs = {**rows, "extras": {**(rows.get("extras") or {}), "task": number}}
-        scores[task] = float(model(**inputs).loss) if same else _ridge_error(model, tasks[name], pooling, **inputs)
-    model.train(was_training)
-    best = min(scores, key=lambda task: scores[task])
-    return {"like": best, "by": "zero-shot loss" if same else "leave-one-out error", "scores": scores}
-
-
-def _ridge_error(
-    model: GraftedModel, spec: TaskSpec, pooling: Pooling, *, targets: Sequence[Tensor], **inputs: Any
-) -> float:
-    hidden_BTD, mask = model.encode(**inputs).float(), inputs.get("attention_mask")
-    mask_BT = torch.ones(hidden_BTD.shape[:2]) if mask is None else mask
-    pairs = _pairs(spec, pooling, hidden_BTD, mask_BT.to(hidden_BTD.device).bool(), targets)
-    x, y = (torch.cat(parts)[:MAX_VECTORS] for parts in zip(*pairs, strict=True))
-    return leave_one_out_error(x, y)
-
-
-def _pairs(
-    spec: TaskSpec, pooling: Pooling, hidden_BTD: Tensor, mask_BT: Tensor, targets: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features (n, D) and targets (n, C) of each row: n is 1, or the number of labelled tokens."""
-    pooled_BD = pooled(hidden_BTD, mask_BT, pooling)
-    for row, target in enumerate(targets):
-        target = target.to(hidden_BTD.device)
-        if not spec.of_tokens:
-            yield pooled_BD[row, None], _as_numbers(spec, target[None])
-            continue
-        if spec.type == "span":
-            counted = mask_BT[row]
-            numbers = functional.one_hot(target, len(counted)).T.float()
-        else:
-            counted = target != IGNORED
-            numbers = _as_numbers(spec, target.clamp(min=0))
-        yield hidden_BTD[row, counted], numbers[counted]
-
-
-def _as_numbers(spec: TaskSpec, target: Tensor) -> Tensor:
-    if spec.type == "multi-label":
-        return target.float()
-    return target.float()[:, None] if spec.type == "regression" else functional.one_hot(target, spec.outputs).float()
-
-
-def leave_one_out_error(features: Tensor, targets: Tensor) -> float:
-    """The share of the targets' variance that ridge regression misses when each vector is left out in turn.
-
-    With H = K (K + l I)^-1 of the centred features' products K, the error of vector i is
-    (y_i - (H y)_i) / (1 - H_ii - 1/n); the 1/n is due to centring. The result is that of the best of four strengths l,
-    which are multiples of K's mean diagonal. Features are (n, D), targets (n, C).
-    """
-    from sklearn.linear_model import RidgeCV
-
-    x, y = (values.double().cpu().numpy() for values in (features, targets))
-    mean = max(float(x.var(0).sum()), 1e-12)  # of the diagonal of K
-    ridge = RidgeCV([strength * mean for strength in _RIDGES], store_cv_results=True).fit(x, y)
-    return float(ridge.cv_results_.sum(axis=(0, 1)).min() / max(len(y) * y.var(0).sum(), 1e-12))
