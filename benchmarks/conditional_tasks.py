@@ -38,8 +38,9 @@ from graftlm.training.loop import make_optimizer
 
 NAME = "bench-conditional-tasks"
 ALL: dict[str, Any] = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
-OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none"}
-DEFAULT: dict[str, Any] = {name: ConditionalTasksConfig.model_fields[name].default for name in (*ALL, "modulated")}
+OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none", "lora_rank": 0}
+CHANGED = (*OFF, "frozen", "modulated")
+DEFAULT: dict[str, Any] = {name: ConditionalTasksConfig.model_fields[name].default for name in CHANGED}
 SELECTION: dict[str, Any] = {"policy": "uncertainty", "passes": 5, "floor": 0.5}
 ROWS = {  # row id -> label, aim of its ratio
     "train_step": ("a training step with all modules, over one with none", (AT_MOST, 1.25)),
@@ -51,8 +52,9 @@ ROWS = {  # row id -> label, aim of its ratio
 HOW = {
     "train_step": "forward, loss, backward and AdamW of eight tasks' rows; on both sides the upper half of the layers "
     "and the heads train. The alignment stands before the first layer that trains, as in the experiment. "
-    "ratio_default: the default config, whose norms are modulated in all layers, so that gradients go down through the "
-    "frozen half. ratio_aligned_first: all modules, the alignment before the first layer, which does so too. "
+    "ratio_default: the default config, a LoRA for each task in all layers of a frozen encoder, so that gradients go "
+    "down through all of it; ratio_default_over_all_layers: over fine-tuning of all layers. "
+    "ratio_aligned_first: all modules, the alignment before the first layer, so that gradients go down as far. "
     "ratio_half_precision: with bfloat16 autocast. ratio_MODULE: with this module alone. parameters: those trained",
     "selection": "five passes over all rows as candidates, a score serves 100 steps, at least half of uniform sampling "
     "for every task: the experiment's settings, over 256 steps of 64 rows. ratio is ratio_pass, the pass over rows "
@@ -60,11 +62,12 @@ HOW = {
     "over those that are trained on, which the sampler counts. ratio_scored_once: a score serves the whole run. "
     "ratio_algorithm_1: b candidates of each task in every step, scored anew. ratio_half_precision: with scores in "
     "bfloat16 beside the step in float32",
-    "mixed_20_tasks": "32 rows of twenty tasks in turn, and 32 rows of one task, by the same graft",
+    "mixed_20_tasks": "32 rows of twenty tasks in turn, and 32 rows of one task, by the same graft, of the default "
+    "config, as in the two rows below. ratio_all_modules: with all modules and no LoRA",
     "memory_20_tasks": "bytes of weights. load_ratio: seconds of loading encoder and graft from a folder, over loading "
     "20 fine-tuned encoders, from memory that the system has them in",
-    "serve_20_tasks": "the peer: one LoRA of rank 8 on query and value for each task, chosen row by row by "
-    "adapter_names, and the same heads. ratio_one_task: a batch of one task on both sides",
+    "serve_20_tasks": "the peer: a LoRA of rank 8 on query and value for each task (ours: of rank 3 on all Linears), "
+    "chosen by adapter_names, and the same heads. ratio_one_task: a batch of one task on both sides",
 }
 
 
@@ -124,7 +127,7 @@ class BackboneEvaluator:
         """Of a graft with all modules."""
         specs = {f"task{n}": self.spec.model_dump() for n in range(tasks)}
         own = {"kind": "conditional-tasks", "tasks": specs, "max_length": 64, "pooling": "mean"}
-        return own | ALL | {"aligned": "trained", "modulated": 0.5}
+        return own | OFF | ALL | {"aligned": "trained", "frozen": 0.5, "modulated": 0.5}
 
     @property
     def spec(self) -> TaskSpec:
@@ -172,15 +175,17 @@ class Training:
 def measure_training(bench: BackboneEvaluator) -> tuple[dict[str, Any], dict[str, Metric]]:
     """Seconds of a step with all modules, with each and with none, and in half precision; and the row."""
     settings = {"all": {}, "none": OFF, "aligned_first": {"aligned": "first"}, "default": DEFAULT}
+    settings["all_layers"] = OFF | {"frozen": 0}
     settings |= {name: OFF | {name: value} for name, value in ALL.items()}
     sides = {name: Training(bench, **changes) for name, changes in settings.items()}
     sides |= {f"{name}_half": Training(bench, True, **settings[name]) for name in ("all", "none")}
     taken = rounds({name: partial(bench.seconds, one.step) for name, one in sides.items()}, bench.size.train_rounds)
-    parameters = {name: sides[name].parameters for name in ("all", "none")}
+    parameters = {name: sides[name].parameters for name in ("all", "none", "default")}
     named = {f"ratio_{name}": ratios(taken[name], taken["none"]) for name in ("default", "aligned_first", *ALL)}
     return {"seconds": taken, "parameters": parameters}, {
         "ratio": ratios(taken["all"], taken["none"]),
         "ratio_half_precision": ratios(taken["all_half"], taken["none_half"]),
+        "ratio_default_over_all_layers": ratios(taken["default"], taken["all_layers"]),
         **named,
     }
 
@@ -248,11 +253,13 @@ class Lora(nn.Module):
 def measure_serving(bench: BackboneEvaluator) -> dict[str, tuple[dict[str, Any], dict[str, Metric]]]:
     """Seconds of a batch, bytes of weights, seconds of loading; and the rows of all three."""
     served = bench.size.served
-    ours, peer = bench.grafted(served).eval(), Lora(bench, served)
+    models = {"ours": bench.grafted(served, **DEFAULT).eval(), "all_modules": bench.grafted(served).eval()}
+    ours, peer = models["ours"], Lora(bench, served)
     turns: dict[str, Callable[[], object]] = {}
     for name, tasks in (("mixed", served), ("one_task", 1)):
         batch = bench.batch(tasks)
-        turns |= {f"ours_{name}": partial(ours.predict, **batch), f"peer_{name}": partial(peer, **batch)}
+        turns |= {f"{own}_{name}": partial(model.predict, **batch) for own, model in models.items()}
+        turns[f"peer_{name}"] = partial(peer, **batch)
     with torch.inference_mode():
         taken = rounds({name: partial(bench.seconds, turn) for name, turn in turns.items()}, bench.size.serve_rounds)
     encoder = bench.encoder()
@@ -260,7 +267,10 @@ def measure_serving(bench: BackboneEvaluator) -> dict[str, tuple[dict[str, Any],
     loading = measure_loading(bench, ours)
     memory = {"ours": one, "peer": weight_bytes(peer), "fine_tuned": fine_tuned, "encoder": weight_bytes(encoder)}
     added = {"ours": count(ours.grafts["graft"]), "peer": count(peer) - count(encoder)}
-    mixed = {"ratio": ratios(taken["ours_one_task"], taken["ours_mixed"])}
+    mixed = {
+        "ratio": ratios(taken["ours_one_task"], taken["ours_mixed"]),
+        "ratio_all_modules": ratios(taken["all_modules_one_task"], taken["all_modules_mixed"]),
+    }
     share = one / fine_tuned
     return {
         "mixed_20_tasks": ({"seconds": taken}, mixed),

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, build, host, random_model, real, targets
+from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
 from graftlm.grafts import GraftedModel
 from graftlm.grafts.conditional_tasks.modules import ConditionalBias, RowTasks, TokenPositions
 from graftlm.grafts.heads import TaskSpec
-from tiny import ENCODERS, tiny_ids
+from tiny import ENCODERS, tiny_ids, tiny_model, tiny_tokenizer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -42,6 +44,33 @@ def test_a_mixed_batch_equals_the_tasks_one_by_one_whatever_the_padding(family: 
         for side, length in (("right", 13), ("left", 13), ("right", 17), ("left", 29)):
             ids, mask = batch(side, length)
             same(real(model.predict(ids, mask, {"task": TASK}), mask), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["deberta-v2", "distilbert", "gpt2", "gemma3n", "block-state"])
+def test_each_row_has_its_tasks_lora_in_every_kind_of_layer(family: str) -> None:
+    """Transposed and fused Linears, several streams, windows, and Linears that read positions beside tokens."""
+    pooling = "first" if family in ENCODERS else "last"
+    values = {"lora_rank": 2, "frozen": 1.0, "modulated": 1.0, "pooling": pooling}
+    with random_model(host(family, double=True), **(OFF | values)) as model:
+        expected = alone(model)
+        ids, mask = batch()
+        same(real(model.predict(ids, mask, {"task": TASK}), mask), expected)
+        for name, parameter in model.trainable_parameters().items():
+            parameter.mul_(0 if ".loras." in name else 1)
+        gaps = [float((a - b).abs().max()) for a, b in zip(alone(model), expected, strict=True)]
+        assert min(gaps) > 1e-3, "all rows have a LoRA"
+
+
+def test_linears_of_a_layer_read_tokens_and_are_no_parts_of_other_linears() -> None:
+    layer = "deberta.encoder.layer.0."
+    assert [path.removeprefix(layer) for path in host("deberta-v2").sites.linears(0)] == [
+        *("intermediate.dense", "output.dense", "attention.self.value_proj", "attention.output.dense"),
+    ]
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj", "up_proj"]))
+    backbone = Backbone.wrap(adapted.base_model.model, tiny_tokenizer(), "llama")  # type: ignore[arg-type]
+    assert backbone.sites.linears(1) == host("llama").sites.linears(1)
+    assert not any("mlp" in path for path in host("mixtral").sites.linears(0)), "experts read some tokens"
 
 
 @torch.no_grad()
