@@ -208,9 +208,9 @@ class Sites:
         """The sizes, by path, of the Linears of a layer's attention and dense FFN that read its tokens alone."""
         names = {module: name for name, module in self._model.named_modules()}
         attends = has_module(self.layers[layer], self.family.attention.entry)
-        found = [] if self.is_mixture(layer) else self.ffn_linears(layer)
-        found += list(self.module(Site("attention", layer))) if attends else []
-        sizes = {names[linear]: linear_sizes(linear) for root in found for linear in _outer_linears(root)}
+        roots = [] if self.is_mixture(layer) else self.ffn_linears(layer)
+        roots += list(self.module(Site("attention", layer))) if attends else []
+        sizes = {names[linear]: linear_sizes(linear) for root in roots for linear in _outer_linears(root)}
         return {path: size for path, size in sizes.items() if size and not self.reads_positions(path)}
 
     def reads_positions(self, path: str) -> bool:
