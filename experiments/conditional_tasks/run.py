@@ -23,6 +23,7 @@ from experiments.conditional_tasks.rows import (
     CONTROLS,
     FEW,
     LABELS,
+    LORA,
     MODULE_LABELS,
     MODULES,
     RIVALS,
@@ -37,6 +38,7 @@ from experiments.study import aim, bars, check_files, metric, published
 from graftlm.data.samplers import SCORED
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import MARKERS, PALETTE
+from graftlm.grafts import graft_config
 
 NAME = "conditional-tasks"
 MAX_PARAMETERS, MAX_ROWS, MIN_GAIN, MAX_TASK_LOSS = 1.12, 0.7, 1.0, 2.0
@@ -176,27 +178,28 @@ def few_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     }
 
     def learn(row: str, share: str, rate: float, seed: int) -> ConditionalTasksRun:
-        values, fields = FEW[row][1], {}
+        config, fields = study.graft(FEW[row][1]), {}
         if row != "few_finetune":
-            values = values | {"extends": str(study.runs / bases[seed].id / "graft")}
+            extends = {"kind": "conditional-tasks", "extends": str(study.runs / bases[seed].id / "graft")}
+            config = graft_config(extends | FEW[row][1])
             fields = {"depends_on": (bases[seed].id,), "old_tasks": bases[seed].tasks if share == shares[-1] else {}}
         steps = size.shares[share]
-        return study.run(
-            f"{row}_{share}", [size.held_out], study.graft(values), rate, seed, share=share, steps=steps, **fields
-        )
+        return study.run(f"{row}_{share}", [size.held_out], config, rate, seed, share=share, steps=steps, **fields)
 
-    tries = {row: [learn(row, shares[-1], rate, SEARCH_SEED) for rate in size.rates] for row in FEW}
+    few = {row: label for row, (label, _) in FEW.items() if row != "few_whole" or modules != LORA}  # it shares nothing
+
+    tries = {row: [learn(row, shares[-1], rate, SEARCH_SEED) for rate in size.rates] for row in few}
     chosen = study.choose(tries, ["validation_error"], "rates of an addition", list(bases.values()))
     rates = {row: run.training.learning_rate for row, run in chosen.items()}
     learned = {
         (row, share, seed): learn(row, share, rates[row], seed)
-        for row in FEW
+        for row in few
         for share in shares
         for seed in study.seeds
     }
     study.execute([*bases.values(), *learned.values()], "few rows")
     rows = []
-    for row, (label, _) in FEW.items():
+    for row, label in few.items():
         metrics: dict[str, Metric] = {"learning_rate": rates[row]}
         for share in shares:
             runs = [learned[row, share, seed] for seed in study.seeds]

@@ -60,6 +60,12 @@ def test_lines_are_answered(graft: Graft, served: Path, task: str, line: str, ke
     assert first == second
 
 
+def test_a_line_that_was_not_read_to_its_end_says_so(graft: Graft, served: Path) -> None:
+    lines = "quick fox " * 99 + "\nquick fox\n"
+    outcome = graft("predict", str(served / "run/graft"), "--task", "animals", stdin=lines.encode())
+    assert [json.loads(text).get("truncated") for text in outcome.out.splitlines()] == [True, None]
+
+
 @pytest.mark.exhaustive
 def test_a_file_and_stdin_in_a_new_process_say_the_same(graft: Graft, served: Path, fresh_graft: Graft) -> None:
     folder, rows = str(served / "run/graft"), served / "rows/topic.jsonl"

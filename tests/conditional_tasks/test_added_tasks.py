@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +131,8 @@ def test_the_old_task_that_answers_best_gives_its_embedding_and_head(backbone: B
             choices = made.start_tasks(model.train(), {"news": rows(3, predicted), "one": rows(1, predicted)})
             assert list(choices) == ["news"]
             assert choices["news"]["like"] == wanted
-            assert set(choices["news"]["scores"]) == {"one", "two"}
+            assert set(choices["news"]["losses"]) == {"one", "two"}
+            assert choices["news"]["losses"][wanted] < choices["news"]["chance"] == pytest.approx(math.log(3))
             assert torch.equal(made.embeddings["task:news"], made.embeddings[f"task:{wanted}"])
             assert torch.equal(made.heads.linear("news").weight, made.heads.linear(wanted).weight)
             for factors in (factors for lora in made.loras.values() for factors in (lora.a, lora.b)):
@@ -159,7 +161,35 @@ def test_a_regression_and_a_span_start_from_a_task_of_their_type(backbone: Backb
             "places": rows(6, [0] * 6) | {"targets": [torch.tensor([1, 2])] * 6},
         }
         choices = model.grafts["graft"].start_tasks(model, inputs)  # type: ignore[operator]
-        assert {name: choice["like"] for name, choice in choices.items()} == {"marks": "quality", "places": "answers"}
+        assert {name: [*choice["losses"]] for name, choice in choices.items()} == {
+            "marks": ["quality"],
+            "places": ["answers"],
+        }
+
+
+def test_a_task_starts_from_none_that_is_no_better_than_chance(backbone: Backbone, folder: Path) -> None:
+    with GraftedModel(backbone, {"graft": extend(backbone, folder)}) as model:
+        graft: Any = model.grafts["graft"]
+        answered = rows(list(TASKS).index("topics"), [0] * 6)
+        answered.pop("targets")
+        wrong = [int(p.argmin()) for p in model.eval().predict(**answered)]
+        before = {name: tensor.clone() for name, tensor in graft.tensors().items()}
+        choice = graft.start_tasks(model, {"news": rows(5, wrong)})["news"]
+        assert choice["like"] is None
+        assert choice["losses"]["topics"] > choice["chance"]
+        assert all(torch.equal(tensor, before[name]) for name, tensor in graft.tensors().items())
+
+
+def test_other_settings_than_the_trained_ones_are_refused_by_name(backbone: Backbone, folder: Path) -> None:
+    values = {"tasks": {"news": TOPICS}, "extends": str(folder)}
+    same = ConditionalTasks(ConditionalTasksConfig.parse(values | {"lora_rank": 2, "pooling": "first"}), backbone)
+    assert same.config.lora_rank == 2
+    with pytest.raises(RecipeError, match="trained with lora_rank 2, and what extends it says 3: leave lora_rank out"):
+        ConditionalTasks(ConditionalTasksConfig.parse(values | {"lora_rank": 3}), backbone)
+    config = ConditionalTasksConfig.parse({"tasks": {"old": TOPICS}})
+    save_graft(ConditionalTasks(config, backbone), backbone, folder.parent / "shares-nothing")
+    with pytest.raises(RecipeError, match="adapts is all, but the tasks of .* share nothing that trains"):
+        extend(backbone, folder.parent / "shares-nothing", adapts="all")
 
 
 def test_the_config_may_name_the_old_task(backbone: Backbone, folder: Path) -> None:

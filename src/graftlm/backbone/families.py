@@ -332,11 +332,8 @@ def has_experts(ffn: nn.Module) -> bool:
 
 def _outer_linears(module: nn.Module) -> Iterator[nn.Module]:
     """The Linears in a module, without those inside of others, as PEFT's adapters are."""
-    if linear_sizes(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _outer_linears(child)
+    inner = (linear for child in module.children() for linear in _outer_linears(child))
+    yield from [module] if linear_sizes(module) else inner
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:

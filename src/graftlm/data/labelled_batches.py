@@ -39,12 +39,14 @@ class EncodedRow:
         target: as `grafts.heads` takes it, for tagging (n,); None for a row without a label.
         alignment: for tagging, (words,), the first token of each word or -1; for span, (n, 2), the range of context
             characters that each token covers, or -1.
+        truncated: whether the row had more tokens.
     """
 
     ids: np.ndarray
     segments: np.ndarray | None
     target: Tensor | None
     alignment: np.ndarray | None = None
+    truncated: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,10 +94,10 @@ class RowEncoder:
             return EncodedTask(spec, [], 0)
         texts = [self._texts(spec, row) for row in rows]
         values = self._tokenise(texts, spec)
-        long = [index for index, ids in enumerate(values["input_ids"]) if len(ids) > self.length]
+        long = dict.fromkeys(index for index, ids in enumerate(values["input_ids"]) if len(ids) > self.length)
         if long:
-            self._truncate(values, long, texts, task)
-        encoded = [self._row(spec, row, values, index) for index, row in enumerate(rows)]
+            self._truncate(values, [*long], texts, task)
+        encoded = [self._row(spec, row, values, index, index in long) for index, row in enumerate(rows)]
         if training and spec.type == "span":
             encoded = [row for row in encoded if row.target is None or int(row.target[0]) != IGNORED]
         if not encoded:
@@ -147,7 +149,7 @@ class RowEncoder:
             for index, value in zip(indices, replacements, strict=True):
                 values[key][index] = value
 
-    def _row(self, spec: TaskSpec, row: LabelledRow, values: dict[str, Any], index: int) -> EncodedRow:
+    def _row(self, spec: TaskSpec, row: LabelledRow, values: dict[str, Any], index: int, cut: bool) -> EncodedRow:
         value = {key: column[index] for key, column in values.items()}
         ids = np.asarray(value["input_ids"], dtype=np.int32)
         if not len(ids):
@@ -159,7 +161,7 @@ class RowEncoder:
             alignment = first_tokens(row.texts, value["offset_mapping"])
         elif spec.type == "span":
             alignment = _context_ranges(value["offset_mapping"], value["sequences"], len(self._separator))
-        return EncodedRow(ids, segments, _encode_target(spec, row, alignment, len(ids)), alignment)
+        return EncodedRow(ids, segments, _encode_target(spec, row, alignment, len(ids)), alignment, cut)
 
 
 def _encode_target(spec: TaskSpec, row: LabelledRow, alignment: np.ndarray | None, tokens: int) -> Tensor | None:

@@ -20,7 +20,7 @@ import string
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -50,14 +50,19 @@ class Prediction:
         probability: of the label, of the span's two ends, or of each word's tag, NaN where a word has no token of its
             own; None for other types.
         probabilities: probability of each label, for multi-label.
+        truncated: whether the row had more tokens than the model read.
     """
 
     value: Any
     probability: Any = None
     probabilities: Mapping[str, float] | None = None
+    truncated: bool = False
 
     def to_json(self, spec: TaskSpec, row: LabelledRow) -> dict[str, Any]:
-        """The plain values that `graft predict` prints."""
+        """The plain values that `graft predict` prints, with `truncated` where it is true."""
+        return self._values(spec, row) | ({"truncated": True} if self.truncated else {})
+
+    def _values(self, spec: TaskSpec, row: LabelledRow) -> dict[str, Any]:
         if spec.type == "classification":
             return {"label": self.value, "probability": self.probability}
         if spec.type == "regression":
@@ -164,6 +169,10 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
             f"The model's prediction for {row.where} is not a number: its weights or activations overflowed; train "
             "with a lower learning rate."
         )
+    return replace(_decode(spec, row, encoded, logits), truncated=encoded.truncated)
+
+
+def _decode(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, logits: Tensor) -> Prediction:
     if spec.type == "classification":
         probabilities = logits.softmax(-1)
         best = int(probabilities.argmax())

@@ -121,9 +121,7 @@ class HasHeads(ABC):
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Choose the initial values of tasks that were added to a trained graft; returns the choices as plain values.
 
-        Args:
-            model: the `GraftedModel` with this graft.
-            rows: some rows of each task, as `GraftedModel.forward` takes them, with `targets`.
+        `model` is the `GraftedModel`; `rows` has some rows of each task, as its `forward` takes them, with `targets`.
         """
         return {}
 

@@ -106,7 +106,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             for note in [note for task in rows.values() for note in task.notes] + list(batches.notes):
                 context.log(note)
             n_rows = sum(map(len, rows.values()))
-            context.log(f"Backbone {backbone.name}; {len(rows)} tasks with {n_rows:,} rows in all.")
+            context.log(f"Backbone {backbone.name}; tasks: {len(rows)}; rows in all: {n_rows:,}.")
             samples = {name: batches.sample(name, _START_ROWS).to(backbone.device).inputs() for name in rows}
             starts = graft.start_tasks(model, samples) if isinstance(graft, HasHeads) else {}
             for name, start in starts.items():
@@ -183,7 +183,7 @@ class TaskRun(_TaskSettings, TrainingRun):
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
     """The config of a graft with these tasks."""
     tasks = {name: spec.model_dump() for name, spec in specs.items()}
-    return config.parse(config.model_dump(mode="json") | {"tasks": tasks}, where="graft")
+    return config.parse(config.model_dump(mode="json", exclude_unset=True) | {"tasks": tasks}, where="graft")
 
 
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:

@@ -62,8 +62,8 @@ class ConditionalTasksConfig(GraftConfig):
         extends: folder of a trained graft, whose config and tensors are taken over; the new tasks train.
         adapts: with `extends`, what trains: `added` the new tasks' own tensors alone, `all` everything, as the
             graft without `extends` did; old tasks may then change.
-        like: the trained task that new ones start from; by default the one of their type and labels, if there is any,
-            that has the lowest loss on the run's rows.
+        like: the trained task that new ones start from; by default the one of their type and labels that has the
+            lowest loss on the run's rows, if that is below the loss at chance.
     """
 
     needs_tasks: ClassVar[bool] = True
@@ -100,6 +100,11 @@ class ConditionalTasksConfig(GraftConfig):
                 raise ValueError(f"the task's name {name!r} can't be used: take one without dots, such as intents")
         return value
 
+    @property
+    def is_modulated(self) -> bool:
+        """Whether there is a module that the tasks' vectors modulate."""
+        return self.alignment or self.norm or self.bottleneck != "none" or self.attention != "none"
+
     def block_width(self) -> int:
         """Tokens of one block of conditional attention."""
         return self.max_length if self.attention == "full" else min(self.block, self.max_length)
@@ -120,6 +125,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     prefix = "copied."
     remedy = "set frozen to 1"
     config: ConditionalTasksConfig
+    loras: Any
 
     def __init__(self, config: ConditionalTasksConfig, backbone: Backbone) -> None:
         super().__init__()
@@ -146,15 +152,10 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         self.embeddings = nn.ParameterDict({task_key(name): torch.randn(z) for name in config.tasks})
         self.heads = Heads(config.tasks, width, config.pooling, config.dropout)
         self.alignment = modules.Alignment(width, z) if config.alignment else None
-        self.biases, self.norms, self.bottlenecks = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
-        paths = {path: sizes for layer in modulated for path, sizes in sites.linears(layer).items()}
-        self.loras = nn.ModuleDict(
-            {
-                path.replace(".", "/"): modules.TaskLora(len(config.tasks), inputs, config.lora_rank, outputs)
-                for path, (inputs, outputs) in (paths if config.lora_rank else {}).items()
-            }
-        )
+        self.biases, self.norms, self.bottlenecks, self.loras = (nn.ModuleDict() for _ in range(4))
         for layer in modulated:
+            for path, sizes in sites.linears(layer).items() if config.lora_rank else ():
+                self.loras[path.replace(".", "/")] = modules.TaskLora(len(config.tasks), config.lora_rank, *sizes)
             if config.attention != "none":
                 self.biases[str(layer)] = modules.ConditionalBias(config.max_length, config.block_width(), z)
             if config.norm:
@@ -165,8 +166,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def taps(self) -> list[Tap]:
         taps = [] if self.alignment is None else [Tap(Site("layer", self._aligned()), "before", "add", self._align)]
         for path, lora in self.loras.items():
-            site = Site("module", path=path.replace("/", "."))
-            taps.append(Tap(site, "after", "add", partial(self._parallel, lora)))
+            taps.append(Tap(Site("module", path=path.replace("/", ".")), "after", "add", partial(self._parallel, lora)))
         for layer, bias in self.biases.items():
             taps.append(Tap(Site("attention", int(layer)), "before", "bias", partial(self._attend, int(layer), bias)))
         for layer, films in self.norms.items():
@@ -260,8 +260,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """`embedding_cosines`: between the tasks' embeddings, in their order, where a module reads them."""
         z = self._embeddings().detach().float()
-        read = self.alignment or self.biases or self.norms or self.bottlenecks
-        return {"embedding_cosines": (z @ z.T).tolist()} if read else {}
+        return {"embedding_cosines": (z @ z.T).tolist()} if self.config.is_modulated else {}
 
     def add_task(self, name: str, spec: TaskSpec, like: str | None = None) -> None:
         """Add a task; only the added tasks' own tensors train from now on, and trained tasks stay the same to the bit.
@@ -277,8 +276,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         mean = self._embeddings().mean(0)
         self.heads.add(name, spec).to(mean.device)
         self.embeddings[task_key(name)] = nn.Parameter(mean.detach().clone())
-        for lora in self._loras():
-            lora.add()
+        for lora in self.loras.values():
+            lora.add().to(mean)
         self._fixed = list(self.config.tasks) if self._fixed is None else self._fixed
         self.config = self.config.model_copy(update={"tasks": {**self.config.tasks, name: spec}})
         self._freeze()
@@ -293,8 +292,9 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             raise GraftError(f"There is no task {like} to start {name} from: name one of {', '.join(tasks)}.")
         self.embeddings[task_key(name)].copy_(self.embeddings[task_key(like)])
         new, old = (list(tasks).index(task) for task in (name, like))
-        for factors in (factors for lora in self._loras() for factors in (lora.a, lora.b)):
-            factors[new].copy_(factors[old])
+        for lora in self.loras.values():
+            lora.a[new].copy_(lora.a[old])
+            lora.b[new].copy_(lora.b[old])
         if tasks[name].is_like(tasks[like]):
             self.heads.linear(name).load_state_dict(self.heads.linear(like).state_dict())
 
@@ -307,28 +307,29 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         for name in self.config.tasks.keys() - self._fixed:
             self.embeddings[task_key(name)].requires_grad_(True)
             self.heads.linear(name).requires_grad_(True)
-        for lora in self._loras():
-            for factor in (*lora.a[len(self._fixed) :], *lora.b[len(self._fixed) :]):
-                factor.requires_grad_(True)
-
-    def _loras(self) -> Iterable[Any]:
-        return self.loras.values()
+        for lora in self.loras.values():
+            lora.a[len(self._fixed) :].requires_grad_(True)
+            lora.b[len(self._fixed) :].requires_grad_(True)
 
     @torch.no_grad()
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Start each added task from the trained one of its type and labels that has the lowest loss on its rows."""
+        """Start each added task from that of its type and labels with the lowest loss on its rows, if below chance."""
         tasks, choices = self.config.tasks, {}
         trained, was_training = self._fixed or list(tasks), model.training
         model.eval()
         for name in (name for name in rows if name not in trained):
-            scores = {}
+            losses = {}
             for task in (task for task in trained if tasks[task].is_like(tasks[name]) and not self._like):
                 number = torch.full((len(rows[name]["input_ids"]),), list(tasks).index(task))
                 inputs = {**rows[name], "extras": {**(rows[name].get("extras") or {}), "task": number}}
-                scores[task] = float(model(**inputs).loss)
-            if scores:
-                choices[name] = {"like": min(scores, key=lambda task: scores[task]), "scores": scores}
-                self.start_like(name, choices[name]["like"])
+                losses[task] = float(model(**inputs).loss)
+            if losses:
+                best, chance = min(losses, key=losses.__getitem__), tasks[name].chance_loss
+                choices[name] = {"like": best, "losses": losses, "chance": 1.0 if self.config.scaled_losses else chance}
+                if losses[best] < choices[name]["chance"]:
+                    self.start_like(name, best)
+                else:
+                    choices[name]["like"] = None
         model.train(was_training)
         return choices
 
@@ -381,6 +382,14 @@ def read_trained(
         )
     trained = ConditionalTasksConfig.parse({**values, "kind": kind}, where=str(folder))
     trained.check_saved(values)
+    given = config.model_fields_set - {"kind", "tasks", "extends", "adapts", "like"}
+    if others := sorted(key for key in given if getattr(config, key) != getattr(trained, key)):
+        raise RecipeError(
+            f"{folder} was trained with {others[0]} {getattr(trained, others[0])!r}, and what extends it says "
+            f"{getattr(config, others[0])!r}: leave {others[0]} out, since the settings are those of the trained graft."
+        )
+    if config.adapts == "all" and trained.frozen == 1 and not trained.is_modulated:
+        raise RecipeError(f"adapts is all, but the tasks of {folder} share nothing that trains: leave adapts out.")
     if both := sorted(set(trained.tasks) & set(config.tasks)):
         raise RecipeError(f"The graft {folder} has a task {both[0]} already: name the new one another way.")
     return trained, tensors

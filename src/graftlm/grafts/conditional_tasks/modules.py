@@ -40,19 +40,19 @@ class RowTasks:
 class TaskLora(nn.Module):
     """B A x of each row's task beside a Linear, with B = 0 at the start (Hu et al. 2021, without alpha)."""
 
-    def __init__(self, tasks: int, inputs: int, rank: int, outputs: int) -> None:
+    def __init__(self, tasks: int, rank: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.sizes = (inputs, rank, outputs)
         self.a, self.b = nn.ParameterList(), nn.ParameterList()
         for _ in range(tasks):
             self.add()
 
-    def add(self) -> None:
+    def add(self) -> TaskLora:
         """The factors of one more task, (inputs, R) and (R, outputs)."""
         inputs, rank, outputs = self.sizes
-        device = self.a[0].device if len(self.a) else None
-        self.a.append(nn.Parameter(torch.randn(inputs, rank, device=device) / math.sqrt(inputs)))
-        self.b.append(nn.Parameter(torch.zeros(rank, outputs, device=device)))
+        self.a.append(nn.Parameter(torch.randn(inputs, rank) / math.sqrt(inputs)))
+        self.b.append(nn.Parameter(torch.zeros(rank, outputs)))
+        return self
 
     def forward(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
         a, b = (tasks.rows(torch.stack([factors[n] for n in tasks.numbers])) for factors in (self.a, self.b))

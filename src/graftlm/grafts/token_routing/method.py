@@ -116,8 +116,12 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                     f"combination: linear sums factors of equal rank, but at {path} they have the ranks "
                     f"{', '.join(map(str, ranks))}: use experts of one rank, or combination: exact."
                 )
+            if own and backbone.sites.reads_positions(path):
+                raise GraftError(
+                    f"An expert changes {path}, which in a {backbone.sites.model_type} model also reads relative "
+                    "positions without a route: use experts of other modules, such as the target ffn."
+                )
             if own:
-                _check_tokens(path, backbone)
                 mixture = MixedProjection(own, ExpertTarget.of(module, path), combination, trained)
                 self.mixtures[path.replace(".", "/")] = mixture
 
@@ -404,15 +408,6 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         if absent:
             self.mixtures.clear()
             self._build_mixtures(factors)
-
-
-def _check_tokens(path: str, backbone: Backbone) -> None:
-    """Raise `GraftError` if a module also reads what belongs to no token, and so has no route."""
-    if backbone.sites.reads_positions(path):
-        raise GraftError(
-            f"An expert changes {path}, which in a {backbone.sites.model_type} model also reads relative positions "
-            "without a route: use experts of other modules, such as the target ffn."
-        )
 
 
 def _placed(factors: Factors, backbone: Backbone) -> Factors:
