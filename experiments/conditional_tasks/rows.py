@@ -33,8 +33,9 @@ RIVALS: dict[str, dict[str, Any]] = {
     "lora": {"form": "lora", "shared": True, "frozen": 1},
     "hyper": {"form": "hyper", "frozen": 1},
 }
+PLAIN = {"heads": OFF | {"frozen": 1}, "all_layers": FINE_TUNING}  # the same without modules, and what trains
 FEW: dict[str, tuple[str, dict[str, Any]]] = {
-    "few_added": ("added to a trained graft: its embedding and its head train", {"adapts": "added"}),
+    "few_added": ("added to a trained graft: what is its own trains", {"adapts": "added"}),
     "few_whole": ("added to a trained graft: the whole model trains", {"adapts": "all"}),
     "few_finetune": ("fine-tuning of the encoder", FINE_TUNING),
 }
@@ -75,6 +76,7 @@ LABELS = {
     "lora": "one LoRA for all tasks, frozen encoder",
     "hyper": "adapters that a hypernetwork makes, frozen encoder",
     "heads": "heads alone, the encoder as it is",
+    "all_layers": "multi-task fine-tuning of all layers",
 }
 
 
@@ -82,7 +84,7 @@ def table_of(row: str) -> str:
     """The table that a row stands in."""
     if row.removeprefix("multi_task_") in OTHER_SAMPLERS:
         return "samplers"
-    if row in ("adapters", "hyper", "heads"):
+    if row in ("adapters", "hyper", *PLAIN):
         return "rivals"
     if row in (f"{name}_uncertainty" for name in ("attention", "bottleneck", "alignment")):
         return "uncertainty"

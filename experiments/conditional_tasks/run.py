@@ -305,7 +305,7 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     ]
     if "fewer_rows" in by_id:
         reached = by_id["fewer_rows"].get("rows_to_reach")
-        text, name = "part of the rows at which uniform sampling's score is reached", "rows_to_reach"
+        text, name = "part of the rows at which uniform sampling's score is reached, of norms", "rows_to_reach"
         reached = None if reached is None else value_of(reached)
         values.append(Aim(text=text, metric=name, aim=MAX_ROWS, measured=reached, met=(reached or 2) <= MAX_ROWS))
     return values

@@ -18,7 +18,7 @@ from experiments.conditional_tasks.rows import (
     FINE_TUNING,
     LABELS,
     MODULES,
-    OFF,
+    PLAIN,
     RIVALS,
     SAMPLERS,
     SIMILAR,
@@ -203,8 +203,8 @@ class ConditionalTasksStudy(Study):
         rate, tasks = rate or self.rates[row], list(TASKS)
         if row == "single_task":
             return [self.run(f"single_{task}", [task], self.graft(FINE_TUNING), rate, seed) for task in tasks]
-        if row == "heads":
-            return [self.run(row, tasks, self.graft(OFF | {"frozen": 1}), rate, seed)]
+        if row in PLAIN:
+            return [self.run(row, tasks, self.graft(PLAIN[row]), rate, seed)]
         if row in RIVALS:
             return [self.run(row, tasks, self.rival(row), rate, seed)]
         if row in CONTROLS:

@@ -173,6 +173,7 @@ def test_rows_differ_only_in_what_they_compare(
         (run,) = runs[f"multi_task_{policy}"]
         assert (run.sampler.policy, run.sampler.alpha, run.graft) == (policy, 0.5, study.graft(OFF))
     assert runs["heads"][0].graft == study.graft(OFF | {"frozen": 1})
+    assert runs["all_layers"][0].graft == study.graft(OFF | {"frozen": 0})
     for row, modules in CONTROLS.items():
         (run,) = runs[row]
         assert run.graft.model_dump() | {"kind": "conditional-tasks"} == study.graft(MODULES[modules]).model_dump()
