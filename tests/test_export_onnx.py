@@ -42,7 +42,8 @@ def task_graft(tiny_backbone: BackboneFolder, tmp_path_factory: pytest.TempPathF
     """A graft with all modules, filled with random numbers."""
     folder = tmp_path_factory.mktemp("tasks") / "graft"
     backbone = load_backbone(tiny_backbone("bert"), kind="encoder")
-    sizes = {"max_length": 32, "block": 8, "task_width": 8, "bottleneck_width": 8}
+    sizes: dict[str, Any] = {"max_length": 32, "block": 8, "task_width": 8, "bottleneck_width": 8}
+    sizes |= {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base", "frozen": 0.5}
     graft = build_graft(graft_config({"kind": "conditional-tasks", "tasks": TASKS} | sizes), backbone)
     with randomise(GraftedModel(backbone, {"graft": graft}), 0.2):
         pass

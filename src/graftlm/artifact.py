@@ -90,9 +90,7 @@ class Manifest(Config):
     def graft_config(self) -> GraftConfig:
         """The graft's config. Raises ArtifactError if this version does not know the kind or a key, or misses one."""
         try:
-            config = graft_config({**self.config, "kind": self.kind}, where=JSON_NAME)
-            config.check_saved(self.config)
-            return config
+            return graft_config({**self.config, "kind": self.kind}, where=JSON_NAME).check_saved(self.config)
         except RecipeError as error:
             why = f"The graft was written by graftlm {self.library}, and this is {__version__}: {error}"
             raise ArtifactError(why) from None

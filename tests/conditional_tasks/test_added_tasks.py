@@ -88,12 +88,15 @@ def test_training_a_new_task_leaves_no_bit_of_the_old_ones(
     assert losses[-1] < losses[0] - 0.1
     assert all(torch.equal(a, b) for a, b in zip(old_predictions(extended), before, strict=True))
     save_graft(graft, backbone, tmp_path / "more")
+    answered = {name: value for name, value in rows(5, [0] * 6).items() if name != "targets"}
+    new = extended.predict(**answered)
     extended.detach()
     manifest = json.loads((tmp_path / "more" / "graft.json").read_text())
     assert manifest["config"]["extends"] is None
     assert manifest["config"]["block"] == SMALL["block"], "settings are the old graft's"
     with GraftedModel(backbone, {"graft": load_graft(tmp_path / "more", backbone)}) as again:
         assert all(torch.equal(a, b) for a, b in zip(old_predictions(again), before, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(again.predict(**answered), new, strict=True))
     with GraftedModel(backbone, {"graft": with_old}) as alone:
         assert all(torch.equal(a, b) for a, b in zip(old_predictions(alone), before, strict=True))
 
@@ -116,6 +119,30 @@ def test_a_task_is_added_while_the_graft_is_attached(backbone: Backbone) -> None
         torch.testing.assert_close(new[0], before[1], rtol=1e-5, atol=1e-5)
         graft.add_task("again", TOPICS)
         assert len(model.trainable_parameters()) == 2 * (3 + 12), "both are new"
+
+
+def test_a_task_is_added_to_a_graft_in_double_precision() -> None:
+    with random_model(host(double=True)) as model:
+        model.grafts["graft"].add_task("news", TOPICS)  # type: ignore[operator]
+        ids, mask = batch()
+        assert model.predict(ids[:2], mask[:2], {"task": torch.tensor([5, 0])})[0].dtype == torch.double
+
+
+def test_a_graft_from_before_loras_has_none(backbone: Backbone, tmp_path: Path) -> None:
+    graft = randomise(build(backbone, lora_rank=0))
+    save_graft(graft, backbone, tmp_path / "old")
+    manifest = json.loads((tmp_path / "old" / "graft.json").read_text())
+    del manifest["config"]["lora_rank"]
+    (tmp_path / "old" / "graft.json").write_text(json.dumps(manifest))
+    assert load_graft(tmp_path / "old", backbone).config.lora_rank == 0
+    assert extend(backbone, tmp_path / "old").config.lora_rank == 0
+
+
+def test_a_number_of_another_range_is_no_start(backbone: Backbone, folder: Path) -> None:
+    far = {"marks": TaskSpec(type="regression", range=(1.0, 5.0))}
+    with GraftedModel(backbone, {"graft": extend(backbone, folder, far)}) as model:
+        marks = rows(5, [0] * 6) | {"targets": [torch.tensor(2.0)] * 6}
+        assert model.grafts["graft"].start_tasks(model, {"marks": marks}) == {}  # type: ignore[operator]
 
 
 def test_the_old_task_that_answers_best_gives_its_embedding_and_head(backbone: Backbone, tmp_path: Path) -> None:

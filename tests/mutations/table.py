@@ -220,7 +220,7 @@ MUTATIONS = [
         ("bottleneck's output not zero", "tasks", _MODULES, "nn.init.zeros_(self.up.weight)", "nn.init.normal_(self.up.weight, std=1e-2)"),
         ("bias across blocks", "tasks", _MODULES, "bias.masked_fill(query_block != key_block, 0)", "bias"),
         ("blocks only by their gain", "tasks", _MODULES, "return blocks + blocks * gain + shift", "return blocks * gain + shift"),
-        ("every task has the first one's LoRA", "tasks", _MODULES, "torch.stack([factors[n] for n", "torch.stack([factors[0] for n"),
+        ("every task has the first one's LoRA", "tasks", _MODULES, "torch.stack([*own])", "torch.stack([own[0]] * len(own))"),
         ("B of LoRA not zero", "tasks", _MODULES, "nn.Parameter(torch.zeros(rank, outputs))", "nn.Parameter(torch.ones(rank, outputs))"),
         ("the LoRA of an added task is not like the other's", "tasks", _TASKS, "lora.a[new].copy_(lora.a[old])", "pass"),
         ("LoRAs of trained tasks train on", "tasks", _TASKS, "lora.a[len(self._fixed) :].requires", "lora.a.requires"),

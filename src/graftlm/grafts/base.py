@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -42,13 +42,14 @@ class GraftConfig(Config):
     graft_class: ClassVar[type[Graft]]
     label: ClassVar[str]
 
-    def check_saved(self, values: Mapping[str, Any]) -> None:
-        """Raise RecipeError if `values`, the saved config that this one was read from, lack one of `saved_keys`."""
+    def check_saved(self, values: Mapping[str, Any]) -> Self:
+        """The config that was saved as `values`, from which this one was read; RecipeError if it lacks a saved key."""
         if missing := sorted(self.saved_keys - values.keys()):
             raise RecipeError(
                 f"a graft of the kind {self.kind} has the key {missing[0]} in its config; this one was saved before "
                 "there was one, and would predict something else: train it again."
             )
+        return self
 
     @property
     def has_auxiliary_loss(self) -> bool:

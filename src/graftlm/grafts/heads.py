@@ -76,10 +76,6 @@ class TaskSpec(Config):
             return self.unit**2 / 12
         return 1.0 if self.type == "span" else math.log(len(self.labels) if self.type == "classification" else 2)
 
-    def is_like(self, other: TaskSpec) -> bool:
-        """Whether both have one type and the same labels."""
-        return (self.type, self.labels) == (other.type, other.labels)
-
     @property
     def of_tokens(self) -> bool:
         """Whether each token has a prediction; otherwise each row has one."""

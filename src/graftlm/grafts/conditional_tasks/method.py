@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, field_validator
@@ -100,6 +100,10 @@ class ConditionalTasksConfig(GraftConfig):
                 raise ValueError(f"the task's name {name!r} can't be used: take one without dots, such as intents")
         return value
 
+    def check_saved(self, values: Mapping[str, Any]) -> Self:
+        saved = super().check_saved(values)
+        return saved if "lora_rank" in values else saved.model_copy(update={"lora_rank": 0})  # before there was one
+
     @property
     def is_modulated(self) -> bool:
         """Whether there is a module that the tasks' vectors modulate."""
@@ -160,6 +164,10 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                 self.biases[str(layer)] = modules.ConditionalBias(config.max_length, config.block_width(), z)
             if config.norm:
                 self.norms[str(layer)] = nn.ModuleList(modules.FiLM(z, width) for _ in _norms(sites, layer))
+        if config.lora_rank and modulated and not self.loras:
+            raise RecipeError(
+                "The sizes of the backbone's Linears are hidden, so they get no LoRA: set lora_rank to 0."
+            )
         for layer in {"none": range(0), "base": modulated, "large": range(sites.n_layers)}[config.bottleneck]:
             self.bottlenecks[str(layer)] = modules.Bottleneck(width, config.bottleneck_width, z, sites.activation)
 
@@ -206,16 +214,16 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                     f"The graft has {len(zs)} tasks ({', '.join(self.config.tasks)}), and the batch does not say which "
                     "each row has: give extras={'task': indices}."
                 )
-            return modules.RowTasks([0], zs[:1], None)
+            return modules.RowTasks(torch.zeros(1, dtype=torch.long, device=zs.device), zs[:1], None)
         if torch.compiler.is_compiling():  # a graph can't depend on which tasks there are
-            return modules.RowTasks(range(len(zs)), zs, task_B.to(zs.device))
+            return modules.RowTasks(torch.arange(len(zs), device=zs.device), zs, task_B.to(zs.device))
         numbers_U, index_B = task_B.unique(return_inverse=True)
         numbers = numbers_U.tolist()
         if unknown := [number for number in numbers if not 0 <= number < len(zs)]:
             raise GraftError(f"There is no task number {unknown[0]}: the graft has {len(zs)}, counted from 0.")
-        z_UZ = zs.index_select(0, numbers_U.to(zs.device, non_blocking=True))
-        index = None if len(numbers) == 1 else index_B.to(z_UZ.device, non_blocking=True)
-        return modules.RowTasks(numbers, z_UZ, index)
+        numbers_U = numbers_U.to(zs.device, non_blocking=True)
+        index = None if len(numbers) == 1 else index_B.to(zs.device, non_blocking=True)
+        return modules.RowTasks(numbers_U, zs.index_select(0, numbers_U), index)
 
     def _embeddings(self) -> Tensor:
         """(tasks, Z): the embeddings at length 1, in the tasks' order, which a ParameterDict does not keep."""
@@ -274,7 +282,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         Raises GraftError if there is a task of that name, or none called `like`.
         """
         mean = self._embeddings().mean(0)
-        self.heads.add(name, spec).to(mean.device)
+        self.heads.add(name, spec).to(mean)
         self.embeddings[task_key(name)] = nn.Parameter(mean.detach().clone())
         for lora in self.loras.values():
             lora.add().to(mean)
@@ -295,7 +303,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         for lora in self.loras.values():
             lora.a[new].copy_(lora.a[old])
             lora.b[new].copy_(lora.b[old])
-        if tasks[name].is_like(tasks[like]):
+        if tasks[name] == tasks[like]:
             self.heads.linear(name).load_state_dict(self.heads.linear(like).state_dict())
 
     def _freeze(self) -> None:
@@ -319,7 +327,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         model.eval()
         for name in (name for name in rows if name not in trained):
             losses = {}
-            for task in (task for task in trained if tasks[task].is_like(tasks[name]) and not self._like):
+            for task in (task for task in trained if tasks[task] == tasks[name] and not self._like):
                 number = torch.full((len(rows[name]["input_ids"]),), list(tasks).index(task))
                 inputs = {**rows[name], "extras": {**(rows[name].get("extras") or {}), "task": number}}
                 losses[task] = float(model(**inputs).loss)
@@ -380,15 +388,14 @@ def read_trained(
         raise WrongBackboneError(
             f"{folder}, which is to be extended, was trained on another backbone than {backbone.name}: {difference}."
         )
-    trained = ConditionalTasksConfig.parse({**values, "kind": kind}, where=str(folder))
-    trained.check_saved(values)
+    trained = ConditionalTasksConfig.parse({**values, "kind": kind}, where=str(folder)).check_saved(values)
     given = config.model_fields_set - {"kind", "tasks", "extends", "adapts", "like"}
     if others := sorted(key for key in given if getattr(config, key) != getattr(trained, key)):
         raise RecipeError(
             f"{folder} was trained with {others[0]} {getattr(trained, others[0])!r}, and what extends it says "
             f"{getattr(config, others[0])!r}: leave {others[0]} out, since the settings are those of the trained graft."
         )
-    if config.adapts == "all" and trained.frozen == 1 and not trained.is_modulated:
+    if config.adapts == "all" and not (trained.is_modulated or trained_names(backbone.model, trained.frozen)):
         raise RecipeError(f"adapts is all, but the tasks of {folder} share nothing that trains: leave adapts out.")
     if both := sorted(set(trained.tasks) & set(config.tasks)):
         raise RecipeError(f"The graft {folder} has a task {both[0]} already: name the new one another way.")

@@ -13,7 +13,6 @@ tasks in the pass, N blocks, W the width of a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +25,9 @@ from graftlm.errors import GraftError
 
 @dataclass(frozen=True)
 class RowTasks:
-    """The tasks of one pass: `numbers`, embeddings `z` (U, Z), and each row's `index` (B,); None where U is 1."""
+    """The tasks of one pass: their `numbers` (U,) and embeddings `z` (U, Z); each row's `index`, None where U is 1."""
 
-    numbers: Sequence[int]
+    numbers: Tensor
     z: Tensor
     index: Tensor | None
 
@@ -54,9 +53,10 @@ class TaskLora(nn.Module):
         self.b.append(nn.Parameter(torch.zeros(rank, outputs)))
         return self
 
-    def forward(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        a, b = (tasks.rows(torch.stack([factors[n] for n in tasks.numbers])) for factors in (self.a, self.b))
-        return x_BTD @ a @ b
+    def forward(self, x: Tensor, tasks: RowTasks) -> Tensor:
+        """Of x (B, ..., inputs). All tasks are stacked, as a graph must not depend on which there are."""
+        a, b = (tasks.rows(torch.stack([*own]).index_select(0, tasks.numbers)) for own in (self.a, self.b))
+        return (x.flatten(1, -2) @ a @ b).unflatten(1, x.shape[1:-1])
 
 
 class FiLM(nn.Module):
