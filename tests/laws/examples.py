@@ -151,7 +151,7 @@ _TOPICS = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "p
 _FIRST_SHOWS = dict.fromkeys(("gpt2", "qwen3", "int8", "encoders"), "the first example is tested there")
 _ON_FEW = {*DECODERS, *ENCODERS, "adapted"} - {"llama", "gemma3", "block-state", "bert"}
 _ALL_MODULES = {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base", "modulated": 0.5}
-_HALF_FROZEN = {**_TOPICS, **_ALL_MODULES, "block": 5, "bottleneck_width": 6, "max_length": 160}
+_HALF_FROZEN = {**_TOPICS, **_ALL_MODULES, "frozen": 0.5, "block": 5, "bottleneck_width": 6, "max_length": 160}
 _STATES = {"layers": [0, 1], "heads": 2, "head_width": 8}
 _ROTARY = (
     *(
