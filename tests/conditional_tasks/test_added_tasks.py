@@ -123,7 +123,7 @@ def test_a_task_is_added_while_the_graft_is_attached(backbone: Backbone) -> None
 
 def test_a_task_is_added_to_a_graft_in_double_precision() -> None:
     with random_model(host(double=True)) as model:
-        model.grafts["graft"].add_task("news", TOPICS)  # type: ignore[operator]
+        model.grafts["graft"].add_task("news", TOPICS)  # type: ignore[operator]  # a ModuleDict holds modules
         ids, mask = batch()
         assert model.predict(ids[:2], mask[:2], {"task": torch.tensor([5, 0])})[0].dtype == torch.double
 
@@ -142,7 +142,7 @@ def test_a_number_of_another_range_is_no_start(backbone: Backbone, folder: Path)
     far = {"marks": TaskSpec(type="regression", range=(1.0, 5.0))}
     with GraftedModel(backbone, {"graft": extend(backbone, folder, far)}) as model:
         marks = rows(5, [0] * 6) | {"targets": [torch.tensor(2.0)] * 6}
-        assert model.grafts["graft"].start_tasks(model, {"marks": marks}) == {}  # type: ignore[operator]
+        assert model.grafts["graft"].start_tasks(model, {"marks": marks}) == {}  # type: ignore[operator]  # the same
 
 
 def test_the_old_task_that_answers_best_gives_its_embedding_and_head(backbone: Backbone, tmp_path: Path) -> None:

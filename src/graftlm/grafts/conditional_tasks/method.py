@@ -62,8 +62,8 @@ class ConditionalTasksConfig(GraftConfig):
         extends: folder of a trained graft, whose config and tensors are taken over; the new tasks train.
         adapts: with `extends`, what trains: `added` the new tasks' own tensors alone, `all` everything, as the
             graft without `extends` did; old tasks may then change.
-        like: the trained task that new ones start from; by default the one of their type and labels that has the
-            lowest loss on the run's rows, if that is below the loss at chance.
+        like: the trained task that new ones start from; by default the one of their type, labels and range that has
+            the lowest loss on the run's rows, if that is below the loss at chance.
     """
 
     needs_tasks: ClassVar[bool] = True
@@ -321,7 +321,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     @torch.no_grad()
     def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Start each added task from that of its type and labels with the lowest loss on its rows, if below chance."""
+        """Start each added task from that of equal specification with the lowest loss on its rows, if below chance."""
         tasks, choices = self.config.tasks, {}
         trained, was_training = self._fixed or list(tasks), model.training
         model.eval()
