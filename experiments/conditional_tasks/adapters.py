@@ -1,9 +1,7 @@
 """The rivals: bottlenecks and LoRA, one for each task or one for all, and adapters that a hypernetwork makes.
 
-And the control of the modules: one vector for all tasks, so that only what conditions them is missing.
-
 A row's task chooses its weights, so a batch mixes tasks. Heads, pooling, frozen layers and losses are those of
-conditional tasks with all modules off.
+conditional tasks with all modules off. The controls are its modules, but that a row's task does not choose among them.
 
     bottleneck   beside each FFN: U act(V x)                                    (Houlsby et al. 2019; He et al. 2022)
     lora         beside each Linear of a layer: B A x                           (Hu et al. 2021)
@@ -28,6 +26,7 @@ from transformers.activations import ACT2FN
 from graftlm.backbone import Call, Site, Tap
 from graftlm.grafts import GraftConfig
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
+from graftlm.grafts.conditional_tasks.modules import RowTasks
 
 HYPER_WIDTH = 64
 LINEARS = (
@@ -158,20 +157,26 @@ class TaskAdapters(ConditionalTasks):
         return ((inner if activation is None else activation(inner)) @ up).to(y_BTD.dtype)
 
 
-class OneVectorConfig(ConditionalTasksConfig):
-    """Config of conditional tasks whose modules can't tell the tasks apart."""
+class BlindConfig(ConditionalTasksConfig):
+    """Config of conditional tasks in which the first task's modules, or those `by` token ids, serve each row."""
 
-    kind: Literal["one-vector"] = "one-vector"
+    kind: Literal["blind"] = "blind"
+    by: Literal["first", "row"] = "first"
 
 
-class OneVector(ConditionalTasks):
-    """Conditional tasks with the first task's vector for all of them."""
+class Blind(ConditionalTasks):
+    """Conditional tasks whose modules do not know a row's task."""
 
-    Config: ClassVar[type[GraftConfig]] = OneVectorConfig
-    label = "one vector for all tasks"
+    Config: ClassVar[type[GraftConfig]] = BlindConfig
+    label = "modules that do not know the task"
+    config: BlindConfig
 
-    def _embeddings(self) -> Tensor:
-        return super()._embeddings()[:1].expand(len(self.config.tasks), -1)
+    def _tasks(self, call: Call) -> RowTasks:
+        if (self, "tasks") not in call.scratch:
+            ids: Any = call.input_ids  # 0 pads
+            choices = len(self.config.tasks) if self.config.by == "row" else 1
+            call.scratch[self, "tasks"] = self._read_tasks(ids.sum(1) % choices)
+        return call.scratch[self, "tasks"]
 
 
 def parameters_per_width(form: str, layers: int, width: int, ffn: int, tasks: int) -> int:

@@ -20,17 +20,20 @@ MODULES: dict[str, dict[str, Any]] = {"none": OFF} | {
     )
 }
 MODULES["all"] = ALL
-EVERYWHERE, LORA = UNIFORM = ("cln_all_layers", "lora_per_task")  # sample uniformly alone
+EVERYWHERE, FASTER, LORA = UNIFORM = ("cln_all_layers", "cln_all_layers_faster", "lora_per_task")  # uniform alone
 MODULES[EVERYWHERE] = MODULES["cln"] | {"modulated": 1.0}
+MODULES[FASTER] = MODULES[EVERYWHERE] | {"module_rate": 3.0}
 MODULES[LORA] = OFF | {"frozen": 1.0, "modulated": 1.0, "lora_rank": 3, "module_rate": 3.0}  # as large as all modules
 NAMES = {"none": "multi_task", "all": "ca_mtl"}  # of rows, as of the modules' other names
 SAMPLERS = ("uniform", *SCORED)
 OTHER_SAMPLERS = ("size", "temperature", "entropy")  # without modules alone
-CONTROLS = {"cln_one_vector": "cln", "cln_all_layers_one_vector": EVERYWHERE}  # what conditions them is missing
+CONTROLS = {f"{name}_one_vector": (name, "first") for name in ("cln", EVERYWHERE)}  # what conditions them is missing
+CONTROLS["lora_by_row"] = (LORA, "row")
 RIVALS: dict[str, dict[str, Any]] = {
     "adapters": {"form": "bottleneck", "frozen": 1},
     "adapters_half": {"form": "bottleneck"},
     "lora": {"form": "lora", "shared": True, "frozen": 1},
+    "lora_rank3": {"form": "lora", "shared": True, "frozen": 1, "inner": 3},
     "hyper": {"form": "hyper", "frozen": 1},
 }
 PLAIN = {"heads": OFF | {"frozen": 1}, "all_layers": FINE_TUNING}  # the same without modules, and what trains
@@ -64,16 +67,19 @@ MODULE_LABELS = {
     "cln": "conditional layer norm",
     "all": "all modules",
     EVERYWHERE: "conditional layer norm in the frozen layers as well",
+    FASTER: "conditional layer norm in all layers, at the rate of LoRA",
     LORA: "a LoRA for each task, frozen encoder",
 }
+BLIND = {"first": "one vector for all tasks", "row": "chosen by the row's tokens, not by its task"}
 LABELS = {
     "single_task": "single-task fine-tuning, one model each",
     **{row: f"{MODULE_LABELS[modules]}, {sampler}" for row, (modules, sampler) in CELLS.items()},
     **{f"multi_task_{sampler}": f"{MODULE_LABELS['none']}, {sampler}" for sampler in OTHER_SAMPLERS},
-    **{row: f"{MODULE_LABELS[modules]}, one vector for all tasks, uniform" for row, modules in CONTROLS.items()},
+    **{row: f"{MODULE_LABELS[modules]}, {BLIND[by]}, uniform" for row, (modules, by) in CONTROLS.items()},
     "adapters": "adapters, parallel bottleneck, frozen encoder",
     "adapters_half": "the same adapters, upper half trained as well",
     "lora": "one LoRA for all tasks, frozen encoder",
+    "lora_rank3": "one LoRA of rank 3 for all tasks, frozen encoder",
     "hyper": "adapters that a hypernetwork makes, frozen encoder",
     "heads": "heads alone, the encoder as it is",
     "all_layers": "multi-task fine-tuning of all layers",
@@ -84,7 +90,7 @@ def table_of(row: str) -> str:
     """The table that a row stands in."""
     if row.removeprefix("multi_task_") in OTHER_SAMPLERS:
         return "samplers"
-    if row in ("adapters", "hyper", *PLAIN):
+    if row in ("adapters", "hyper", "lora_rank3", "lora_by_row", FASTER, *PLAIN):
         return "rivals"
     if row in (f"{name}_uncertainty" for name in ("attention", "bottleneck", "alignment")):
         return "uncertainty"

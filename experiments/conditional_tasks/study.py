@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from experiments import Options
-from experiments.conditional_tasks.adapters import OneVectorConfig, TaskAdaptersConfig, parameters_per_width
+from experiments.conditional_tasks.adapters import BlindConfig, TaskAdaptersConfig, parameters_per_width
 from experiments.conditional_tasks.corpora import TASKS, SplitSizes, draw_splits, write_splits
 from experiments.conditional_tasks.rows import (
     ALL,
@@ -187,7 +187,7 @@ class ConditionalTasksStudy(Study):
                 values["form"], sites.n_layers, sites.width, sites.config.intermediate_size, tasks
             )
             self._inner[row] = max(1, round(added / unit))
-        settings = {"kind": "task-adapters", **self.size.graft, **values, "inner": self._inner[row]}
+        settings = {"kind": "task-adapters", **self.size.graft, "inner": self._inner[row], **values}
         settings["module_rate"] = self.size.rival_rate
         return TaskAdaptersConfig.parse({key: value for key, value in settings.items() if key not in ALL})
 
@@ -208,8 +208,9 @@ class ConditionalTasksStudy(Study):
         if row in RIVALS:
             return [self.run(row, tasks, self.rival(row), rate, seed)]
         if row in CONTROLS:
-            values = {"kind": "one-vector", **self.size.graft, **MODULES[CONTROLS[row]]}
-            return [self.run(row, tasks, OneVectorConfig.parse(values), rate, seed)]
+            modules, by = CONTROLS[row]
+            graft = BlindConfig.parse({"kind": "blind", "by": by, **self.size.graft, **MODULES[modules]})
+            return [self.run(row, tasks, graft, rate, seed)]
         modules, policy = CELLS.get(row, ("none", row.removeprefix("multi_task_")))
         fields = {"sampler": self.sampler(policy), "similarity": row in SIMILAR}
         return [self.run(row, tasks, self.graft(MODULES[modules]), rate, seed, **fields)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments import Options, reproduce
-from experiments.conditional_tasks.adapters import OneVectorConfig, TaskAdapters, TaskAdaptersConfig
+from experiments.conditional_tasks.adapters import BlindConfig, TaskAdapters, TaskAdaptersConfig
 from experiments.conditional_tasks.corpora import (
     FILES,
     MIN_CLASS_ROWS,
@@ -167,31 +167,49 @@ def test_rows_differ_only_in_what_they_compare(
         assert run.sampler.policy == policy
         assert run.graft == study.graft(MODULES[modules])
     single = {row: {key for key in ALL if value[key] != OFF[key]} for row, value in MODULES.items()}
-    assert [len(changed) for changed in single.values()] == [0, 1, 1, 1, 1, 4, 1, 1], "in the frozen layers too"
+    assert [len(changed) for changed in single.values()] == [0, 1, 1, 1, 1, 4, 1, 1, 1], "in the frozen layers too"
     assert len(set.union(*(single[row] for row in MODULES if row not in ("none", "all")))) == 5
     for policy in ("size", "temperature", "entropy"):
         (run,) = runs[f"multi_task_{policy}"]
         assert (run.sampler.policy, run.sampler.alpha, run.graft) == (policy, 0.5, study.graft(OFF))
     assert runs["heads"][0].graft == study.graft(OFF | {"frozen": 1})
     assert runs["all_layers"][0].graft == study.graft(OFF | {"frozen": 0})
-    for row, modules in CONTROLS.items():
+    for row, (modules, by) in CONTROLS.items():
         (run,) = runs[row]
-        assert run.graft.model_dump() | {"kind": "conditional-tasks"} == study.graft(MODULES[modules]).model_dump()
+        assert run.graft.model_dump(exclude={"by"}) | {"kind": "conditional-tasks"} == (
+            study.graft(MODULES[modules]).model_dump()
+        )
+        assert run.graft.by == by
 
 
-@pytest.mark.parametrize("config", [OneVectorConfig, ConditionalTasksConfig])
-def test_with_one_vector_no_module_tells_the_tasks_apart(config: type[ConditionalTasksConfig]) -> None:
+def test_blind_modules_have_the_rows_task_from_its_tokens_or_none() -> None:
+    """The same weights, told what a blind graft reads for itself."""
     torch.manual_seed(0)
-    tasks = {name: TaskSpec(type="regression") for name in ("x", "y")}
+    tasks = {name: TaskSpec(type="regression") for name in ("x", "y", "z")}
     backbone = Backbone.wrap(tiny_model("bert"), tiny_tokenizer())
-    with GraftedModel(
-        backbone, {"graft": build_graft(config(tasks=tasks, task_width=4, norm=True, lora_rank=0), backbone)}
-    ).eval() as model:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-        states = [model.encode(tiny_ids(), extras={"task": torch.tensor([n, n])}) for n in (0, 1)]
-        assert torch.allclose(*states, atol=1e-5) == (config is OneVectorConfig)
+    grafts = {
+        name: build_graft(config(tasks=tasks, task_width=4, norm=True, lora_rank=2, **fields), backbone)
+        for name, config, fields in (
+            ("told", ConditionalTasksConfig, {}),
+            ("first", BlindConfig, {"by": "first"}),
+            ("row", BlindConfig, {"by": "row"}),
+        )
+    }
+    with torch.no_grad():
+        for parameter in grafts["told"].parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    ids = torch.tensor([[1, 5, 6, 2], [1, 5, 7, 2], [1, 8, 5, 2]])
+    number = torch.tensor([14 % 3, 15 % 3, 16 % 3])
+
+    def encode(name: str, task_B: Tensor) -> Tensor:
+        grafts[name].load_state_dict(grafts["told"].state_dict())
+        with GraftedModel(backbone, {"graft": grafts[name]}).eval() as model, torch.no_grad():
+            return model.encode(ids, extras={"task": task_B})
+
+    for task_B in (number, number.flip(0)):
+        assert torch.allclose(encode("row", task_B), encode("told", number), atol=1e-5)
+        assert torch.allclose(encode("first", task_B), encode("told", 0 * number), atol=1e-5)
+    assert not torch.allclose(encode("told", number.flip(0)), encode("told", number), atol=1e-3)
 
 
 def test_rivals_have_as_many_parameters_as_our_modules(
@@ -210,7 +228,8 @@ def test_rivals_have_as_many_parameters_as_our_modules(
     for row in RIVALS:
         config: Any = study.rival(row)
         unit = own(config.model_copy(update={"inner": config.inner + 1})) - own(config)
-        assert config.inner == 1 or abs(own(config) - wanted) <= 0.6 * unit + len(TASKS) * config.task_width, row
+        fits = config.inner == 1 or row == "lora_rank3"
+        assert fits or abs(own(config) - wanted) <= 0.6 * unit + len(TASKS) * config.task_width, row
 
 
 FORMS: dict[str, dict[str, Any]] = {
