@@ -143,6 +143,20 @@ def test_two_runs_in_one_process_may_differ_in_precision(tmp_path: Path) -> None
     assert losses["bf16-0"] == pytest.approx(losses["fp32-1"], rel=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("precision", "short", "fused"), [("bf16", 128, False), ("bf16", 1, True), ("fp32", 128, True)]
+)
+def test_attention_is_plain_for_short_texts_in_half_precision(
+    precision: str, short: int, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graftlm.training.distributed.SHORT", short)
+    model, seen = toy_model("adapter"), []
+    model.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.flash_sdp_enabled()))
+    train(model, toy_mixture(), toy_config(steps=1, precision=precision), tmp_path, progress=False)
+    assert set(seen) == {fused}
+    assert torch.backends.cuda.flash_sdp_enabled(), "as it was"
+
+
 def test_a_frozen_bfloat16_backbone_trains_with_float32_grafts(tmp_path: Path) -> None:
     from graftlm.backbone import Backbone
     from tiny import tiny_model

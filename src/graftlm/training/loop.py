@@ -165,7 +165,7 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
     for offset in range(0, len(rows), size):
         micro_batch = rows.rows(slice(offset, offset + size)).to(context.accelerator.device)
         with context.synchronize_gradients(offset + size >= len(rows)):
-            with context.accelerator.autocast():
+            with context.accelerator.autocast(), context.attention(micro_batch.input_ids.shape[1]):
                 loss, components = context.losses(micro_batch.inputs(), totals)
             context.backward(loss)
         losses += components
