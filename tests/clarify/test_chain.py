@@ -219,7 +219,7 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
         path.write_text(json.dumps(values | change))
         with pytest.raises(kind, match=message):
             Conversation.load(path)
-    for content, message in [("{", "is not valid JSON"), ("[]", "holds no conversation"), ("\udcff", "not valid JSON")]:
+    for content, message in [("{", "is not valid JSON"), ("[]", "holds no conversation"), ("\udcff", "not UTF-8 text")]:
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(DataError, match=message):
             Conversation.load(path)

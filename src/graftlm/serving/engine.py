@@ -281,9 +281,7 @@ class BatchingEngine(ThreadedEngine):
         if self.limits.pack and packed is not None:
             packed.add(module)
             if not pack_weights(module):
-                _log.warning(
-                    "%s: weights are not packed, as the free memory is too small; steps take longer", self.name
-                )
+                _log.warning("%s: weights are not packed, as free memory is too small; steps take longer", self.name)
 
     def _end_all(self) -> None:
         super()._end_all()

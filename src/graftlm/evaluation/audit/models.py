@@ -135,9 +135,7 @@ def _load_model(name: str, options: dict[str, Any]) -> AuditedModel:
 def _load_graft(folder: str | Path, base: AuditedModel | None, options: dict[str, Any]) -> AuditedModel:
     """A graft on the base where that is the backbone that it was trained on, else on the backbone that it names."""
     if read_manifest(folder).graft_config().needs_tasks:
-        raise ArtifactError(
-            f"The graft {folder} answers by its own heads and writes no text: measure it by graft eval."
-        )
+        raise ArtifactError(f"The graft {folder} answers by its heads and writes no text: measure it by graft eval.")
     loading = {key: options[key] for key in ("device", "dtype", "trust_remote_code")} | {"name": options["backbone"]}
     backbone = base.backbone if base is not None and base.is_bare else backbone_of(folder, **loading)
     try:
@@ -181,9 +179,7 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, An
     if config.is_prompt_learning:
         wrapped.register_forward_hook(_drop_prompt, with_kwargs=True)
         if base is None:
-            raise ArtifactError(
-                f"The adapter {folder} learns a prompt, which BASE can't: name the model below as BASE."
-            )
+            raise ArtifactError(f"The adapter {folder} learns a prompt, as BASE can't: name the model below as BASE.")
         backbone, model = on, wrapped
     else:
         backbone = Backbone.wrap(wrapped, on.tokenizer, str(folder))

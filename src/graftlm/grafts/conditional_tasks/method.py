@@ -165,9 +165,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             if config.norm:
                 self.norms[str(layer)] = nn.ModuleList(modules.FiLM(z, width) for _ in _norms(sites, layer))
         if config.lora_rank and modulated and not self.loras:
-            raise RecipeError(
-                "The sizes of the backbone's Linears are hidden, so they get no LoRA: set lora_rank to 0."
-            )
+            raise RecipeError("The sizes of the backbone's Linears are hidden, so they get no LoRA: set lora_rank: 0.")
         for layer in {"none": range(0), "base": modulated, "large": range(sites.n_layers)}[config.bottleneck]:
             self.bottlenecks[str(layer)] = modules.Bottleneck(width, config.bottleneck_width, z, sites.activation)
 

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, RecipeError
-from graftlm.io import write_atomically
+from graftlm.io import read_text, write_atomically
 from graftlm.pipelines.clarify.prompts import Exchange
 from graftlm.pipelines.clarify.templates import load_template
 
@@ -335,11 +335,7 @@ def _next_step(turns: Sequence[Turn], budget: int) -> Step:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"There is no conversation {path}: name the file of one, or begin one.") from None
-    except OSError as error:
-        raise DataError(f"{path} can't be read ({error.strerror}): name a readable file.") from None
+        values = json.loads(read_text(path))
     except ValueError:
         raise DataError(f"{path} is not valid JSON, but a conversation is expected: begin it anew.") from None
     if not isinstance(values, dict):
