@@ -229,6 +229,7 @@ def test_any_bytes_give_a_recipe_or_one_sentence(tmp_path_factory: pytest.TempPa
             {"training": {"steps": "many"}},
             "config: training.steps: the value should be a valid integer, but found 'many'.",
         ),
+        ({"training": {"steps": True}}, "config: training.steps: a number is expected, but found True."),
         ({"training": {"steps": 1.5}}, "config: training.steps: the value should be a valid integer, but found 1.5."),
         (
             {"training": {"steps": 0}},
@@ -339,11 +340,11 @@ def test_an_override_leaves_what_shares_an_alias_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("training.steps", "is not of the form key=value"),
-        ("=3", "is not of the form key=value"),
-        ("", "is not of the form key=value"),
-        (".=3", "is not of the form key=value"),
-        ("training..steps=3", "is not of the form key=value"),
+        ("training.steps", "is not like key=value"),
+        ("=3", "is not like key=value"),
+        ("", "is not like key=value"),
+        (".=3", "is not like key=value"),
+        ("training..steps=3", "is not like key=value"),
         ("training.steps=[", "is not valid YAML: put it in quotes"),
         ("training.steps=" + "[" * 100_000, "is not valid YAML: put it in quotes"),
         ("training.steps=\0", "is not valid YAML"),

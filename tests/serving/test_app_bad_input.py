@@ -385,7 +385,7 @@ def test_a_body_that_is_said_to_be_something_else(address: str) -> None:
     answer = httpx.post(f"{address}/v1/completions", data={"model": "tiny"})
     assert answer.status_code == 415
     assert answer.json()["error"]["message"] == (
-        "The body is said to be application/x-www-form-urlencoded: send JSON, with Content-Type: application/json."
+        "The body is said to be application/x-www-form-urlencoded: send JSON as Content-Type: application/json."
     )
 
 

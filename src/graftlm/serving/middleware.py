@@ -148,9 +148,7 @@ def _check_type(scope: Scope, headers: Headers) -> None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     has_body = "transfer-encoding" in headers or int(headers.get("content-length") or 0) > 0
     if scope["method"] == "POST" and has_body and kind != "application/json":
-        message = (
-            f"The body is said to be {kind[:100] or 'of no type'}: send JSON, with Content-Type: application/json."
-        )
+        message = f"The body is said to be {kind[:100] or 'of no type'}: send JSON as Content-Type: application/json."
         raise ServingError(message, status=415, code="unsupported_media_type")
 
 

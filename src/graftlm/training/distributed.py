@@ -87,8 +87,8 @@ class DistributedContext:
     def attention(self, length: int) -> AbstractContextManager[Any]:
         """Plain attention in a block of short texts in half precision on a CPU: its backward pass is the faster one."""
         half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).element_size() < 4
-        plain = half and length <= SHORT and self.accelerator.device.type == "cpu"
-        return sdpa_kernel(SDPBackend.MATH) if plain else nullcontext()
+        slow = half and length <= SHORT and self.accelerator.device.type == "cpu"
+        return sdpa_kernel(SDPBackend.MATH) if slow else nullcontext()
 
     def clip(self, limit: float | None) -> Tensor:
         """Scale gradients down to a global norm of `limit`; their norm before, a scalar.
