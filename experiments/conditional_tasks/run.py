@@ -107,7 +107,7 @@ def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
     rows = [
         effect(name, label, [(cell_id(name, policy), cell_id("none", policy)) for policy in study.samplers])
         for name, label in MODULE_LABELS.items()
-        if name != "none"
+        if name != "none" and cell_id(name, "uniform") in study.labels
     ]
     return rows + [
         effect(policy, policy, [(cell_id(name, policy), cell_id(name, "uniform")) for name in MODULES])

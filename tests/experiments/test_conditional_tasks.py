@@ -24,8 +24,8 @@ from experiments.conditional_tasks.corpora import (
     text_of,
     write_splits,
 )
-from experiments.conditional_tasks.rows import ALL, CELLS, CONTROLS, FEW, LABELS, LORA, MODULES, OFF, RIVALS
-from experiments.conditional_tasks.run import aims
+from experiments.conditional_tasks.rows import ALL, CELLS, CONTROLS, FEW, LABELS, LORA, MODULES, OFF, RIVALS, TABLES
+from experiments.conditional_tasks.run import aims, effect_rows
 from experiments.conditional_tasks.runs import count_changed, covariance_factor, similarity_of
 from experiments.conditional_tasks.study import FULL, ConditionalTasksStudy
 from graftlm.backbone import Backbone
@@ -180,6 +180,17 @@ def test_rows_differ_only_in_what_they_compare(
             study.graft(MODULES[modules]).model_dump()
         )
         assert run.graft.by == by
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_effects_are_of_the_rows_that_were_chosen(
+    table: str, data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = ConditionalTasksStudy(options(data, tmp_path, backbone=str(tiny_backbone("bert")), tables=(table,)))
+    monkeypatch.setattr(study, "average", lambda row, _: float(len(row)))
+    effects = {row.id: value_of(row.metrics["effect"]) for row in effect_rows(study)}
+    assert effects["effect_lora_per_task"] == len("lora_per_task") - len("multi_task")
+    assert ("effect_cln_all_layers_faster" in effects) == (table == "rivals")
 
 
 def test_blind_modules_have_the_rows_task_from_its_tokens_or_none() -> None:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from graftlm.backbone import Backbone
 from graftlm.errors import TrainingError
 from graftlm.training import train
 from graftlm.training.checkpoint import read_history
 from graftlm.training.distributed import distributed
+from tiny import tiny_model
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model
 
 TOLERANCE = 1e-5  # relative to the largest weight, and to the loss: only the order of sums differs
@@ -144,25 +146,41 @@ def test_two_runs_in_one_process_may_differ_in_precision(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("precision", "short", "fused"), [("bf16", 128, False), ("bf16", 1, True), ("fp32", 128, True)]
+    ("half_backbone", "precision", "short", "fused"),
+    [
+        (False, "bf16", 128, False),
+        (True, "fp32", 128, False),
+        (False, "bf16", 1, True),
+        (False, "fp32", 128, True),
+    ],
 )
 def test_attention_is_plain_for_short_texts_in_half_precision(
-    precision: str, short: int, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half_backbone: bool, precision: str, short: int, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("graftlm.training.distributed.SHORT", short)
-    model, seen = toy_model("adapter"), []
+    backbone = Backbone.wrap(tiny_model("llama").to(torch.bfloat16 if half_backbone else torch.float32))
+    model, seen = toy_model("adapter", backbone), []
     model.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.flash_sdp_enabled()))
     train(model, toy_mixture(), toy_config(steps=1, precision=precision), tmp_path, progress=False)
     assert set(seen) == {fused}
     assert torch.backends.cuda.flash_sdp_enabled(), "as it was"
 
 
-def test_a_frozen_bfloat16_backbone_trains_with_float32_grafts(tmp_path: Path) -> None:
-    from graftlm.backbone import Backbone
-    from tiny import tiny_model
+def test_in_half_precision_neither_attention_nor_recomputation_change_more_than_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {}
+    for short in (128, 1):
+        for again in (False, True):
+            monkeypatch.setattr("graftlm.training.distributed.SHORT", short)
+            config = toy_config(steps=3, precision="bf16", gradient_checkpointing=again)
+            out = tmp_path / f"{short}-{again}"
+            losses[out.name] = train(toy_model("adapter"), toy_mixture(), config, out, progress=False).loss
+    assert list(losses.values()) == pytest.approx([losses["128-False"]] * 4, rel=2e-2)
 
-    backbone = Backbone.wrap(tiny_model("llama").to(torch.bfloat16))
-    model = toy_model("adapter", backbone)
+
+def test_a_frozen_bfloat16_backbone_trains_with_float32_grafts(tmp_path: Path) -> None:
+    model = toy_model("adapter", Backbone.wrap(tiny_model("llama").to(torch.bfloat16)))
     assert {p.dtype for p in model.trainable_parameters().values()} == {torch.float32}
     summary = train(model, toy_mixture(), toy_config(precision="bf16", steps=20), tmp_path, progress=False)
     first = read_history(summary.history)[0]["loss"]

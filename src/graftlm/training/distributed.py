@@ -86,8 +86,9 @@ class DistributedContext:
 
     def attention(self, length: int) -> AbstractContextManager[Any]:
         """Plain attention in a block of short texts in half precision on a CPU: its backward pass is the faster one."""
-        half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).element_size() < 4
-        slow = half and length <= SHORT and self.accelerator.device.type == "cpu"
+        small = length <= SHORT and self.accelerator.device.type == "cpu"
+        sizes = (p.element_size() for p in self.model.parameters() if p.is_floating_point())
+        slow = small and (self.accelerator.mixed_precision != "no" or min(sizes) < 4)
         return sdpa_kernel(SDPBackend.MATH) if slow else nullcontext()
 
     def clip(self, limit: float | None) -> Tensor:

@@ -164,8 +164,9 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
     losses = torch.zeros(3, device=context.accelerator.device)
     for offset in range(0, len(rows), size):
         micro_batch = rows.rows(slice(offset, offset + size)).to(context.accelerator.device)
-        with context.synchronize_gradients(offset + size >= len(rows)):
-            with context.accelerator.autocast(), context.attention(micro_batch.input_ids.shape[1]):
+        plain = context.attention(micro_batch.input_ids.shape[1])  # in the backward pass too, which may compute anew
+        with context.synchronize_gradients(offset + size >= len(rows)), plain:
+            with context.accelerator.autocast():
                 loss, components = context.losses(micro_batch.inputs(), totals)
             context.backward(loss)
         losses += components
