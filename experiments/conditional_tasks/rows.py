@@ -70,7 +70,7 @@ MODULE_LABELS = {
     FASTER: "conditional layer norm in all layers, at the rate of LoRA",
     LORA: "a LoRA for each task, frozen encoder",
 }
-BLIND = {"first": "one vector for all tasks", "row": "chosen by the row's tokens, not by its task"}
+BLIND = {"first": "one vector for all tasks", "row": "but chosen by the row's tokens"}
 LABELS = {
     "single_task": "single-task fine-tuning, one model each",
     **{row: f"{MODULE_LABELS[modules]}, {sampler}" for row, (modules, sampler) in CELLS.items()},
