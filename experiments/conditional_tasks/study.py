@@ -174,7 +174,7 @@ class ConditionalTasksStudy(Study):
         return graft_config({"kind": "conditional-tasks", **self.size.graft, **values})
 
     def rival(self, row: str) -> GraftConfig:
-        """The config of adapters, with as many parameters as all modules without heads, or of the width that it says."""
+        """The config of adapters, as large as all modules without heads, or of the width that it says."""
         values = RIVALS[row]
         if row not in self._inner:
             specs = {f"task {n}": TaskSpec(type="regression") for n in range(len(TASKS))}
