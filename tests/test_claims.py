@@ -152,6 +152,8 @@ FIGURES = {
         "77.0": "lora_per_task.average",
         "74.5": "lora.average",
         "72.9": "multi_task.average",
+        "70.6": "all_layers.average",
+        "64.5": "lora_by_row.average",
         "75.3": "cln_all_layers.average",
         "75.7": "adapters.average",
         "75.0": "ca_mtl.average",

@@ -26,6 +26,7 @@ from experiments.conditional_tasks.rows import (
     LORA,
     MODULE_LABELS,
     MODULES,
+    PLAIN,
     RIVALS,
     SIMILAR,
     TABLES,
@@ -87,7 +88,7 @@ def default_row(study: ConditionalTasksStudy, default: str) -> Row:
     tasks = {task: study.differences(default, "multi_task", task) for task in TASKS}
     others = [
         name
-        for name in ("multi_task", uniform, *CONTROLS, *RIVALS, *UNIFORM)
+        for name in ("multi_task", uniform, *CONTROLS, *RIVALS, *UNIFORM, *PLAIN)
         if name in study.labels and name != default
     ]
     metrics: dict[str, Metric] = {f"over_{name}": study.differences(default, name) for name in others}
