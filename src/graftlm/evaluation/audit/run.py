@@ -183,7 +183,9 @@ def _check_names(documents: Mapping[str, Any], config: AuditConfig) -> None:
     known += [f"{name}_{task.metric}_lost" for name, task in config.examples.items()]
     for name in config.budget:
         if name not in known:
-            raise EvaluationError(f"This audit has no metric {name!r} for a budget (has {', '.join(known) or 'none'}).")
+            raise EvaluationError(
+                f"This audit has no metric {name!r} for a budget (it has {', '.join(known) or 'none'})."
+            )
     taken = {"own", "chat", "changed", "stops", "keeps_template", "same_language"} & {*documents}
     if taken:
         raise DataError(f"The name {min(taken)!r} of a text is that of a metric: give it another name.")

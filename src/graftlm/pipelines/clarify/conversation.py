@@ -334,6 +334,8 @@ def _next_step(turns: Sequence[Turn], budget: int) -> Step:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise DataError(f"There is no conversation {path}: name the file of one, or begin one.")
     try:
         values = json.loads(read_text(path))
     except ValueError:
