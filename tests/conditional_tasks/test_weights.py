@@ -14,7 +14,7 @@ from transformers import BertModel
 from conditional_tasks.tools import OFF, TASK, TASKS, batch, build, host, random_model, targets
 from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
-from graftlm.errors import BackboneError, RecipeError
+from graftlm.errors import BackboneError, GraftError, RecipeError
 from graftlm.grafts import GraftedModel, default_config
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
 from graftlm.training import TrainingConfig
@@ -133,10 +133,20 @@ def test_saved_and_loaded_it_predicts_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(first, second) for first, second in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("bottleneck", ["base", "large"])
-def test_recomputing_activations_changes_no_gradient(bottleneck: str) -> None:
-    """The laws do so with the language-model head; these are the heads' losses, and skips along layers."""
-    with random_model(host(), bottleneck=bottleneck, modulated=1.0) as model:
+@pytest.mark.parametrize("frozen", [0.5, 1.0])
+@pytest.mark.parametrize("headless", [False, True])
+@pytest.mark.parametrize(("family", "bottleneck"), [("bert", "base"), ("bert", "large"), ("llama", "base")])
+def test_recomputing_activations_changes_no_gradient(
+    family: str, bottleneck: str, headless: bool, frozen: float
+) -> None:
+    """The laws do so with the language-model head; these are the heads' losses, and skips along layers.
+
+    The modules with checkpoints are in training mode; of a model without a head, as recipes load it, it is one itself.
+    """
+    backbone = host(family)
+    if headless:
+        backbone = Backbone.wrap(backbone.model.base_model)
+    with random_model(backbone, bottleneck=bottleneck, modulated=1.0, lora_rank=2, frozen=frozen) as model:
         ids, mask = batch()
         model.train()
         actual = []
@@ -152,6 +162,18 @@ def test_recomputing_activations_changes_no_gradient(bottleneck: str) -> None:
         assert actual[0].keys() == actual[1].keys() == model.trainable_parameters().keys()
         for name, gradient in actual[0].items():
             torch.testing.assert_close(actual[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("headless", [False, True])
+def test_a_backbone_in_training_mode_is_refused_with_checkpoints_too(headless: bool) -> None:
+    backbone = Backbone.wrap(host().model.base_model) if headless else host()
+    with random_model(backbone, frozen=1.0) as model:
+        ids, mask = batch()
+        model.train()
+        model.enable_gradient_checkpointing()
+        model.backbone.model.train()
+        with pytest.raises(GraftError, match="was put into training mode"):
+            model(ids, mask, extras={"task": TASK}, targets=targets())
 
 
 def test_it_trains_in_processes(tmp_path: Path) -> None:
