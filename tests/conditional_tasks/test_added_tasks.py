@@ -226,6 +226,8 @@ def test_the_config_may_name_the_old_task(backbone: Backbone, folder: Path) -> N
         assert made.start_tasks(model, {"news": rows(5, [0] * 6)}) == {}, "it has its start"
     with pytest.raises(GraftError, match="no task topic to start news from: name one of topics, quality,"):
         extend(backbone, folder, like="topic")
+    with pytest.raises(GraftError, match="no task news to start news from"):
+        extend(backbone, folder, like="news")
 
 
 def test_a_graft_that_extends_none_has_nothing_to_start(backbone: Backbone) -> None:

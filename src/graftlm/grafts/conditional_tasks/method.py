@@ -294,8 +294,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def start_like(self, name: str, like: str) -> None:
         """Give a task another's embedding, LoRA and, if type and labels agree, head; GraftError if it is unknown."""
         tasks = self.config.tasks
-        if like not in tasks:
-            raise GraftError(f"There is no task {like} to start {name} from: name one of {', '.join(tasks)}.")
+        if like not in (others := [task for task in tasks if task != name]):
+            raise GraftError(f"There is no task {like} to start {name} from: name one of {', '.join(others)}.")
         self.embeddings[task_key(name)].copy_(self.embeddings[task_key(like)])
         new, old = (list(tasks).index(task) for task in (name, like))
         for lora in self.loras.values():
