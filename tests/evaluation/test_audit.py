@@ -460,7 +460,7 @@ def test_a_learned_prompt_is_audited_by_the_logits_of_the_text_alone(tmp_path: P
             divergences += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
     own_kl = found.metrics["own_kl"]
     assert own_kl.mean == pytest.approx(np.mean(divergences), rel=1e-3)  # type: ignore[union-attr]
-    with pytest.raises(ArtifactError, match=r"learns a prompt, as BASE can't"):
+    with pytest.raises(ArtifactError, match=r"learns a prompt, which BASE can't"):
         audit(tmp_path / "prompt", str(folder), backbone=str(folder), **SIZES)
 
 

@@ -128,9 +128,10 @@ class GraftedModel(PreTrainedModel):
         self._detached = False
 
     def _prepare(self, call: Call) -> None:
-        skip, root = self.get_input_embeddings(), self.backbone.model  # `train` sets it and what has checkpoints
-        own = (m for m in (root, *root.children()) if m is not skip and not getattr(m, "gradient_checkpointing", False))
-        if torch.is_grad_enabled() and any(module.training for module in own):
+        if torch.is_grad_enabled() and any(  # but what `train` sets: modules with checkpoints, and the embedding
+            m.training and not getattr(m, "gradient_checkpointing", False) and m is not self.get_input_embeddings()
+            for m in (self.backbone.model, *self.backbone.model.children())
+        ):
             raise GraftError(
                 "GraftedModel.model was put into training mode, in which the frozen backbone would drop activations "
                 "and no auxiliary loss is added: give the trainer the GraftedModel itself."

@@ -179,7 +179,7 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: dict[str, An
     if config.is_prompt_learning:
         wrapped.register_forward_hook(_drop_prompt, with_kwargs=True)
         if base is None:
-            raise ArtifactError(f"The adapter {folder} learns a prompt, as BASE can't: name the model below as BASE.")
+            raise ArtifactError(f"The adapter {folder} learns a prompt, which BASE can't: name its model as BASE.")
         backbone, model = on, wrapped
     else:
         backbone = Backbone.wrap(wrapped, on.tokenizer, str(folder))
