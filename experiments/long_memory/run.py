@@ -223,16 +223,7 @@ def _write_list(draws: Iterator[float], ids: list[int], depth: int, longest: int
 
 
 NAME = "long-memory"
-SHORT = (
-    "slide",
-    "block_recurrent",
-    "bst_sh_s4d",
-    "slide_ssm",
-    "sh_s4d",
-    "sh_delta",
-    "gated_delta",
-    *PEERS,
-)  # of recall64 and copy
+SHORT = ("slide", "block_recurrent", "bst_sh_s4d", "slide_ssm", "sh_s4d", "sh_delta", "gated_delta", *PEERS)
 SOLVED, UNSOLVED = 95.0, 2.0  # accuracy in percent; factor on chance
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from experiments import Options
 from experiments.composed import PromptedRun
@@ -68,10 +69,12 @@ class LongTextRun(PromptedRun):
                 measurement.add_metrics(cost_of(model, self.far))
 
     def _part(self, model: Any, part: str) -> tuple[dict[str, Any], list[float]]:
-        nats = [scores(model, ids)[0] for ids, _ in read_ids(Path(self.texts) / f"{part}.jsonl")]
+        texts = [ids for ids, _ in read_ids(Path(self.texts) / f"{part}.jsonl")]
+        nats = [scores(model, ids)[0] for ids in texts]
         within = [text[: self.window - 1].mean() for text in nats]
         beyond = [float(text[self.window - 1 :].mean()) for text in nats]
-        metrics = {"nats_within": bootstrap(within), "nats_beyond": bootstrap(beyond)}
+        far = [gain_of_far(model, ids, text, self.window) for ids, text in zip(texts, nats, strict=True)]
+        metrics = {"nats_within": bootstrap(within), "nats_beyond": bootstrap(beyond), "gain_of_far": bootstrap(far)}
         return metrics | recall_of(model, Path(self.texts) / f"{part}-recall.jsonl"), beyond
 
 
@@ -89,6 +92,17 @@ def scores(model: Any, ids: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         nats.append(-logits.log_softmax(-1).gather(1, expected[:, None])[:, 0].double())
         hits.append(logits.argmax(-1) == expected)
     return torch.cat(nats).cpu().numpy(), torch.cat(hits).cpu().numpy()
+
+
+def gain_of_far(model: Any, ids: torch.Tensor, nats: np.ndarray, window: int) -> float:
+    """Nats per token that a text (1, T) has more when it is read in pieces of two windows, each from an empty cache.
+
+    The second half of each piece counts, but not that of the first, which is the same. `nats` are those of `scores`.
+    """
+    whole = np.append(0.0, nats)[: ids.shape[1] // (2 * window) * 2 * window].reshape(-1, 2 * window)[1:, window:]
+    pieces = ids[:, 2 * window :][:, : 2 * whole.size].reshape(-1, 2 * window).to(model.device)
+    logits = model(input_ids=pieces, use_cache=False).logits[:, window - 1 : -1].float()
+    return float(cross_entropy(logits.flatten(0, 1), pieces[:, window:].flatten())) - float(whole.mean())
 
 
 def recall_of(model: Any, path: Path) -> dict[str, Any]:
@@ -144,13 +158,8 @@ class MemoryStudy(Study):
         memory |= {"head_width": 8, "heads": 2} if self.options.quick else {}
         extra = count_parameters(build_graft(graft_config(memory), backbone).parameters())
         lora = {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
-        return {
-            "full": None,
-            "window": window | {"sinks": 0},
-            "window_sinks": window,
-            "memory": memory,
-            "lora_window": lora,
-        }
+        read = {"full": None, "window": window | {"sinks": 0}, "window_sinks": window}
+        return read | {"memory": memory, "lora_window": lora}
 
     def cell(self, row: str, rate: float = 1e-3, seed: int = 0) -> LongTextRun:
         """A row at one rate, for one seed."""
@@ -162,7 +171,7 @@ class MemoryStudy(Study):
             "boundaries": "whole",
             "seed": seed,
         }
-        more = {"warmup_steps": min(5, steps // 3), "checkpoint_every": max(1, steps), "micro_batch_size": TOGETHER}
+        more = {"warmup_steps": min(16, steps // 3), "checkpoint_every": max(1, steps), "micro_batch_size": TOGETHER}
         return LongTextRun(
             id=f"{row}_lr{rate:g}_s{seed}" if row in TRAINED else row,
             label=LABELS[row],

@@ -36,7 +36,13 @@ def test_every_row_has_every_metric(tmp_path: Path, tiny_backbone) -> None:
     rows = {row.id: row.metrics for row in results.rows}
     assert rows.keys() == experiment.LABELS.keys()
     for metrics in rows.values():
-        assert {"nats_within", "nats_beyond", "recall_16_windows", "validation_recall_nats"} <= metrics.keys()
+        assert {
+            "nats_within",
+            "nats_beyond",
+            "gain_of_far",
+            "recall_16_windows",
+            "validation_recall_nats",
+        } <= metrics.keys()
     assert rows["memory"]["memory_bytes_ratio"] == pytest.approx(1, abs=0.05)  # the sinks, rotated
     assert rows["full"]["memory_bytes_ratio"] > 20
     assert len(results.aims) == 4
@@ -109,6 +115,27 @@ def test_nats_in_pieces_are_those_of_one_pass(length: int, tiny_backbone, monkey
         log_probs = model(ids).logits[0].double().log_softmax(-1)
         expected = [-float(log_probs[t, ids[0, t + 1]]) for t in range(length - 1)]
         np.testing.assert_allclose(experiment.scores(model, ids)[0], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("length", [32, 37])
+def test_the_gain_of_far_text_is_that_over_its_pieces(length: int, tiny_backbone) -> None:
+    """Token by token: the nats behind its own piece alone, less those behind all text, of every second half but one."""
+    backbone = load_backbone(str(tiny_backbone("llama")))
+    ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(1))
+
+    def nats(text: torch.Tensor) -> float:
+        with torch.no_grad():
+            return -float(backbone.model(text[:, :-1]).logits[0, -1].double().log_softmax(-1)[text[0, -1]])
+
+    gains = [
+        nats(ids[:, start : token + 1]) - nats(ids[:, : token + 1])
+        for start in (8, 16, 24)
+        for token in range(start + 4, start + 8)
+    ]
+    with torch.no_grad():
+        gain = experiment.gain_of_far(backbone.model, ids, experiment.scores(backbone.model, ids)[0], window=4)
+    assert gain == pytest.approx(np.mean(gains), abs=1e-4)
+    assert abs(gain) > 1e-3
 
 
 def test_recall_is_the_share_of_right_answers(tmp_path: Path, tiny_backbone) -> None:
