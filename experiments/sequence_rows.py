@@ -49,12 +49,18 @@ _CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mixer": "state-space", "kernel": "delta", "mixer_layers": "all", "state_size": 64},
     ),
 }
-# Models of transformers, of the same width, depth and number of parameters, without attention.
+# Models of transformers, of the same width, depth and number of parameters; the interval leaves no layer of attention.
+# "width" stands for the width of the model.
+_ONE = ("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads", "num_key_value_heads")
+_WIDE = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), "width")
 _PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated_deltanet": (
         "gated DeltaNet (transformers, Qwen3.5's layers)",
-        {"model_type": "qwen3_5_text", "linear_num_key_heads": 1, "linear_num_value_heads": 1, "num_attention_heads": 1}
-        | {"num_key_value_heads": 1},
+        {"model_type": "qwen3_5_text", "full_attention_interval": 9, **_WIDE, **dict.fromkeys(_ONE, 1)},
+    ),
+    "mamba2": (
+        "Mamba-2 (transformers)",
+        {"model_type": "mamba2", "state_size": 128, "n_groups": 1, "expand": 4, "num_heads": 4, "head_dim": "width"},
     ),
 }
 PEERS = {row: label for row, (label, _) in _PEERS.items()}
@@ -81,9 +87,7 @@ def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
 def _peer_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")
     config = {name: shape[name] for name in names} | {"tie_word_embeddings": True, "pad_token_id": 0}
-    config |= _PEERS[row][1]
-    config |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), shape["hidden_size"])
-    config["layer_types"] = ["linear_attention"] * config["num_hidden_layers"]
+    config |= {name: shape["hidden_size"] if value == "width" else value for name, value in _PEERS[row][1].items()}
     return config | {"intermediate_size": ffn_width(row, config, parameters)}
 
 
@@ -94,6 +98,8 @@ def ffn_width(row: str, config: Mapping[str, Any], parameters: int) -> int:
         RecipeError: the row has more parameters without its FFNs.
     """
     narrow, wide = (parameter_count({**config, "intermediate_size": width}) for width in (8, 16))
+    if narrow == wide:
+        return 8  # a model without FFNs: its size is that of the row
     width = 8 + round(8 * (parameters - narrow) / (wide - narrow))
     if width < 8:
         raise RecipeError(

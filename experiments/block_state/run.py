@@ -109,11 +109,7 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
 NAME = "block-state"
 FAR = 128  # tokens that the window reads back in one layer
 BLOCK_STATE = ("bst_sh_s4d", "sh_s4d", "sh_delta")
-ROWS = (
-    *("slide", "transformer_xl", "block_recurrent", "slide_ssm"),
-    *BLOCK_STATE,
-    *("gss_hybrid", "gss", "gated_delta"),
-)
+ROWS = ("slide", "transformer_xl", "block_recurrent", "slide_ssm", *BLOCK_STATE, "gss_hybrid", "gss", "gated_delta")
 ALL_LABELS = LABELS | CONTROLS
 TABLES = ("attribution", "scale", "window")
 

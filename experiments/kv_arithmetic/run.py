@@ -14,15 +14,7 @@ from pydantic import Field
 
 from experiments import Options
 from experiments.kv_arithmetic.data import World
-from experiments.kv_arithmetic.runs import (
-    Exam,
-    JointData,
-    KvArithmeticRun,
-    ModelShape,
-    ParentRun,
-    Role,
-    TrainingLength,
-)
+from experiments.kv_arithmetic.runs import Exam, JointData, KvArithmeticRun, ModelShape, ParentRun, Role, TrainingLength
 from experiments.study import Measurements, Study, TableRow, aim, bars, combined_row, metric, numbers_of, published
 from graftlm.config import Config
 from graftlm.evaluation import Aim, Results, Row, combine_seeds

@@ -299,7 +299,7 @@ class LongMemoryConfig(Config):
         tasks: by name.
         shape: the keys of the model config that all rows share.
         parameters: of every row's model, up to rounding.
-        rates: that are tried, but for listops, whose rate is `learning_rate`.
+        rates: that are tried, but for listops, whose rate is `learning_rate`; `rates_of` has others for some tasks.
         mixer_layers: of the shape, for tasks where it differs.
         tested: number of test examples; `tested_of` has fewer for tasks whose examples are long.
     """
@@ -308,6 +308,7 @@ class LongMemoryConfig(Config):
     shape: dict[str, Any]
     parameters: int
     rates: tuple[float, ...] = (1.5e-3, 3e-3)
+    rates_of: dict[str, tuple[float, ...]] = Field(default_factory=lambda: {"copy": (1.5e-3, 3e-3, 6e-3)})
     learning_rate: float = 3e-3
     mixer_layers: dict[str, list[int]] = Field(default_factory=lambda: {"recall64": [0]})
     tested: int = 512
@@ -351,11 +352,11 @@ QUICK = LongMemoryConfig(
 
 
 def rows_of(name: str) -> dict[str, str]:
-    """Labels of the rows of a task; all but listops also have controls, and recall64 and copy have peers."""
+    """Labels of the rows of a task; all but listops also have controls and peers."""
     if name == "listops":
         return LABELS
-    rows = LABELS | CONTROLS
-    return {row: (rows | PEERS)[row] for row in SHORT} if name in ("recall64", "copy") else rows
+    rows = LABELS | CONTROLS | PEERS
+    return {row: rows[row] for row in SHORT} if name in ("recall64", "copy") else rows
 
 
 def memory_run(config: LongMemoryConfig, row: str, name: str, seed: int, rate: float | None = None) -> MemoryTaskRun:
@@ -384,7 +385,8 @@ def run(options: Options) -> Results:
     """Run all tasks, or those in `tables`."""
     config, tasks = QUICK if options.quick else FULL, options.chosen(tuple(FULL.tasks))
     study = Study(options)
-    rates = {task: (config.learning_rate,) if task == "listops" else config.rates for task in tasks}
+    tried = config.rates_of | {"listops": (config.learning_rate,)}
+    rates = {task: tried.get(task, config.rates) for task in tasks}
     candidates = {
         f"{task} {row}": [memory_run(config, row, task, study.seeds[0], rate) for rate in rates[task]]
         for task in tasks

@@ -44,6 +44,7 @@ QUICK_SIZES = Sizes(row=64, document=96, pairs=2, tested=1, validated=1, recall=
 BATCH, TOGETHER = 4, 2  # rows of a step, and of a pass
 CHUNK = 1024  # tokens of a pass over a long text
 CHOSEN_BY = ("validation_nats_beyond", "validation_recall_nats")
+COSTS = ("decode_step_ratio", "memory_bytes_ratio")
 
 
 class LongTextRun(PromptedRun):
@@ -203,20 +204,27 @@ def run(options: Options) -> Results:
     bare = study.bare()
     rates = {row: of[:1] if quick else of for row, of in RATES.items()}
     candidates = {row: [study.cell(row, rate) for rate in rates[row]] for row in TRAINED}
-    chosen = study.choose(
-        candidates, CHOSEN_BY, "the search", needs=[run for of_row in bare.values() for run in of_row]
-    )
+    chosen = study.choose(candidates, CHOSEN_BY, "the search", needs=[run for of in bare.values() for run in of])
     best = {row: chosen[row].training.learning_rate for row in TRAINED}
     runs = bare | {row: [study.cell(row, best[row], seed) for seed in study.seeds] for row in TRAINED}
     study.execute([run for of_row in runs.values() for run in of_row], NAME)
     measured = {row: [study.measured[run.id] for run in runs[row]] for row in LABELS}
-    rows = [over_seeds(measured[row], row, LABELS[row]) for row in LABELS]
+    rows = rows_of(measured)
     details = study.evidence(runs) | {"rates": best, "seconds": study.seconds, "sizes": study.sizes._asdict()}
     tried = [study.measured[run.id].row.model_copy(update={"id": run.id}) for of in candidates.values() for run in of]
     details |= {"differences": differences(measured), "by_rate": numbers_of(tried)}
     shown = {"nats_within": "within the window", "nats_beyond": "beyond it"}
     plots = {"nats": bars(rows, shown, "nats per token")}
     return study.write(NAME, rows, plots=plots, details=details, aims=aims(rows))
+
+
+def rows_of(measured: Mapping[str, Sequence[Measurement]]) -> list[Row]:
+    """The rows over their seeds, with what a step costs, which the first seed alone measures."""
+    rows = [over_seeds(of_row, row, LABELS[row]) for row, of_row in measured.items()]
+    for row in rows:
+        first = measured[row.id][0].row.metrics
+        row.metrics.update({name: first[name] for name in COSTS if name in first})
+    return rows
 
 
 def differences(measured: Mapping[str, Sequence[Measurement]]) -> dict[str, Any]:
@@ -240,5 +248,4 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     share, recall = (sinks - memory) / (sinks - full), "recall_16_windows"
     shown = [aim("memory closes at least half of the gap to full attention", "nats_beyond", 0.5, share, operator.ge)]
     shown.append(aim("memory recalls at least 90%", recall, 90.0, value["memory"][recall], operator.ge))
-    costs = ("decode_step_ratio", "memory_bytes_ratio")
-    return shown + [aim(f"memory: {name}", name, 1.1, value["memory"][name], operator.le) for name in costs]
+    return shown + [aim(f"memory: {name}", name, 1.1, value["memory"][name], operator.le) for name in COSTS]

@@ -22,14 +22,7 @@ from experiments.routing_smollm2.texts import read_skills, write_skills
 from experiments.study import aim, bars, check_files, combined_row, numbers_of, published
 from experiments.token_routing import runs
 from experiments.token_routing.documents import SECOND, Documents, SwitchRun, half_nats
-from experiments.token_routing.texts import (
-    DOMAINS,
-    FILES,
-    RoutingTextSizes,
-    shingles,
-    write_changing,
-    write_corpus,
-)
+from experiments.token_routing.texts import DOMAINS, FILES, RoutingTextSizes, shingles, write_changing, write_corpus
 from graftlm.data import SourceConfig
 from graftlm.demo.run import train_corpus_tokenizer
 from graftlm.evaluation import Aim, Interval, Results, Row

@@ -15,7 +15,9 @@ from experiments.memory_smollm2 import run as experiment
 from experiments.memory_smollm2.texts import PARTS, RecallMaker, Sizes, modules, read_ids, split, words
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError
+from graftlm.evaluation import Row
 from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.runs.run import Measurement
 
 
 def write_data(folder: Path) -> Path:
@@ -152,6 +154,24 @@ def test_recall_is_the_share_of_right_answers(tmp_path: Path, tiny_backbone) -> 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert len(list(read_ids(path))) == 2
     assert experiment.recall_of(model, path)["recall_16_windows"].mean == 50.0
+
+
+def test_costs_are_those_of_the_first_seed() -> None:
+    """Every row keeps them over seeds, of which the first alone has them; without them there is no aim of cost."""
+    nats = {"nats_beyond": 2.0, "recall_16_windows": 95.0}
+    costs = {"decode_step_ratio": 1.05, "memory_bytes_ratio": 1.2}
+    first, second = (Measurement(Row(id="x", label="x", metrics=values), {}) for values in (nats | costs, nats))
+    rows = experiment.rows_of({row: [first, second] for row in experiment.LABELS})
+    assert all(row.metrics.items() >= costs.items() for row in rows)
+    nats_of = {"window_sinks": 3.0, "memory": 2.4, "full": 1.0}
+    for row in rows:
+        row.metrics["nats_beyond"] = nats_of.get(row.id, 2.0)
+    assert [(aim.measured, aim.met) for aim in experiment.aims(rows)] == [
+        (pytest.approx(0.3), False),
+        (95.0, True),
+        (1.05, True),
+        (1.2, False),
+    ]
 
 
 def test_mistakes(tmp_path: Path) -> None:
