@@ -37,9 +37,10 @@ LABELS = {
     "window_sinks": "window with sinks",
     "memory": "memory",
     "lora_window": "LoRA of equal size, window with sinks",
+    "lora_full": "LoRA of equal size, full attention",
 }
-TRAINED = ("memory", "lora_window")
-RATES = {"memory": (1e-3, 2e-3, 4e-3), "lora_window": (3e-4, 1e-3, 3e-3)}
+RATES = {"memory": (1e-3, 2e-3, 4e-3), "lora_window": (3e-4, 1e-3, 3e-3), "lora_full": (1e-3, 3e-3)}
+TRAINED = tuple(RATES)
 QUICK_SIZES = Sizes(row=64, document=96, pairs=2, tested=1, validated=1, recall=1, trained=6)
 BATCH, TOGETHER = 4, 2  # rows of a step, and of a pass
 CHUNK = 1024  # tokens of a pass over a long text
@@ -160,7 +161,7 @@ class MemoryStudy(Study):
         extra = count_parameters(build_graft(graft_config(memory), backbone).parameters())
         lora = {"kind": "lora", "capacity": extra / count_parameters(backbone.model.parameters())}
         read = {"full": None, "window": window | {"sinks": 0}, "window_sinks": window}
-        return read | {"memory": memory, "lora_window": lora}
+        return read | {"memory": memory, "lora_window": lora, "lora_full": lora}
 
     def cell(self, row: str, rate: float = 1e-3, seed: int = 0) -> LongTextRun:
         """A row at one rate, for one seed."""
@@ -188,7 +189,7 @@ class MemoryStudy(Study):
         )
 
     def _far(self, row: str, seed: int) -> int:
-        measured = row != "lora_window" and seed == self.seeds[0]
+        measured = not row.startswith("lora") and seed == self.seeds[0]
         return 32 * (24 if self.options.quick else 1024) * measured
 
     def bare(self) -> dict[str, list[LongTextRun]]:

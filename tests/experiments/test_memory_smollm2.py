@@ -52,7 +52,10 @@ def test_every_row_has_every_metric(tmp_path: Path, tiny_backbone) -> None:
     assert results.details["differences"].keys() == {"window_sinks", "lora_window", "full"}
     lora = json.loads((out / "runs" / "lora_window_lr0.0003_s0" / "graft" / "graft.json").read_text())
     assert lora["training"]["trained_after"] == ["window_sinks"]
-    assert results.details["by_rate"].keys() == {"memory_lr0.001_s0", "lora_window_lr0.0003_s0"}
+    tried = {"memory_lr0.001_s0", "lora_window_lr0.0003_s0", "lora_full_lr0.001_s0"}
+    assert results.details["by_rate"].keys() == tried
+    full = json.loads((out / "runs" / "lora_full_lr0.001_s0" / "graft" / "graft.json").read_text())
+    assert "trained_after" not in full["training"]
     check_fillers(out / "texts", options.backbone)
 
 
