@@ -51,12 +51,12 @@ _CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Models of transformers, of the same width, depth and number of parameters; the interval leaves no layer of attention.
 # "width" stands for the width of the model.
-_ONE = ("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads", "num_key_value_heads")
+_SINGLE = ("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads", "num_key_value_heads")
 _WIDE = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), "width")
 _PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated_deltanet": (
         "gated DeltaNet (transformers, Qwen3.5's layers)",
-        {"model_type": "qwen3_5_text", "full_attention_interval": 9, **_WIDE, **dict.fromkeys(_ONE, 1)},
+        {"model_type": "qwen3_5_text", "full_attention_interval": 9, **_WIDE, **dict.fromkeys(_SINGLE, 1)},
     ),
     "mamba2": (
         "Mamba-2 (transformers)",

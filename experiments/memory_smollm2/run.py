@@ -102,9 +102,9 @@ def gain_of_far(model: Any, ids: torch.Tensor, nats: np.ndarray, window: int) ->
     The second half of each piece counts, but not that of the first, which is the same. `nats` are those of `scores`.
     """
     whole = np.append(0.0, nats)[: ids.shape[1] // (2 * window) * 2 * window].reshape(-1, 2 * window)[1:, window:]
-    pieces = ids[:, 2 * window :][:, : 2 * whole.size].reshape(-1, 2 * window).to(model.device)
-    logits = model(input_ids=pieces, use_cache=False).logits[:, window - 1 : -1].float()
-    return float(cross_entropy(logits.flatten(0, 1), pieces[:, window:].flatten())) - float(whole.mean())
+    parts = ids[:, 2 * window :][:, : 2 * whole.size].reshape(-1, 2 * window).to(model.device)
+    logits = model(input_ids=parts, use_cache=False).logits[:, window - 1 : -1].float()
+    return float(cross_entropy(logits.flatten(0, 1), parts[:, window:].flatten())) - float(whole.mean())
 
 
 def recall_of(model: Any, path: Path) -> dict[str, Any]:
