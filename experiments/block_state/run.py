@@ -132,7 +132,7 @@ VARIANTS = {
     "window512": Variant("window 512", {"window": 512}),
 }
 VARIED = {
-    "scale": ("slide", "transformer_xl", "block_recurrent", "sh_delta", "gss_hybrid"),
+    "scale": ("slide", "transformer_xl", "block_recurrent", "slide_ssm", "sh_delta", "gss_hybrid"),
     "window": ("slide", "block_recurrent", "sh_delta"),
 }
 
@@ -285,19 +285,23 @@ def run(options: Options) -> Results:
         name: run.training.steps * run.training.batch_size * run.data.length for name, run in first.items()
     }
     details["losses"] = {name: of_row[0].details["losses"] for name, of_row in measured.items()}
-    over = attribution(details) if "slide" in shown else {}
-    return study.write(NAME, rows, aims=aims(over["slide_ssm"]) if over else [], details=details)
+    over = attribution(details, shown)
+    rivals = [name for name, (row, _) in shown.items() if row == "slide_ssm"]
+    return study.write(NAME, rows, aims=[shown for name in rivals for shown in aims(name, over[name])], details=details)
 
 
-def attribution(details: dict[str, Any]) -> dict[str, dict[str, Interval]]:
-    """The best block-state row on validation text, less every other row; both are kept in the details."""
+def attribution(details: dict[str, Any], shown: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, Interval]]:
+    """The best block-state row of each variant on validation text, less its other rows; the details keep both."""
     first = {name: next(iter(seeds.values())) for name, seeds in details["by_seed"].items()}
-    best = min(BLOCK_STATE, key=lambda name: sum(first[name][metric] for metric in VALIDATION))
-    over = {rival: differences(details["by_seed"], best, rival) for rival in ROWS if rival != best}
-    details |= {"best_block_state": best}
-    details["differences"] = {
-        rival: {name: interval.model_dump() for name, interval in of.items()} for rival, of in over.items()
-    }
+    over, best = {}, {}
+    for variant in dict.fromkeys(of for _, of in shown.values()):
+        names = {row: name for name, (row, of) in shown.items() if of == variant}
+        own = [names[row] for row in BLOCK_STATE if row in names]
+        best[variant] = min(own, key=lambda name: sum(first[name][metric] for metric in VALIDATION))
+        others = [name for name in names.values() if name != best[variant]]
+        over |= {name: differences(details["by_seed"], best[variant], name) for name in others}
+    dumped = {rival: {name: interval.model_dump() for name, interval in of.items()} for rival, of in over.items()}
+    details |= {"best_block_state": best, "differences": dumped}
     return over
 
 
@@ -315,11 +319,11 @@ def differences(by_seed: Mapping[str, Mapping[str, Mapping[str, float]]], row: s
     return {name: combine_seeds(values) for name, values in by_name.items()}
 
 
-def aims(over_state_space: Mapping[str, Interval]) -> list[Aim]:
+def aims(rival: str, over_state_space: Mapping[str, Interval]) -> list[Aim]:
     """What the best block-state layer adds to words that last stood beyond the window."""
     shown = []
     for name, difference in over_state_space.items():
         if "_to_" in name and not name.endswith("_first") and int(name.rpartition("_")[2]) > FAR:
-            text = f"{name}: the best BST less the window with a state space at the embeddings, its upper end"
+            text = f"{name}: the best BST less the window with a state space at the embeddings ({rival}), its upper end"
             shown.append(aim(text, name, 0.0, difference.high))
     return shown

@@ -31,10 +31,7 @@ _GENDERS = {
     "feminine": r"\b(?:feminine|female|woman|women|girl|she|her)\b",
     "masculine": r"\b(?:masculine|male|man|men|boy|he|his|him)\b",
 }
-_FORMS = {
-    "informal": r"\b(?:informal|friend|relative|famil)",
-    "formal": r"\b(?:formal|polite|politely|stranger)\b",
-}
+_FORMS = {"informal": r"\b(?:informal|friend|relative|famil)", "formal": r"\b(?:formal|polite|politely|stranger)\b"}
 _ANSWER_WORDS = {"formality": _FORMS, "name": _GENDERS, "profession": _GENDERS}
 _SCORER_NAME = re.compile(r"[a-z][a-z_]*")
 _BUILT_IN = {"bleu", "chrf", "accuracy", "coverage", "share", "hit", "calls", "questions", "examples"}

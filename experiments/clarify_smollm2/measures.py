@@ -100,11 +100,7 @@ def _statistics(table: np.ndarray, clear: np.ndarray, limits: Sequence[float]) -
     """Rank correlations, 0 where nothing varies, and the rest in percent or bits."""
     (predicted, brought, entropy), needed = table.T, table[:, 1] > NEEDED
     ask, right = predicted > limits[0], 100 * ((predicted > limits[0]) & needed).sum()
-    values = {
-        "precision": right / max(1, ask.sum()),
-        "recall": right / max(1, needed.sum()),
-        "f1": _f1(ask, needed),
-    }
+    values = {"precision": right / max(1, ask.sum()), "recall": right / max(1, needed.sum()), "f1": _f1(ask, needed)}
     for name, rival in (("always", needed | True), ("entropy", entropy > limits[1])):
         values |= {f"f1_{name}": _f1(rival, needed), f"f1_minus_{name}": values["f1"] - _f1(rival, needed)}
     values["rank_entropy"] = _rank(entropy, brought)

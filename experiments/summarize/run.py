@@ -66,10 +66,7 @@ def run(options: Options) -> Results:
     """Learn the weights, train the rivals, measure all rows, and compare them in pairs."""
     check_files(options, FILES)
     study = Study(options)
-    documents: dict[str, Any] = {
-        "longdocs": str(options.data / "longdocs"),
-        "sizes": QUICK if options.quick else FULL,
-    }
+    documents: dict[str, Any] = {"longdocs": str(options.data / "longdocs"), "sizes": QUICK if options.quick else FULL}
     weights = WeightsRun(id="weights", seeds=study.seeds, draws=2000 if options.quick else 100_000, **documents)
     trained = _trained(study, documents)
     runs = {

@@ -129,8 +129,15 @@ def test_rows_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> 
     assert [row.id for row in results.rows][: len(ROWS)] == list(ROWS)
     details: Any = results.details
     assert details["search"].keys() == {row.id for row in results.rows}
-    assert details["differences"].keys() | {details["best_block_state"]} == set(ROWS)
-    assert details["best_block_state"] in BLOCK_STATE
+    best = details["best_block_state"]
+    assert best.keys() == {"", "window32", "window512"}
+    assert best[""] in BLOCK_STATE
+    assert sorted([*details["differences"], *best.values()]) == sorted(row.id for row in results.rows)
+    for rival, variant in {"slide": "", "slide_window32": "window32"}.items():
+        own = details["by_seed"][best[variant]].values()
+        pairs = zip(own, details["by_seed"][rival].values(), strict=True)
+        expected = [mine["bpb_code"] - other["bpb_code"] for mine, other in pairs]
+        assert details["differences"][rival]["bpb_code"]["mean"] == pytest.approx(np.mean(expected))
     for row in results.rows:
         assert {f"bpb_{corpus}" for corpus in CORPORA} <= row.metrics.keys()
         assert any(name.startswith("nats_documents_to_") for name in row.metrics)
@@ -157,7 +164,7 @@ def test_differences_are_paired_over_seeds() -> None:
 def test_aims_count_words_beyond_the_window_and_the_whole_interval() -> None:
     below, around = Interval(mean=-0.2, low=-0.3, high=-0.1), Interval(mean=-0.2, low=-0.5, high=0.1)
     names = ("nats_novels_to_128", "nats_novels_to_1024", "nats_code_to_16384", "nats_novels_first", "bpb_novels")
-    shown = aims(dict(zip(names, (below, below, around, below, below), strict=True)))
+    shown = aims("slide_ssm", dict(zip(names, (below, below, around, below, below), strict=True)))
     assert [(one.metric, one.met) for one in shown] == [("nats_novels_to_1024", True), ("nats_code_to_16384", False)]
 
 
@@ -222,14 +229,16 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
 
 def test_the_committed_results_have_every_row() -> None:
     results = Results.read(Path(block_state.__file__).parent)
-    assert [row.id for row in results.rows] == list(ROWS)
+    assert [row.id for row in results.rows] == list(cells(("attribution", "scale")))
     assert results.seeds == [0, 1, 2]
     details: Any = results.details
     for row, searched in details["search"].items():
         assert min(searched, key=searched.get) == f"{row}_lr{details['rates'][row]:g}_s0"
-    assert details["best_block_state"] == min(BLOCK_STATE, key=lambda row: min(details["search"][row].values()))
+    best, shown = details["best_block_state"], cells(("attribution", "scale"))
+    assert best[""] == min(BLOCK_STATE, key=lambda row: min(details["search"][row].values()))
+    assert best.keys() == {variant for _, variant in shown.values()}
     for rival, of_rival in details["differences"].items():
-        expected = differences(details["by_seed"], details["best_block_state"], rival)
+        expected = differences(details["by_seed"], best[shown[rival][1]], rival)
         assert of_rival.keys() == expected.keys()
         for name, interval in of_rival.items():
             assert interval["mean"] == pytest.approx(expected[name].mean, abs=1e-9)
