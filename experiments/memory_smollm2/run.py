@@ -45,6 +45,7 @@ QUICK_SIZES = Sizes(row=64, document=96, pairs=2, tested=1, validated=1, recall=
 BATCH, TOGETHER = 4, 2  # rows of a step, and of a pass
 CHUNK = 1024  # tokens of a pass over a long text
 CHOSEN_BY = ("validation_nats_beyond", "validation_recall_nats")
+PREFIXES = {"validation": "validation_", "test": ""}  # of metrics
 COSTS = ("decode_step_ratio", "memory_bytes_ratio")
 
 
@@ -63,7 +64,7 @@ class LongTextRun(PromptedRun):
 
     def add_tasks(self, measurement: Measurement, model: Any, tokenizer: Any) -> None:
         with evaluation_mode(model), torch.inference_mode():
-            for part, prefix in (("validation", "validation_"), ("test", "")):
+            for part, prefix in PREFIXES.items():
                 metrics, beyond = self._part(model, part)
                 measurement.add_metrics({f"{prefix}{name}": value for name, value in metrics.items()})
                 measurement.details[f"{prefix}nats_beyond"] = beyond
@@ -120,6 +121,17 @@ def recall_of(model: Any, path: Path) -> dict[str, Any]:
     return {"recall_16_windows": percent, "recall_nats": bootstrap(answered)}
 
 
+def lookup_of(path: Path, window: int) -> dict[str, float]:
+    """Percent of answers that follow the last two tokens where these last stood together, more than a window before."""
+    right = []
+    for (ids,), values in read_ids(path):
+        for start, stop in values["answers"]:
+            seen = ids[: start - window - (stop - start)].unfold(0, 2, 1)
+            at = (seen == ids[start - 2 : start]).all(-1).nonzero()[-1:, 0] + 2
+            right += [bool(len(at)) and ids[at : at + stop - start].tolist() == ids[start:stop].tolist()]
+    return {"recall_16_windows": 100 * sum(right) / len(right)}
+
+
 def cost_of(model: Any, far: int) -> dict[str, float]:
     """Shortest of 32 decode steps, and bytes of the cache behind `far` tokens, over those behind a 32nd of them."""
     ids, cache, times, sizes = torch.arange(far, device=model.device)[None] % 97 + 3, None, [], []
@@ -166,13 +178,8 @@ class MemoryStudy(Study):
     def cell(self, row: str, rate: float = 1e-3, seed: int = 0) -> LongTextRun:
         """A row at one rate, for one seed."""
         graft, steps = self.grafts[row], self.steps if row in TRAINED else 0
-        data = {
-            "new": [{"path": str(self.texts / "train.jsonl"), "prompt_column": "prompt"}],
-            "replay_fraction": 0.0,
-            "length": self.sizes.row,
-            "boundaries": "whole",
-            "seed": seed,
-        }
+        train = [{"path": str(self.texts / "train.jsonl"), "prompt_column": "prompt"}]
+        data = {"new": train, "replay_fraction": 0.0, "length": self.sizes.row, "boundaries": "whole", "seed": seed}
         more = {"warmup_steps": min(16, steps // 3), "checkpoint_every": max(1, steps), "micro_batch_size": TOGETHER}
         return LongTextRun(
             id=f"{row}_lr{rate:g}_s{seed}" if row in TRAINED else row,
@@ -210,7 +217,9 @@ def run(options: Options) -> Results:
     runs = bare | {row: [study.cell(row, best[row], seed) for seed in study.seeds] for row in TRAINED}
     study.execute([run for of_row in runs.values() for run in of_row], NAME)
     measured = {row: [study.measured[run.id] for run in runs[row]] for row in LABELS}
-    rows = rows_of(measured)
+    parts = {prefix: lookup_of(study.texts / f"{part}-recall.jsonl", study.window) for part, prefix in PREFIXES.items()}
+    known: dict[str, Any] = {prefix + name: value for prefix, of in parts.items() for name, value in of.items()}
+    rows = [*rows_of(measured), Row(id="lookup", label="a table of what followed two tokens, no model", metrics=known)]
     details = study.evidence(runs) | {"rates": best, "seconds": study.seconds, "sizes": study.sizes._asdict()}
     tried = [study.measured[run.id].row.model_copy(update={"id": run.id}) for of in candidates.values() for run in of]
     details |= {"differences": differences(measured), "by_rate": numbers_of(tried)}

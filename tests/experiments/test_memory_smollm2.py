@@ -36,7 +36,8 @@ def test_every_row_has_every_metric(tmp_path: Path, tiny_backbone) -> None:
     options = Options(data=data, out=out, quick=True, jobs=1, backbone=str(tiny_backbone("llama")))
     results = reproduce("memory-smollm2", options)
     rows = {row.id: row.metrics for row in results.rows}
-    assert rows.keys() == experiment.LABELS.keys()
+    assert rows.keys() == {*experiment.LABELS, "lookup"}
+    assert rows.pop("lookup").keys() == {"recall_16_windows", "validation_recall_16_windows"}
     for metrics in rows.values():
         assert {
             "nats_within",
@@ -48,7 +49,7 @@ def test_every_row_has_every_metric(tmp_path: Path, tiny_backbone) -> None:
     assert rows["memory"]["memory_bytes_ratio"] == pytest.approx(1, abs=0.05)  # the sinks, rotated
     assert rows["full"]["memory_bytes_ratio"] > 20
     assert len(results.aims) == 4
-    assert {"memory", "lora_window"} <= results.details["search"].keys()
+    assert results.details["search"].keys() == experiment.RATES.keys()
     assert results.details["differences"].keys() == {"window_sinks", "lora_window", "full"}
     lora = json.loads((out / "runs" / "lora_window_lr0.0003_s0" / "graft" / "graft.json").read_text())
     assert lora["training"]["trained_after"] == ["window_sinks"]
@@ -123,24 +124,56 @@ def test_nats_in_pieces_are_those_of_one_pass(length: int, tiny_backbone, monkey
 
 
 @pytest.mark.parametrize("length", [32, 37])
-def test_the_gain_of_far_text_is_that_over_its_pieces(length: int, tiny_backbone) -> None:
+@pytest.mark.parametrize("graft", [{}, {"state": "none"}, {"heads": 2, "head_width": 8}], ids=str)
+def test_the_gain_of_far_text_is_that_over_its_pieces(length: int, graft: dict, tiny_backbone) -> None:
     """Token by token: the nats behind its own piece alone, less those behind all text, of every second half but one."""
     backbone = load_backbone(str(tiny_backbone("llama")))
     ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(1))
+    grafts = {"graft": build_graft(graft_config({"kind": "memory", "window": 4, **graft}), backbone)} if graft else {}
+    for parameter in grafts["graft"].parameters() if grafts else ():
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(2))
 
-    def nats(text: torch.Tensor) -> float:
-        with torch.no_grad():
-            return -float(backbone.model(text[:, :-1]).logits[0, -1].double().log_softmax(-1)[text[0, -1]])
+    with GraftedModel(backbone, grafts) as model, torch.no_grad():
 
-    gains = [
-        nats(ids[:, start : token + 1]) - nats(ids[:, : token + 1])
-        for start in (8, 16, 24)
-        for token in range(start + 4, start + 8)
-    ]
-    with torch.no_grad():
-        gain = experiment.gain_of_far(backbone.model, ids, experiment.scores(backbone.model, ids)[0], window=4)
+        def nats(text: torch.Tensor) -> float:
+            return -float(model(text[:, :-1]).logits[0, -1].double().log_softmax(-1)[text[0, -1]])
+
+        gains = [
+            nats(ids[:, start : token + 1]) - nats(ids[:, : token + 1])
+            for start in (8, 16, 24)
+            for token in range(start + 4, start + 8)
+        ]
+        gain = experiment.gain_of_far(model, ids, experiment.scores(model, ids)[0], window=4)
     assert gain == pytest.approx(np.mean(gains), abs=1e-4)
     assert abs(gain) > 1e-3
+
+
+def test_differences_are_paired_over_documents_and_seeds() -> None:
+    """Less a row that is not trained every seed has the same pair; of a trained one its own."""
+    nats = {"memory": [[1.0, 2.0], [1.2, 2.2]], "window_sinks": [[1.5, 2.3]], "lora_window": [[0.9, 2.1], [1.0, 2.0]]}
+    measured = {
+        row: [Measurement(Row(id=row, label=row, metrics={}), {"nats_beyond": one}) for one in of]
+        for row, of in (nats | {"full": [[0.5, 1.0]]}).items()
+    }
+    over = experiment.differences(measured)
+    assert over["window_sinks"]["by_seed"] == pytest.approx([-0.4, -0.2])
+    assert over["lora_window"]["by_seed"] == pytest.approx([0.0, 0.2])
+    assert over["full"]["over_documents"]["mean"] == pytest.approx(0.85)
+    assert over["full"]["over_documents"]["low"] == pytest.approx(0.6)
+
+
+def test_a_lookup_answers_what_followed_two_tokens_far_back(tmp_path: Path) -> None:
+    """The last occurrence counts, but not one within the window."""
+    notes, filler = [5, 6, 7, 1, 5, 6, 8, 1, 9, 6, 3], [2] * 6
+    lines = [
+        {"ids": [*notes, *filler, 5, 6, 8], "answers": [[19, 20]]},  # the last
+        {"ids": [*notes, *filler, 5, 6, 7], "answers": [[19, 20]]},  # an older one
+        {"ids": [*notes, *filler, 9, 6, 3], "answers": [[19, 20]]},
+        {"ids": [*filler, *notes, 2, 5, 6, 8], "answers": [[20, 21]]},  # its notes are not far enough
+    ]
+    path = tmp_path / "recall.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert experiment.lookup_of(path, window=8)["recall_16_windows"] == 50.0
 
 
 def test_recall_is_the_share_of_right_answers(tmp_path: Path, tiny_backbone) -> None:
