@@ -34,6 +34,8 @@ FIGURES = {
         "0.0%": "lora_window.recall_16_windows",
         "75.0%": "lora_full.recall_16_windows",
         "59.9%": "memory.validation_recall_16_windows",
+        "63.5%": "lora_full.validation_recall_16_windows",
+        "100.0%": "lookup.recall_16_windows",
         "2.657": "memory.nats_beyond",
         "2.730": "window_sinks.nats_beyond",
         "2.560": "lora_window.nats_beyond",
