@@ -68,7 +68,8 @@ def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path
 def test_a_bidirectional_model_reads_later_tokens_beyond_its_windows(variant: str) -> None:
     model = tools.classifier(variant).model
     embeds = model.get_input_embeddings()(tools.ids(1, 4 * tools.W)).detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds, use_cache=False).last_hidden_state[0, 0].sum(), embeds)
+    hidden = model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+    (gradient,) = torch.autograd.grad(hidden[0, 0].sum(), embeds)
     assert float(gradient[0, -1].abs().sum()) > 1e-8
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,8 +41,9 @@ def test_classifiers_equal_the_reference(variant: str, length: int) -> None:
     actual, expected = model(ids).logits[0], reference.class_scores(model, ids[0].tolist())
     torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
     weights = torch.randn(5, dtype=torch.double, generator=torch.Generator().manual_seed(2))
-    options = {"allow_unused": True, "materialize_grads": True}  # one window has no other's states
-    gradients = [torch.autograd.grad(scores @ weights, [*model.parameters()], **options) for scores in (actual, expected)]
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}  # one window has no other's states
+    losses, parameters = (actual @ weights, expected @ weights), [*model.parameters()]
+    gradients = [torch.autograd.grad(loss, parameters, **options) for loss in losses]
     for (name, _), one, other in zip(model.named_parameters(), *gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -131,7 +131,7 @@ class BlockStateConfig(PreTrainedConfig):
         for name in _LAYERS:
             if not isinstance(getattr(self, name), list):
                 yield f"{name} is {getattr(self, name)!r}; a list of layers is expected, as in [0, 3]."
-        for name, layer in ((name, layer) for name in _LAYERS for layer in getattr(self, name)):
+        for name, layer in ((key, layer) for key in _LAYERS for layer in getattr(self, key)):
             if type(layer) is not int:
                 yield f"{name} has {layer!r}; whole numbers are expected, as [0, 3]."
             used, count = (self.has_context(layer), self.is_state_space(layer)), self.num_hidden_layers
