@@ -100,11 +100,6 @@ class MemoryTask(Config):
         """Number of ids that models read."""
         return CLOSE_ID + 1 if "listops" in self.name else 2 + self.keys + self.values + self.noise
 
-    @property
-    def chance(self) -> float:
-        """Accuracy of guessing among all answers, in percent."""
-        return 100 / (10 if "listops" in self.name else self.values)
-
 
 class TaskExamples(NamedTuple):
     """Ids (N, L) int64, and which of them are answers, (N, L) bool."""
@@ -247,6 +242,7 @@ AutoModelForCausalLM.register(ListValuesConfig, ListValues)
 NAME = "long-memory"
 SHORT = ("slide", "block_recurrent", "bst_sh_s4d", "slide_ssm", "sh_s4d", "sh_delta", "gated_delta", *PEERS)
 SOLVED, UNSOLVED = 95.0, 2.0  # accuracy in percent; factor on chance
+_DEEP = {"model_type": "list-values", "num_hidden_layers": 6, "bidirectional": True, "positional_ssm": False}
 
 
 class MemoryTaskRun(Run):
@@ -312,9 +308,6 @@ def accuracy(model: Any, examples: TaskExamples, batch_size: int) -> float:
             predicted = model(input_ids=batch, use_cache=False, **more).logits[:, :-1].argmax(dim=-1)
             correct += int((predicted == batch[:, 1:])[is_answer[:, 1:]].sum())
     return 100 * correct / int(answers.sum())
-
-
-_DEEP = {"model_type": "list-values", "num_hidden_layers": 6, "bidirectional": True, "positional_ssm": False}
 
 
 class LongMemoryConfig(Config):
@@ -413,7 +406,8 @@ def run(options: Options) -> Results:
     rates = {name: run.learning_rate for name, run in chosen.items()}
     runs = {name: [memory_run(config, *cells[name], seed, rates[name]) for seed in study.seeds] for name in cells}
     study.execute([run for of_seeds in runs.values() for run in of_seeds], NAME)
-    rows = [Row(id="random", label="guessing", metrics={task: config.tasks[task].chance for task in tasks})]
+    chance = {task: 100 / (10 if task == "listops" else config.tasks[task].values) for task in tasks}
+    rows = [Row(id="random", label="guessing", metrics={**chance})]
     for row, label in (LABELS | CONTROLS | PEERS | LISTS).items():
         metrics: dict[str, Metric] = {}
         for task in (task for task in tasks if row in rows_of(task)):
