@@ -49,6 +49,16 @@ _CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mixer": "state-space", "kernel": "delta", "mixer_layers": "all", "state_size": 64},
     ),
 }
+# Layers of both kinds, of the Long Range Arena's ListOps: S4 is a gated state space with S4D in place of attention.
+_CHAPTER: dict[str, Any] = {"mixer_layers": [0, 1, 2, 3], "state_space_layers": [4, 5]}
+_LISTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "listops_slide": ("sliding window, six layers", {"mixer": "slide"}),
+    "listops_s4": ("S4, six layers", {"mixer": "state-space", "mixer_layers": "all"}),
+    "listops_bst": ("BST:SH:S4, six layers", {"mixer_layers": "all"}),
+    "listops_bst_s4": ("BST:SH:S4, four layers, and two of S4 on top (the thesis' model)", _CHAPTER),
+    "listops_bst_s4_causal": ("the thesis' model, left to right", _CHAPTER | {"bidirectional": False}),
+    "listops_bst_s4_last": ("the thesis' model, trained on the last bracket of a text alone", _CHAPTER),
+}
 # Models of transformers, of the same width, depth and number of parameters; the interval leaves no layer of attention.
 # "width" stands for the width of the model.
 _SINGLE = ("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads", "num_key_value_heads")
@@ -66,7 +76,8 @@ _PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 PEERS = {row: label for row, (label, _) in _PEERS.items()}
 LABELS = {row: label for row, (label, _) in _MODELS.items()}
 CONTROLS = {row: label for row, (label, _) in _CONTROLS.items()}
-ROWS = {row: difference for row, (_, difference) in (_MODELS | _CONTROLS).items()}
+LISTS = {row: label for row, (label, _) in _LISTS.items()}
+ROWS = {row: difference for row, (_, difference) in (_MODELS | _CONTROLS | _LISTS).items()}
 
 
 def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[str, Any]:
@@ -92,11 +103,7 @@ def _peer_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
 
 
 def ffn_width(row: str, config: Mapping[str, Any], parameters: int) -> int:
-    """The width of the FFNs that gives so many parameters.
-
-    Raises:
-        RecipeError: the row has more parameters without its FFNs.
-    """
+    """The width of the FFNs that gives so many parameters; RecipeError if the row has more without them."""
     narrow, wide = (parameter_count({**config, "intermediate_size": width}) for width in (8, 16))
     if narrow == wide:
         return 8  # a model without FFNs: its size is that of the row

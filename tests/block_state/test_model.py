@@ -64,6 +64,15 @@ def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("variant", [name for name in tools.BIDIRECTIONAL if name != "slide"])
+def test_a_bidirectional_model_reads_later_tokens_beyond_its_windows(variant: str) -> None:
+    model = tools.classifier(variant).model
+    embeds = model.get_input_embeddings()(tools.ids(1, 4 * tools.W)).detach().requires_grad_()
+    hidden = model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+    (gradient,) = torch.autograd.grad(hidden[0, 0].sum(), embeds)
+    assert float(gradient[0, -1].abs().sum()) > 1e-8
+
+
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 def test_gradient_checkpointing_changes_no_gradient(variant: str) -> None:
     model, ids = tools.model(variant).train(), tools.ids(2, 11)
@@ -164,13 +173,16 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"state_size": 5}, "state_size is 5; an even number"),
         ({"mixer_layers": [6], "num_hidden_layers": 6}, "names layer 6; the 6 layers are counted from 0 to 5"),
         ({"mixer_layers": 3}, "mixer_layers is 3; a list of layers is expected"),
+        ({"state_space_layers": 3}, "state_space_layers is 3; a list of layers is expected"),
+        ({"state_space_layers": [6], "mixer": "slide"}, "state_space_layers names layer 6; the 6 layers are counted"),
+        ({"state_space_layers": [2, 3]}, "layer 3 is in mixer_layers and in state_space_layers: take it out of one"),
         ({"mixer_layers": ["first"]}, "mixer_layers has 'first'; whole numbers are expected"),
         ({"hidden_act": "relo"}, r"no activation 'relo' \(did you mean relu"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; a whole number from 1"),
         ({"state_width": 0}, "state_width is 0; a whole number from 1"),
         ({"dropout": 1.5}, "dropout is 1.5; a share"),
         ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
-        ({"bidirectional": True, "mixer": "recurrent"}, "reads from left to right: take block-state or slide"),
+        ({"bidirectional": True, "mixer": "recurrent"}, "recurrent can't be bidirectional, it reads from left to rig"),
         ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
     ],
 )
@@ -185,6 +197,8 @@ def test_lengths_that_the_model_cannot_use_are_refused() -> None:
             tools.model(variant).check_lengths(4, 100)
     with pytest.raises(RecipeError, match=r"4,097 tokens are longer than kernel_limit, the 4,096 .*: raise it, lower"):
         tools.model("sh-unstructured").check_lengths(16, 4097)
+    with pytest.raises(RecipeError, match="4,097 tokens are longer than kernel_limit"):
+        tools.model("slide", kernel="unstructured", state_space_layers=[1]).check_lengths(16, 4097)
     tools.model("sh-unstructured").check_lengths(16, 4096)
     tools.model("sh-s4d").check_lengths(16, 10**9)
     tools.model("slide").check_lengths(2, 10**9)

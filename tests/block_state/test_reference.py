@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,8 +38,14 @@ def test_gradients_equal_the_reference(variant: str) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_classifiers_equal_the_reference(variant: str, length: int) -> None:
     model, ids = tools.classifier(variant), tools.ids(1, length)
-    actual = model(ids).logits[0]
-    torch.testing.assert_close(actual, reference.class_scores(model, ids[0].tolist()), rtol=1e-8, atol=1e-8)
+    actual, expected = model(ids).logits[0], reference.class_scores(model, ids[0].tolist())
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+    weights = torch.randn(5, dtype=torch.double, generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}  # one window has no other's states
+    losses, parameters = (actual @ weights, expected @ weights), [*model.parameters()]
+    gradients = [torch.autograd.grad(loss, parameters, **options) for loss in losses]
+    for (name, _), one, other in zip(model.named_parameters(), *gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("variant", tools.BLOCK_STATE)

@@ -15,6 +15,7 @@ _CHOICES = {
     "context": ("sh", "mh", "mf"),
     "kernel": ("s4d", "unstructured", "delta"),
 }
+_LAYERS = ("state_space_layers", "mixer_layers")
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "window"),
     *("state_size", "state_width", "filters", "recurrent_states", "memory_windows", "kernel_length", "kernel_limit"),
@@ -34,6 +35,7 @@ class BlockStateConfig(PreTrainedConfig):
             attention (GSS; a hybrid where `mixer_layers` are some of the layers).
         mixer_layers: indices of the layers with context states (`block-state`, `recurrent`), or without attention
             (`state-space`).
+        state_space_layers: indices of further layers without attention, like those of `state-space`, for any mixer.
         context: the states that `block-state` attends to. `sh`: one state-space output for each token of the window.
             `mh`: one for each token and head. `mf`: the outputs of `filters` models at the end of the window before.
         kernel: `s4d`: structured. `unstructured`: computed from the time by a small network, with decay, as in Hyena.
@@ -66,6 +68,7 @@ class BlockStateConfig(PreTrainedConfig):
     window: int = 128
     mixer: Literal["block-state", "state-space", "recurrent", "memory", "slide"] = "block-state"
     mixer_layers: list[int] | tuple[int, ...] = (0, 3)
+    state_space_layers: list[int] | tuple[int, ...] = ()
     context: Literal["sh", "mh", "mf"] = "sh"
     kernel: Literal["s4d", "unstructured", "delta"] = "s4d"
     state_size: int = 16
@@ -89,8 +92,9 @@ class BlockStateConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if isinstance(self.mixer_layers, tuple | range):
-            self.mixer_layers = list(self.mixer_layers)
+        for name in _LAYERS:
+            if isinstance(layers := getattr(self, name), tuple | range):
+                setattr(self, name, list(layers))
         if self.state_width is None and isinstance(self.hidden_size, int):
             self.state_width = max(1, self.hidden_size // (8 if self.context == "mf" else 4))
         if self.recurrent_states is None:
@@ -110,7 +114,7 @@ class BlockStateConfig(PreTrainedConfig):
 
     def is_state_space(self, layer: int) -> bool:
         """Whether a layer has a state-space model in place of attention."""
-        return self.mixer == "state-space" and layer in self.mixer_layers
+        return layer in self.state_space_layers or (self.mixer == "state-space" and layer in self.mixer_layers)
 
     def _problems(self) -> Iterator[str]:
         for name in _SIZES:
@@ -124,16 +128,17 @@ class BlockStateConfig(PreTrainedConfig):
                 yield f"{name} is {getattr(self, name)!r}; one of {', '.join(choices)} is expected."
         if self.hidden_act not in ACT2FN:
             yield f"there is no activation {self.hidden_act!r}{did_you_mean(str(self.hidden_act), ACT2FN)}."
-        if not isinstance(self.mixer_layers, list):
-            yield f"mixer_layers is {self.mixer_layers!r}; a list of layers is expected, as in [0, 3]."
-        for layer in self.mixer_layers:
+        for name in _LAYERS:
+            if not isinstance(getattr(self, name), list):
+                yield f"{name} is {getattr(self, name)!r}; a list of layers is expected, as in [0, 3]."
+        for name, layer in ((key, layer) for key in _LAYERS for layer in getattr(self, key)):
             if type(layer) is not int:
-                yield f"mixer_layers has {layer!r}; whole numbers are expected, as [0, 3]."
-            if (self.has_context(layer) or self.is_state_space(layer)) and not 0 <= layer < self.num_hidden_layers:
-                yield (
-                    f"mixer_layers names layer {layer}; the {self.num_hidden_layers} layers are counted from 0 to "
-                    f"{self.num_hidden_layers - 1}."
-                )
+                yield f"{name} has {layer!r}; whole numbers are expected, as [0, 3]."
+            used, count = (self.has_context(layer), self.is_state_space(layer)), self.num_hidden_layers
+            if any(used) and not 0 <= layer < count:
+                yield f"{name} names layer {layer}; the {count} layers are counted from 0 to {count - 1}."
+            if all(used):
+                yield f"layer {layer} is in mixer_layers and in state_space_layers: take it out of one of them."
         if self.hidden_size % self.num_attention_heads:
             yield (
                 f"{self.num_attention_heads} heads don't divide a width of {self.hidden_size}: change "
@@ -150,8 +155,5 @@ class BlockStateConfig(PreTrainedConfig):
             yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
         if self.kernel_limit < self.kernel_length:
             yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
-        if self.bidirectional and self.mixer in ("recurrent", "memory", "state-space"):
-            yield (
-                f"a bidirectional model can't have mixer: {self.mixer}, which reads from left to right: take "
-                "block-state or slide."
-            )
+        if self.bidirectional and self.mixer in ("recurrent", "memory"):
+            yield f"mixer: {self.mixer} can't be bidirectional, it reads from left to right: take block-state or slide."

@@ -37,7 +37,7 @@ from graftlm.models.block_state.grid import WindowGrid
 from graftlm.models.block_state.sequence_ssm import DeltaSSM, TokenSSM, WindowEndSSM
 
 
-class _TokenStates(nn.Module):
+class TokenStates(nn.Module):
     """State-space outputs at each token."""
 
     def __init__(self, config: BlockStateConfig, outputs: int) -> None:
@@ -49,17 +49,16 @@ class _TokenStates(nn.Module):
         self.backward_ssm = make("back") if config.bidirectional else None
         self.norm = RMSNorm(config.state_width, config)
 
-    def outputs(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def outputs(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
         """(B, T, E, C)."""
-        u = grid.to_grid(self.in_proj(x_BTd))
+        u = grid.to_grid(u_BTE)
         y = self.ssm(u, grid, cache)
         if self.backward_ssm is not None:
-            flipped = (u * grid.occupied[..., None]).flip(1)
-            y = y + self.backward_ssm(flipped, grid.reversed(), None).flip(1)
-        return grid.from_grid(y, x_BTd.shape[1]).to(x_BTd.dtype)  # taps expect that a Linear of tokens reads columns
+            y = y + self.backward_ssm(u.flip(1), grid.reversed(), None).flip(1)
+        return grid.from_grid(y, u_BTE.shape[1]).to(u_BTE.dtype)  # taps expect that a Linear of tokens reads columns
 
 
-class TokenStateReadout(_TokenStates):
+class TokenStateReadout(TokenStates):
     """What the delta rule's state answers each token: its query is the token's own, so no attention chooses a state."""
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -68,11 +67,11 @@ class TokenStateReadout(_TokenStates):
 
     def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
         """(B, I, w, d) for hidden states (B, T, d); the tokens' own keys and values `kv_BG` are not read."""
-        values = grid.to_grid(self.value(self.norm(self.outputs(x_BTd, grid, cache)[..., 0])))
+        values = grid.to_grid(self.value(self.norm(self.outputs(self.in_proj(x_BTd), grid, cache)[..., 0])))
         return ChunkedTensor([split_windows(values, min(self.window, grid.slots))])
 
 
-class TokenStateAttention(_TokenStates):
+class TokenStateAttention(TokenStates):
     """Cross-attention of each token to state-space outputs at the tokens of its window so far (`sh`, `mh`)."""
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -111,7 +110,7 @@ class TokenStateAttention(_TokenStates):
 
     def _state_keys(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
         """(B, G, 2d): keys and values of the context states."""
-        y = self.outputs(x_BTd, grid, cache)
+        y = self.outputs(self.in_proj(x_BTd), grid, cache)
         if not self.multi_head:
             return grid.to_grid(self.kv(self.norm(y[..., 0])))
         normed = self.norm(y.transpose(-1, -2)).transpose(-1, -2)
@@ -146,8 +145,7 @@ class FilterStateAttention(nn.Module):
 
     def _next_window_states(self, u: Tensor, grid: WindowGrid) -> Tensor:
         """(B, I, S, E): outputs of the backward models at the first token of the next window."""
-        flipped = (u * grid.occupied[..., None]).flip(1)
-        ends = self.backward_ssm(flipped, grid.reversed(), None).to(u.dtype).flip(1)
+        ends = self.backward_ssm(u.flip(1), grid.reversed(), None).to(u.dtype).flip(1)
         after = torch.cat([ends[:, 1:], ends[:, :1]], dim=1)
         width = min(self.window, grid.slots)
         inside = torch.arange(width, grid.slots + 1, width, device=u.device) < grid.per_row(grid.new_lengths)[:, None]

@@ -2,7 +2,7 @@
 
     h = norm(x)        x = x + [window attention(h) ; cross-attention(h; context states)] O        x = x + FFN(norm(x))
 
-Only the layers of `mixer_layers` have context states.
+Only the layers of `mixer_layers` have context states; those of `state_space_layers` have no attention.
 
 Shape suffixes: B rows, T columns of a pass, V tokens of the vocabulary, d hidden.
 """
@@ -30,6 +30,7 @@ from graftlm.models.block_state.context import (
     RecurrentStateAttention,
     TokenStateAttention,
     TokenStateReadout,
+    TokenStates,
 )
 from graftlm.models.block_state.grid import WindowGrid, check_not_packed
 from graftlm.models.block_state.sequence_ssm import DeltaSSM, TokenSSM
@@ -55,23 +56,19 @@ class BlockStateMixer(nn.Module):
         return self.out(grid.from_grid(concat_features(outputs, *contexts), x_BTd.shape[1]))
 
 
-class GatedStateSpaceMixer(nn.Module):
+class GatedStateSpaceMixer(TokenStates):
     """A gated state-space layer (GSS), in place of attention: out(up(norm(SSM(gelu(in_proj(x))))) * gelu(gate(x)))."""
 
     def __init__(self, config: BlockStateConfig) -> None:
-        super().__init__()
-        width, channels = config.hidden_size, config.state_width
-        self.in_proj = nn.Linear(width, channels, bias=False)
-        self.ssm = DeltaSSM(config, "state") if config.kernel == "delta" else TokenSSM(config, 1, "state")
-        self.norm = RMSNorm(channels, config)
-        self.up = nn.Linear(channels, width, bias=False)
+        super().__init__(config, 1)
+        width = config.hidden_size
+        self.up = nn.Linear(config.state_width, width, bias=False)
         self.gate = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
         """(B, T, d)."""
-        u_BGE = grid.to_grid(functional.gelu(self.in_proj(x_BTd)))
-        y = grid.from_grid(self.ssm(u_BGE, grid, cache)[..., 0], x_BTd.shape[1]).to(x_BTd.dtype)
+        y = self.outputs(functional.gelu(self.in_proj(x_BTd)), grid, cache)[..., 0]
         return self.out(self.up(self.norm(y)) * functional.gelu(self.gate(x_BTd)))
 
 
@@ -168,8 +165,8 @@ class BlockStatePreTrainedModel(PreTrainedModel):
                 f"Rows of {trained:,} tokens are no longer than the window of {config.window:,}, so nothing stands "
                 "before a window: raise data.length, or lower the model's window."
             )
-        is_limited = config.mixer in ("block-state", "state-space") and config.kernel == "unstructured"
-        if is_limited and longest > config.kernel_limit:
+        has_kernels = bool(config.state_space_layers) or config.mixer in ("block-state", "state-space")
+        if has_kernels and config.kernel == "unstructured" and longest > config.kernel_limit:
             raise RecipeError(
                 f"Texts of {longest:,} tokens are longer than kernel_limit, the {config.kernel_limit:,} that an "
                 "unstructured kernel may be extended to: raise it, lower evaluation.lengths, or take kernel: s4d."
