@@ -65,7 +65,7 @@ MAX_DEPTH, MAX_ARGUMENTS, DIGIT_PROBABILITY = 10, 10, 0.75
 
 
 class TrainingStage(NamedTuple):
-    """Training on new texts of one length; for listops the maximum, and half of it the minimum."""
+    """Training on new texts of one length; for listops the maximum, and a fourth of it is the minimum."""
 
     length: int
     steps: int
@@ -281,7 +281,7 @@ class MemoryTaskRun(Run):
         """Train for one stage; gives its losses."""
         more: dict[str, Any] = dict.fromkeys(("warmup_steps", "log_every"), max(1, stage.steps // 20))
         training = training_config(stage.steps, stage.batch_size, self.learning_rate, self.seed, **more)
-        shortest = min(self.task.shortest, stage.length // 2)
+        shortest = min(self.task.shortest, stage.length // 4)
         task = self.task.model_copy(update={"length": stage.length, "shortest": shortest})
         examples = make_examples(task, stage.steps * stage.batch_size, self.seed, f"train-{stage.length}")
         mixture = Mixture({NEW: token_blocks(examples)}, {NEW: 1.0}, stage.batch_size, self.seed)
@@ -331,14 +331,14 @@ class LongMemoryConfig(Config):
     shape_of: dict[str, dict[str, Any]] = Field({"recall64": {"mixer_layers": [0]}, "listops": _DEEP})
     parameters_of: dict[str, int] = Field({"listops": 350_000})
     rates_of: dict[str, tuple[float, ...]] = Field({"copy": (1.5e-3, 3e-3, 6e-3), "listops": (1e-3, 2e-3, 4e-3)})
-    tested_of: dict[str, int] = Field({"recall64": 64})
+    tested_of: dict[str, int] = Field({"recall64": 64, "listops": 256})
 
 
 _FLAT: Any = ((48, 600, 32), (96, 300, 32), (256, 300, 16))
 _PAIRS: Any = {"length": 256, "window": 16, "pairs": 8, "keys": 64, "values": 64, "noise": 64, "stages": _FLAT}
 _FULL_WINDOW: Any = _PAIRS | {"length": 2048, "window": 128, "pairs": 64}
 _FULL_WINDOW["stages"] = ((384, 100, 32), (768, 50, 32), (2048, 50, 16))
-_NESTED: Any = ((64, 120, 16), (128, 120, 16), (256, 60, 16), (512, 30, 16), (2000, 12, 8))
+_NESTED: Any = ((16, 400, 16), (32, 200, 16), (64, 60, 16), (128, 40, 16), (256, 20, 16), (512, 10, 16), (2000, 6, 8))
 _SHAPE = {
     "hidden_size": 64,
     "state_width": 64,  # the default, a fourth of the width, is 16 numbers for the whole text
