@@ -333,9 +333,7 @@ def spaced(values: Sequence[T], count: int) -> list[T]:
 
 def fitting(pairs: Iterable[tuple[str, str]], tokenizer: Any, length: int) -> list[tuple[str, str]]:
     """The pairs of a prompt and an answer that fit into a row of `length` tokens with their end-of-text token."""
-    return [
-        pair for pair in pairs if sum(len(ids) for ids in tokenizer(list(pair), verbose=False)["input_ids"]) < length
-    ]
+    return [pair for pair in pairs if sum(map(len, tokenizer(list(pair), verbose=False)["input_ids"])) < length]
 
 
 def cut_texts(texts: Iterable[str], tokenizer: Any, length: int) -> list[str]:

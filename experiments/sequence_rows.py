@@ -103,10 +103,10 @@ def _peer_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
 
 
 def ffn_width(row: str, config: Mapping[str, Any], parameters: int) -> int:
-    """The width of the FFNs that gives so many parameters; RecipeError if the row has more without them."""
+    """The width of the FFNs that gives so many parameters; RecipeError if the row has more without those it has."""
     narrow, wide = (parameter_count({**config, "intermediate_size": width}) for width in (8, 16))
     if narrow == wide:
-        return 8  # a model without FFNs: its size is that of the row
+        return 8  # a model without FFNs has its own size, which a test compares
     width = 8 + round(8 * (parameters - narrow) / (wide - narrow))
     if width < 8:
         raise RecipeError(

@@ -286,8 +286,9 @@ def run(options: Options) -> Results:
     }
     details["losses"] = {name: of_row[0].details["losses"] for name, of_row in measured.items()}
     over = attribution(details, shown)
-    rivals = [name for name, (row, _) in shown.items() if row == "slide_ssm"]
-    return study.write(NAME, rows, aims=[shown for name in rivals for shown in aims(name, over[name])], details=details)
+    best = {name: details["best_block_state"][of] for name, (row, of) in shown.items() if row == "slide_ssm"}
+    reached = [one for rival, name in best.items() for one in aims(name, rival, over[rival])]
+    return study.write(NAME, rows, aims=reached, details=details)
 
 
 def attribution(details: dict[str, Any], shown: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, Interval]]:
@@ -319,11 +320,11 @@ def differences(by_seed: Mapping[str, Mapping[str, Mapping[str, float]]], row: s
     return {name: combine_seeds(values) for name, values in by_name.items()}
 
 
-def aims(rival: str, over_state_space: Mapping[str, Interval]) -> list[Aim]:
-    """What the best block-state layer adds to words that last stood beyond the window."""
+def aims(best: str, rival: str, over_state_space: Mapping[str, Interval]) -> list[Aim]:
+    """What the best block-state row adds to words that last stood beyond the window."""
     shown = []
     for name, difference in over_state_space.items():
         if "_to_" in name and not name.endswith("_first") and int(name.rpartition("_")[2]) > FAR:
-            text = f"{name}: the best BST less the window with a state space at the embeddings ({rival}), its upper end"
+            text = f"{name}: {best} less the window with a state space at the embeddings, {rival}, its upper end"
             shown.append(aim(text, name, 0.0, difference.high))
     return shown

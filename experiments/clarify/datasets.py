@@ -186,9 +186,8 @@ def read_mt_geneval(folder: str | Path, language: str, part: str = "test") -> li
 
     The English sentence shows the gender, so there is nothing to ask.
     """
-    ends = [
-        f"{gender}-{part}.en_{language}.{side}" for gender in ("feminine", "masculine") for side in ("en", language)
-    ]
+    genders = ("feminine", "masculine")
+    ends = [f"{gender}-{part}.en_{language}.{side}" for gender in genders for side in ("en", language)]
     rows = read_aligned(*(Path(folder) / f"geneval-sentences-{end}" for end in ends))
     return [
         AmbiguousExample(

@@ -117,9 +117,7 @@ def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
     for axes, (name, runs) in zip(figure.subplots(1, len(models)), models.items(), strict=True):
         for color, part in zip(PALETTE, ("test", "clear"), strict=False):
             table = np.array(sorted(gains(pair)[:2] for of in runs for pair in of if pair["part"] == part))
-            bins = [
-                (each[:, 0].mean(), bootstrap(each[:, 1].tolist())) for each in np.array_split(table, 5) if len(each)
-            ]
+            bins = [(x[:, 0].mean(), bootstrap(x[:, 1].tolist())) for x in np.array_split(table, 5) if len(x)]
             axes.plot(
                 [x for x, _ in bins],
                 [y.mean for _, y in bins],

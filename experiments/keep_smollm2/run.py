@@ -219,9 +219,7 @@ class KeepStudy(Study):
         for name, (row, own) in SAMPLINGS.items():
             sized = {"tokens": 300} if self.options.quick else {"tokens": 3000} | own
             runs[f"sampling_{name}"] = self.search_run(row, self.rates[row], sized)
-        return {
-            name: run.model_copy(update={"id": name, "label": name.replace("_", " ")}) for name, run in runs.items()
-        }
+        return {row: run.model_copy(update={"id": row, "label": row.replace("_", " ")}) for row, run in runs.items()}
 
     def moved_back_run(self, seed: int) -> BehaviourRun:
         """Fine-tuning at the rate that its chosen strength had, measured there."""

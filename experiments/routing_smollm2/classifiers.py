@@ -43,9 +43,7 @@ CLASSIFIERS = {
 def classifier_rows(texts: Path, domains: Sequence[str], seeds: Sequence[int]) -> list[Row]:
     """The share of test prompts whose domain each classifier finds; it learns from the experts' training prompts."""
     trained = [(each.prompt, domain) for domain in domains for each in read_questions(texts, domain, "train")]
-    tested = {
-        domain: [e.prompt for s in seeds for e in read_questions(texts, domain, f"test{s}")] for domain in domains
-    }
+    tested = {name: [e.prompt for s in seeds for e in read_questions(texts, name, f"test{s}")] for name in domains}
     rows = []
     for row, (label, analyser) in CLASSIFIERS.items():
         model = make_pipeline(CountVectorizer(analyzer=cast("Any", analyser)), LogisticRegression(max_iter=2000))

@@ -182,7 +182,7 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"state_width": 0}, "state_width is 0; a whole number from 1"),
         ({"dropout": 1.5}, "dropout is 1.5; a share"),
         ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
-        ({"bidirectional": True, "mixer": "recurrent"}, "recurrent can't be bidirectional, it reads from left to rig"),
+        ({"bidirectional": True, "mixer": "recurrent"}, "recurrent reads from left to right, and can"),
         ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
     ],
 )

@@ -164,7 +164,7 @@ def test_differences_are_paired_over_seeds() -> None:
 def test_aims_count_words_beyond_the_window_and_the_whole_interval() -> None:
     below, around = Interval(mean=-0.2, low=-0.3, high=-0.1), Interval(mean=-0.2, low=-0.5, high=0.1)
     names = ("nats_novels_to_128", "nats_novels_to_1024", "nats_code_to_16384", "nats_novels_first", "bpb_novels")
-    shown = aims("slide_ssm", dict(zip(names, (below, below, around, below, below), strict=True)))
+    shown = aims("sh_delta", "slide_ssm", dict(zip(names, (below, below, around, below, below), strict=True)))
     assert [(one.metric, one.met) for one in shown] == [("nats_novels_to_1024", True), ("nats_code_to_16384", False)]
 
 
@@ -235,6 +235,10 @@ def test_the_committed_results_have_every_row() -> None:
     for row, searched in details["search"].items():
         assert min(searched, key=searched.get) == f"{row}_lr{details['rates'][row]:g}_s0"
     best, shown = details["best_block_state"], cells(("attribution", "scale"))
+    rivals = [row.id for row in results.rows if row.id.startswith("slide_ssm")]
+    far = [f"nats_{corpus}_to_{distance}" for corpus in CORPORA for distance in (1024, 16_384)]
+    expected_aims = [(name, details["differences"][rival][name]["high"]) for rival in rivals for name in far]
+    assert [(one.metric, one.measured) for one in results.aims] == expected_aims
     assert best[""] == min(BLOCK_STATE, key=lambda row: min(details["search"][row].values()))
     assert best.keys() == {variant for _, variant in shown.values()}
     for rival, of_rival in details["differences"].items():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import Options, long_memory, reproduce
+from experiments.long_memory import run as long_memory_run
 from experiments.long_memory.run import (
     CLOSE_ID,
     DIGIT_ID,
@@ -119,6 +120,17 @@ def test_guesses_use_the_outermost_operation() -> None:
     task = MemoryTask(name="listops", length=40, window=8, shortest=4)
     guesses = informed_guesses(task, 200, 0)
     assert 10 < guesses["the commonest result"] < guesses["that of the outermost operation"] < 60
+    assert guesses["that of the outermost operation"] < guesses["that of its own digits"] < 95
+
+
+def test_a_guess_of_its_own_digits_reads_no_nested_list() -> None:
+    """[MAX 3 [MIN 9 9 ] 5 ] without the nested list is 5; one without digits of its own has no value."""
+    names = list(OPERATIONS)
+    maximum, minimum = 1 + names.index("[MAX"), 1 + names.index("[MIN")
+    inner = [minimum, DIGIT_ID + 9, DIGIT_ID + 9, CLOSE_ID + 9]
+    row = [maximum, DIGIT_ID + 3, *inner, DIGIT_ID + 5, CLOSE_ID + 9, PADDING_ID]
+    assert long_memory_run._of_own_digits(np.array(row)) == (maximum, 5)
+    assert long_memory_run._of_own_digits(np.array([maximum, *inner, CLOSE_ID + 9])) == (maximum, -1)
 
 
 def test_splits_have_different_examples() -> None:
@@ -130,8 +142,12 @@ def test_splits_have_different_examples() -> None:
 
 
 def test_no_expression_of_a_test_is_in_training() -> None:
-    """Those of 500 tokens and more, of which only so many are drawn; shorter ones are not tested."""
+    """Some of the last stages, which alone have texts of 500 tokens and more; only so many are drawn."""
     task = FULL.tasks["listops"]
+    shorter = make_examples(task.model_copy(update={"length": 512, "shortest": 128}), 160, 0, "train-512").ids
+    assert not {tuple(row[row > 0]) for row in shorter} & {
+        tuple(row[row > 0]) for row in make_examples(task, 64, 0, "test").ids
+    }
     trained = make_examples(task, 24, 0, f"train-{task.length}").ids.tolist()
     tested = [row for split in ("validation", "test") for row in make_examples(task, 24, 0, split).ids.tolist()]
     assert len({tuple(row) for row in [*trained, *tested]}) == 3 * 24

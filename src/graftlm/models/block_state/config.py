@@ -156,4 +156,4 @@ class BlockStateConfig(PreTrainedConfig):
         if self.kernel_limit < self.kernel_length:
             yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
         if self.bidirectional and self.mixer in ("recurrent", "memory"):
-            yield f"mixer: {self.mixer} can't be bidirectional, it reads from left to right: take block-state or slide."
+            yield f"mixer: {self.mixer} reads from left to right, and can't be bidirectional: take another."
