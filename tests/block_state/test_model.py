@@ -49,6 +49,28 @@ def test_register_makes_the_architecture_known_in_a_new_process(tmp_path: Path) 
     assert process.stdout.strip() == "BlockStateForCausalLM"
 
 
+@pytest.mark.parametrize(
+    ("values", "labels", "expected"),
+    [
+        ({"num_labels": 3}, torch.tensor([2, 0]), lambda x, y: -x.log_softmax(-1)[[0, 1], y].mean()),
+        ({"num_labels": 1}, torch.tensor([0.5, -1.0]), lambda x, y: ((x[:, 0] - y) ** 2).mean()),
+        (
+            {"num_labels": 2, "problem_type": "multi_label_classification"},
+            torch.tensor([[1.0, 0.0], [1.0, 1.0]]),
+            lambda x, y: -(y * x.sigmoid().log() + (1 - y) * (1 - x.sigmoid()).log()).mean(),
+        ),
+    ],
+    ids=["classes", "number", "several"],
+)
+def test_a_classifiers_loss_is_that_of_its_problem(values: dict, labels: torch.Tensor, expected: Any) -> None:
+    torch.manual_seed(0)
+    config = tools.config("sh-s4d", bidirectional=True, **values)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    output = model(tools.ids(2, 9), labels=labels, output_hidden_states=True)
+    torch.testing.assert_close(output.loss, expected(output.logits, labels), rtol=1e-4, atol=1e-6)
+    assert len(output.hidden_states) == config.num_hidden_layers + 1
+
+
 @pytest.mark.parametrize("variant", tools.BIDIRECTIONAL)
 def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path) -> None:
     model, ids = tools.classifier(variant), tools.ids(3, 11)
@@ -182,6 +204,8 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"state_width": 0}, "state_width is 0; a whole number from 1"),
         ({"dropout": 1.5}, "dropout is 1.5; a share"),
         ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
+        ({"bidirectional": "false"}, "bidirectional is 'false'; true or false is expected"),
+        ({"positional_ssm": 1}, "positional_ssm is 1; true or false is expected"),
         ({"bidirectional": True, "mixer": "recurrent"}, "recurrent reads from left to right, and can"),
         ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
     ],

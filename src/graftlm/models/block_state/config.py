@@ -121,6 +121,9 @@ class BlockStateConfig(PreTrainedConfig):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 yield f"{name} is {value!r}; a whole number from 1 is expected."
+        for name in ("bidirectional", "positional_ssm"):
+            if type(getattr(self, name)) is not bool:
+                yield f"{name} is {getattr(self, name)!r}; true or false is expected."
         if not 0 <= self.dropout < 1:
             yield f"dropout is {self.dropout}; a share from 0 to below 1 is expected."
         for name, choices in _CHOICES.items():

@@ -325,11 +325,11 @@ class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits (B, labels); with `labels` (B), also their mean cross-entropy."""
+        """Logits (B, labels); with `labels`, also the loss that transformers takes for the config's `problem_type`."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        hidden = self.model(**inputs, use_cache=False).last_hidden_state
-        mask = torch.ones(hidden.shape[:2]) if attention_mask is None else attention_mask
-        mask = mask.to(hidden)[..., None]
+        outputs = self.model(**inputs, **kwargs | {"use_cache": False})
+        hidden = outputs.last_hidden_state
+        mask = (torch.ones(hidden.shape[:2]) if attention_mask is None else attention_mask).to(hidden)[..., None]
         logits = self.score((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
-        loss: Any = None if labels is None else functional.cross_entropy(logits.float(), labels)
-        return SequenceClassifierOutput(loss, logits)
+        loss: Any = None if labels is None else self.loss_function(labels, logits.float(), self.config)
+        return SequenceClassifierOutput(loss, logits, outputs.hidden_states)
