@@ -173,12 +173,17 @@ FIGURES = {
         "2.842": "slide.bpb_documents",
         "2.152": "gss_hybrid.bpb_code",
         "2.603": "gss_hybrid.bpb_documents",
+        "2.048": "sh_delta_width384.bpb_code",
+        "2.298": "slide_width384.bpb_code",
+        "1.992": "gss_hybrid_width384.bpb_code",
     },
     "long_memory": {
         "99.6%": "sh_delta.recall64",
         "0.0%": "sh_s4d.recall64",
         "31.9%": "sh_s4d.recall",
         "97.2%": "gated_delta.recall64",
+        "61.8%": "sh_delta.copy",
+        "63.2%": "block_recurrent.copy",
     },
     "summarize": {
         "36.1": "default.rouge1_lead3",
