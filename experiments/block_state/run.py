@@ -287,8 +287,8 @@ def run(options: Options) -> Results:
     details["losses"] = {name: of_row[0].details["losses"] for name, of_row in measured.items()}
     over = attribution(details, shown)
     best = {name: details["best_block_state"][of] for name, (row, of) in shown.items() if row == "slide_ssm"}
-    reached = [one for rival, name in best.items() for one in aims(name, rival, over[rival])]
-    return study.write(NAME, rows, aims=reached, details=details)
+    shown_aims = [each for rival, name in best.items() for each in aims(name, rival, over[rival])]
+    return study.write(NAME, rows, aims=shown_aims, details=details)
 
 
 def attribution(details: dict[str, Any], shown: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, Interval]]:
