@@ -91,7 +91,7 @@ class MemoryTask(Config):
     window: int = Field(8, ge=4)
     pairs: int = Field(2, ge=1)
     keys: int = Field(4, ge=1)
-    values: int = Field(8, multiple_of=HELD_OUT)
+    values: int = Field(8, ge=HELD_OUT, multiple_of=HELD_OUT)
     noise: int = Field(1, ge=1)
     shortest: int = Field(500, ge=3)
     stages: tuple[TrainingStage, ...] = ()
@@ -128,7 +128,7 @@ def informed_guesses(task: MemoryTask, tested: int, seed: int) -> dict[str, floa
         guesses = [[*results[read(row)].most_common(1), (PADDING_ID, 0)][0][0] for row in test.ids]
         return 100 * float((test.ids[test.answers] == guesses).mean())
 
-    reads = {"the commonest result": len, "that of the outermost operation": lambda row: row[0]}
+    reads = {"the commonest result": lambda _: None, "that of the outermost operation": lambda row: row[0]}
     return {name: right(read) for name, read in reads.items()} | {"that of its own digits": right(_of_own_digits)}
 
 
