@@ -24,6 +24,7 @@ from graftlm.errors import ArtifactError, RecipeError, UnknownFamilyError
 from graftlm.export import export_graft, export_model
 from graftlm.grafts import ExportedAdapter, Graft, GraftedModel, graft_config
 from graftlm.grafts.neutral_residues import NeutralResidues
+from graftlm.models.block_state import BlockStateConfig, BlockStateForSequenceClassification
 from graftlm.testing import attach_graft, logits, randomise
 from laws.examples import EXPERTS
 from tiny import BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
@@ -436,6 +437,18 @@ def test_a_plain_model_needs_no_export(tmp_path: Path) -> None:
     assert (outcome.code, len(outcome.err.strip().splitlines())) == (2, 1)
     assert "is a llama model of transformers, which loads without graftlm as it is" in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_classifier_is_not_written_without_its_head(tmp_path: Path) -> None:
+    config = BlockStateConfig(
+        vocab_size=304, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mixer_layers=[1]
+    )
+    BlockStateForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    tiny_tokenizer().save_pretrained(tmp_path / "classifier")
+    outcome = invoke("export", str(tmp_path / "classifier"), "--to", str(tmp_path / "model"))
+    assert (outcome.code, len(outcome.err.strip().splitlines())) == (2, 1), outcome.err
+    assert "holds a BlockStateForSequenceClassification, whose head a causal language model lacks" in outcome.err
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("kind", ["neutral-residues", "lora"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from transformers import DynamicCache
 
 from graftlm.backbone import Backbone, Call
-from graftlm.errors import GraftError
+from graftlm.errors import BackboneError, GraftError, RecipeError
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.memory import MemoryConfig, WindowShape
 from graftlm.grafts.memory.method import chosen_layers
+from graftlm.runs.recipe import Recipe, run_recipe
 from memory.tools import REACH, live, memory_model, memory_of
+from tests.runs.test_recipe import values
 from tiny import tiny_ids, tiny_tokenizer
 
 FITTING = ("llama", "gemma", "qwen2", "qwen3", "phi", "gpt_neox", "olmo", "olmo2", "stablelm", "nemotron", "falcon")
@@ -85,6 +88,23 @@ def test_texts_beyond_the_reach_need_a_cache_and_pieces() -> None:
             model.generate(tiny_ids(1, 14), max_new_tokens=8, min_new_tokens=8, cache_implementation="static")
     with memory_model(live(), sinks=0, reach=REACH) as model, torch.no_grad():
         assert model(tiny_ids(1, 17)).logits.isfinite().all()
+
+
+def test_rows_that_a_window_holds_are_refused_before_the_backbone_is_loaded(tmp_path: Path) -> None:
+    changed = values(tmp_path, tmp_path / "nowhere", graft={"kind": "memory", "window": 16, "sinks": 2})
+    refused = "Rows of 16 tokens are no longer than the window of 16, so .*: raise data.length, or lower the graft's"
+    with pytest.raises(RecipeError, match=refused):
+        run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+    for config, length in (({"window": 15}, 16), ({"window": 16, "state": "none"}, 16)):
+        MemoryConfig(**config).check_rows(length)
+    changed["data"] |= {
+        "stream": True,
+        "replay_fraction": 0,
+        "old": [],
+        "boundaries": "joined",
+    }  # rows go on from step to step
+    with pytest.raises(BackboneError, match="nowhere"):
+        run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
 
 
 def test_two_windows_of_other_sizes_are_refused() -> None:

@@ -242,8 +242,7 @@ class TapHooks:
 
     Before each forward pass, `prepare` is called with its `Call`.
 
-    Raises TapError if a tap names a site that the model does not have, and TapConflictError if two owners replace at
-    one site.
+    Raises TapError if a tap names a site that the model lacks, and TapConflictError if two owners replace at one site.
     """
 
     _replaces_once = True

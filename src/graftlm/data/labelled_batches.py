@@ -68,8 +68,7 @@ class RowEncoder:
     """Turns rows into tokens.
 
     A word is tagged at its first token. A row of more than `length` tokens is truncated at its end: in a pair the
-    longer text first, for span only the context. Where a tokenizer puts nothing between two texts, a line break
-    separates them.
+    longer text first, for span only the context. Between two texts a line break stands if the tokenizer puts nothing.
 
     Args:
         length: maximum number of tokens of a row, special ones included.

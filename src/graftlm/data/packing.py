@@ -2,8 +2,7 @@
 
 Every document is tokenised with its tokenizer's leading BOS, if any, and ends with EOS. The ids of all documents form
 one stream that is cut into rows of `length` tokens; the last row is padded. With boundaries `whole`, a row ends before
-the first document that does not fit, and is padded. Plain text longer than a row is cut anyway; a document with a
-prompt is not.
+the first document that does not fit, and is padded. Plain text longer than a row is cut anyway; prompted text is not.
 
 A prompt is tokenised apart from its text, as it is in generation; the BOS belongs to the prompt.
 

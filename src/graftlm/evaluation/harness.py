@@ -33,8 +33,7 @@ def run_lm_eval(
         num_fewshot: examples before each question; None takes the task's own number.
         include_path: a folder with the user's own tasks.
 
-    Raises MissingExtraError if lm-eval is not installed, and EvaluationError if a task is unknown, or its data can't be
-    loaded.
+    Raises MissingExtraError if lm-eval is not installed, and EvaluationError if a task is unknown or can't be loaded.
     """
     from graftlm.grafts import GraftedModel  # takes seconds to import
 

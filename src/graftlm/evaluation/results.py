@@ -153,8 +153,7 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
 
         mean ± t(0.975, n - 1) · s / √n, where s is the sample's standard deviation
 
-    The interval is over other seeds, not over other text. Only the means of intervals count. A single value is returned
-    as it is.
+    The interval is over seeds, not over text. Only the means of intervals count. A single value is returned as it is.
 
     Raises EvaluationError if there are no values.
     """

@@ -79,8 +79,13 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
 def export_model(backbone: Backbone, folder: str | Path) -> Path:
     """Write a model of one of GraftLM's own architectures with its code, so that it needs transformers alone.
 
-    Raises ArtifactError if the model is one of transformers', or the folder holds other files or can't be written.
+    Raises ArtifactError if the model is one of transformers' or has another head, or the folder holds other files or
+    can't be written.
     """
+    for name in backbone.model.config.architectures or ():
+        if name != type(backbone.model).__name__:
+            problem = "whose head a causal language model lacks, so it can't be exported: load it where graftlm is."
+            raise ArtifactError(f"{backbone.name} holds a {name}, {problem}")
     with _new_model(Path(folder), backbone, "the code of its architecture") as draft:
         save_unchanged(backbone.model, draft)
         if not copy_code(backbone.model, draft):

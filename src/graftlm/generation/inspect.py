@@ -329,8 +329,7 @@ def read_tasks(named: Sequence[str], **settings: Any) -> dict[str, TaskConfig]:
 
     `settings` are keys for all of these tasks, such as `metric`; None keeps a key's default.
 
-    Raises DataError if a name appears twice, or examples or their metric are missing, and RecipeError if a setting does
-    not fit.
+    Raises DataError if a name appears twice, or examples or their metric are missing, RecipeError for a bad setting.
     """
     from graftlm.evaluation import TaskConfig
 

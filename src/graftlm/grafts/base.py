@@ -51,6 +51,9 @@ class GraftConfig(Config):
             )
         return self
 
+    def check_rows(self, length: int) -> None:
+        """Raise RecipeError if training rows of `length` tokens, each read by itself, are too short to learn from."""
+
     @property
     def has_auxiliary_loss(self) -> bool:
         """Whether the graft, as configured, has an auxiliary loss."""

@@ -1,7 +1,6 @@
 """Generation with several graft sets on one backbone: its own modules run once for the rows of all sets.
 
-Each row's logits equal those of the row alone. Shape suffixes: B rows, T tokens of this pass, V tokens of the
-vocabulary.
+Each row's logits equal those of the row alone. Shape suffixes: B rows, T tokens of this pass, V in the vocabulary.
 """
 
 from __future__ import annotations

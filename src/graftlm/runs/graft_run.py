@@ -153,6 +153,10 @@ class GraftRun(TrainingRun):
             del settings["training"]
         return settings
 
+    def model_post_init(self, _context: Any) -> None:
+        if self.graft is not None and self.training.steps and not self.data.stream:
+            self.graft.check_rows(self.data.length)
+
     def artefacts(self) -> tuple[str, ...]:
         return () if self.graft is None else ("graft/graft.json",)
 

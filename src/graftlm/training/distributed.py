@@ -220,7 +220,10 @@ def shard(root: nn.Module) -> Callable[[], None]:
     autocast. Quantised weights are replicated, since their tensor classes can't be split. All processes must call the
     returned function together: it gives each of them all weights again.
     """
-    before = [(module, type(module), _attributes(module)) for module in root.modules()]
+    before = [  # with its attributes, and the ids of hooks in those that hold hooks
+        (module, type(module), {key: set(value) if "_hooks" in key else set() for key, value in vars(module).items()})
+        for module in root.modules()
+    ]
     for parameter in root.parameters():
         if parameter.requires_grad:
             dist.broadcast(parameter.data, src=0)
@@ -247,11 +250,6 @@ def shard(root: nn.Module) -> Callable[[], None]:
             _composable_state._module_state_mapping.pop(module, None)  # else it can't be sharded again
 
     return undo
-
-
-def _attributes(module: nn.Module) -> dict[str, set[Any]]:
-    """The attributes of a module, and the ids of the hooks in those that hold hooks."""
-    return {name: set(value) if "_hooks" in name else set() for name, value in vars(module).items()}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

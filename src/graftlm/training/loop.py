@@ -181,8 +181,7 @@ def _seed(seed: int, step: int, process: int) -> None:
 def learning_rate(config: TrainingConfig, step: int) -> float:
     """The learning rate of `step`, counted from 0.
 
-    Warm-up reaches `learning_rate` at step `warmup_steps - 1`. The decay reaches `min_ratio * learning_rate` one step
-    after the last.
+    Warm-up reaches `learning_rate` at step `warmup_steps - 1`, decay `min_ratio` of it one step after the last.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

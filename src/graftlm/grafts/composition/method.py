@@ -36,8 +36,7 @@ class Composition(Graft, ReadsModels):
         backbone: the anchor.
         augmenting: models that are already loaded, by their names in the config; the others are loaded.
 
-    Raises GraftError if layers, widths or tokenizers do not fit, and BackboneError if an augmenting model can't be
-    loaded.
+    Raises GraftError if layers, widths or tokenizers do not fit, and BackboneError if a model can't be loaded.
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig

@@ -119,9 +119,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     With `extends` in its config, the graft has the trained graft's config and the new tasks.
 
-    Raises RecipeError if there is no task, a new task has a trained one's name, or the family's norms are unknown, and
-    ArtifactError if `extends` names no complete graft of this kind, and WrongBackboneError if that is of another
-    backbone.
+    Raises RecipeError if there is no task, a new task has a trained one's name, or the family's norms are unknown,
+    ArtifactError if `extends` names no complete graft of this kind, WrongBackboneError for another backbone's.
     """
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig

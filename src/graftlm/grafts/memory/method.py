@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from graftlm.backbone import Backbone, Call, Site, Sites, Tap, max_sequence_length
 from graftlm.backbone.cache import StateLayer, slots
-from graftlm.errors import GraftError
+from graftlm.errors import GraftError, RecipeError
 from graftlm.grafts.base import Graft, GraftConfig
 from graftlm.grafts.memory.window import WindowShape, hidden_keys, window_layers
 from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
@@ -60,6 +60,13 @@ class MemoryConfig(GraftConfig):
     head_width: int = Field(512, ge=1)
     mixed: int = Field(3, ge=1)
     reach: int | None = Field(None, ge=1)
+
+    def check_rows(self, length: int) -> None:
+        if self.state != "none" and length <= self.window:
+            raise RecipeError(
+                f"Rows of {length:,} tokens are no longer than the window of {self.window:,}, so there is nothing to "
+                "remember: raise data.length, or lower the graft's window."
+            )
 
 
 class DeltaState(nn.Module):

@@ -41,8 +41,7 @@ def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
     """(..., E) scores to (..., E + 1) weights that sum to one; the last weight is the bare backbone's.
 
     `softmax` and `discriminant`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost`
-    before a softmax; a negative one is divided by it, so that the nearest expert never becomes the last. `top` breaks
-    ties by order.
+    before a softmax; a negative one is divided by it, so that the nearest expert stays so. `top` breaks ties by order.
     """
     best = cosines.amax(-1, keepdim=True)
     if config.policy != "nearest":

@@ -348,8 +348,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_language(text: str, source: str) -> None:
     """Reject a text that is clearly not in the source language; single words and unknown languages pass.
 
-    A text is rejected if most of its letters are not Latin, or if another language has at least two more of its small
-    words.
+    A text is rejected if most letters are not Latin, or another language has at least two more of its small words.
 
     Raises DataError if the text is in another language.
     """

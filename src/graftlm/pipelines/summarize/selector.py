@@ -131,8 +131,7 @@ def _cause(error: Exception) -> str:
 def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "cpu") -> Tensor:
     """Embed sentences with a frozen sentence-transformers model; returns (N, v) in float32.
 
-    Raises MissingExtraError if sentence-transformers is not installed, and BackboneError if the encoder can't be
-    loaded.
+    Raises MissingExtraError if sentence-transformers is missing, and BackboneError if the encoder can't be loaded.
     """
     model, texts = _load_encoder(encoder, device), list(sentences)
     embeddings = model.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)

@@ -18,8 +18,7 @@ _PARAGRAPH_BREAK = re.compile(r"\r?\n[ \t]*\r?\n\s*")
 def latex_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings of the document's body. Inline formulas keep their source.
 
-    Tables, figures, displayed formulas and code keep their source as blocks of their kinds; footnotes and citations are
-    skipped.
+    Tables, figures, displayed formulas and code keep their source as blocks; footnotes and citations are skipped.
     """
     walker: Any = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
     latex2text: Any = import_extra("pylatexenc.latex2text", "Reading LaTeX")
