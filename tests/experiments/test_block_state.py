@@ -229,13 +229,13 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
 
 def test_the_committed_results_have_every_row() -> None:
     results = Results.read(Path(block_state.__file__).parent)
-    measured = [row for row in cells(("attribution", "scale")) if row != "slide_ssm_width384"]
+    measured = [row for row in cells(("attribution", "scale", "window")) if row != "slide_ssm_width384"]
     assert [row.id for row in results.rows] == measured
     assert results.seeds == [0, 1, 2]
     details: Any = results.details
     for row, searched in details["search"].items():
         assert min(searched, key=searched.get) == f"{row}_lr{details['rates'][row]:g}_s0"
-    best, shown = details["best_block_state"], cells(("attribution", "scale"))
+    best, shown = details["best_block_state"], cells(("attribution", "scale", "window"))
     rivals = [row.id for row in results.rows if row.id.startswith("slide_ssm")]
     far = [f"nats_{corpus}_to_{distance}" for corpus in CORPORA for distance in (1024, 16_384)]
     expected_aims = [(name, details["differences"][rival][name]["high"]) for rival in rivals for name in far]
