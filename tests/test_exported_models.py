@@ -439,6 +439,14 @@ def test_a_plain_model_needs_no_export(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
+@pytest.mark.parametrize("option", [("--backbone", "another"), ("--set", "rank=2")])
+def test_a_model_is_exported_as_it_is(option: tuple[str, str], tmp_path: Path) -> None:
+    folder = save_tiny_backbone(tmp_path / "model", "block-state") or tmp_path / "model"
+    outcome = invoke("export", str(folder), "--to", str(tmp_path / "plain"), *option)
+    assert (outcome.code, len(outcome.err.strip().splitlines())) == (2, 1), outcome.err
+    assert "is a model, and no graft on another: leave out --backbone and --set" in outcome.err
+
+
 def test_a_classifier_is_not_written_without_its_head(tmp_path: Path) -> None:
     config = BlockStateConfig(
         vocab_size=304, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mixer_layers=[1]
@@ -447,7 +455,10 @@ def test_a_classifier_is_not_written_without_its_head(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path / "classifier")
     outcome = invoke("export", str(tmp_path / "classifier"), "--to", str(tmp_path / "model"))
     assert (outcome.code, len(outcome.err.strip().splitlines())) == (2, 1), outcome.err
-    assert "holds a BlockStateForSequenceClassification, whose head a causal language model lacks" in outcome.err
+    assert "BlockStateForSequenceClassification, and only BlockStateForCausalLM can be exported" in outcome.err
+    backbone = load_backbone(str(tmp_path / "classifier"))
+    with pytest.raises(ArtifactError, match="only BlockStateForCausalLM can be exported"):
+        export_graft(detached(KINDS["lora"], backbone), backbone, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

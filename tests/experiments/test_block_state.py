@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from experiments.sequence_rows import ROWS as DIFFERENCES
 from experiments.sequence_rows import parameter_count
 from graftlm.demo.corpus import source_files
 from graftlm.errors import DataError
-from graftlm.evaluation import Interval, Results
+from graftlm.evaluation import Interval, Results, combine_seeds
 from graftlm.runs.language_run import LanguageModelRun
 from graftlm.training.language_model import train_tokenizer
 from tiny import tiny_tokenizer
@@ -247,4 +248,37 @@ def test_the_committed_results_have_every_row() -> None:
         assert of_rival.keys() == expected.keys()
         for name, interval in of_rival.items():
             assert interval["mean"] == pytest.approx(expected[name].mean, abs=1e-9)
+            assert interval["low"] == pytest.approx(expected[name].low, abs=1e-9)
             assert interval["high"] == pytest.approx(expected[name].high, abs=1e-9)
+    for row, by_seed in details["by_seed"].items():
+        seeds = 1 if shown[row][1] == "window512" else 3  # the README says so
+        assert list(by_seed) == [f"{row}_lr{details['rates'][row]:g}_s{seed}" for seed in range(seeds)]
+        first_rate_is_left_out = row in ("block_recurrent_window512", "sh_delta_window512")
+        assert len(details["search"][row]) == (2 if first_rate_is_left_out or row == "slide_ssm_width192" else 3)
+
+
+def test_the_intervals_of_the_window_section_are_those_of_the_results() -> None:
+    """Every interval in its tables and sentences is one of two rows' differences, of either sign."""
+    folder = Path(block_state.__file__).parent
+    details: Any = Results.read(folder).details
+    by_seed = {row: seeds for row, seeds in details["by_seed"].items() if len(seeds) == 3}
+    known = set()
+    for row, rival in permutations(by_seed, 2):
+        known |= {written(interval) for interval in differences(by_seed, row, rival).values()}
+    for corpus in CORPORA:
+        gains = [
+            [own[f"bpb_{corpus}"] - other[f"bpb_{corpus}"] for own, other in zip(*pair, strict=True)]
+            for pair in ([by_seed[f"{row}{window}"].values() for row in ("sh_delta", "slide")] for window in VARIED)
+        ]
+        known.add(written(combine_seeds([narrow - wide for narrow, wide in zip(*gains, strict=True)])))
+    section = (folder / "README.md").read_text(encoding="utf-8").partition("## Window\n")[2].partition("## Scale\n")[0]
+    intervals = re.findall(r"-?\d\.\d{3}(?: nats)? \[-?\d\.\d{3}, -?\d\.\d{3}\]|by \d\.\d{3} \[[^\]]+\]", section)
+    assert len(intervals) > 50
+    assert not {each.removeprefix("by ").replace("-0.000", "0.000") for each in intervals} - known
+
+
+VARIED = ("_window32", "")
+
+
+def written(interval: Any) -> str:
+    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]".replace("-0.000", "0.000")

@@ -91,11 +91,11 @@ def test_texts_beyond_the_reach_need_a_cache_and_pieces() -> None:
 
 
 def test_rows_that_a_window_holds_are_refused_before_the_backbone_is_loaded(tmp_path: Path) -> None:
-    changed = values(tmp_path, tmp_path / "nowhere", graft={"kind": "memory", "window": 16, "sinks": 2})
-    refused = "Rows of 16 tokens are no longer than the window of 16, so .*: raise data.length, or lower the graft's"
+    changed = values(tmp_path, tmp_path / "nowhere", graft={"kind": "memory", "window": 14, "sinks": 2})
+    refused = "Rows of 16 tokens are no longer than the window of 14 and its 2 sinks, so .*: raise data.length"
     with pytest.raises(RecipeError, match=refused):
         run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
-    for config, length in (({"window": 15}, 16), ({"window": 16, "state": "none"}, 16)):
+    for config, length in (({"window": 14, "sinks": 2}, 17), ({"window": 14, "sinks": 2, "state": "none"}, 16)):
         MemoryConfig(**config).check_rows(length)
     changed["data"] |= {
         "stream": True,

@@ -202,7 +202,7 @@ class JoinError(GraftError):
 def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
     """Join the rows of several caches into one cache; their newest columns are aligned.
 
-    The given caches must not be used afterwards. A layer class may define `join(layers, paddings)`, for the first.
+    The caches must not be used afterwards. A layer class may define `join(layers, paddings)`, called on its first.
 
     Args:
         caches: caches of the same model and the same owners.

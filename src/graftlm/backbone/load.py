@@ -71,8 +71,7 @@ class Backbone:
 
         The model's class decides on `kind` where it is None.
 
-        Raises BackboneError if `model` is not a transformers model, and UnknownFamilyError if its architecture has an
-        unknown structure.
+        Raises BackboneError if `model` is not a transformers model, UnknownFamilyError if its structure is unknown.
         """
         live = _unwrap(model).eval()
         if kind is None and live.base_model is live:

@@ -24,7 +24,7 @@ from graftlm.cli.inputs import (
     flag,
     option,
 )
-from graftlm.errors import DataError
+from graftlm.errors import ArtifactError, DataError
 from graftlm.io import has_report
 
 
@@ -291,6 +291,8 @@ def export(
 
     if not is_model(graft):
         read_manifest(graft).check_alone(graft, "an export")
+    elif backbone or changes:
+        raise ArtifactError(f"{graft} is a model, and no graft on another: leave out --backbone and --set.")
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     if is_model(graft):
         folder = export_model(loaded, to)

@@ -2,8 +2,7 @@
 
 A path is one training measured at rising strengths, from the backbone (0, 0) to the trained weights, with straight
 lines between. At a level of learning, a path's loss is that where it first reaches the level, and a method's is the
-lowest of its paths. Intervals are 95% percentile bootstraps over the windows of the test texts, with the same resamples
-for all methods.
+lowest of its paths. Intervals are 95% percentile bootstraps over windows of test text, resampled alike for all methods.
 """
 
 from __future__ import annotations

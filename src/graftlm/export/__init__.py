@@ -79,13 +79,8 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
 def export_model(backbone: Backbone, folder: str | Path) -> Path:
     """Write a model of one of GraftLM's own architectures with its code, so that it needs transformers alone.
 
-    Raises ArtifactError if the model is one of transformers' or has another head, or the folder holds other files or
-    can't be written.
+    Raises ArtifactError if the model is one of transformers', or the folder holds other files or can't be written.
     """
-    for name in backbone.model.config.architectures or ():
-        if name != type(backbone.model).__name__:
-            problem = "whose head a causal language model lacks, so it can't be exported: load it where graftlm is."
-            raise ArtifactError(f"{backbone.name} holds a {name}, {problem}")
     with _new_model(Path(folder), backbone, "the code of its architecture") as draft:
         save_unchanged(backbone.model, draft)
         if not copy_code(backbone.model, draft):
@@ -101,6 +96,11 @@ def _new_model(folder: Path, backbone: Backbone, content: str) -> Iterator[Path]
     """Yield the draft of a model's folder; tokenizer and card are added at the end, when all of it takes its place."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is not an empty folder, so it is left alone: name a new one.")
+    model = type(backbone.model)
+    for name in (backbone.model.config.architectures or ()) if _is_own(model) else ():
+        if name != model.__name__:  # its head was not loaded
+            problem = f"and only {model.__name__} can be exported: load it where graftlm is installed."
+            raise ArtifactError(f"{backbone.name} holds a {name}, {problem}")
     try:
         with staged_folder(folder) as draft:
             draft.mkdir()

@@ -289,8 +289,7 @@ def compare_recipe(
     Args:
         recipe: of a graft or of several methods on text.
         out: the output folder; the recipe's when None.
-        frontier: train each method at several rates, measure each at several strengths, and give what it forgets at
-            equal learning.
+        frontier: train each method at several rates, measure it at several strengths, and compare at equal learning.
 
     Raises RecipeError if the recipe is one of a language model or of tasks.
     """

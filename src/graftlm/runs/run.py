@@ -224,8 +224,7 @@ def execute(
 ) -> dict[str, Measurement]:
     """Run what is not finished in `out`; gives the measurement of every run by its id.
 
-    A finished run is one whose measurement and folder have the same key and whose artefacts exist. A killed run resumes
-    from its checkpoints.
+    A finished run's measurement and folder have the same key, and its artefacts exist. A killed one resumes.
 
     Args:
         runs: in the order in which they start, as far as their dependencies allow. Equal runs may appear twice.

@@ -146,7 +146,7 @@ def _fitting(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[Non
 def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     """A pretrained model in float32.
 
-    Raises BackboneError if none is there or its files are broken, RecipeError for fewer tokens than the tokenizer's.
+    Raises BackboneError if there is none or it is broken, RecipeError if it has fewer tokens than the tokenizer.
     """
     with _loading(f"The model {name}", "name another, or mend its files"):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)

@@ -1,8 +1,7 @@
 """The training loop of every graft and every baseline.
 
 One step draws the global batch, takes this process's rows, accumulates the gradients of its micro-batches, clips and
-updates. Losses are sums divided by the counts of the global batch. Micro-batches and processes therefore change a loss
-by rounding only.
+updates. Losses are sums divided by the counts of the global batch. Micro-batches and processes change it by rounding.
 """
 
 from __future__ import annotations

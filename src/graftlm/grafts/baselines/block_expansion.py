@@ -180,7 +180,7 @@ def _deeper(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) -> PreT
     transformers builds it from a config with more layers, so everything that depends on a layer's number is right: its
     place in the cache, its window, its scale. It has no hooks.
 
-    Raises BackboneError if the config can't describe those layers, and TapConflictError if it has an adapter of PEFT.
+    Raises BackboneError if the config can't describe those layers, TapConflictError if the model has PEFT's adapter.
     """
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise TapConflictError(

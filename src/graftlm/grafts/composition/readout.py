@@ -6,8 +6,7 @@
 h are the last hidden states, which the models' own output layers read. W and b start at zero: then r = 0, and the
 distribution is the anchor's, but the gradient of r by a is 1. Where a is out of range, the gradient is `_LEAK`.
 
-Shape suffixes: B rows, K tokens whose logits are wanted, V the anchor's vocabulary, M augmenting models, W widths of
-all last states together.
+Shape suffixes: B rows, K tokens whose logits are wanted, V the anchor's vocabulary, M augmenting models, W all widths.
 """
 
 from __future__ import annotations

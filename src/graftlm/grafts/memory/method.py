@@ -62,10 +62,10 @@ class MemoryConfig(GraftConfig):
     reach: int | None = Field(None, ge=1)
 
     def check_rows(self, length: int) -> None:
-        if self.state != "none" and length <= self.window:
+        if self.state != "none" and length <= self.window + self.sinks:
             raise RecipeError(
-                f"Rows of {length:,} tokens are no longer than the window of {self.window:,}, so there is nothing to "
-                "remember: raise data.length, or lower the graft's window."
+                f"Rows of {length:,} tokens are no longer than the window of {self.window:,} and its {self.sinks:,} "
+                "sinks, so there is nothing to remember: raise data.length, or lower the graft's window."
             )
 
 

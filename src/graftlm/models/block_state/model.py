@@ -279,7 +279,7 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
 
     def __init__(self, config: BlockStateConfig) -> None:
         if config.bidirectional:
-            raise GraftError("A language model sees no later tokens: leave bidirectional at false.")
+            raise GraftError("A language model sees no later tokens: a bidirectional one is a classifier.")
         super().__init__(config)
         self.model = BlockStateModel(config)
         self.vocab_size = config.vocab_size
