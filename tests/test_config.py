@@ -98,13 +98,6 @@ RECIPES = st.builds(
 )
 
 
-@pytest.mark.parametrize("values", [{"steps": True}, {"rate": False}])
-def test_a_truth_value_is_no_number(values: dict[str, Any]) -> None:
-    (value,) = values.values()
-    with pytest.raises(RecipeError, match=f"here: {next(iter(values))}: a number is expected, but found {value}"):
-        Steps.parse(values, where="here")
-
-
 @given(RECIPES)
 def test_yaml_gives_the_same_config_back(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
     path = tmp_path_factory.getbasetemp() / "recipe.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, dataclass_transform, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
 
 from graftlm.errors import RecipeError, did_you_mean
 
@@ -49,14 +49,6 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truth_as_number(cls, value: Any, info: Any) -> Any:
-        kinds = (kind := cls.model_fields[info.field_name].annotation, *get_args(kind))
-        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
-            raise ValueError("a number is expected")
-        return value
 
     @classmethod
     def parse(cls, values: Any, *, where: str = "config") -> Self:

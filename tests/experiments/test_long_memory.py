@@ -281,4 +281,5 @@ def test_a_single_task_can_be_run(tmp_path: Path) -> None:
 def test_the_committed_results_have_every_row() -> None:
     folder = Path(long_memory.__file__).parent
     results = Results.read(folder)
-    assert [row.id for row in results.rows] == [row for row in ROWS_OF_RESULTS if row != "mamba2"], "not measured yet"
+    measured = [row for row in (*ROWS_OF_RESULTS, *LISTS) if row != "listops_bst_s4_causal"]
+    assert [row.id for row in results.rows] == measured, "one is not measured yet"
