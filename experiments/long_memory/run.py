@@ -16,7 +16,7 @@ Operations are MAX, MIN, MED (the median, rounded down) and SM (the sum modulo t
 a depth of at most ten. An operation with its bracket, the closing bracket and a digit are one token each.
 
 The compared models are of equal size with one difference. Every row is trained on each task with the same steps and
-examples, at the rate that its own search on validation examples chose.
+examples, at the rate that its own search on validation examples chose (the README names the rows without one).
 """
 
 from __future__ import annotations
