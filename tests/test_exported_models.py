@@ -441,8 +441,8 @@ def test_a_plain_model_needs_no_export(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [("--backbone", "another"), ("--set", "rank=2")])
 def test_a_model_is_exported_as_it_is(option: tuple[str, str], tmp_path: Path) -> None:
-    folder = save_tiny_backbone(tmp_path / "model", "block-state") or tmp_path / "model"
-    outcome = invoke("export", str(folder), "--to", str(tmp_path / "plain"), *option)
+    save_tiny_backbone(tmp_path / "model", "block-state")
+    outcome = invoke("export", str(tmp_path / "model"), "--to", str(tmp_path / "plain"), *option)
     assert (outcome.code, len(outcome.err.strip().splitlines())) == (2, 1), outcome.err
     assert "is a model, and no graft on another: leave out --backbone and --set" in outcome.err
 

@@ -97,12 +97,8 @@ def test_rows_that_a_window_holds_are_refused_before_the_backbone_is_loaded(tmp_
         run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
     for config, length in (({"window": 14, "sinks": 2}, 17), ({"window": 14, "sinks": 2, "state": "none"}, 16)):
         MemoryConfig(**config).check_rows(length)
-    changed["data"] |= {
-        "stream": True,
-        "replay_fraction": 0,
-        "old": [],
-        "boundaries": "joined",
-    }  # rows go on from step to step
+    streamed = {"stream": True, "replay_fraction": 0, "old": [], "boundaries": "joined"}
+    changed["data"] |= streamed  # rows go on from step to step
     with pytest.raises(BackboneError, match="nowhere"):
         run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
 

@@ -202,7 +202,8 @@ class JoinError(GraftError):
 def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
     """Join the rows of several caches into one cache; their newest columns are aligned.
 
-    The caches must not be used afterwards. A layer class may define `join(layers, paddings)`, called on its first.
+    The given caches must not be used afterwards. A layer class may define `join(layers, paddings)`, which is called on
+    the first layer.
 
     Args:
         caches: caches of the same model and the same owners.

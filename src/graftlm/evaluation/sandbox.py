@@ -12,7 +12,8 @@ Further protections depend on the machine; `protections()` probes them:
 
 Limits of the sandbox. A program can read every file that you can read. Without a protection above it can use the
 network, write where you can write, signal your processes, or leave a daemon behind. A kernel flaw defeats everything:
-run code that you distrust in a container or a virtual machine. The memory limit holds per process; files have none.
+run code that you distrust in a container or a virtual machine. The memory limit holds per process, and the number of
+files is unlimited.
 
 A pass requires a secret that is handed over after the last test, so early exits and printed claims do not pass. A
 program written against this module can still cheat: it shares a process with its tests.

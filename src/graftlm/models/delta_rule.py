@@ -33,7 +33,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Outputs (B, H, T, V), and the state (B, H, K, V) after the last token; all tensors are float32 or float64.
 
-    A token with log a = 0 and b = 0 leaves the state as it is. Keys are of length 1 or less. `chunk` changes rounding.
+    A token with log a = 0 and b = 0 leaves the state as it is. Keys are of length 1 or less. Another `chunk` changes
+    results by rounding alone.
 
     Args:
         state_BHKV: the state before the first token; None for zero.

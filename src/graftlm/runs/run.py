@@ -224,7 +224,8 @@ def execute(
 ) -> dict[str, Measurement]:
     """Run what is not finished in `out`; gives the measurement of every run by its id.
 
-    A finished run's measurement and folder have the same key, and its artefacts exist. A killed one resumes.
+    A finished run's measurement and folder have the same key, and its artefacts exist. A killed one resumes
+    from its checkpoints.
 
     Args:
         runs: in the order in which they start, as far as their dependencies allow. Equal runs may appear twice.

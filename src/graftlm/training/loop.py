@@ -1,7 +1,8 @@
 """The training loop of every graft and every baseline.
 
 One step draws the global batch, takes this process's rows, accumulates the gradients of its micro-batches, clips and
-updates. Losses are sums divided by the counts of the global batch. Micro-batches and processes change it by rounding.
+updates. Losses are sums divided by the counts of the global batch. Micro-batches and processes therefore change a loss
+by rounding only.
 """
 
 from __future__ import annotations
@@ -180,7 +181,8 @@ def _seed(seed: int, step: int, process: int) -> None:
 def learning_rate(config: TrainingConfig, step: int) -> float:
     """The learning rate of `step`, counted from 0.
 
-    Warm-up reaches `learning_rate` at step `warmup_steps - 1`, decay `min_ratio` of it one step after the last.
+    Warm-up reaches `learning_rate` at step `warmup_steps - 1`. The decay reaches `min_ratio * learning_rate` one step
+    after the last.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

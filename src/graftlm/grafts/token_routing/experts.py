@@ -292,7 +292,8 @@ def _check_targets(
 ) -> None:
     """Raise an `ArtifactError` unless the modules that have factors are those that PEFT would give them to.
 
-    PEFT leaves out other factors in silence, and makes new ones where they lack. Without a backbone names are compared.
+    PEFT leaves out other factors in silence, and makes new ones where they lack. Without a backbone, only the names in
+    the config are compared.
     """
     try:
         if backbone is not None:

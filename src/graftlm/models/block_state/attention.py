@@ -133,7 +133,8 @@ def concat_features(*tensors: ChunkedTensor) -> Tensor:
 def scaled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(K) + bias) v: (..., H, queries, K) of (..., H, queries, K) and (..., H, keys, K).
 
-    `bias` has all leading dimensions or none. Fused kernels give it no gradients: they are written out.
+    `bias` has all leading dimensions or none. Fused kernels give no gradients for it, so the product is written out if
+    it needs gradients.
     """
     if bias is not None and bias.requires_grad:
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2) + bias.to(q.dtype)
