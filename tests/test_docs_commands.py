@@ -38,6 +38,7 @@ SMALL = {
     + ["model.hidden_size=32", "model.num_hidden_layers=3", "model.num_attention_heads=2"]
     + ["model.intermediate_size=32", "training.precision=fp32", "training.warmup_steps=0", "evaluation.lengths=[32]"],
 }
+SMALL_GRAFTS = {"composition": "stride=1", "memory": "window=8"}  # for tiny models and short rows
 PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft .*augmenting\.french\.name=": "needs a model that was moved; tests/cli/test_composition.py runs it",
     r"graft chat runs/danish": "needs a chat template; tests/test_chat.py runs it",
@@ -236,12 +237,12 @@ def _overrides(words: list[str]) -> list[str]:
         return SMALL["tasks"]
     steps = ["training.steps=0"] if "steps: 0" in recipe else []
     budget = ["evaluation.forgetting_budget=100"] if "forgetting_budget" in recipe else []
-    stride = [
-        f"{where}.stride=1"
+    small = [
+        f"{where}.{SMALL_GRAFTS[graft['kind']]}"
         for where, graft in _grafts_of(yaml.safe_load(recipe)).items()
-        if graft["kind"] == "composition"
+        if graft["kind"] in SMALL_GRAFTS
     ]
-    return SMALL["graft"] + steps + budget + stride
+    return SMALL["graft"] + steps + budget + small
 
 
 def _grafts_of(recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
