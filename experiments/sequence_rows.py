@@ -39,6 +39,10 @@ _CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
         "BST single-head, delta rule, no state space behind the embeddings",
         {"mixer": "block-state", "kernel": "delta", "positional_ssm": False, "state_size": 64},
     ),
+    "sh_delta_reset": (
+        "BST single-head, delta rule with states of one window, no state space behind the embeddings",
+        {"mixer": "block-state", "kernel": "delta", "positional_ssm": False, "state_size": 64, "reset_states": True},
+    ),
     "gss_hybrid": (
         "gated state space, S4D, attention in the last layer",
         {"mixer": "state-space", "mixer_layers": "all but the last", "state_size": 64},

@@ -109,7 +109,8 @@ def packages_of(files: Sequence[Path]) -> dict[str, str]:
 NAME = "block-state"
 FAR = 128  # tokens that the window reads back in one layer
 BLOCK_STATE = ("bst_sh_s4d", "sh_s4d", "sh_delta")
-ROWS = ("slide", "transformer_xl", "block_recurrent", "slide_ssm", *BLOCK_STATE, "gss_hybrid", "gss", "gated_delta")
+ROWS = ("slide", "transformer_xl", "block_recurrent", "slide_ssm", *BLOCK_STATE, "sh_delta_reset")
+ROWS += ("gss_hybrid", "gss", "gated_delta")
 ALL_LABELS = LABELS | CONTROLS
 TABLES = ("attribution", "scale", "window")
 
@@ -133,7 +134,7 @@ VARIANTS = {
 }
 VARIED = {
     "scale": ("slide", "transformer_xl", "block_recurrent", "slide_ssm", "sh_delta", "gss_hybrid"),
-    "window": ("slide", "block_recurrent", "sh_delta"),
+    "window": ("slide", "block_recurrent", "sh_delta", "sh_delta_reset"),
 }
 
 

@@ -167,14 +167,16 @@ def _context(mixer: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
 
 def _both_directions(module: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
     if config.kernel == "delta":
-        y = _delta(module.ssm, u)
-        return y + _delta(module.backward_ssm, u.flip(0)).flip(0) if config.bidirectional else y
+        forward = [config.reset_states and t % config.window == 0 for t in range(len(u))]
+        y = _delta(module.ssm, u, forward)
+        backward = [config.reset_states and (t + 1) % config.window == 0 for t in range(len(u))][::-1]
+        return y + _delta(module.backward_ssm, u.flip(0), backward).flip(0) if config.bidirectional else y
     y = _outputs(module.ssm.kernels, u, config)
     return y + _outputs(module.backward_ssm.kernels, u.flip(0), config).flip(0) if config.bidirectional else y
 
 
-def _delta(module: Any, u: Tensor) -> Tensor:
-    """(T, E, 1, 1): what a state answers that each token corrects at its key."""
+def _delta(module: Any, u: Tensor, anew: list[bool]) -> Tensor:
+    """(T, E, 1, 1): what a state answers that each token corrects at its key; it begins `anew` before some tokens."""
     n = (len(module.mix[0]) - u.shape[1]) // 2
     z = u @ module.qkv.weight.T
     state, rows = u.new_zeros(n, u.shape[1]), []
@@ -183,7 +185,7 @@ def _delta(module: Any, u: Tensor) -> Tensor:
         q, k, v = mixed[:n], mixed[n : 2 * n], mixed[2 * n :]
         q, k = q / torch.sqrt((q * q).sum() + 0.01), k / torch.sqrt((k * k).sum() + 0.01)
         forgets, writes = module.rate_weight @ token + module.rate_bias
-        state = state / (1 + torch.exp(forgets))  # exp(-softplus(x)) = 1 / (1 + exp(x))
+        state = 0 * state if anew[t] else state / (1 + torch.exp(forgets))  # exp(-softplus(x)) = 1 / (1 + exp(x))
         state = state + torch.outer(k, (v - k @ state) / (1 + torch.exp(-writes)))
         rows.append(q @ state)
     return torch.stack(rows)[:, :, None, None]

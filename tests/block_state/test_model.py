@@ -86,7 +86,7 @@ def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("variant", [name for name in tools.BIDIRECTIONAL if name != "slide"])
+@pytest.mark.parametrize("variant", [name for name in tools.BIDIRECTIONAL if name not in ("slide", *tools.RESET)])
 def test_a_bidirectional_model_reads_later_tokens_beyond_its_windows(variant: str) -> None:
     model = tools.classifier(variant).model
     embeds = model.get_input_embeddings()(tools.ids(1, 4 * tools.W)).detach().requires_grad_()
@@ -206,6 +206,7 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
         ({"bidirectional": "false"}, "bidirectional is 'false'; true or false is expected"),
         ({"positional_ssm": 1}, "positional_ssm is 1; true or false is expected"),
+        ({"reset_states": True}, "reset_states is for kernel: delta, but kernel is s4d: leave"),
         ({"bidirectional": True, "mixer": "recurrent"}, "recurrent reads from left to right, and can"),
         ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
     ],

@@ -43,6 +43,8 @@ class BlockStateConfig(PreTrainedConfig):
         state_size: N, real numbers in the state of each channel; of `delta`, the width of its keys.
         state_width: channels of the state-space model; by default hidden_size / 4, or / 8 for `mf`.
         filters: S, the number of state-space models of `mf`.
+        reset_states: whether the states of `delta` begin anew with every window of W tokens, as a control: they reach no
+            further back than the window does.
         positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
             positions; it reads the whole text before a token.
         recurrent_states: number of state vectors of a recurrent layer; W by default.
@@ -74,6 +76,7 @@ class BlockStateConfig(PreTrainedConfig):
     state_size: int = 16
     state_width: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     filters: int = 32
+    reset_states: bool = False
     positional_ssm: bool = True
     recurrent_states: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     memory_windows: int = 1
@@ -121,7 +124,7 @@ class BlockStateConfig(PreTrainedConfig):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 yield f"{name} is {value!r}; a whole number from 1 is expected."
-        for name in ("bidirectional", "positional_ssm"):
+        for name in ("bidirectional", "positional_ssm", "reset_states"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name} is {getattr(self, name)!r}; true or false is expected."
         if not 0 <= self.dropout < 1:
@@ -156,6 +159,8 @@ class BlockStateConfig(PreTrainedConfig):
             )
         if self.kernel == "delta" and self.mixer == "block-state" and self.context != "sh":
             yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
+        if self.reset_states and self.kernel != "delta":
+            yield f"reset_states is for kernel: delta, but kernel is {self.kernel}: leave reset_states out."
         if self.kernel_limit < self.kernel_length:
             yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
         if self.bidirectional and self.mixer in ("recurrent", "memory"):

@@ -23,6 +23,8 @@ from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
 
 _MIXED = 4
 """From how many last tokens a query, key and value of the delta rule are mixed."""
+_RESET = -50.0
+"""The logarithm of a decay that leaves nothing of a state; an infinite one has no differences."""
 
 
 class TokenSSM(nn.Module):
@@ -80,7 +82,7 @@ class DeltaSSM(nn.Module):
 
     def __init__(self, config: BlockStateConfig, name: str) -> None:
         super().__init__()
-        self.name, self.kernel_length = name, config.kernel_length
+        self.name, self.kernel_length, self.resets = name, config.kernel_length, config.reset_states
         self.sizes = (config.state_size, config.state_size, config.state_width)
         self.qkv = nn.Linear(config.state_width, sum(self.sizes), bias=False)
         self.mix = nn.Parameter(torch.empty(_MIXED, sum(self.sizes)))
@@ -109,16 +111,25 @@ class DeltaSSM(nn.Module):
     def _outputs(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
         """(B, T, E) of left-aligned inputs."""
         lengths, dtype = grid.per_row(grid.new_lengths), u_BTE.dtype
-        inside = torch.arange(u_BTE.shape[1], device=u_BTE.device) < lengths[:, None]  # others leave the state alone
+        column = torch.arange(u_BTE.shape[1], device=u_BTE.device)
+        inside = column < lengths[:, None]  # others leave the state alone
         z = functional.linear(u_BTE, self.qkv.weight.to(dtype))
         tensors = {} if cache is None else cache.tensors
         before = tensors.get(f"{self.name} inputs", z.new_zeros(len(z), _MIXED - 1, z.shape[-1]))
         mixed, _ = mixed_tokens(z, self.mix.to(dtype), None, before)
         q, k, v = mixed[:, None].split(self.sizes, dim=-1)
         rates = functional.linear(u_BTE, self.rate_weight.to(dtype), self.rate_bias.to(dtype)).transpose(1, 2)
-        a, b = (rate * inside[:, None] for rate in (-functional.softplus(rates[:, :1]), rates[:, 1:].sigmoid()))
+        log_a, b = -functional.softplus(rates[:, :1]), rates[:, 1:].sigmoid()
+        if self.resets:
+            first = (grid.per_row(grid.offsets)[:, None] + column) % grid.window == 0
+            log_a = log_a.masked_fill(first[:, None], _RESET)
+        log_a = -functional.softplus(rates[:, :1])
+        if self.resets:
+            first = (grid.per_row(grid.past_lengths)[:, None] + column) % grid.window == 0
+            log_a = log_a.masked_fill(first[:, None], _RESET)
+        log_a, b = (rate * inside[:, None] for rate in (log_a, rates[:, 1:].sigmoid()))
         q, k = unit_length(q), unit_length(k)
-        y, state = delta_rule(q, k, v, a, b, tensors.get(self.name))
+        y, state = delta_rule(q, k, v, log_a, b, tensors.get(self.name))
         if cache is not None:
             cache.store(self.name, state)
             cache.store(f"{self.name} inputs", slice_rows(torch.cat([before, z], 1), grid.new_lengths, _MIXED - 1))
