@@ -27,12 +27,10 @@ from graftlm.runs.graft_run import EvaluationConfig, GraftRun, count_parameters
 from graftlm.runs.run import Measurement, RunContext, Trainee
 from graftlm.training import TrainingConfig
 
-REPLAY_FRACTION = 0.4
-"""Of the rows that are trained on: text of the anchor's own domains."""
+REPLAY_FRACTION = 0.4  # of the rows that are trained on: text of the anchor's own domains
 RATES = {"composition": (1e-3, 3e-3, 1e-2), "lora": (3e-3, 1e-2, 3e-2), "finetune": (3e-4, 1e-3, 3e-3)}
 """Learning rates that are tried for every row, by kind of graft."""
-SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)
-"""Shares of the augmenting models that are tried for a mixture without a gate."""
+SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)  # shares of the augmenting models that are tried for a mixture without a gate
 LABELS = {
     "m_b": "anchor m_B",
     "m_a": "specialist m_A",

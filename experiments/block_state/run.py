@@ -124,8 +124,7 @@ class Variant(NamedTuple):
     rate: float = 1.0
 
 
-# The thesis' figures 5.5 and 5.4, right.
-VARIANTS = {
+VARIANTS = {  # the thesis' figures 5.5 and 5.4, right
     "": Variant(),
     "width192": Variant("width 192", {"hidden_size": 192, "initializer_range": 0.07}, 3.8, 0.5),
     "width384": Variant("width 384", {"hidden_size": 384, "initializer_range": 0.05}, 15.0, 0.25),

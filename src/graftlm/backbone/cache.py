@@ -33,8 +33,7 @@ from graftlm.models.state_layer import RecurrentCacheLayer
 _SLOTS = "_graft_slots"
 _MIN_SPARE_TOKENS = 64
 BLOCK_TOKENS = 32  # of the prefix cache
-Block = list[tuple[Tensor, Tensor]]
-"""Keys and values (1, H, 32, d) of each layer, the backbone's first."""
+Block = list[tuple[Tensor, Tensor]]  # keys and values (1, H, 32, d) of each layer, the backbone's first
 
 
 def slots(

@@ -24,8 +24,7 @@ from graftlm.errors import TapError, UnknownFamilyError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Config fields that describe how a model is run, not what it is.
-RUNTIME_FIELDS = {
+RUNTIME_FIELDS = {  # config fields that describe how a model is run, not what it is
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation", "name_or_path",
     "_attn_implementation_autoset", "output_attentions", "output_hidden_states", "return_dict", "quantization_config",
     "architectures", "experts_implementation",

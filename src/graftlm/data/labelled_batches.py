@@ -278,8 +278,7 @@ class TaskBatch:
         return torch.stack([torch.full_like(tokens, len(self)), tokens]).float()
 
 
-TaskRow = tuple[EncodedRow, TaskSpec, int]
-"""A row, its task, and the task's number."""
+TaskRow = tuple[EncodedRow, TaskSpec, int]  # a row, its task, and the task's number
 Score = Callable[[TaskBatch], Sequence[float | None]]
 """A score of each row of a batch, from 0 to 1, such as the model's uncertainty; None for a row that has none."""
 

@@ -49,8 +49,7 @@ from graftlm.evaluation.results import Interval
 MetricName = Literal["nats_per_token", "bits_per_byte", "kl_per_token"]
 Precision = Literal["fp32", "bf16"]
 
-# Logits are reduced in float32 chunks of this many values: 64 MiB.
-_CHUNK_VALUES = 2**24
+_CHUNK_VALUES = 2**24  # logits are reduced in float32 chunks of this many values: 64 MiB
 # Windows are sorted by length within this many batches, so that a stream of documents never has to fit in memory.
 _SORTED_BATCHES = 64
 # Beyond this many windows the bootstrap resamples runs of neighbouring windows: faster, and no narrower.

@@ -10,10 +10,8 @@ from typing import Any
 
 from graftlm.serving import protocol
 
-OnText = Callable[[str], object] | None
-"""Called with each piece of a text."""
-OnEvent = Callable[[dict[str, Any]], object]
-"""Called with each event of a stream."""
+OnText = Callable[[str], object] | None  # called with each piece of a text
+OnEvent = Callable[[dict[str, Any]], object]  # called with each event of a stream
 
 
 class EngineClient:

@@ -37,8 +37,7 @@ from graftlm.grafts.composition.attention import AttentionPositions, Visibility
 _MAX_WORD = 48  # characters; longer runs without white space are cut, which bounds the cost of a step
 _UNREAD = -1
 
-IncrementalDecoder = Callable[[int], str]
-"""Takes the next token of a text and returns the characters that it completes."""
+IncrementalDecoder = Callable[[int], str]  # takes the next token of a text and returns the characters that it completes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from graftlm.grafts.base import GraftConfig
 from graftlm.grafts.composition.attention import Init, Norm, Positions
 from graftlm.grafts.composition.readout import ReadoutKind
 
-Pair = tuple[int, int]
-"""(layer of the augmenting model, layer of the anchor), counted from 0."""
+Pair = tuple[int, int]  # (layer of the augmenting model, layer of the anchor), counted from 0
 
 
 class AugmentingConfig(Config):

@@ -55,8 +55,7 @@ from graftlm.grafts.token_routing.routing_state import (
 )
 
 _ROUTER = ("centroids", "probe", "whitener", "variance", "owners")
-BARE = "none"
-"""The label of the bare backbone in traces."""
+BARE = "none"  # the label of the bare backbone in traces
 
 
 class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPeft):

@@ -23,8 +23,7 @@ from torch.nn import functional
 from graftlm.grafts.token_routing.config import Combination
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 
-_CACHED_STACKS = 4
-"""Stacks of expert subsets that a module caches: routes change seldom, and subsets recur."""
+_CACHED_STACKS = 4  # stacks of expert subsets that a module caches: routes change seldom, and subsets recur
 
 
 class AdapterLayout(NamedTuple):

@@ -33,8 +33,7 @@ from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
 MINIMUM_SHRINKAGE = 1e-3
 """Lower bound of a. Without it, directions absent from the examples would count without bound."""
-TEMPERATURES = {"softmax": 0.03, "discriminant": 1.0}
-"""Where the config has none."""
+TEMPERATURES = {"softmax": 0.03, "discriminant": 1.0}  # where the config has none
 
 
 def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:

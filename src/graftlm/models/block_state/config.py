@@ -43,8 +43,7 @@ class BlockStateConfig(PreTrainedConfig):
         state_size: N, real numbers in the state of each channel; of `delta`, the width of its keys.
         state_width: channels of the state-space model; by default hidden_size / 4, or / 8 for `mf`.
         filters: S, the number of state-space models of `mf`.
-        reset_states: whether the states of `delta` begin anew with every window of W tokens, as a control: they reach no
-            further back than the window does.
+        reset_states: whether the states of `delta` begin anew with every window of W tokens: a control without memory.
         positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
             positions; it reads the whole text before a token.
         recurrent_states: number of state vectors of a recurrent layer; W by default.

@@ -21,10 +21,8 @@ from graftlm.models.block_state.grid import WindowGrid, slice_rows
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel, at_least_float32
 from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
 
-_MIXED = 4
-"""From how many last tokens a query, key and value of the delta rule are mixed."""
-_RESET = -50.0
-"""The logarithm of a decay that leaves nothing of a state; an infinite one has no differences."""
+_MIXED = 4  # from how many last tokens a query, key and value of the delta rule are mixed
+_RESET = -50.0  # the logarithm of a decay that leaves nothing of a state; an infinite one has no differences
 
 
 class TokenSSM(nn.Module):

@@ -62,8 +62,7 @@ class Endpoint:
             timeout=config.timeout,
             max_retries=config.retries,
         )
-        # Parameters that this server rejects. Later requests omit or rename them.
-        self._rejected: set[str] = set()
+        self._rejected: set[str] = set()  # parameters that this server rejects; later requests omit or rename them
         self._streams: bool | None = None  # True: always, False: never, None: if requested
 
     @property
