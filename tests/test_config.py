@@ -274,6 +274,13 @@ def test_a_validator_of_the_whole_needs_no_key() -> None:
         Steps(steps=13)
 
 
+def test_a_truth_value_is_no_number() -> None:
+    assert reason(training={"steps": True}) == "config: training: steps should be a number, but found True."
+    with pytest.raises(RecipeError, match=r"^Steps: rate should be a number, but found False\.$"):
+        Steps(rate=False)
+    assert Recipe(name="x", quick=True).quick is True
+
+
 @pytest.mark.parametrize("values", [None, [], "text", 3])
 def test_only_mappings_are_parsed(values: Any) -> None:
     with pytest.raises(RecipeError, match=r"holds (nothing|a list|a string|a number), but a mapping"):

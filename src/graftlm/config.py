@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, dataclass_transform, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
 
-from graftlm.errors import RecipeError, did_you_mean
+from graftlm.errors import RecipeError, did_you_mean, shorten
 
 _Parsed = TypeVar("_Parsed")
-
-
-def _raise_first_problem(config: Any) -> Any:
-    for problem in config._problems():
-        raise ValueError(problem)
-    return config
 
 
 # No field specifiers are named, so that type checkers know that Field(None, …) has a default.
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class _ConfigMeta(type(BaseModel)):
-    """Makes `SomeConfig(key=value)` raise the one-sentence error of a recipe, and validates by `_problems`."""
+    """Makes `SomeConfig(key=value)` raise the one-sentence error of a recipe."""
 
     if not TYPE_CHECKING:  # pydantic's own signature tells type checkers more
-
-        def __new__(mcs, name: str, bases: Any, namespace: dict[str, Any], **options: Any) -> Any:
-            if "_problems" in namespace:
-                namespace["_raise_first_problem"] = model_validator(mode="after")(_raise_first_problem)
-            return super().__new__(mcs, name, bases, namespace, **options)
 
         def __call__(cls, *arguments: Any, **values: Any) -> Any:
             try:
@@ -72,6 +61,20 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         """The config as YAML without default values."""
         values = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_first_problem(cls, values: Any, validate: Callable[[Any], Self]) -> Self:
+        config = validate(values)  # it takes true for 1
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bool) and type(getattr(config, name, None)) in (int, float):
+                raise ValueError(f"{name} should be a number, but found {value}")
+        for problem in config._problems():
+            raise ValueError(problem)
+        return config
+
+    def _problems(self) -> Iterator[str]:
+        return iter(())
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -181,7 +184,7 @@ def parse_overridden(
             except RecipeError:
                 continue
             reason = str(error).removeprefix(f"{where}: ")
-            raise RecipeError(f"The override {_shorten(override)!r}: {reason}") from None
+            raise RecipeError(f"The override {shorten(override)!r}: {reason}") from None
         raise
 
 
@@ -202,11 +205,11 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
-        raise RecipeError(f"The override {_shorten(override)!r} is not like key=value, such as training.steps=200.")
+        raise RecipeError(f"The override {shorten(override)!r} is not like key=value, such as training.steps=200.")
     try:
         value = _load(text)
     except yaml.YAMLError:
-        raise RecipeError(f"The override {_shorten(override)!r}'s value is not valid YAML: put it in quotes.") from None
+        raise RecipeError(f"The override {shorten(override)!r}'s value is not valid YAML: put it in quotes.") from None
     *parents, last = path
     node: Any = values
     for name in parents:
@@ -222,11 +225,11 @@ def _index(node: Any, name: str, override: str) -> str | int:
     if isinstance(node, dict):
         return name
     if not isinstance(node, list):
-        raise RecipeError(f"The override {_shorten(override)!r} goes into {_kind_of(node)}, which has no keys.")
+        raise RecipeError(f"The override {shorten(override)!r} goes into {_kind_of(node)}, which has no keys.")
     if name.isdecimal() and int(name) < len(node):
         return int(name)
     counted = f"a list with {len(node)} items (counted from 0)"
-    raise RecipeError(f"The override {_shorten(override)!r} names item {name!r} of {counted}: name one that is there.")
+    raise RecipeError(f"The override {shorten(override)!r} names item {name!r} of {counted}: name one that is there.")
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
@@ -237,7 +240,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     labels = ("function-", "list[", "dict[", "tuple[", "lax-or-strict[", "json-or-python[", "literal[", "constrained-")
     labels += ("tagged-",)
     path = [str(part) for part in first["loc"] if not str(part).startswith(labels)]
-    key = _shorten(".".join(path))
+    key = shorten(".".join(path))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
         return f"{where}: unknown key {key}{did_you_mean(path[-1], _fields_at(model, path[:-1]))}{more}."
@@ -249,7 +252,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
 def _mismatch(problem: Any) -> str:
     """The expected value of one problem, and the actual one."""
     kind, value = problem["type"], problem["input"]
-    shown = _kind_of(value) if isinstance(value, dict | list | None) else _shorten(repr(value))
+    shown = _kind_of(value) if isinstance(value, dict | list | None) else shorten(repr(value))
     if kind == "value_error":  # raised by a config's own validator, whose message says what it expects
         message = problem["msg"].removeprefix("Value error, ").rstrip(".")
         return message if isinstance(value, dict | list | BaseModel) else f"{message}, but found {shown}"
@@ -260,11 +263,6 @@ def _mismatch(problem: Any) -> str:
         message = "the value should be a mapping of keys"
     quotes = ": put it in quotes" if kind == "string_type" and isinstance(value, int | float) else ""
     return f"{message}, but found {shown}{quotes}"
-
-
-def _shorten(text: str) -> str:
-    """`text`, shortened in the middle to about 80 characters."""
-    return text if len(text) <= 80 else f"{text[:39]}…{text[-39:]}"
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> list[str]:

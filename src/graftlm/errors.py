@@ -94,6 +94,11 @@ def first_line(error: Exception) -> str:
     return lines[lines[0].endswith(":") and len(lines) > 1].rstrip(".: ")[:200]
 
 
+def shorten(text: str, most: int = 80) -> str:
+    """`text`, shortened in the middle to about `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[1 - most // 2 :]}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: ` (did you mean X?)`, or all known words when none is close."""
     names = sorted(known)

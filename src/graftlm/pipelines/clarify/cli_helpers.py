@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from graftlm.errors import DataError, RecipeError
+from graftlm.errors import DataError, RecipeError, shorten
 from graftlm.generation.generate import load_model
 from graftlm.pipelines.clarify.chain import HumanUser, RecordedUser, SimulatedUser, User
 from graftlm.pipelines.clarify.conversation import Conversation, SkippedTurn, WrittenTurn
@@ -71,8 +71,8 @@ def open_conversation(
     for name, value in given.items():
         if value is not None and value != (kept := getattr(conversation, name)):
             raise DataError(
-                f"{path} holds a conversation whose {name} is {_shorten(kept)}, not {_shorten(value)}: leave that out "
-                "to go on with it, or name another file."
+                f"{path} holds a conversation whose {name} is {shorten(repr(kept), 40)}, not "
+                f"{shorten(repr(value), 40)}: leave that out to go on with it, or name another file."
             )
     if answers and conversation.step == "done":
         raise DataError(
@@ -183,8 +183,3 @@ _SKIP_REASONS = {
     "repeated": "the model repeated its question",
     "unusable": "the model's question or its options fit another text",
 }
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:30]}…{text[-8:]}"
