@@ -447,6 +447,13 @@ def test_a_model_is_exported_as_it_is(option: tuple[str, str], tmp_path: Path) -
     assert "is a model, and no graft on another: leave out --backbone and --set" in outcome.err
 
 
+def test_the_folder_of_a_run_names_the_model_in_it(tmp_path: Path) -> None:
+    save_tiny_backbone(tmp_path / "run" / "model", "block-state")
+    outcome = invoke("export", str(tmp_path / "run"), "--to", str(tmp_path / "plain"))
+    assert (outcome.code, len(outcome.err.strip().splitlines())) == (2, 1), outcome.err
+    assert f"so it is not a graft: name {tmp_path / 'run' / 'model'}, or a model." in outcome.err
+
+
 def test_a_classifier_is_not_written_without_its_head(tmp_path: Path) -> None:
     config = BlockStateConfig(
         vocab_size=304, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mixer_layers=[1]

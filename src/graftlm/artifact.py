@@ -173,8 +173,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        inside = (Path(folder) / "graft" / JSON_NAME).exists()
-        remedy = f"name {folder}/graft" if inside else "name a folder that graft train wrote"
+        inside = [name for name in (f"graft/{JSON_NAME}", "model/config.json") if (Path(folder) / name).exists()]
+        remedy = f"name {(Path(folder) / inside[0]).parent}" if inside else "name a folder that graft train wrote"
         missing = f"{folder} has no {JSON_NAME}" if Path(folder).exists() else f"There is no folder {folder}"
         raise ArtifactError(f"{missing}, so it is not a graft: {remedy}, or a model.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
