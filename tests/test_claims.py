@@ -176,6 +176,8 @@ FIGURES = {
         "2.048": "sh_delta_width384.bpb_code",
         "2.298": "slide_width384.bpb_code",
         "1.992": "gss_hybrid_width384.bpb_code",
+        "2.292": "sh_delta_reset.bpb_code",
+        "2.764": "sh_delta_reset.bpb_documents",
         "2.187": "sh_delta_window32.bpb_code",
         "2.230": "slide_window32.bpb_code",
     },

@@ -141,8 +141,8 @@ def cells(tables: Sequence[str]) -> dict[str, tuple[str, str]]:
     """By id, the row and the variant of what some of the tables show."""
     shown = [(row, "") for row in ROWS if "attribution" in tables]
     shown += [(row, name) for name in ("width192", "width384") for row in VARIED["scale"] if "scale" in tables]
+    shown += [("sh_delta_reset", "width192")] if "scale" in tables else []
     shown += [(row, name) for name in ("window32", "window512") for row in VARIED["window"] if "window" in tables]
-    shown += [("sh_delta_reset", "window32")] if "window" in tables else []
     return {f"{row}_{name}" if name else row: (row, name) for row, name in shown}
 
 
