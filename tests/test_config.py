@@ -45,6 +45,7 @@ class Recipe(Config):
     parts: list[Steps] = []
     tests: dict[str, list[Steps]] = {}
     free: dict[str, Any] = {}
+    rates: dict[str, list[float]] = {}
     maybe: Steps | None = None
     either: str | Steps = ""
     quick: bool = False
@@ -275,9 +276,14 @@ def test_a_validator_of_the_whole_needs_no_key() -> None:
 
 
 def test_a_truth_value_is_no_number() -> None:
-    assert reason(training={"steps": True}) == "config: training: steps should be a number, but found True."
-    with pytest.raises(RecipeError, match=r"^Steps: rate should be a number, but found False\.$"):
+    """Nor an item of a list or a mapping, at any depth; where truth values are allowed they stay."""
+    wrong = "the value should be a number, but found True."
+    assert reason(training={"steps": True}) == f"config: training.steps: {wrong}"
+    assert reason(parts=[{}, {"betas": [0.9, True]}]) == f"config: parts.1.betas.1: {wrong}"
+    assert reason(rates={"low": [1e-3, True]}) == f"config: rates.low.1: {wrong}"
+    with pytest.raises(RecipeError, match=r"^Steps: rate: the value should be a number, but found False\.$"):
         Steps(rate=False)
+    assert Recipe(name="x", quick=True, free={"a": [True, 1]}).free == {"a": [True, 1]}
     assert Recipe(name="x", quick=True).quick is True
 
 

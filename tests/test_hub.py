@@ -141,7 +141,7 @@ for arguments in json.loads(sys.argv[1]):
                 "inspect me/none": f"There is no folder me/none, and {NONE}",
                 "export me/tiny --to x": "me/tiny is a llama model of transformers, which loads without graftlm",
                 "import-peft me/tiny": f"There is no folder me/tiny, and {LACKS} adapter_config.json: name another.",
-                "push notes me/notes": "notes has no graft.json, so it is not a graft: name a folder that",
+                "push notes me/notes": "notes has no graft.json, so it is not a graft: name the folder of",
                 "audit me/none me/tiny": "The hub has no model me/none",
             },
         ),

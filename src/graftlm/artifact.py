@@ -174,9 +174,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         inside = [name for name in (f"graft/{JSON_NAME}", "model/config.json") if (Path(folder) / name).exists()]
-        remedy = f"name {(Path(folder) / inside[0]).parent}" if inside else "name a folder that graft train wrote"
+        remedy = f"name {(Path(folder) / inside[0]).parent}" if inside else "name the folder of a graft or model"
         missing = f"{folder} has no {JSON_NAME}" if Path(folder).exists() else f"There is no folder {folder}"
-        raise ArtifactError(f"{missing}, so it is not a graft: {remedy}, or a model.") from None
+        raise ArtifactError(f"{missing}, so it is not a graft: {remedy}.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in (None, FORMAT):

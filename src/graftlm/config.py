@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, dataclass_transfo
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
 from graftlm.errors import RecipeError, did_you_mean, shorten
 
@@ -65,10 +66,9 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @model_validator(mode="wrap")
     @classmethod
     def _raise_first_problem(cls, values: Any, validate: Callable[[Any], Self]) -> Self:
-        config = validate(values)  # it takes true for 1
+        config = validate(values)
         for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, bool) and type(getattr(config, name, None)) in (int, float):
-                raise ValueError(f"{name} should be a number, but found {value}")
+            _refuse_truth_values(value, getattr(config, name, None), (name,))
         for problem in config._problems():
             raise ValueError(problem)
         return config
@@ -83,6 +83,18 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         types = [(name, field.annotation) for name, field in fields]
         tags = [name for name, type_ in types if get_origin(type_) is Literal and len(get_args(type_)) == 1]
         return {name: getattr(self, name) for name in tags} | serialise(self)
+
+
+def _refuse_truth_values(value: Any, parsed: Any, path: tuple[str | int, ...]) -> None:
+    """Refuse true and false where pydantic took them for 1 and 0; configs within configs do so themselves."""
+    if isinstance(value, bool) and type(parsed) in (int, float):
+        message = PydanticCustomError("bool_as_number", "the value should be a number")
+        raise ValidationError.from_exception_data("", [{"type": message, "loc": path, "input": value}])
+    if isinstance(value, list | tuple) and isinstance(parsed, list | tuple):
+        value, parsed = dict(enumerate(value)), dict(enumerate(parsed))
+    if isinstance(value, dict) and isinstance(parsed, dict):
+        for name, inner in value.items():
+            _refuse_truth_values(inner, parsed.get(name), (*path, name))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -206,7 +206,20 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
         ({"bidirectional": "false"}, "bidirectional is 'false'; true or false is expected"),
         ({"positional_ssm": 1}, "positional_ssm is 1; true or false is expected"),
-        ({"reset_states": True}, "reset_states is for kernel: delta, but kernel is s4d: leave"),
+        ({"reset_states": True}, "reset_states needs layers with kernel: delta and positional_ssm: false"),
+        (
+            {"reset_states": True, "kernel": "delta", "mixer": "slide"},
+            "reset_states needs layers with kernel: delta and positional_ssm: false",
+        ),
+        (
+            {"reset_states": True, "kernel": "delta", "mixer_layers": []},
+            "reset_states needs layers with kernel: delta and positional_ssm: false",
+        ),
+        (
+            {"reset_states": True, "kernel": "delta"},
+            "reset_states needs layers with kernel: delta and positional_ssm: false",
+        ),
+        ({"reset_states": "yes", "kernel": "delta"}, "reset_states is 'yes'; true or false is expected"),
         ({"bidirectional": True, "mixer": "recurrent"}, "recurrent reads from left to right, and can"),
         ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
     ],

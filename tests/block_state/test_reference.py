@@ -21,10 +21,15 @@ def test_logits_equal_the_reference(variant: str, length: int) -> None:
         torch.testing.assert_close(row, reference.logits(model, row_ids), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
-def test_gradients_equal_the_reference(variant: str) -> None:
-    model, ids = tools.model(variant), tools.ids(1, 11)
-    weights = torch.randn(11, tools.VOCABULARY, dtype=torch.double, generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [(variant, {}) for variant in tools.VARIANTS]
+    + [(variant, {"window": 48}) for variant in ("sh-delta", *tools.RESET)],  # several chunks of the delta rule
+)
+def test_gradients_equal_the_reference(variant: str, settings: dict[str, int]) -> None:
+    length = 3 * settings["window"] + 6 if settings else 11
+    model, ids = tools.model(variant, **settings), tools.ids(1, length)
+    weights = torch.randn(length, tools.VOCABULARY, dtype=torch.double, generator=torch.Generator().manual_seed(2))
     (model(ids, use_cache=False).logits[0] * weights).sum().backward()
     actual = {name: weight.grad.clone() for name, weight in model.named_parameters()}
     model.zero_grad()
@@ -48,7 +53,7 @@ def test_classifiers_equal_the_reference(variant: str, length: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("variant", tools.BLOCK_STATE)
+@pytest.mark.parametrize("variant", [*tools.BLOCK_STATE, *tools.RESET])
 def test_a_model_in_training_equals_the_reference_in_float32_to_five_digits(variant: str) -> None:
     model, ids = tools.model(variant), tools.ids(1, 11)
     expected = reference.logits(model, ids[0].tolist())

@@ -91,12 +91,12 @@ def test_context_states_reach_beyond_the_windows(variant: str) -> None:
 @pytest.mark.parametrize("last", [2 * tools.W, 2 * tools.W + 1, 3 * tools.W - 1])
 def test_states_that_begin_anew_read_no_window_before(last: int) -> None:
     """A layer reads the last W tokens, the window's own, and the three that its first tokens are mixed with."""
-    model = tools.model("sh-delta-reset", num_hidden_layers=1, mixer_layers=[0], positional_ssm=False)
+    model = tools.model("sh-delta-reset", num_hidden_layers=1, mixer_layers=[0])
     embeds = model.get_input_embeddings()(tools.ids(1, last + 1)).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds, use_cache=False).logits[0, -1].sum(), embeds)
     sizes, first = gradient[0].abs().sum(-1), min(last - tools.W + 1, 2 * tools.W - 3)
-    assert float(sizes[:first].sum()) < 1e-15
-    assert float(sizes[first:].min()) > 1e-8
+    assert float(sizes[:first].sum()) < 1e-13 * float(sizes.sum())
+    assert float(sizes[first:].min()) > 1e-8 * float(sizes.sum())
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)

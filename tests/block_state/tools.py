@@ -22,12 +22,24 @@ BLOCK_STATE: dict[str, dict[str, Any]] = {
     for context in ("sh", "mh", "mf")
     for kernel in ("s4d", "unstructured")
 } | {"sh-delta": {"context": "sh", "kernel": "delta"}}
-RESET: dict[str, dict[str, Any]] = {"sh-delta-reset": BLOCK_STATE["sh-delta"] | {"reset_states": True}}
+RESET: dict[str, dict[str, Any]] = {
+    "sh-delta-reset": BLOCK_STATE["sh-delta"] | {"reset_states": True, "positional_ssm": False},
+    "gated-delta-reset": BASELINES["gated-delta"] | {"reset_states": True},
+}
 # BST:SH:S4 of the Long Range Arena: gated state-space layers on top of block-state layers.
 ON_TOP: dict[str, dict[str, Any]] = {"sh-s4d-on-top": {"mixer_layers": [0, 1], "state_space_layers": [2]}}
 VARIANTS = BASELINES | BLOCK_STATE | RESET | ON_TOP
 # Each kind once in the default run; the other variants run with -m "".
-DEFAULT_VARIANTS = ("slide", "recurrent", "gated-s4d", "sh-s4d", "sh-delta", *RESET, "mf-unstructured", *ON_TOP)
+DEFAULT_VARIANTS = (
+    "slide",
+    "recurrent",
+    "gated-s4d",
+    "sh-s4d",
+    "sh-delta",
+    "sh-delta-reset",
+    "mf-unstructured",
+    *ON_TOP,
+)
 EXHAUSTIVE_VARIANTS = [
     pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.exhaustive) for name in VARIANTS
 ]

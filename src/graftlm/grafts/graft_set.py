@@ -56,12 +56,9 @@ class RowGroupError(Exception):
 
 
 class MultiGraftModel:
-    """A backbone with several graft sets attached, each acting on its own rows, for generation.
+    """A backbone, a causal language model, with several graft sets attached, each acting on its own rows.
 
-    As with `GraftedModel`, nothing else may attach to the backbone until `detach`.
-
-    Args:
-        backbone: a causal language model.
+    It generates. As with `GraftedModel`, nothing else may attach to the backbone until `detach`.
 
     Attributes:
         wired: the graft sets whose taps are connected.

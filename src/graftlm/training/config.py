@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ class TrainingConfig(Config):
     weight_decay: float = Field(
         0.0, ge=0, description="Of matrices; vectors, scalars and what makes a state-space model's memory never."
     )
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     clip: float | None = Field(1.0, gt=0, description="Highest global norm of the gradient; none when absent.")
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = Field(0, ge=0)

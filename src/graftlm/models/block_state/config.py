@@ -43,7 +43,7 @@ class BlockStateConfig(PreTrainedConfig):
         state_size: N, real numbers in the state of each channel; of `delta`, the width of its keys.
         state_width: channels of the state-space model; by default hidden_size / 4, or / 8 for `mf`.
         filters: S, the number of state-space models of `mf`.
-        reset_states: whether the states of `delta` begin anew with every window of W tokens: a control without memory.
+        reset_states: a control: the states of `delta` begin anew with every window of W tokens and pass nothing on.
         positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
             positions; it reads the whole text before a token.
         recurrent_states: number of state vectors of a recurrent layer; W by default.
@@ -158,8 +158,10 @@ class BlockStateConfig(PreTrainedConfig):
             )
         if self.kernel == "delta" and self.mixer == "block-state" and self.context != "sh":
             yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
-        if self.reset_states and self.kernel != "delta":
-            yield f"reset_states is for kernel: delta, but kernel is {self.kernel}: leave reset_states out."
+        states = self.state_space_layers or (self.mixer in ("block-state", "state-space") and self.mixer_layers)
+        reads_all = self.mixer == "block-state" and self.positional_ssm
+        if self.reset_states and (self.kernel != "delta" or not states or reads_all):
+            yield "reset_states needs layers with kernel: delta and positional_ssm: false, since that reads all text."
         if self.kernel_limit < self.kernel_length:
             yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
         if self.bidirectional and self.mixer in ("recurrent", "memory"):

@@ -22,7 +22,6 @@ from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel
 from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
 
 _MIXED = 4  # from how many last tokens a query, key and value of the delta rule are mixed
-_RESET = -50.0  # the logarithm of a decay that leaves nothing of a state; an infinite one has no differences
 
 
 class TokenSSM(nn.Module):
@@ -117,17 +116,14 @@ class DeltaSSM(nn.Module):
         mixed, _ = mixed_tokens(z, self.mix.to(dtype), None, before)
         q, k, v = mixed[:, None].split(self.sizes, dim=-1)
         rates = functional.linear(u_BTE, self.rate_weight.to(dtype), self.rate_bias.to(dtype)).transpose(1, 2)
-        log_a, b = -functional.softplus(rates[:, :1]), rates[:, 1:].sigmoid()
-        if self.resets:
-            first = (grid.per_row(grid.offsets)[:, None] + column) % grid.window == 0
-            log_a = log_a.masked_fill(first[:, None], _RESET)
-        log_a = -functional.softplus(rates[:, :1])
-        if self.resets:
-            first = (grid.per_row(grid.past_lengths)[:, None] + column) % grid.window == 0
-            log_a = log_a.masked_fill(first[:, None], _RESET)
-        log_a, b = (rate * inside[:, None] for rate in (log_a, rates[:, 1:].sigmoid()))
+        a, b = (rate * inside[:, None] for rate in (-functional.softplus(rates[:, :1]), rates[:, 1:].sigmoid()))
         q, k = unit_length(q), unit_length(k)
-        y, state = delta_rule(q, k, v, log_a, b, tensors.get(self.name))
+        state, window = tensors.get(self.name), None
+        if self.resets:
+            past = grid.per_row(grid.past_lengths)[:, None]
+            window = (past + torch.minimum(column, lengths[:, None] - 1)) // grid.window
+            state = None if state is None else state * (past % grid.window > 0)[..., None, None]
+        y, state = delta_rule(q, k, v, a, b, state, window)
         if cache is not None:
             cache.store(self.name, state)
             cache.store(f"{self.name} inputs", slice_rows(torch.cat([before, z], 1), grid.new_lengths, _MIXED - 1))

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graftlm.pipelines.clarify.templates import Exemplar, InstructionName, Template
+from graftlm.pipelines.clarify.templates import InstructionName, Template
 
 TAGS = ("text", "context", "question", "answer")
 Parts = tuple[tuple[str, str], ...]  # (tag, content), in order
@@ -103,7 +103,8 @@ def build_prompt(
     """
     clear = [exemplar for exemplar in template.unambiguous if language in exemplar.outputs]
     exemplars = clear if name == "plain" and clear else template.exemplars
-    solved = [(exemplar, _exemplar_reply(name, exemplar, language)) for exemplar in exemplars]
+    replies = {"ask": lambda of: format_question(of.question, of.answers), "user": lambda of: of.answer}
+    solved = [(exemplar, replies.get(name, lambda of: of.outputs[language])(exemplar)) for exemplar in exemplars]
     if name == "ask":
         every = len(solved) / max(1, len(template.unambiguous))  # a single one is the last
         for number, exemplar in enumerate(template.unambiguous):
@@ -116,12 +117,6 @@ def build_prompt(
     parts = tuple((tag, content) for tag, content in given if content is not None)
     label = {"ask": "Question", "user": "Answer"}.get(name, template.reply)
     return Prompt(template.instruction(name, language), tuple(shots), parts, label)
-
-
-def _exemplar_reply(name: InstructionName, exemplar: Exemplar, language: str) -> str:
-    if name == "ask":
-        return format_question(exemplar.question, exemplar.answers)
-    return exemplar.answer if name == "user" else exemplar.outputs[language]
 
 
 def format_question(question: str, answers: Sequence[str]) -> str:
