@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import experiments
 from experiments import Options, block_state, reproduce
 from experiments.block_state.run import (
     BLOCK_STATE,
@@ -253,29 +254,33 @@ def test_the_committed_results_have_every_row() -> None:
     for row, by_seed in details["by_seed"].items():
         seeds = 1 if shown[row][1] == "window512" else 3  # the README says so
         assert list(by_seed) == [f"{row}_lr{details['rates'][row]:g}_s{seed}" for seed in range(seeds)]
-        first_rate_is_left_out = row in ("block_recurrent_window512", "sh_delta_window512")
-        assert len(details["search"][row]) == (2 if first_rate_is_left_out or row == "slide_ssm_width192" else 3)
+        two = ("block_recurrent_window512", "sh_delta_window512", "slide_ssm_width192")
+        assert len(details["search"][row]) == (1 if row == "sh_delta_reset_width192" else 2 if row in two else 3)
 
 
-def test_the_intervals_of_the_window_section_are_those_of_the_results() -> None:
-    """Every interval in its tables and sentences is one of two rows' differences, of either sign."""
-    folder = Path(block_state.__file__).parent
-    details: Any = Results.read(folder).details
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [
+        ("experiments/block_state/README.md", 250),
+        ("src/graftlm/models/block_state/README.md", 20),
+        ("docs/methods/block-state.md", 20),
+    ],
+)
+def test_the_intervals_of_the_pages_are_those_of_the_results(page: str, least: int) -> None:
+    """Each is the difference of two rows, of either sign, or how that of bits changes with the size or window."""
+    details: Any = Results.read(Path(block_state.__file__).parent).details
     by_seed = {row: seeds for row, seeds in details["by_seed"].items() if len(seeds) == 3}
-    known = set()
+    shown, known = cells(("attribution", "scale", "window")), set[str]()
     for row, rival in permutations(by_seed, 2):
         known |= {written(interval) for interval in differences(by_seed, row, rival).values()}
-    for corpus in CORPORA:
-        gains = [
-            [own[f"bpb_{corpus}"] - other[f"bpb_{corpus}"] for own, other in zip(*pair, strict=True)]
-            for pair in (
-                [by_seed[f"{row}{window}"].values() for row in ("sh_delta", "slide")] for window in ("_window32", "")
-            )
-        ]
-        known.add(written(combine_seeds([narrow - wide for narrow, wide in zip(*gains, strict=True)])))
-    section = (folder / "README.md").read_text(encoding="utf-8").partition("## Window\n")[2].partition("## Scale\n")[0]
-    intervals = re.findall(r"-?\d\.\d{3} \[-?\d\.\d{3}, -?\d\.\d{3}\]", section)
-    assert len(intervals) > 50
+    for first, second in permutations([(a, b) for a, b in permutations(by_seed, 2) if shown[a][1] == shown[b][1]], 2):
+        if [shown[row][0] for row in first] == [shown[row][0] for row in second]:
+            for corpus in CORPORA:
+                values = [[seed[f"bpb_{corpus}"] for seed in by_seed[row].values()] for row in (*first, *second)]
+                known.add(written(combine_seeds([a - b - (c - d) for a, b, c, d in zip(*values, strict=True)])))
+    text = (Path(experiments.__file__).parent.parent / page).read_text(encoding="utf-8")
+    intervals = re.findall(r"-?\d\.\d{3} \[-?\d\.\d{3}, -?\d\.\d{3}\]", text)
+    assert len(intervals) >= least
     assert not {each.replace("-0.000", "0.000") for each in intervals} - known
 
 
