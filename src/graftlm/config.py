@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, dataclass_transform, get_args, get_origin
 
@@ -42,10 +42,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @classmethod
     def parse(cls, values: Any, *, where: str = "config") -> Self:
-        """Validate plain `values`, a mapping from YAML or JSON; `where` names their origin in errors.
-
-        Raises RecipeError, one sentence on the first problem.
-        """
+        """Validate a mapping from YAML or JSON, from `where`; RecipeError is one sentence on the first problem."""
         if not isinstance(values, dict):
             raise RecipeError(f"{where} holds {_kind_of(values)}, but a mapping of keys to values is expected.")
         try:
@@ -67,14 +64,10 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @classmethod
     def _raise_first_problem(cls, values: Any, validate: Callable[[Any], Self]) -> Self:
         config = validate(values)
-        for name, value in values.items() if isinstance(values, dict) else ():
-            _refuse_truth_values(value, getattr(config, name, None), (name,))
-        for problem in config._problems():
+        _refuse_truth_values(values, config.__dict__, ())
+        for problem in getattr(config, "_problems", tuple)():
             raise ValueError(problem)
         return config
-
-    def _problems(self) -> Iterator[str]:
-        return iter(())
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -211,7 +204,6 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Set one dotted key in place: `a.b.2.c=value`; the value is YAML, numbers are indices of lists.
 
     Nested containers on the path are copied, so that values shared through a YAML alias stay as they were.
-
     Raises RecipeError if the override is malformed, or its path does not exist.
     """
     key, equals, text = override.partition("=")

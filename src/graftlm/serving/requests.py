@@ -149,6 +149,14 @@ class StrictBody(Config):
 
     model_config = ConfigDict(strict=True)
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_first_problem(cls, values: Any, validate: Any) -> Any:
+        body = validate(values)  # strict types take no truth value for a number
+        for problem in getattr(body, "_problems", tuple)():
+            raise ValueError(problem)
+        return body
+
 
 class RequestBody(StrictBody):
     """A body as a whole, in which all text is Unicode."""
