@@ -287,6 +287,11 @@ def test_a_truth_value_is_no_number() -> None:
     assert Recipe(name="x", quick=True).quick is True
 
 
+def test_a_value_that_holds_itself_is_taken_where_anything_is(tmp_path: Path) -> None:
+    recipe = read(tmp_path, "name: x\nfree: {a: &a [1, *a]}\n")
+    assert recipe.free["a"][1] is recipe.free["a"]
+
+
 @pytest.mark.parametrize("values", [None, [], "text", 3])
 def test_only_mappings_are_parsed(values: Any) -> None:
     with pytest.raises(RecipeError, match=r"holds (nothing|a list|a string|a number), but a mapping"):

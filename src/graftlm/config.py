@@ -83,9 +83,9 @@ def _refuse_truth_values(value: Any, parsed: Any, path: tuple[str | int, ...]) -
     if isinstance(value, bool) and type(parsed) in (int, float):
         message = PydanticCustomError("bool_as_number", "the value should be a number")
         raise ValidationError.from_exception_data("", [{"type": message, "loc": path, "input": value}])
-    if isinstance(value, list | tuple) and isinstance(parsed, list | tuple):
+    if value is not parsed and isinstance(value, list | tuple) and isinstance(parsed, list | tuple):
         value, parsed = dict(enumerate(value)), dict(enumerate(parsed))
-    if isinstance(value, dict) and isinstance(parsed, dict):
+    if value is not parsed and isinstance(value, dict) and isinstance(parsed, dict):
         for name, inner in value.items():
             _refuse_truth_values(inner, parsed.get(name), (*path, name))
 
