@@ -136,7 +136,7 @@ def test_there_is_one_cache_of_results() -> None:
         for path, tree in modules()
         if str(path).startswith(roots) and asking & {name for node in ast.walk(tree) for name in identifiers(node)}
     }
-    assert used <= reasons.keys(), "keep results by a Run, and what runs read by graftlm.io.fill_once"
+    assert used <= reasons.keys(), "keep results by a Run, and what runs read by graftlm.files.writing.fill_once"
 
 
 def test_a_graft_has_at_most_eight_public_methods() -> None:

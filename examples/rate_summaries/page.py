@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError, RecipeError
-from graftlm.io import read_text as read_utf8
-from graftlm.io import write_atomically
+from graftlm.files.reading import read_text as read_utf8
+from graftlm.files.writing import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.readers import SUFFIXES, read_document, read_text
 

@@ -14,7 +14,7 @@ from examples.rate_summaries.page import CRITERIA, KEY_FORMAT, RATINGS_FORMAT
 from graftlm.errors import DataError
 from graftlm.evaluation import PaperRow, Results, Row, bootstrap
 from graftlm.evaluation.results import Metric
-from graftlm.io import read_errors
+from graftlm.files.reading import read_errors
 
 PAPER = {  # ratings by criterion
     "human": (3.73, 3.98, 3.19, 3.59),

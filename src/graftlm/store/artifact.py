@@ -1,6 +1,6 @@
-"""What a trained graft is on disk: a folder with `graft.json`, `graft.safetensors` and `README.md`.
+"""Save and load grafts as folders with `graft.json`, `graft.safetensors` and `README.md`.
 
-The folder is written beside its place, synced and renamed, so that it is whole or not there. No pickle is ever read.
+A folder is written next to its place, synced and renamed, so that it is complete or absent. No pickle is ever read.
 """
 
 from __future__ import annotations
@@ -9,91 +9,25 @@ import errno
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from pydantic import Field, JsonValue
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graftlm.backbone import Backbone, BackboneKind, Fingerprint, load_backbone, need_backbone
-from graftlm.backbone.families import user_row
-from graftlm.config import Config, parse_overridden
-from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
-from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
+from graftlm.backbone import Backbone, BackboneKind, load_backbone, need_backbone
+from graftlm.config import parse_overridden
+from graftlm.errors import ArtifactError, BackboneError, WrongBackboneError, first_line
+from graftlm.files.hub import fetch_folder, holds, hub_name
+from graftlm.files.model_files import PACKAGED_MODELS, packaged_model
+from graftlm.files.writing import staged_folder
+from graftlm.grafts import Graft, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
-from graftlm.io import PACKAGED_MODELS, fetch_folder, holds, hub_name, hub_problem, packaged_model, staged_folder
+from graftlm.store.manifest import CARD_NAME, JSON_NAME, TENSORS_NAME, BackboneRecord, Manifest, read_manifest
 from graftlm.version import __version__
-
-FORMAT = 1
-JSON_NAME, TENSORS_NAME, CARD_NAME = "graft.json", "graft.safetensors", "README.md"
-
-
-class BackboneRecord(Config):
-    """What a graft remembers of its backbone, or of another frozen model that it reads.
-
-    `family` is the row that a user gave the model type, see `register_family`.
-    """
-
-    name: str
-    model_type: str
-    fingerprint: dict[str, str]
-    kind: BackboneKind = "causal-lm"
-    family: dict[str, JsonValue] | None = None
-
-    @classmethod
-    def of(cls, backbone: Backbone) -> BackboneRecord:
-        """The record of a live model."""
-        model_type, read = backbone.sites.model_type, asdict(backbone.fingerprint)
-        family = user_row(model_type)
-        return cls(name=backbone.name, model_type=model_type, fingerprint=read, kind=backbone.kind, family=family)
-
-    def matches(self, backbone: Backbone) -> str | None:
-        """What sets `backbone` apart, in words; None when it is the one."""
-        difference = Fingerprint(**self.fingerprint).difference(backbone.fingerprint)
-        if difference is None and self.family not in (None, user_row(self.model_type)):
-            return f"its family has another row than the backbone.family in {JSON_NAME}, which it has to be loaded with"
-        return difference
-
-
-class Manifest(Config):
-    """`graft.json`."""
-
-    format: int = FORMAT
-    kind: str
-    config: dict[str, JsonValue]
-    library: str
-    backbone: BackboneRecord
-    frozen_models: dict[str, BackboneRecord] = Field(default_factory=dict)
-    tensors: int
-    parameters: int
-    training: dict[str, JsonValue] = Field(default_factory=dict)
-
-    @property
-    def trained_after(self) -> list[str]:
-        """Names of the stages of `graft grow` whose grafts were attached, frozen, while this one was trained."""
-        names = self.training.get("trained_after")
-        return [str(name) for name in names] if isinstance(names, list) else []
-
-    def check_alone(self, folder: str | Path, use: str) -> None:
-        """Raise `ArtifactError` if the graft was trained beside others, which `use` would leave out."""
-        if self.trained_after:
-            raise ArtifactError(
-                f"The graft {folder} was trained beside {' and '.join(self.trained_after)}, and {use} takes one graft: "
-                "give it the grafts with generate, chat, eval or audit, or load_grafts in Python."
-            )
-
-    def graft_config(self) -> GraftConfig:
-        """The graft's config. Raises ArtifactError if this version does not know the kind or a key, or misses one."""
-        try:
-            return graft_config({**self.config, "kind": self.kind}, where=JSON_NAME).check_saved(self.config)
-        except RecipeError as error:
-            why = f"The graft was written by graftlm {self.library}, and this is {__version__}: {error}"
-            raise ArtifactError(why) from None
 
 
 def save_graft(
@@ -165,27 +99,6 @@ def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
     with TemporaryDirectory(dir=folder, prefix=".") as draft:
         for file in save_graft(graft, backbone, Path(draft) / "graft").iterdir():
             file.replace(folder / file.name)
-
-
-def read_manifest(folder: str | Path) -> Manifest:
-    """`graft.json` of a folder or hub repository; ArtifactError if it is missing, broken, or of a later format."""
-    path = fetch_folder(folder, JSON_NAME) / JSON_NAME
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        inside = [name for name in (f"graft/{JSON_NAME}", "model/config.json") if (Path(folder) / name).exists()]
-        remedy = f"name {(Path(folder) / inside[0]).parent}" if inside else "name the folder of a graft or model"
-        missing = f"{folder} has no {JSON_NAME}" if Path(folder).exists() else f"There is no folder {folder}"
-        raise ArtifactError(f"{missing}, so it is not a graft: {remedy}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
-    if isinstance(values, dict) and values.get("format") not in (None, FORMAT):
-        why = f"{folder} has the format {values['format']}, and this version reads format {FORMAT}: upgrade graftlm."
-        raise ArtifactError(why)
-    try:
-        return Manifest.parse(values, where=str(path))
-    except RecipeError as error:
-        raise ArtifactError(f"{error} Copy or train the graft again.") from None
 
 
 def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> Graft:
@@ -304,28 +217,6 @@ def is_model(folder: str | Path) -> bool:
     if packaged_model(str(folder)) or Path(folder).suffix.lower() == ".gguf":
         return True
     return holds(folder, "config.json") and not holds(folder, JSON_NAME)
-
-
-def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) -> str:
-    """Upload the folder of a graft, or of an exported model, to the Hugging Face hub; returns its address.
-
-    Args:
-        folder: a local folder; all of its files are uploaded.
-        repository: OWNER/NAME; it is made where it does not exist.
-
-    Raises ArtifactError if the folder holds neither, or the hub refuses.
-    """
-    from huggingface_hub import HfApi
-
-    if not (Path(folder) / "config.json").is_file():
-        read_manifest(folder)
-    try:
-        api = HfApi()
-        api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft")
-    except Exception as error:  # the hub's client raises many kinds
-        raise ArtifactError(f"{folder} can't be uploaded as {repository}: {hub_problem(error)}.") from error
-    return f"{api.endpoint}/{repository}"
 
 
 def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "causal-lm", several: bool = False) -> str:

@@ -22,10 +22,10 @@ from graftlm.backbone.cache import GrowingLayer, is_joinable, join, move_own_lay
 from graftlm.backbone.row_hooks import RowScope, RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
+from graftlm.grafted.model import GraftedModel, forward_traces
+from graftlm.grafted.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
 from graftlm.grafts.base import Graft, ReplacesModel, Trace
 from graftlm.grafts.heads import pooled
-from graftlm.grafts.model import GraftedModel, forward_traces
-from graftlm.grafts.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
 
 
 def supports_row_groups(graft: Graft) -> bool:

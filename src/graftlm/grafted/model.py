@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 from weakref import WeakSet
@@ -23,6 +22,7 @@ from transformers.utils import ModelOutput
 from graftlm.backbone import Backbone, Call, Sites, TapHooks, need_backbone
 from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace, Traceable
+from graftlm.store.artifact import save_into
 
 IGNORED, OLD_DOMAIN = -100, 0  # of labels, and of domains
 OldObjective = Literal["replay", "distil"]
@@ -424,10 +424,9 @@ class GraftedModel(PreTrainedModel):
         """
         if not is_main_process:
             return
-        artifact: Any = import_module("graftlm.artifact")  # a layer above this one
         (folder := Path(save_directory)).mkdir(parents=True, exist_ok=True)
         for name, graft in self._by_name.items():
-            artifact.save_into(graft, self.backbone, folder if len(self._by_name) == 1 else folder / name)
+            save_into(graft, self.backbone, folder if len(self._by_name) == 1 else folder / name)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._own_tensors().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

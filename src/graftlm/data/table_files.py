@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError, first_line
-from graftlm.io import BYTE_ORDER_MARK, decode_utf8, open_binary, read_errors
+from graftlm.files.reading import BYTE_ORDER_MARK, decode_utf8, open_binary, read_errors
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".csv", ".tsv")
