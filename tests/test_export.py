@@ -13,9 +13,9 @@ import torch
 from cli.tools import invoke
 from graftlm.backbone import load_backbone
 from graftlm.errors import ArtifactError
+from graftlm.export import export_graft
 from graftlm.grafted.model import GraftedModel
 from graftlm.store.artifact import save_graft
-from graftlm.store.export import export_graft
 from graftlm.testing import attach_graft, logits, randomise
 from tiny import BackboneFolder, tiny_ids
 

@@ -21,11 +21,11 @@ from cli.tools import invoke
 from graftlm import export
 from graftlm.backbone import Backbone, Sites, load_backbone, register_family
 from graftlm.errors import ArtifactError, RecipeError, UnknownFamilyError
+from graftlm.export import export_graft, export_model
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import ExportedAdapter, Graft, graft_config
 from graftlm.grafts.neutral_residues import NeutralResidues
 from graftlm.models.block_state import BlockStateConfig, BlockStateForSequenceClassification
-from graftlm.store.export import export_graft, export_model
 from graftlm.testing import attach_graft, logits, randomise
 from laws.examples import EXPERTS
 from tiny import BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer

@@ -40,13 +40,13 @@ from graftlm.demo.corpus import write_documents
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.examples import Example, chrf
+from graftlm.export import export_graft
 from graftlm.files.digests import digest
 from graftlm.files.writing import fill_once
 from graftlm.grafts import graft_config
 from graftlm.grafts.composition.augmenting import AugmentingModel
 from graftlm.runs.graft_run import GraftRun
 from graftlm.store.artifact import load_graft
-from graftlm.store.export import export_graft
 
 NTREX = {name: f"parallel/ntrex/newstest2019-{file}.txt" for name, file in
          {"english": "src.eng", "german": "ref.deu", "french": "ref.fra"}.items()}  # fmt: skip

@@ -286,8 +286,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write backbone and graft as one model for transformers."""
+    from graftlm.export import export_graft, export_model
     from graftlm.store.artifact import backbone_of, is_model, load_graft
-    from graftlm.store.export import export_graft, export_model
     from graftlm.store.manifest import read_manifest
 
     if not is_model(graft):

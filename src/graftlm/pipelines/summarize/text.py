@@ -11,9 +11,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from graftlm.files import extras
 from graftlm.config import read_yaml
 from graftlm.errors import DataError, RecipeError
+from graftlm.files import extras
 
 import_extra = partial(extras.import_extra, "summarize")
 _LINE_BREAK = re.compile(r"[\r\n]")
