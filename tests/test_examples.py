@@ -63,7 +63,7 @@ def test_a_graft_of_ones_own_is_trained_by_a_recipe(recipe: Path, monkeypatch: p
     assert all(linear.weight.abs().max() > 0 for linear in graft.u), "no step was taken"  # type: ignore[union-attr]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_example_runs_as_a_script(recipe: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(ROOT / "examples" / "my_graft.py"), "recipe.yaml", "out"]

@@ -100,7 +100,7 @@ def test_tables_have_the_methods_name() -> None:
     assert graft_config({"kind": "lora"}).label == "LoRA on the FFN"
 
 
-@pytest.mark.parametrize("method", ["BOFT", "LN_TUNING", pytest.param("SHIRA", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("method", ["BOFT", "LN_TUNING", pytest.param("SHIRA", marks=pytest.mark.slow)])
 def test_methods_that_read_weights_while_they_are_built(method: str, tmp_path: Path) -> None:
     """Their tensors are known before they are attached, and building them changes nothing, flags included."""
     host = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "llama")

@@ -35,7 +35,7 @@ def test_a_saved_model_loads_with_the_same_weights(variant: str, tmp_path: Path)
     assert not list(tmp_path.glob("*.bin"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_register_makes_the_architecture_known_in_a_new_process(tmp_path: Path) -> None:
     tools.model("sh-s4d").float().save_pretrained(tmp_path)
     lines = (
@@ -142,7 +142,7 @@ def test_autocast_leaves_state_spaces_in_float32(ssm_class: type[torch.nn.Module
     assert actual.dtype == torch.float32
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_a_compiled_model_has_the_same_logits() -> None:

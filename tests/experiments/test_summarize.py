@@ -111,7 +111,7 @@ def test_real_proposals() -> None:
         assert sample.summary[:200] not in text
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_selectors_at_equal_words(data: Path, tmp_path: Path) -> None:
     results = reproduce("summarize", options(data, tmp_path))
     check_selectors(results, seeds=1)

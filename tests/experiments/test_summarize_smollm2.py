@@ -121,7 +121,7 @@ def test_differences_are_paired_over_documents_and_seeds_averaged() -> None:
     assert value_of(metrics["i"]["abstract_nll"]) == 23, "46 nats of 2 tokens: of the second document alone"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_every_row_is_measured(tmp_path: Path) -> None:
     data, model = tmp_path / "data", tmp_path / "model"

@@ -74,7 +74,7 @@ def test_a_thousand_documents_stream_through(tmp_path: Path) -> None:
         assert all(source[item["start"] : item["end"]] == item["source"] for item in sentences)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_large_document_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_LARGE_FILE", 50)
     write_documents(tmp_path, 4)
