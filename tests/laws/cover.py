@@ -1,8 +1,8 @@
 """Which cases of the laws run when: by default, in every check (`slow`), or in the full matrix alone.
 
 A case is a law on an example of a graft and a backbone. The full matrix has more than ten thousand. A default run has
-each law with each kind of graft once. The cases that are not `matrix` are a pairwise cover: each law meets each example,
-each law meets each backbone, and each example meets each of its backbones.
+each law with each kind of graft once. The cases that are not `matrix` are a pairwise cover: each law meets each
+example, each law meets each backbone, and each example meets each of its backbones.
 """
 
 from __future__ import annotations
