@@ -14,7 +14,7 @@ from torch import nn
 from cli.tools import invoke
 from graftlm.errors import ArtifactError, DataError, RecipeError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
-from graftlm.models.sentence_selector.model import _sinusoids
+from graftlm.models.sentence_selector.encoders import _sinusoids
 from graftlm.pipelines.summarize import (
     Budget,
     SelectorExample,
