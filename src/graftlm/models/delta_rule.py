@@ -83,13 +83,18 @@ def delta_rule(
     keys = k * decays.after[..., None]
     state = state_BHKV
     if state is None:
-        state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+        rows, heads = q.shape[:2]
+        state = q.new_zeros(rows, heads, q.shape[-1], v.shape[-1])
+    chunks = q.shape[2]
     outputs = []
-    for i in range(q.shape[2]):
+    for i in range(chunks):
         u = updates[:, :, i] - state_weights[:, :, i] @ state
-        outputs.append(queries[:, :, i] @ state + attention[:, :, i] @ u)
-        state = decays.whole[:, :, i, None, None] * state + keys[:, :, i].transpose(-1, -2) @ u
-    return torch.cat(outputs, dim=2)[:, :, :length], state
+        output = queries[:, :, i] @ state + attention[:, :, i] @ u
+        outputs.append(output)
+        kept = decays.whole[:, :, i, None, None] * state
+        state = kept + keys[:, :, i].transpose(-1, -2) @ u
+    output_BHTV = torch.cat(outputs, dim=2)
+    return output_BHTV[:, :, :length], state
 
 
 def unit_length(x: Tensor) -> Tensor:
@@ -103,7 +108,10 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def mixed_tokens(
-    z_BTE: Tensor, mix_CE: Tensor, document_BT: Tensor | None, before: Tensor | None
+    z_BTE: Tensor,
+    mix_CE: Tensor,
+    document_BT: Tensor | None,
+    before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute a weighted sum of each token and the C - 1 tokens before it: a causal convolution of each channel.
 
@@ -120,26 +128,35 @@ def mixed_tokens(
     length = z_BTE.shape[1]
     longest = len(mix_CE) - 1
     if before is None:
-        before = z_BTE.new_zeros(len(z_BTE), longest, z_BTE.shape[2])
+        rows, _, channels = z_BTE.shape
+        before = z_BTE.new_zeros(rows, longest, channels)
     z = torch.cat([before, z_BTE], dim=1)
     result = mix_CE[0] * z_BTE
     for shift in range(1, longest + 1):
-        past = z[:, longest - shift :][:, :length]
+        first = longest - shift
+        past = z[:, first : first + length]
         if document_BT is not None:
-            same = functional.pad(document_BT, (shift, 0), value=-1)[:, :length] == document_BT
+            past_document = functional.pad(document_BT, (shift, 0), value=-1)[:, :length]
+            same = past_document == document_BT
             past = past * same[..., None]
         result = result + mix_CE[shift] * past
     # A view would keep all tokens in memory.
     return result, z[:, length:].clone()
 
 
-def _solve_updates(k: Tensor, v: Tensor, b: Tensor, decays: _Decays) -> tuple[Tensor, Tensor]:
+def _solve_updates(
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    decays: _Decays,
+) -> tuple[Tensor, Tensor]:
     """Solve the triangular system (1 + L) U = diag(b) (V - diag(exp g) K S) without knowing the state S.
 
     Returns:
         (B, H, n, c, V) and (B, H, n, c, K): the tensors X and Y with U = X - Y S.
     """
-    corrections = (b * decays.within.tril(-1)) * (k @ k.transpose(-1, -2))
+    products = k @ k.transpose(-1, -2)
+    corrections = (b * decays.within.tril(-1)) * products
     right = torch.cat([b * v, b * decays.before[..., None] * k], dim=-1)
     solved = torch.linalg.solve_triangular(corrections, right, upper=False, unitriangular=True)
     updates, state_weights = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
@@ -150,7 +167,8 @@ def _chunk_decays(g: Tensor, document_BT: Tensor | None, length: int) -> _Decays
     """Compute the decays from the cumulative log rates g (B, H, n, c); `length` is T without the padding."""
     chunk = g.shape[-1]
     difference = g[..., :, None] - g[..., None, :]
-    ahead = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
+    all_pairs = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device)
+    ahead = all_pairs.triu(1)
     decays = _Decays(
         within=difference.masked_fill(ahead, -torch.inf).exp(),
         before=g.exp(),
@@ -160,15 +178,18 @@ def _chunk_decays(g: Tensor, document_BT: Tensor | None, length: int) -> _Decays
     if document_BT is None:
         return decays
     padding = -length % chunk
-    padded = functional.pad(document_BT[:, None].to(g.dtype), (0, padding), mode="replicate")
-    return _separate_documents(decays, padded.unflatten(-1, (-1, chunk)))
+    document_B1T = document_BT[:, None].to(g.dtype)
+    padded = functional.pad(document_B1T, (0, padding), mode="replicate")
+    document_B1nc = padded.unflatten(-1, (-1, chunk))
+    return _separate_documents(decays, document_B1nc)
 
 
 def _separate_documents(decays: _Decays, document: Tensor) -> _Decays:
     """Set decays between different documents to zero, for document numbers (B, 1, n, c)."""
     last = document[..., -1]
     # The document of the state before each chunk; the first chunk continues the previous pass.
-    entered = torch.cat([document[:, :, 0, 0, None], last[..., :-1]], dim=-1)
+    first = document[:, :, 0, 0, None]
+    entered = torch.cat([first, last[..., :-1]], dim=-1)
     same_document = document[..., :, None] == document[..., None, :]
     return _Decays(
         within=decays.within * same_document,
@@ -181,4 +202,5 @@ def _separate_documents(decays: _Decays, document: Tensor) -> _Decays:
 def _split_chunks(x_BHTd: Tensor, chunk: int) -> Tensor:
     """(B, H, T, d) to (B, H, n, c, d), padded with zeros at the end."""
     padding = -x_BHTd.shape[2] % chunk
-    return functional.pad(x_BHTd, (0, 0, 0, padding)).unflatten(2, (-1, chunk))
+    padded = functional.pad(x_BHTd, (0, 0, 0, padding))
+    return padded.unflatten(2, (-1, chunk))

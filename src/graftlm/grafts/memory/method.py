@@ -124,7 +124,12 @@ class DeltaState(nn.Module):
         self.rates.bias.copy_(torch.cat([decay_bias, torch.zeros(2 * self.heads)]))
 
     def forward(
-        self, x_BTD: Tensor, e_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, layer: StateLayer | None
+        self,
+        x_BTD: Tensor,
+        e_BTD: Tensor,
+        real_BT: Tensor | None,
+        document_BT: Tensor | None,
+        layer: StateLayer | None,
     ) -> Tensor:
         """Compute the update of the layer's output.
 
@@ -303,7 +308,13 @@ class WindowedMemory(Graft):
             call.scratch[self, "bias"] = bias[:, None]
         return call.scratch[self, "bias"]
 
-    def _read(self, number: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
+    def _read(
+        self,
+        number: int,
+        call: Call,
+        inputs: Tensor,
+        outputs: Tensor,
+    ) -> Tensor:
         """(B, T, D): the update of a layer's output by its state."""
         layer = None
         if call.cache is not None:

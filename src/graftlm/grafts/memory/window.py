@@ -172,7 +172,11 @@ class WindowLayer(DynamicLayer):
         return self.shape.block(self.cumulative_length + length - 1 - padding)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens.
 
@@ -201,7 +205,13 @@ class WindowLayer(DynamicLayer):
         self.cumulative_length += length
         return seen_keys, seen_values
 
-    def _keys_with_moved_sinks(self, keys: Tensor, columns: KeyColumns, length: int, held: Tensor | None) -> Tensor:
+    def _keys_with_moved_sinks(
+        self,
+        keys: Tensor,
+        columns: KeyColumns,
+        length: int,
+        held: Tensor | None,
+    ) -> Tensor:
         """(B, H, S, d): the keys of a pass of `length` tokens, with the sinks moved to their blocks."""
         first = keys[..., : columns.sinks, :]
         parts = []
@@ -282,7 +292,11 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
 
 
 def hidden_keys(
-    layer: WindowLayer | None, shape: WindowShape, past: int, index_BT: Tensor, padding_B: Tensor | None
+    layer: WindowLayer | None,
+    shape: WindowShape,
+    past: int,
+    index_BT: Tensor,
+    padding_B: Tensor | None,
 ) -> Tensor:
     """Mark the keys that are hidden from new tokens.
 

@@ -62,7 +62,8 @@ class RelativePositionBias(nn.Module):
     def _one_sided_bucket(self, distance: Tensor, buckets: int) -> Tensor:
         exact = buckets // 2
         ratio = torch.log(distance.clamp(min=1) / exact) / math.log(self.max_distance / exact)
-        far = (exact + ratio * (buckets - exact)).long().clamp(max=buckets - 1)
+        far = exact + ratio * (buckets - exact)
+        far = far.long().clamp(max=buckets - 1)
         return torch.where(distance < exact, distance, far)
 
 
@@ -166,7 +167,13 @@ class WindowAttention(nn.Module):
             chunks.append(multi_head_attention(q[:, first:], other_kv, self.num_heads, shared))
         return ChunkedTensor(chunks)
 
-    def _block_keys(self, keys: _WindowKeys, size: int, first: int, after: int) -> tuple[Tensor, Tensor | None]:
+    def _block_keys(
+        self,
+        keys: _WindowKeys,
+        size: int,
+        first: int,
+        after: int,
+    ) -> tuple[Tensor, Tensor | None]:
         """Collect the keys and values that each block sees.
 
         Args:
@@ -192,19 +199,28 @@ class WindowAttention(nn.Module):
 
     def _detached_block_keys(self, keys: _WindowKeys, size: int) -> Tensor:
         """(B, blocks, span + c, 2d): keys and values of earlier windows without gradients, then of the block."""
-        near = overlapping_windows(torch.cat([keys.past, keys.current], dim=1), size, self.span)
-        old = overlapping_windows(torch.cat([keys.past, keys.far], dim=1), size, self.span)
-        return torch.cat([old[:, :, : self.span], near[:, :, self.span :]], dim=2)
+        current = torch.cat([keys.past, keys.current], dim=1)
+        far = torch.cat([keys.past, keys.far], dim=1)
+        current = overlapping_windows(current, size, self.span)
+        far = overlapping_windows(far, size, self.span)
+        return torch.cat([far[:, :, : self.span], current[:, :, self.span :]], dim=2)
 
     def _uses_banded_kernel(self, grid: WindowGrid) -> bool:
         trains_bias = self.bias.table.weight.requires_grad and torch.is_grad_enabled()
         on_cpu = grid.device.type == "cpu" and not torch.compiler.is_compiling()
         return trains_bias and on_cpu and not self.bidirectional
 
-    def _attend_banded(self, q_BGd: Tensor, keys: _WindowKeys, shared: Tensor, edge: Tensor) -> Tensor:
+    def _attend_banded(
+        self,
+        q_BGd: Tensor,
+        keys: _WindowKeys,
+        shared: Tensor,
+        edge: Tensor,
+    ) -> Tensor:
         """(B, G, d): attention by `BandedAttention`."""
         rows = q_BGd.shape[0]
-        q = split_heads(q_BGd / math.sqrt(q_BGd.shape[-1] / self.num_heads), self.num_heads)
+        scale = math.sqrt(q_BGd.shape[-1] / self.num_heads)
+        q = split_heads(q_BGd / scale, self.num_heads)
         near = self._split_keys(torch.cat([keys.past, keys.current], dim=1))
         if keys.is_detached:
             window = self.window
@@ -237,7 +253,13 @@ class WindowAttention(nn.Module):
         visible = (distance < self.span) & ((distance > -self.span) if after else (distance >= 0))
         return self.bias(distance) + torch.where(visible, 0.0, MASKED)
 
-    def _edge_mask(self, key: Tensor, grid: WindowGrid, size: int, after: int) -> Tensor:
+    def _edge_mask(
+        self,
+        key: Tensor,
+        grid: WindowGrid,
+        size: int,
+        after: int,
+    ) -> Tensor:
         """Compute the addend of the bias of the first E blocks, which masks slots without a token.
 
         Args:

@@ -26,7 +26,15 @@ class BandedAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, q: Tensor, near: Tensor, far: Tensor, bias: Tensor, edge: Tensor, window: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        near: Tensor,
+        far: Tensor,
+        bias: Tensor,
+        edge: Tensor,
+        window: int,
+    ) -> Tensor:
         """Compute the outputs (N, G, K).
 
         Args:
@@ -110,7 +118,13 @@ def _visible_keys_and_values(near: Tensor, far: Tensor, block: _Block) -> tuple[
     return keys, values
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor, edge: Tensor, number: int) -> Tensor:
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor,
+    edge: Tensor,
+    number: int,
+) -> Tensor:
     """Compute the scores (N, c, s) of one block."""
     scores = torch.baddbmm(bias, q, k.transpose(1, 2))
     if number < edge.shape[1]:
@@ -118,7 +132,12 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor, edge: Tensor, number: int) -> Te
     return scores
 
 
-def _accumulate(d_near: Tensor, d_far: Tensor, gradient: Tensor, block: _Block) -> None:
+def _accumulate(
+    d_near: Tensor,
+    d_far: Tensor,
+    gradient: Tensor,
+    block: _Block,
+) -> None:
     """Add a block's gradient (N, s, K) to the gradients of the keys or values that it saw."""
     earlier = block.earlier.stop - block.earlier.start
     d_far[:, block.earlier] += gradient[:, :earlier]

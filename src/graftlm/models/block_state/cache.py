@@ -51,7 +51,13 @@ class LayerCache(RecurrentCacheLayer):
         if not self.is_initialized:
             self.lazy_initialization(value)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> NoReturn:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> NoReturn:
         """Raise `GraftError`, since this layer stores named tensors."""
         raise GraftError(
             "This cache belongs to a block-state model and cannot store another model's keys and values: pass each "

@@ -82,7 +82,13 @@ class TokenStateReadout(TokenStates):
         super().__init__(config, outputs=1)
         self.value = nn.Linear(config.state_width, config.hidden_size, bias=False)
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+    def forward(
+        self,
+        x_BTd: Tensor,
+        kv_BG: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
+    ) -> ChunkedTensor:
         """Return the projected outputs (B, I, w, d)."""
         y = self.outputs(self.in_proj(x_BTd), grid, cache)[..., 0]
         values = grid.to_grid(self.value(self.norm(y)))
@@ -109,7 +115,13 @@ class TokenStateAttention(TokenStates):
             self.kv = nn.Linear(channels, 2 * width, bias=False)
         self.buffer = SlidingBuffer("contexts", config.window)
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+    def forward(
+        self,
+        x_BTd: Tensor,
+        kv_BG: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
+    ) -> ChunkedTensor:
         """Attend to the state-space outputs; returns (B, I, w, d)."""
         q = grid.to_grid(self.q(x_BTd))
         kv = self._state_keys(x_BTd, grid, cache)
@@ -178,7 +190,13 @@ class FilterStateAttention(nn.Module):
         self.context_ids = nn.Parameter(torch.empty(context_ids, width))
         self.cross_attention = StateCrossAttention(config)
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+    def forward(
+        self,
+        x_BTd: Tensor,
+        kv_BG: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
+    ) -> ChunkedTensor:
         """Attend to the states of the previous window; returns (B, I, w, d)."""
         u = grid.to_grid(self.in_proj(x_BTd))
         ends_BISE = self.ssm(u, grid, cache).to(x_BTd.dtype)
@@ -190,7 +208,12 @@ class FilterStateAttention(nn.Module):
         return self.cross_attention(x_BTd, contexts, grid)
 
 
-def _next_window_states(ssm: WindowEndSSM, u: Tensor, final: Tensor, grid: WindowGrid) -> Tensor:
+def _next_window_states(
+    ssm: WindowEndSSM,
+    u: Tensor,
+    final: Tensor,
+    grid: WindowGrid,
+) -> Tensor:
     """Compute the outputs of backward models at the first token of the next window.
 
     Args:
@@ -233,7 +256,13 @@ class RecurrentStateAttention(nn.Module):
         self.out = nn.Linear(2 * width, width, bias=False)
         self.gate = nn.Parameter(torch.empty(width))
 
-    def forward(self, x_BTd: Tensor, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> ChunkedTensor:
+    def forward(
+        self,
+        x_BTd: Tensor,
+        kv_BG: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
+    ) -> ChunkedTensor:
         """Attend to the states before each window; returns (B, I, w, d)."""
         states = self._states(kv_BG, grid, cache).to(x_BTd.dtype)
         return self.cross_attention(x_BTd, self._normed(states), grid)
@@ -293,7 +322,11 @@ class StateCrossAttention(nn.Module):
 
 
 def previous_window_states(
-    ends_BI: Tensor, initial: Tensor, grid: WindowGrid, cache: LayerCache | None, name: str
+    ends_BI: Tensor,
+    initial: Tensor,
+    grid: WindowGrid,
+    cache: LayerCache | None,
+    name: str,
 ) -> Tensor:
     """Return the states at the end of the window before each window.
 
@@ -319,7 +352,12 @@ def previous_window_states(
     return states[:, :-1]
 
 
-def _state_before(initial: Tensor, rows: int, cache: LayerCache | None, name: str) -> Tensor:
+def _state_before(
+    initial: Tensor,
+    rows: int,
+    cache: LayerCache | None,
+    name: str,
+) -> Tensor:
     """(B, ...): the states before the grid, from the cache, or `initial` (...) for each row."""
     if cache is not None and name in cache.tensors:
         return cache.tensors[name]

@@ -29,7 +29,8 @@ def fft_convolution(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
     size = 2 * length
     u_BEf = torch.fft.rfft(u_BTE.transpose(1, 2), n=size)
     kernel_CEf = torch.fft.rfft(kernel_CET[..., :length], n=size)
-    y_BCET = torch.fft.irfft(u_BEf[:, None] * kernel_CEf, n=size)[..., :length]
+    y_BCEf = u_BEf[:, None] * kernel_CEf
+    y_BCET = torch.fft.irfft(y_BCEf, n=size)[..., :length]
     return y_BCET.permute(0, 3, 2, 1)
 
 
@@ -65,9 +66,11 @@ def window_end_outputs(u_BTE: Tensor, kernel_CET: Tensor, window: int) -> Tensor
     count = length // window
     size = 2 * count
     u_BmrE = u_BTE.reshape(rows, count, window, width).flip(2)
+    u_BErm = u_BmrE.permute(0, 3, 2, 1)
+    u_BErf = torch.fft.rfft(u_BErm, n=size)
     kernel_CEmr = kernel_CET[..., :length].reshape(outputs, width, count, window)
-    u_BErf = torch.fft.rfft(u_BmrE.permute(0, 3, 2, 1), n=size)
-    kernel_CErf = torch.fft.rfft(kernel_CEmr.transpose(2, 3), n=size)
+    kernel_CErm = kernel_CEmr.transpose(2, 3)
+    kernel_CErf = torch.fft.rfft(kernel_CErm, n=size)
     y_BCEf = torch.einsum("berf,cerf->bcef", u_BErf, kernel_CErf)
     y_BCEm = torch.fft.irfft(y_BCEf, n=size)[..., :count]
     return y_BCEm.permute(0, 3, 2, 1)
@@ -93,7 +96,8 @@ def powers(log_a: Tensor, count: int) -> Tensor:
     coarse_powers = torch.exp(log_a[..., None] * coarse_exponents)
     fine_powers = torch.exp(log_a[..., None] * fine_exponents)
     products = coarse_powers[..., None] * fine_powers[..., None, :]
-    return products.flatten(-2)[..., :count]
+    all_powers = products.flatten(-2)
+    return all_powers[..., :count]
 
 
 def chunks_channels_first(u_BTE: Tensor, chunk: int) -> Tensor:
@@ -103,7 +107,8 @@ def chunks_channels_first(u_BTE: Tensor, chunk: int) -> Tensor:
         u_BTE: inputs (B, T, E), with T a multiple of `chunk`.
         chunk: number of tokens c in a chunk.
     """
-    chunks_NcE = u_BTE.reshape(-1, chunk, u_BTE.shape[-1])
+    channels = u_BTE.shape[-1]
+    chunks_NcE = u_BTE.reshape(-1, chunk, channels)
     return chunks_NcE.permute(2, 0, 1).contiguous()
 
 
@@ -125,7 +130,12 @@ def states_within_chunks(u_ENc: Tensor, powers_MEPc: Tensor) -> Tensor:
     return states_ENMP.permute(1, 2, 0, 3)
 
 
-def scan_chunks(states_BnMEP: Tensor, log_a_MEP: Tensor, length: int, initial_BMEP: Tensor | None) -> Tensor:
+def scan_chunks(
+    states_BnMEP: Tensor,
+    log_a_MEP: Tensor,
+    length: int,
+    initial_BMEP: Tensor | None,
+) -> Tensor:
     """Connect the states of consecutive chunks.
 
     Args:
@@ -138,7 +148,9 @@ def scan_chunks(states_BnMEP: Tensor, log_a_MEP: Tensor, length: int, initial_BM
         Complex states (B, n + 1, M, E, P): the initial state, then the state after each chunk.
     """
     factor = torch.exp(log_a_MEP * length)
-    state = torch.zeros_like(states_BnMEP[:, 0]) if initial_BMEP is None else initial_BMEP
+    state = initial_BMEP
+    if state is None:
+        state = torch.zeros_like(states_BnMEP[:, 0])
     states = [state]
     for within_chunk in states_BnMEP.unbind(1):
         state = factor * state + within_chunk
@@ -159,13 +171,19 @@ def states_after_chunks(u_BTE: Tensor, log_a_MEP: Tensor, chunk: int) -> Tensor:
     """
     rows = len(u_BTE)
     u_ENc = chunks_channels_first(u_BTE, chunk)
-    states_NMEP = states_within_chunks(u_ENc, powers(log_a_MEP, chunk))
+    powers_MEPc = powers(log_a_MEP, chunk)
+    states_NMEP = states_within_chunks(u_ENc, powers_MEPc)
     states_BnMEP = states_NMEP.unflatten(0, (rows, -1))
     return scan_chunks(states_BnMEP, log_a_MEP, chunk, initial_BMEP=None)
 
 
 def chunked_convolution(
-    u_BTE: Tensor, c_CEP: Tensor, d_CE: Tensor, log_a_EP: Tensor, initial_BEP: Tensor | None, chunk: int
+    u_BTE: Tensor,
+    c_CEP: Tensor,
+    d_CE: Tensor,
+    log_a_EP: Tensor,
+    initial_BEP: Tensor | None,
+    chunk: int,
 ) -> Tensor:
     """Compute the outputs of one diagonal system at every token, chunk by chunk, in O(T).
 
@@ -188,15 +206,21 @@ def chunked_convolution(
     """
     rows, length, _ = u_BTE.shape
     outputs = c_CEP.shape[0]
-    powers_EPc = powers(log_a_EP, chunk + 1)
     padding = -length % chunk
-    u_ENc = chunks_channels_first(nn.functional.pad(u_BTE, (0, 0, 0, padding)), chunk)
-    within_chunks = states_within_chunks(u_ENc, powers_EPc[None, ..., :-1])[:, 0].unflatten(0, (rows, -1))
-    states_BnEP = scan_chunks(within_chunks, log_a_EP, chunk, initial_BEP)[:, :-1]
-    states_EBnP = states_BnEP.permute(2, 0, 1, 3).contiguous()
-    states_ENs = torch.view_as_real(states_EBnP).flatten(1, 2).flatten(-2)
-    y = torch.bmm(u_ENc, _toeplitz(c_CEP, d_CE, powers_EPc[..., :-1]))
-    y = y.baddbmm_(states_ENs, _state_weights(c_CEP, powers_EPc[..., 1:]))
+    padded = nn.functional.pad(u_BTE, (0, 0, 0, padding))
+    u_ENc = chunks_channels_first(padded, chunk)
+    powers_EPc = powers(log_a_EP, chunk + 1)
+    from_zero = powers_EPc[..., :-1]
+    from_one = powers_EPc[..., 1:]
+    within_chunks = states_within_chunks(u_ENc, from_zero[None])
+    within_chunks = within_chunks[:, 0].unflatten(0, (rows, -1))
+    states_BnEP = scan_chunks(within_chunks, log_a_EP, chunk, initial_BEP)
+    states_EBnP = states_BnEP[:, :-1].permute(2, 0, 1, 3).contiguous()
+    states_EBnP2 = torch.view_as_real(states_EBnP)
+    states_ENs = states_EBnP2.flatten(1, 2).flatten(-2)
+    toeplitz = _toeplitz(c_CEP, d_CE, from_zero)
+    state_weights = _state_weights(c_CEP, from_one)
+    y = torch.bmm(u_ENc, toeplitz).baddbmm_(states_ENs, state_weights)
     y_NcCE = y.flatten(1).T.contiguous()
     y_BTCE = y_NcCE.unflatten(0, (rows, -1, outputs))
     return y_BTCE.transpose(-1, -2)[:, :length]
@@ -205,7 +229,9 @@ def chunked_convolution(
 def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
     """(E, 2 P, c C): the weights of the state's real and imaginary parts in the outputs 2 Re(c a^t x) of a chunk."""
     weights_CEPc = 2 * c_CEP[..., None] * powers_EPc
-    weights_CEPc2 = torch.stack([weights_CEPc.real, -weights_CEPc.imag], dim=-1)
+    real = weights_CEPc.real
+    imaginary = -weights_CEPc.imag
+    weights_CEPc2 = torch.stack([real, imaginary], dim=-1)
     weights_EP2cC = weights_CEPc2.permute(1, 2, 4, 3, 0)
     return weights_EP2cC.flatten(1, 2).flatten(-2)
 
@@ -213,8 +239,10 @@ def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
 def _toeplitz(c_CEP: Tensor, d_CE: Tensor, powers_EPc: Tensor) -> Tensor:
     """(E, c, c C): the matrix that maps a chunk's inputs to its outputs."""
     kernel = 2 * torch.einsum("cep,ept->cet", c_CEP, powers_EPc).real
-    kernel = torch.cat([kernel[..., :1] + d_CE[..., None], kernel[..., 1:]], dim=-1)
+    first = kernel[..., :1] + d_CE[..., None]
+    kernel = torch.cat([first, kernel[..., 1:]], dim=-1)
     position = torch.arange(kernel.shape[-1], device=kernel.device)
     delay = position - position[:, None]  # of output t after input j, at [j, t]
     matrix_CEcc = kernel[..., delay.clamp(min=0)] * (delay >= 0)
-    return matrix_CEcc.permute(1, 2, 3, 0).flatten(-2)
+    matrix_EccC = matrix_CEcc.permute(1, 2, 3, 0)
+    return matrix_EccC.flatten(-2)

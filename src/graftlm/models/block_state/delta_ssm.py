@@ -76,10 +76,13 @@ class DeltaSSM(nn.Module):
             Outputs (B, G, E, 1), at least in float32; values of empty slots are arbitrary.
         """
         offsets = grid.offsets
-        aligned = slice_rows(at_least_float32(u_BGE), offsets, grid.slots - min(offsets))
+        u = at_least_float32(u_BGE)
+        aligned = slice_rows(u, offsets, grid.slots - min(offsets))
         with without_autocast(u_BGE.device):
-            y = self._outputs(aligned, grid, cache)
-        return slice_rows(y, tuple(-offset for offset in offsets), grid.slots)[..., None]
+            y_BTE = self._outputs(aligned, grid, cache)
+        shifts = tuple(-offset for offset in offsets)
+        y_BGE = slice_rows(y_BTE, shifts, grid.slots)
+        return y_BGE[..., None]
 
     def _outputs(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
         """(B, T, E): outputs for left-aligned inputs."""
@@ -89,7 +92,13 @@ class DeltaSSM(nn.Module):
         before = cached.get(inputs_name)
         if before is None:
             before = z.new_zeros(len(z), _MIXED - 1, z.shape[-1])
-        mixed, _ = mixed_tokens(z, self.mix.to(z.dtype), None, before)
+        mixed, _ = mixed_tokens(
+            z,
+            self.mix.to(z.dtype),
+            document_BT=None,
+            before=before,
+        )
+        # The only head is the second dimension.
         q, k, v = mixed[:, None].split(self.sizes, dim=-1)
         log_a, b = self._rates(u_BTE, grid)
         state = cached.get(self.name)
@@ -98,21 +107,33 @@ class DeltaSSM(nn.Module):
             window, continues = self._windows(u_BTE.shape[1], grid)
             if state is not None:
                 state = state * continues[..., None, None]
-        y, state = delta_rule(unit_length(q), unit_length(k), v, log_a, b, state, window)
+        y, state = delta_rule(
+            q_BHTK=unit_length(q),
+            k_BHTK=unit_length(k),
+            v_BHTV=v,
+            log_a_BHT=log_a,
+            b_BHT=b,
+            state_BHKV=state,
+            document_BT=window,
+        )
         if cache is not None:
             cache.store(self.name, state)
-            last_inputs = slice_rows(torch.cat([before, z], 1), grid.new_lengths, _MIXED - 1)
+            inputs = torch.cat([before, z], dim=1)
+            last_inputs = slice_rows(inputs, grid.new_lengths, _MIXED - 1)
             cache.store(inputs_name, last_inputs)
         return y[:, 0]
 
     def _rates(self, u_BTE: Tensor, grid: WindowGrid) -> tuple[Tensor, Tensor]:
         """(B, 1, T) each: log a and b; both are zero in columns without a token, which leaves the state unchanged."""
-        dtype = u_BTE.dtype
-        rates = functional.linear(u_BTE, self.rate_weight.to(dtype), self.rate_bias.to(dtype)).transpose(1, 2)
+        weight = self.rate_weight.to(u_BTE.dtype)
+        bias = self.rate_bias.to(u_BTE.dtype)
+        rates_BT2 = functional.linear(u_BTE, weight, bias)
+        rates_B2T = rates_BT2.transpose(1, 2)
         column = torch.arange(u_BTE.shape[1], device=u_BTE.device)
-        inside = column < grid.per_row(grid.new_lengths)[:, None]
-        log_a = -functional.softplus(rates[:, :1]) * inside[:, None]
-        b = rates[:, 1:].sigmoid() * inside[:, None]
+        lengths = grid.per_row(grid.new_lengths)[:, None]
+        inside_B1T = (column < lengths)[:, None]
+        log_a = -functional.softplus(rates_B2T[:, :1]) * inside_B1T
+        b = rates_B2T[:, 1:].sigmoid() * inside_B1T
         return log_a, b
 
     def _windows(self, length: int, grid: WindowGrid) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,13 @@ class WindowGrid:
     device: torch.device
 
     @classmethod
-    def build(cls, x_BT: Tensor, mask: Tensor | None, past_lengths: tuple[int, ...] | None, window: int) -> WindowGrid:
+    def build(
+        cls,
+        x_BT: Tensor,
+        mask: Tensor | None,
+        past_lengths: tuple[int, ...] | None,
+        window: int,
+    ) -> WindowGrid:
         """Build the grid of a pass.
 
         Args:
@@ -179,7 +185,11 @@ def _count_slots(offsets: Sequence[int], new_lengths: Sequence[int], window: int
 
 
 def _slot_columns(
-    starts: Sequence[int], offsets: Sequence[int], slots: int, length: int, device: torch.device
+    starts: Sequence[int],
+    offsets: Sequence[int],
+    slots: int,
+    length: int,
+    device: torch.device,
 ) -> Tensor:
     """(B, G): the input column of each slot, for rows whose first token is in column `start` and slot `offset`."""
     pairs = zip(starts, offsets, strict=True)

@@ -27,7 +27,12 @@ def split_windows(x_BG: Tensor, width: int) -> Tensor:
     return x_BG.unflatten(1, (-1, width))
 
 
-def overlapping_windows(x_BS: Tensor, width: int, before: int, after: int = 0) -> Tensor:
+def overlapping_windows(
+    x_BS: Tensor,
+    width: int,
+    before: int,
+    after: int = 0,
+) -> Tensor:
     """Return a view of each window with the slots around it.
 
     Args:

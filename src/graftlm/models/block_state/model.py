@@ -301,7 +301,11 @@ class BlockStateModel(BlockStatePreTrainedModel):
         )
 
     def _apply_layers(
-        self, x_BTd: Tensor, grid: WindowGrid, caches: Sequence[LayerCache], keep_hidden: bool
+        self,
+        x_BTd: Tensor,
+        grid: WindowGrid,
+        caches: Sequence[LayerCache],
+        keep_hidden: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply the positional model and all layers.
 
@@ -340,7 +344,12 @@ class BlockStateModel(BlockStatePreTrainedModel):
         return DynamicCache() if cache is None else cache
 
 
-def _build_grid(x: Tensor, mask: Tensor | None, cache: LayerCache | None, window: int) -> WindowGrid:
+def _build_grid(
+    x: Tensor,
+    mask: Tensor | None,
+    cache: LayerCache | None,
+    window: int,
+) -> WindowGrid:
     """Build the grid of a pass.
 
     Args:

@@ -20,7 +20,12 @@ CAUSAL_CHUNK = 32
 """Minimum number of queries in a chunk of causal attention on a CPU."""
 
 
-def scaled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+def scaled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Compute softmax(q k^T / sqrt(K) + bias) v.
 
     Fused kernels compute no gradients for a bias. If it needs gradients, the product is computed explicitly.
@@ -58,7 +63,12 @@ def _flat_bias(bias: Tensor, leading: torch.Size) -> Tensor:
     return bias[(None,) * missing]
 
 
-def multi_head_attention(q: Tensor, kv: Tensor, num_heads: int, bias: Tensor | None = None) -> Tensor:
+def multi_head_attention(
+    q: Tensor,
+    kv: Tensor,
+    num_heads: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Attend from queries to keys and values whose heads are concatenated.
 
     Args:

@@ -52,7 +52,13 @@ class TokenSSM(nn.Module):
                 y = self._unstructured(self.kernels, aligned, grid, cache)
         return slice_rows(y, tuple(-offset for offset in offsets), grid.slots)
 
-    def _structured(self, kernels: S4DKernel, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def _structured(
+        self,
+        kernels: S4DKernel,
+        u_BTE: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
+    ) -> Tensor:
         """(B, T, E, C): outputs for left-aligned inputs, from a state."""
         if cache is None:
             return kernels.outputs(u_BTE, None)
@@ -69,7 +75,11 @@ class TokenSSM(nn.Module):
         return y
 
     def _unstructured(
-        self, kernels: UnstructuredKernel, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None
+        self,
+        kernels: UnstructuredKernel,
+        u_BTE: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
     ) -> Tensor:
         """(B, T, E, C): outputs for left-aligned inputs, from a convolution over all inputs so far."""
         inputs = _with_cached_inputs(u_BTE, grid, cache, self.name)
@@ -114,7 +124,13 @@ class WindowEndSSM(nn.Module):
                 return self._structured(self.kernels, u, grid, cache)
             return self._unstructured(self.kernels, u, grid, cache)
 
-    def _structured(self, kernels: S4DKernel, u_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def _structured(
+        self,
+        kernels: S4DKernel,
+        u_BGE: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
+    ) -> Tensor:
         """(B, I, M, E): outputs from the states at window ends; outputs between them are not computed."""
         initial = _cached_state(cache, self.name)
         if grid.decoding and cache is not None and initial is not None:
@@ -135,7 +151,12 @@ class WindowEndSSM(nn.Module):
         return y[..., 0].unflatten(0, (rows, windows))
 
     def _final_state(
-        self, kernels: S4DKernel, u: Tensor, grid: WindowGrid, initial: Tensor | None, states: Tensor
+        self,
+        kernels: S4DKernel,
+        u: Tensor,
+        grid: WindowGrid,
+        initial: Tensor | None,
+        states: Tensor,
     ) -> Tensor:
         """Compute the state after each row's last token.
 
@@ -163,7 +184,11 @@ class WindowEndSSM(nn.Module):
         return kernels.final_state(rest, start, since_end)
 
     def _unstructured(
-        self, kernels: UnstructuredKernel, u_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None
+        self,
+        kernels: UnstructuredKernel,
+        u_BGE: Tensor,
+        grid: WindowGrid,
+        cache: LayerCache | None,
     ) -> Tensor:
         """(B, I, M, E): outputs from convolutions over all inputs so far."""
         window = self.window
@@ -185,7 +210,12 @@ class WindowEndSSM(nn.Module):
         return slice_rows(ends, first_windows, max(1, grid.slots // window))
 
 
-def _states_after_windows(kernels: S4DKernel, u_BIwE: Tensor, grid: WindowGrid, initial: Tensor | None) -> Tensor:
+def _states_after_windows(
+    kernels: S4DKernel,
+    u_BIwE: Tensor,
+    grid: WindowGrid,
+    initial: Tensor | None,
+) -> Tensor:
     """Compute the state at each window boundary of the grid.
 
     Args:
@@ -228,7 +258,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _with_cached_inputs(aligned_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None, name: str) -> Tensor:
+def _with_cached_inputs(
+    aligned_BTE: Tensor,
+    grid: WindowGrid,
+    cache: LayerCache | None,
+    name: str,
+) -> Tensor:
     """(B, past + T, E): the inputs of earlier passes, right-aligned, then those of this pass, left-aligned."""
     if cache is None:
         return aligned_BTE

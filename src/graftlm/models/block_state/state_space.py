@@ -42,7 +42,13 @@ class S4DKernel(nn.Module):
         state_size: real numbers N in a system's state, which are N / 2 conjugate pairs.
     """
 
-    def __init__(self, channels: int, outputs: int, systems: int, state_size: int) -> None:
+    def __init__(
+        self,
+        channels: int,
+        outputs: int,
+        systems: int,
+        state_size: int,
+    ) -> None:
         super().__init__()
         self.shape = (systems, channels, state_size // 2)
         self.log_dt = _zeros(systems, channels)
@@ -150,7 +156,13 @@ class UnstructuredKernel(nn.Module):
         limit: maximum length of a kernel, in tokens.
     """
 
-    def __init__(self, channels: int, outputs: int, length: int, limit: int) -> None:
+    def __init__(
+        self,
+        channels: int,
+        outputs: int,
+        length: int,
+        limit: int,
+    ) -> None:
         super().__init__()
         self.shape = (outputs, channels)
         self.length = length

@@ -99,7 +99,13 @@ class PointerHead(nn.Module):
             attended=torch.zeros_like(first_Bh),
         )
 
-    def step(self, last_Bs: Tensor, state: PointerState, d_BNw: Tensor, mask_BN: Tensor) -> tuple[Tensor, PointerState]:
+    def step(
+        self,
+        last_Bs: Tensor,
+        state: PointerState,
+        d_BNw: Tensor,
+        mask_BN: Tensor,
+    ) -> tuple[Tensor, PointerState]:
         """Compute the log-probabilities of the next sentence.
 
         Args:
@@ -120,7 +126,13 @@ class PointerHead(nn.Module):
         attended_Bh = torch.tanh(self.attention_proj(torch.cat([c_Bw, h_Bh], dim=-1)))
         return scores_BN.log_softmax(-1), PointerState(hidden, cell, attended_Bh)
 
-    def forward(self, s_BNs: Tensor, d_BNw: Tensor, mask_BN: Tensor, targets_BK: Tensor) -> Tensor:
+    def forward(
+        self,
+        s_BNs: Tensor,
+        d_BNw: Tensor,
+        mask_BN: Tensor,
+        targets_BK: Tensor,
+    ) -> Tensor:
         """Compute the log-probabilities (B, K, N) of each step, given the target sentences before it.
 
         Args:
@@ -139,7 +151,13 @@ class PointerHead(nn.Module):
             last_Bs = s_BNs[rows_B, target_B.clamp(min=0)]
         return torch.stack(steps, dim=1)
 
-    def search(self, s_Ns: Tensor, d_Nw: Tensor, steps: int, beam_size: int) -> tuple[dict[int, float], Tensor]:
+    def search(
+        self,
+        s_Ns: Tensor,
+        d_Nw: Tensor,
+        steps: int,
+        beam_size: int,
+    ) -> tuple[dict[int, float], Tensor]:
         """Search the most likely sequence of distinct sentences of one document with beams.
 
         Args:
@@ -181,7 +199,10 @@ class PointerHead(nn.Module):
 
 
 def _extend_beams(
-    beams: list[dict[int, float]], rows: list[int], columns: list[int], log_probs_BN: Tensor
+    beams: list[dict[int, float]],
+    rows: list[int],
+    columns: list[int],
+    log_probs_BN: Tensor,
 ) -> list[dict[int, float]]:
     """Extend the beams of `rows` by the sentences of `columns`."""
     extended = []
