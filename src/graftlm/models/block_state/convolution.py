@@ -174,7 +174,12 @@ def states_after_chunks(u_BTE: Tensor, log_a_MEP: Tensor, chunk: int) -> Tensor:
     powers_MEPc = powers(log_a_MEP, chunk)
     states_NMEP = states_within_chunks(u_ENc, powers_MEPc)
     states_BnMEP = states_NMEP.unflatten(0, (rows, -1))
-    return scan_chunks(states_BnMEP, log_a_MEP, chunk, initial_BMEP=None)
+    return scan_chunks(
+        states_BnMEP,
+        log_a_MEP=log_a_MEP,
+        length=chunk,
+        initial_BMEP=None,
+    )
 
 
 def chunked_convolution(
@@ -214,8 +219,14 @@ def chunked_convolution(
     from_one = powers_EPc[..., 1:]
     within_chunks = states_within_chunks(u_ENc, from_zero[None])
     within_chunks = within_chunks[:, 0].unflatten(0, (rows, -1))
-    states_BnEP = scan_chunks(within_chunks, log_a_EP, chunk, initial_BEP)
-    states_EBnP = states_BnEP[:, :-1].permute(2, 0, 1, 3).contiguous()
+    states_BnEP = scan_chunks(
+        within_chunks,
+        log_a_MEP=log_a_EP,
+        length=chunk,
+        initial_BMEP=initial_BEP,
+    )
+    states_before = states_BnEP[:, :-1]
+    states_EBnP = states_before.permute(2, 0, 1, 3).contiguous()
     states_EBnP2 = torch.view_as_real(states_EBnP)
     states_ENs = states_EBnP2.flatten(1, 2).flatten(-2)
     toeplitz = _toeplitz(c_CEP, d_CE, from_zero)
