@@ -231,7 +231,7 @@ def test_what_can_not_be_trained_is_told() -> None:
         train_selector(examples(2), examples(1), training("modern"))
     with pytest.raises(RecipeError, match="head is 'guess'"):
         SentenceSelectorConfig(head="guess")
-    with pytest.raises(RecipeError, match="don't divide"):
+    with pytest.raises(RecipeError, match="num_heads"):
         SentenceSelectorConfig(document_encoder="transformer", hidden_size=5)
     with pytest.raises(RecipeError, match="beam_size is 0"):
         SentenceSelectorConfig(beam_size=0)

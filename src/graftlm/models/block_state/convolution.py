@@ -211,13 +211,11 @@ def chunked_convolution(
     """
     rows, length, _ = u_BTE.shape
     outputs = c_CEP.shape[0]
+    powers_EPc = powers(log_a_EP, chunk + 1)
     padding = -length % chunk
     padded = nn.functional.pad(u_BTE, (0, 0, 0, padding))
     u_ENc = chunks_channels_first(padded, chunk)
-    powers_EPc = powers(log_a_EP, chunk + 1)
-    from_zero = powers_EPc[..., :-1]
-    from_one = powers_EPc[..., 1:]
-    within_chunks = states_within_chunks(u_ENc, from_zero[None])
+    within_chunks = states_within_chunks(u_ENc, powers_EPc[None, ..., :-1])
     within_chunks = within_chunks[:, 0].unflatten(0, (rows, -1))
     states_BnEP = scan_chunks(
         within_chunks,
@@ -229,8 +227,8 @@ def chunked_convolution(
     states_EBnP = states_before.permute(2, 0, 1, 3).contiguous()
     states_EBnP2 = torch.view_as_real(states_EBnP)
     states_ENs = states_EBnP2.flatten(1, 2).flatten(-2)
-    toeplitz = _toeplitz(c_CEP, d_CE, from_zero)
-    state_weights = _state_weights(c_CEP, from_one)
+    toeplitz = _toeplitz(c_CEP, d_CE, powers_EPc[..., :-1])
+    state_weights = _state_weights(c_CEP, powers_EPc[..., 1:])
     y = torch.bmm(u_ENc, toeplitz).baddbmm_(states_ENs, state_weights)
     y_NcCE = y.flatten(1).T.contiguous()
     y_BTCE = y_NcCE.unflatten(0, (rows, -1, outputs))
