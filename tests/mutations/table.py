@@ -95,8 +95,10 @@ _MODULES, _TASKS, _HEADS = (
     "grafts/heads.py",
 )
 _SSM, _WINDOWS = "models/block_state/state_space.py", "models/block_state/attention.py"
+_MULTI_HEAD = "models/block_state/multi_head.py"
 _MEMORY, _SEEN, _DELTA = "grafts/memory/method.py", "grafts/memory/window.py", "models/delta_rule.py"
-_CONVOLUTION, _SELECTOR = "models/block_state/convolution.py", "models/sentence_selector/model.py"
+_CONVOLUTION = "models/block_state/convolution.py"
+_SELECTOR_HEADS, _ENCODERS = "models/sentence_selector/heads.py", "models/sentence_selector/encoders.py"
 
 # fmt: off
 MUTATIONS = [
@@ -179,28 +181,28 @@ MUTATIONS = [
         ("memory's matrices of variance 1", "memory", _MEMORY, "normal_(0, 1 / math.sqrt(self.w_qk.in_features))", "normal_()"),
         ("heads forget in 1 to 12 windows", "memory", _MEMORY, "math.log10(128)", "math.log10(12)"),
         ("heads write all", "memory", _MEMORY, "torch.zeros(2 * self.heads)", "torch.ones(2 * self.heads)"),
-        ("padding mixed into tokens", "memory", _MEMORY, "z = z if real_BT is None else z * real_BT[..., None]", "z = z * 1"),
+        ("padding mixed into tokens", "memory", _MEMORY, "z = z * real_BT[..., None]", "z = z * 1"),
         ("tokens mixed over documents", "memory", _DELTA, "past = past * same[..., None]", "past = past * 1"),
         ("tokens of the pass before not mixed", "memory", _MEMORY, "layer.update(state, before)", "layer.update(state, 0 * before)"),
-        ("no key of the token before", "memory", _MEMORY, "keys_CHK[min(offset + 1, len(self.mix) - 1), offset", "keys_CHK[min(offset, len(self.mix) - 1), offset"),
-        ("keys of any length", "memory", _MEMORY, "unit_length(q), unit_length(k)", "unit_length(q), k"),
+        ("no key of the token before", "memory", _MEMORY, "key_offset = min(offset + 1, len(self.mix) - 1)", "key_offset = min(offset, len(self.mix) - 1)"),
+        ("keys of any length", "memory", _MEMORY, "k_BHTK=unit_length(k)", "k_BHTK=k"),
         ("state not stored", "memory", _MEMORY, "            layer.update(state, before)\n", "            pass\n"),
-        ("attention window one token wider", "memory", _SEEN, "- key >= shape.window)", "- key > shape.window)"),
+        ("attention window one token wider", "memory", _SEEN, "- key >= shape.window", "- key > shape.window"),
         ("sinks hidden", "memory", _SEEN, "(index[:, None] >= shape.sinks)", "(index[:, None] >= 0)"),
-        ("padding taken for sinks", "memory", _SEEN, "index = index if padding_B is None else key - padding_B[:, None]", "index = key[None]"),
+        ("padding taken for sinks", "memory", _SEEN, "index = key - padding_B[:, None]", "index = key[None]"),
         ("kept window one token short", "memory", _SEEN, "self.cumulative_length - self.shape.window + 1)", "self.cumulative_length - self.shape.window + 2)"),
         ("padding kept for sinks", "memory", _SEEN, "start = (self.padding - (self.dropped - old)).clamp(0, old + leaving - count)", "start = 0 * self.padding"),
         ("sinks never move", "memory", _SEEN, "return torch.where(index < self.reach, 0,", "return torch.where(index >= 0, 0,"),
         ("sinks move a block late", "memory", _SEEN, "(index - self.reach) // self.step + 1)", "(index - self.reach) // self.step)"),
         ("sinks rotated backwards", "memory", _SEEN, "torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)", "torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)"),
-        ("older sinks as the newer", "memory", _SEEN, "self.shape.moved(first, (self.last_block(length) - 1).clamp(min=0))", "self.shape.moved(first, self.last_block(length))"),
-        ("both forms of the sinks seen", "memory", _SEEN, "(block_BT1 != last - n)", "(block_BT1 < last - n - 1)"),
+        ("older sinks as the newer", "memory", _SEEN, "older_block = (self.last_block(length) - 1).clamp(min=0)", "older_block = self.last_block(length)"),
+        ("both forms of the sinks seen", "memory", _SEEN, "newer_hidden = (block_BT1 != last)", "newer_hidden = (block_BT1 < last - 1)"),
         ("no correction inside a chunk", "memory", _DELTA, "within.tril(-1)", "within.tril(-2)"),
-        ("output without its own token", "memory", _DELTA, "attention = within *", "attention = within.tril(-1) *"),
-        ("state decays once more", "memory", _DELTA, "(g[..., -1:] - g).exp(), g[..., -1].exp()", "(g[..., -1:] - g).exp(), (2 * g[..., -1]).exp()"),
-        ("documents meet in a chunk", "memory", _DELTA, "within = within * (document[..., :, None] == document[..., None, :])", "within = within * 1"),
-        ("documents meet over chunks", "memory", _DELTA, "kept * (last == entered)", "kept"),
-        ("state enters another document", "memory", _DELTA, "before * (document == entered[..., None])", "before"),
+        ("output without its own token", "memory", _DELTA, "attention = decays.within *", "attention = decays.within.tril(-1) *"),
+        ("state decays once more", "memory", _DELTA, "whole=g[..., -1].exp()", "whole=(2 * g[..., -1]).exp()"),
+        ("documents meet in a chunk", "memory", _DELTA, "within=decays.within * same_document", "within=decays.within"),
+        ("documents meet over chunks", "memory", _DELTA, "decays.whole * (last == entered)", "decays.whole"),
+        ("state enters another document", "memory", _DELTA, "decays.before * (document == entered[..., None])", "decays.before"),
         # Other baselines
         ("new blocks write", "baselines", _BLOCKS, "nn.init.zeros_(parameter)", "nn.init.normal_(parameter, std=1e-3)"),
         ("biases of new blocks stay", "baselines", _BLOCKS, "for parameter in block.get_submodule(paths[projection]).parameters():", "for parameter in list(block.get_submodule(paths[projection]).parameters())[:1]:"),
@@ -269,19 +271,19 @@ MUTATIONS = [
         ("kernel's energy halved", "block-state", _SSM, "/ (2 * alpha)", "/ alpha"),
         ("kernel network of variance 1", "block-state", _SSM, "normal_(std=self.outer.in_features**-0.5)", "normal_()"),
         ("circular convolution", "block-state", _CONVOLUTION, "size = 2 * length", "size = length"),
-        ("scores without their scale", "block-state", _WINDOWS, "(q / math.sqrt(q.shape[-1])) @ k", "q @ k"),
+        ("scores without their scale", "block-state", _MULTI_HEAD, "(q / math.sqrt(q.shape[-1])) @ k", "q @ k"),
         ("banded scores by the whole width", "block-state", _WINDOWS, "math.sqrt(q_BGd.shape[-1] / self.num_heads)", "math.sqrt(q_BGd.shape[-1])"),
-        ("states see one token ahead", "block-state", _WINDOWS, "position <= position[:, None]", "position <= position[:, None] + 1"),
+        ("states see one token ahead", "block-state", _MULTI_HEAD, "position <= position[:, None]", "position <= position[:, None] + 1"),
         ("span one token wider", "block-state", _WINDOWS, "visible = (distance < self.span)", "visible = (distance <= self.span)"),
         ("a step sees an empty buffer", "block-state", _WINDOWS, "present = distance <= grid.per_row(grid.past_lengths)[:, None]", "present = distance <= grid.per_row(grid.past_lengths)[:, None] + self.span"),
         ("recurrent gate reversed", "block-state", "models/block_state/context.py", "gate = torch.sigmoid(self.gate)", "gate = 1 - torch.sigmoid(self.gate)"),
         ("weights of variance 1", "block-state", "models/block_state/model.py", "normal_(std=self.config.initializer_range)", "normal_(std=1.0)"),
         ("a quarter of the buckets exact", "block-state", _WINDOWS, "exact = buckets // 2", "exact = buckets // 4"),
         # Selecting and clarifying
-        ("document mean over padding", "selector", _SELECTOR, "/ weights.sum(1)", "/ weights.shape[1]"),
-        ("pointer on padding", "selector", _SELECTOR, 'self.query_proj(h_Bh), d_BNw).masked_fill(~mask_BN, float("-inf"))', "self.query_proj(h_Bh), d_BNw)"),
-        ("sinusoids to 1/1,000", "selector", _SELECTOR, "-math.log(10_000) / width", "-math.log(1_000) / width"),
-        ("sentences attend to padding", "selector", _SELECTOR, "src_key_padding_mask=~mask_BN", "src_key_padding_mask=None"),
+        ("document mean over padding", "selector", _SELECTOR_HEADS, "/ weights.sum(1)", "/ weights.shape[1]"),
+        ("pointer on padding", "selector", _SELECTOR_HEADS, 'scores_BN.masked_fill(~mask_BN, float("-inf"))', "scores_BN"),
+        ("sinusoids to 1/1,000", "selector", _ENCODERS, "-math.log(10_000) / width", "-math.log(1_000) / width"),
+        ("sentences attend to padding", "selector", _ENCODERS, "src_key_padding_mask=~mask_BN", "src_key_padding_mask=None"),
         ("gain in nats", "gain", "pipelines/clarify/gain.py", "np.log2(given) - np.log2(mixture_Y)", "np.log(given) - np.log(mixture_Y)"),
         ("likelihoods normalised together", "gain", "pipelines/clarify/gain.py", "softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)", "softmax(np.asarray(nats_KY, dtype=np.float64))"),
     ]

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from graftlm.models.sentence_selector.model import ClassifierHead, PointerHead
+from graftlm.models.sentence_selector.heads import ClassifierHead, PointerHead
 
 
 def lstm(

@@ -14,7 +14,7 @@ from torch import nn
 from cli.tools import invoke
 from graftlm.errors import ArtifactError, DataError, RecipeError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
-from graftlm.models.sentence_selector.model import _sinusoids
+from graftlm.models.sentence_selector.encoders import _sinusoids
 from graftlm.pipelines.summarize import (
     Budget,
     SelectorExample,
@@ -231,7 +231,7 @@ def test_what_can_not_be_trained_is_told() -> None:
         train_selector(examples(2), examples(1), training("modern"))
     with pytest.raises(RecipeError, match="head is 'guess'"):
         SentenceSelectorConfig(head="guess")
-    with pytest.raises(RecipeError, match="don't divide"):
+    with pytest.raises(RecipeError, match="num_heads"):
         SentenceSelectorConfig(document_encoder="transformer", hidden_size=5)
     with pytest.raises(RecipeError, match="beam_size is 0"):
         SentenceSelectorConfig(beam_size=0)
