@@ -31,7 +31,7 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.data.samplers import SamplerConfig, TaskSampler
 from graftlm.evaluation import Interval, Metric, Results, Row, value_of
 from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.grafts.conditional_tasks.method import ConditionalTasksConfig
+from graftlm.grafts.conditional_tasks import ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
