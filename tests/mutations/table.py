@@ -83,6 +83,7 @@ SUITES = {
 }
 
 _NEUTRAL = "grafts/neutral_residues/method.py"
+_GATED = "grafts/neutral_residues/adapter.py"
 _ATTENTION = "grafts/composition/attention.py"
 _READOUT = "grafts/composition/readout.py"
 _POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixture.py"
@@ -103,22 +104,22 @@ MUTATIONS = [
     Mutation(*row)
     for row in [
         # Neutral residues
-        ("low variance is 9/d", "neutral", _NEUTRAL, "else 1 / (width * layers))", "else 9 / width)"),
-        ("He's variance is 1/d", "neutral", _NEUTRAL, "math.sqrt(2 / width if", "math.sqrt(1 / width if"),
-        ("gate of variance 1", "neutral", _NEUTRAL, "self.gate.weight.normal_(0, 1 / math.sqrt(width))", "self.gate.weight.normal_()"),
-        ("output matrix not zero", "neutral", _NEUTRAL, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
-        ("open gate starts closed", "neutral", _NEUTRAL, "self.gate.bias.fill_(1)", "self.gate.bias.fill_(-1)"),
-        ("open gate starts random", "neutral", _NEUTRAL, "self.gate.weight.zero_()", "self.gate.weight.normal_()"),
-        ("L1 without 1/D", "neutral", _NEUTRAL, ".float().abs().sum() / out_ND.shape[-1]", ".float().abs().sum()"),
-        ("L2 for L1", "neutral", _NEUTRAL, ".float().abs().sum()", ".float().square().sum()"),
+        ("low variance is 9/d", "neutral", _GATED, "else 1 / (width * layers)", "else 9 / width"),
+        ("He's variance is 1/d", "neutral", _GATED, "variance = 2 / width if", "variance = 1 / width if"),
+        ("gate of variance 1", "neutral", _GATED, "self.gate.weight.normal_(0, 1 / math.sqrt(width))", "self.gate.weight.normal_()"),
+        ("output matrix not zero", "neutral", _GATED, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
+        ("open gate starts closed", "neutral", _GATED, "self.gate.bias.fill_(1)", "self.gate.bias.fill_(-1)"),
+        ("open gate starts random", "neutral", _GATED, "self.gate.weight.zero_()", "self.gate.weight.normal_()"),
+        ("L1 without 1/D", "neutral", _NEUTRAL, "old_OD.abs().sum() / out_ND.shape[-1]", "old_OD.abs().sum()"),
+        ("L2 for L1", "neutral", _NEUTRAL, "old_OD.abs().sum()", "old_OD.square().sum()"),
         ("local loss summed over layers", "neutral", _NEUTRAL, "(count * len(self.blocks)).clamp(min=1)", "count.clamp(min=1)"),
-        ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * torch.stack(terms)", "return torch.stack(terms)"),
+        ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * total", "return total"),
         ("L1 on the new domain", "neutral", _NEUTRAL, "_tokens_of(call, 0).nonzero()", "_tokens_of(call, 1).nonzero()"),
-        ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT if call.token_mask is None else mask_BT & call.token_mask", "mask_BT"),
-        ("sigmoid doubled", "neutral", _NEUTRAL, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
+        ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT = mask_BT & call.token_mask", "pass"),
+        ("sigmoid doubled", "neutral", _GATED, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
         ("gate learns the other domain", "neutral", _NEUTRAL, "labels = new[known].float()", "labels = 1 - new[known].float()"),
-        ("linear unit gates the wrong product", "neutral", _NEUTRAL, "self.activation(self.w_g(x_ND)) * inner", "self.activation(inner) * self.w_g(x_ND)"),
-        ("another domain's total", "neutral", _NEUTRAL, "call.totals[[1 + domain for domain in domains]]", "call.totals[[2 - domain for domain in domains]]"),
+        ("linear unit gates the wrong product", "neutral", _GATED, "self.activation(self.w_g(x_ND)) * inner", "self.activation(inner) * self.w_g(x_ND)"),
+        ("another domain's total", "neutral", _NEUTRAL, "columns = [1 + domain for domain in domains]", "columns = [2 - domain for domain in domains]"),
         ("capacity counts two matrices", "neutral", _NEUTRAL, "matrices = 3 if", "matrices = 2 if"),
         # Composition
         ("deviation doubled", "composition", _ATTENTION, "normal_(0, 1 / math.sqrt(linear.in_features))", "normal_(0, 2 / math.sqrt(linear.in_features))"),
