@@ -90,6 +90,8 @@ _POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixt
 _STATE, _EMBEDDERS = "grafts/token_routing/routing_state.py", "grafts/token_routing/embedders.py"
 _EXPERTS, _ROUTING = "grafts/token_routing/experts.py", "grafts/token_routing/method.py"
 _BLOCKS, _PEFT = "grafts/baselines/block_expansion.py", "grafts/baselines/peft_graft.py"
+_DEEPER = "grafts/baselines/deeper_model.py"
+_PEFT_CONFIG, _PEFT_MODEL = "grafts/baselines/peft_config.py", "grafts/baselines/adapted_model.py"
 _MODULES, _TASKS, _HEADS = (
     "grafts/conditional_tasks/modules.py",
     "grafts/conditional_tasks/method.py",
@@ -207,12 +209,12 @@ MUTATIONS = [
         ("biases of new blocks stay", "baselines", _BLOCKS, "for parameter in block.get_submodule(paths[projection]).parameters():", "for parameter in list(block.get_submodule(paths[projection]).parameters())[:1]:"),
         ("new blocks a layer early", "baselines", _BLOCKS, "number * layers // blocks - 1", "(number * layers - 1) // blocks - 1"),
         ("new blocks share their layers' weights", "baselines", _BLOCKS, "parameter.detach().to(torch.float32, copy=True)", "parameter.detach().float()"),
-        ("new blocks have the last window", "baselines", _BLOCKS, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
+        ("new blocks have the last window", "baselines", _DEEPER, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
         ("new blocks leave float32 behind", "baselines", _BLOCKS, "return _cast(output, dtype)", "return output"),
         ("capacity of one layer", "baselines", _BLOCKS, "weights * layers / in_layers", "weights / in_layers"),
-        ("DoRA without magnitudes", "baselines", _PEFT, '{"use_dora": True}', '{"use_dora": False}'),
+        ("DoRA without magnitudes", "baselines", _PEFT_CONFIG, '{"use_dora": True}', '{"use_dora": False}'),
         ("IA3 scales what the FFN writes", "baselines", _PEFT, '"feedforward_modules": outputs', '"feedforward_modules": []'),
-        ("OSF's projection lost by a cast", "baselines", _PEFT, "layer._attach_hooks(_ADAPTER)", "pass"),
+        ("OSF's projection lost by a cast", "baselines", _PEFT_MODEL, "layer._attach_hooks(_ADAPTER)", "pass"),
         ("any start accepted", "baselines", _PEFT, "_START_TOLERANCE = 1e-4", "_START_TOLERANCE = 1e4"),
         # Conditional tasks
         ("FiLM's gain added", "tasks", _MODULES, "torch.addcmul(shift, y_BTD, gain)", "shift + gain + 0 * y_BTD"),
