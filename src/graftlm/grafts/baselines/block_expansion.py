@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Site, Sites
-from graftlm.backbone.families import linear_sizes
+from graftlm.backbone.modules import linear_sizes
 from graftlm.errors import BackboneError, RecipeError
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.baselines.deeper_model import deeper_model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from graftlm.backbone import Sites
-from graftlm.backbone.families import RUNTIME_FIELDS
+from graftlm.backbone.modules import RUNTIME_FIELDS
 from graftlm.errors import BackboneError, TapConflictError, first_line
 
 
