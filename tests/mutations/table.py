@@ -116,7 +116,7 @@ MUTATIONS = [
         ("L2 for L1", "neutral", _NEUTRAL, "old_OD.abs().sum()", "old_OD.square().sum()"),
         ("local loss summed over layers", "neutral", _NEUTRAL, "(count * len(self.blocks)).clamp(min=1)", "count.clamp(min=1)"),
         ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * total", "return total"),
-        ("L1 on the new domain", "neutral", _NEUTRAL, "_tokens_of(call, 0).nonzero()", "_tokens_of(call, 1).nonzero()"),
+        ("L1 on the new domain", "neutral", _NEUTRAL, "is_old_N = _tokens_of(call, 0)", "is_old_N = _tokens_of(call, 1)"),
         ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT = mask_BT & call.token_mask", "pass"),
         ("sigmoid doubled", "neutral", _GATED, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
         ("gate learns the other domain", "neutral", _NEUTRAL, "labels = new[known].float()", "labels = 1 - new[known].float()"),

@@ -170,7 +170,8 @@ class Heads(nn.Module):
         Returns:
             A prediction per row, in the order of the rows, with the shapes of the table of this module.
         """
-        hidden_BTD = hidden_BTD.to(next(self.linears.parameters()).dtype)
+        weight = next(self.linears.parameters())
+        hidden_BTD = hidden_BTD.to(weight.dtype)
         if token_mask_BT is None:
             token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
         token_mask_BT = token_mask_BT.bool()
@@ -212,7 +213,8 @@ class Heads(nn.Module):
         for name, rows_R in self._by_task(task_B, len(predictions)):
             spec = self.specs[name]
             out = torch.stack([predictions[row] for row in rows_R]).float()
-            values_R = row_losses(spec, out, _stacked(targets, rows_R, out.device))
+            targets_R = _stacked(targets, rows_R, out.device)
+            values_R = row_losses(spec, out, targets_R)
             if scaled:
                 values_R = values_R / spec.chance_loss
             losses.update(zip(rows_R, values_R.unbind(0), strict=True))
@@ -263,7 +265,8 @@ def pooled(hidden_RTD: Tensor, mask_RT: Tensor, pooling: Pooling) -> Tensor:
     if pooling == "mean":
         weights = mask_RT.to(hidden_RTD.dtype)
         sums_RD = torch.einsum("rtd,rt->rd", hidden_RTD, weights)
-        return sums_RD / weights.sum(1, keepdim=True).clamp(min=1)
+        counts = weights.sum(1, keepdim=True).clamp(min=1)
+        return sums_RD / counts
     if pooling == "first":
         column_R = mask_RT.int().argmax(1)
     else:
@@ -296,7 +299,8 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
     nats = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     if spec.type == "span":
         return nats.mean(-1)
-    labelled_R = (targets != IGNORED).sum(-1)
+    is_labelled = targets != IGNORED
+    labelled_R = is_labelled.sum(-1)
     return nats.sum(-1) / labelled_R.clamp(min=1)
 
 
@@ -389,7 +393,8 @@ def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tens
         return _relative_error(spec, logits, targets)
     if spec.type not in ("classification", "tagging"):
         return None
-    entropy = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
+    log_probabilities = logits.log_softmax(-1)
+    entropy = _entropy(log_probabilities) / math.log(logits.shape[-1])
     if spec.type == "classification":
         return entropy
     return _largest_of_labelled(entropy, targets)
@@ -405,8 +410,9 @@ def _learnability(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Ten
     elif spec.type == "multi-label":
         right = torch.sigmoid(torch.where(targets > 0, logits, -logits))
     else:
+        probabilities = logits.softmax(-1)
         classes = targets.clamp(min=0)[..., None]
-        right = logits.softmax(-1).gather(-1, classes).squeeze(-1)
+        right = probabilities.gather(-1, classes).squeeze(-1)
     values = 4 * right * (1 - right)
     if spec.type == "multi-label":
         return values.mean(-1)
@@ -417,7 +423,8 @@ def _learnability(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Ten
 
 def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
     """Return the absolute error of a regression over the task's range, at most 1."""
-    return ((predictions - targets).abs() / spec.unit).clamp(max=1)
+    errors = (predictions - targets).abs()
+    return (errors / spec.unit).clamp(max=1)
 
 
 def _largest_of_labelled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor:
@@ -428,4 +435,5 @@ def _largest_of_labelled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor
 
 def _entropy(log_probabilities: Tensor) -> Tensor:
     """Return the entropy in nats over the last dimension."""
-    return -(log_probabilities.exp() * log_probabilities).sum(-1)
+    probabilities = log_probabilities.exp()
+    return -(probabilities * log_probabilities).sum(-1)

@@ -132,32 +132,65 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def taps(self) -> list[Tap]:
         taps: list[Tap] = []
         if self.alignment is not None:
-            site = Site("layer", self._aligned_layer())
-            taps.append(Tap(site, "before", "add", self._align))
-        for path, lora in self.loras.items():
-            site = Site("module", path=path.replace("/", "."))
-            taps.append(Tap(site, "after", "add", partial(self._parallel, lora)))
-        for name, bias in self.biases.items():
-            layer = int(name)
-            taps.append(Tap(Site("attention", layer), "before", "bias", partial(self._attend, layer, bias)))
+            tap = Tap(
+                site=Site("layer", self._aligned_layer()),
+                when="before",
+                act="add",
+                function=self._align,
+            )
+            taps.append(tap)
+        taps.extend(self._lora_taps())
+        taps.extend(self._attention_taps())
         taps.extend(self._norm_taps())
         taps.extend(self._bottleneck_taps())
         return taps
+
+    def _lora_taps(self) -> Iterator[Tap]:
+        for path, lora in self.loras.items():
+            yield Tap(
+                site=Site("module", path=path.replace("/", ".")),
+                when="after",
+                act="add",
+                function=partial(self._parallel, lora),
+            )
+
+    def _attention_taps(self) -> Iterator[Tap]:
+        for name, bias in self.biases.items():
+            layer = int(name)
+            yield Tap(
+                site=Site("attention", layer),
+                when="before",
+                act="bias",
+                function=partial(self._attend, layer, bias),
+            )
 
     def _norm_taps(self) -> Iterator[Tap]:
         for name, films in self.norms.items():
             assert isinstance(films, nn.ModuleList)
             sites = _norms(self._sites, int(name))
             for site, film in zip(sites, films, strict=True):
-                yield Tap(site, "after", "replace", partial(self._normalise, film))
+                yield Tap(
+                    site=site,
+                    when="after",
+                    act="replace",
+                    function=partial(self._normalise, film),
+                )
 
     def _bottleneck_taps(self) -> Iterator[Tap]:
         for name, bottleneck in self.bottlenecks.items():
             layer = int(name)
             if self.config.bottleneck == "large":
-                yield Tap(Site("layer", layer), "after", "add", partial(self._skip, layer, bottleneck))
+                site = Site("layer", layer)
+                function = partial(self._skip, layer, bottleneck)
             else:
-                yield Tap(Site("ffn", layer), "after", "add", partial(self._parallel, bottleneck))
+                site = Site("ffn", layer)
+                function = partial(self._parallel, bottleneck)
+            yield Tap(
+                site=site,
+                when="after",
+                act="add",
+                function=function,
+            )
 
     def _aligned_layer(self) -> int:
         """Return the layer before which the alignment acts."""
@@ -169,21 +202,24 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def _align(self, call: Call, x_BTD: Tensor) -> Tensor:
         assert self.alignment is not None, "the tap exists only with an alignment"
         working = x_BTD.to(call.working_dtype(self))
-        return self.alignment.change(working, self._tasks(call)).to(x_BTD.dtype)
+        change = self.alignment.change(working, self._tasks(call))
+        return change.to(x_BTD.dtype)
 
     def _attend(self, layer: int, bias: nn.Module, call: Call, x_BTD: Tensor) -> Tensor:
         positions = call.scratch.get((self, "positions"))
         if positions is None:
             positions = modules.TokenPositions.of_call(call, x_BTD.shape[1], self.config.max_length)
         visible = positions.visible(call, layer)
-        return bias(self._tasks(call), positions, visible).to(x_BTD.dtype)
+        values = bias(self._tasks(call), positions, visible)
+        return values.to(x_BTD.dtype)
 
     def _normalise(self, film: nn.Module, call: Call, _x: Tensor, y_BTD: Tensor) -> Tensor:
         return film(y_BTD, self._tasks(call))
 
     def _parallel(self, module: nn.Module, call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
         working = x_BTD.to(call.working_dtype(self))
-        return module(working, self._tasks(call)).to(y_BTD.dtype)
+        output = module(working, self._tasks(call))
+        return output.to(y_BTD.dtype)
 
     def _skip(self, layer: int, bottleneck: nn.Module, call: Call, _x: Tensor, h_BTD: Tensor) -> Tensor | None:
         """Compute c_j = CFF_j(h_j + c_{j-1}); the last c is added to the last layer's output."""
@@ -257,9 +293,14 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
         predictions = self.predict(call, hidden)
         task_B = call.extras.get("task")
-        losses = torch.stack(self.heads.losses(predictions, targets, task_B, scaled=self.config.scaled_losses))
+        losses = self.heads.losses(
+            predictions,
+            targets,
+            task_B,
+            scaled=self.config.scaled_losses,
+        )
         count = len(losses) if call.totals is None else call.totals[0].clamp(min=1)
-        return losses.sum() / count
+        return torch.stack(losses).sum() / count
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """Return `embedding_cosines`, the cosines between the tasks' embeddings in their order.
@@ -295,7 +336,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             lora.add().to(mean)
         if self._fixed is None:
             self._fixed = list(self.config.tasks)
-        self.config = self.config.model_copy(update={"tasks": {**self.config.tasks, name: spec}})
+        tasks = {**self.config.tasks, name: spec}
+        self.config = self.config.model_copy(update={"tasks": tasks})
         self._freeze()
         if like is not None:
             self.start_like(name, like)
@@ -326,7 +368,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             lora.a[new].copy_(lora.a[old])
             lora.b[new].copy_(lora.b[old])
         if tasks[name] == tasks[like]:
-            self.heads.linear(name).load_state_dict(self.heads.linear(like).state_dict())
+            head = self.heads.linear(like).state_dict()
+            self.heads.linear(name).load_state_dict(head)
 
     def _task_loras(self) -> list[modules.TaskLora]:
         return cast("list[modules.TaskLora]", list(self.loras.values()))

@@ -62,12 +62,21 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         return cast("list[GatedAdapter]", list(self.blocks))
 
     def taps(self) -> list[Tap]:
-        layers = range(len(self.blocks))
-        return [Tap(Site("ffn", layer), "after", "add", partial(self._add, layer)) for layer in layers]
+        return [self._tap(layer) for layer in range(len(self.blocks))]
+
+    def _tap(self, layer: int) -> Tap:
+        return Tap(
+            site=Site("ffn", layer),
+            when="after",
+            act="add",
+            function=partial(self._add, layer),
+        )
 
     def prepare(self, call: Call) -> None:
-        if call.domain is not None and self.config.alpha > 0 and self.config.loss_kind() == "l1":
-            call.scratch[self, "old tokens"] = _tokens_of(call, 0).nonzero().squeeze(-1)
+        has_l1_loss = self.config.has_auxiliary_loss and self.config.loss_kind() == "l1"
+        if has_l1_loss and call.domain is not None:
+            is_old_N = _tokens_of(call, 0)
+            call.scratch[self, "old tokens"] = is_old_N.nonzero().squeeze(-1)
 
     def _add(self, layer: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
         """Return r(x) of one layer, in the shape of `outputs` (B, T, D); None if all gates are closed."""
@@ -79,7 +88,8 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         if readable and block.is_closed(scores_N):
             return None
         select = readable or (x.shape[1] > 1 and not torch.compiler.is_compiling())
-        out_ND = block.residue(x.reshape(-1, x.shape[-1]), scores_N, select=select)
+        x_ND = x.reshape(-1, x.shape[-1])
+        out_ND = block.residue(x_ND, scores_N, select=select)
         old = call.scratch.get((self, "old tokens"))
         if old is not None and len(old):
             # |r(x)|_1 / D, summed over the old domain's tokens, for the local loss.
@@ -103,8 +113,8 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
             domains = [0, 1]
         if not terms:
             return None
-        count = _count(call, domains)
         total = torch.stack(terms).sum()
+        count = _count(call, domains)
         return self.config.alpha * total / (count * len(self.blocks)).clamp(min=1)
 
     def _l1_terms(self, call: Call) -> Iterator[Tensor]:
@@ -137,7 +147,10 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         if not scores:
             return {}
         real = slice(None) if call.token_mask is None else call.token_mask.reshape(-1)
-        shares = [(scores_N[real] > 0).float().mean() for scores_N in scores]
+        shares = []
+        for scores_N in scores:
+            is_open = scores_N[real] > 0
+            shares.append(is_open.float().mean())
         return {"open_share": torch.stack(shares)}
 
     def forward_trace(self, call: Call) -> Trace | None:
@@ -176,7 +189,8 @@ def width_for(capacity: float, backbone: Backbone) -> int:
     """Return the inner width F at which all layers together have `capacity` times the backbone's weights."""
     matrices = 3 if backbone.sites.family.gated else 2
     weights = capacity * backbone.parameter_count
-    width = weights / (backbone.sites.n_layers * matrices * backbone.sites.width)
+    per_width = backbone.sites.n_layers * matrices * backbone.sites.width
+    width = weights / per_width
     if width >= 512:
         # Tensor cores need rows of full 16 bytes. Rounding a narrow adapter would change its size by more than 1%.
         return round(width / 8) * 8
@@ -199,7 +213,8 @@ def _tokens_of(call: Call, domain: int) -> Tensor:
     assert call.domain is not None
     ids = call.input_ids if call.input_ids is not None else call.token_mask
     assert ids is not None, "the shape of the batch is that of its input ids or token mask"
-    mask_BT = (call.domain == domain)[:, None].expand(ids.shape)
+    mask_B = call.domain == domain
+    mask_BT = mask_B[:, None].expand(ids.shape)
     if call.token_mask is not None:
         mask_BT = mask_BT & call.token_mask
     return mask_BT.reshape(-1)
