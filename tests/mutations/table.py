@@ -83,12 +83,15 @@ SUITES = {
 }
 
 _NEUTRAL = "grafts/neutral_residues/method.py"
+_GATED = "grafts/neutral_residues/adapter.py"
 _ATTENTION = "grafts/composition/attention.py"
 _READOUT = "grafts/composition/readout.py"
 _POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixture.py"
 _STATE, _EMBEDDERS = "grafts/token_routing/routing_state.py", "grafts/token_routing/embedders.py"
 _EXPERTS, _ROUTING = "grafts/token_routing/experts.py", "grafts/token_routing/method.py"
 _BLOCKS, _PEFT = "grafts/baselines/block_expansion.py", "grafts/baselines/peft_graft.py"
+_DEEPER = "grafts/baselines/deeper_model.py"
+_PEFT_CONFIG, _PEFT_MODEL = "grafts/baselines/peft_config.py", "grafts/baselines/adapted_model.py"
 _MODULES, _TASKS, _HEADS = (
     "grafts/conditional_tasks/modules.py",
     "grafts/conditional_tasks/method.py",
@@ -105,22 +108,22 @@ MUTATIONS = [
     Mutation(*row)
     for row in [
         # Neutral residues
-        ("low variance is 9/d", "neutral", _NEUTRAL, "else 1 / (width * layers))", "else 9 / width)"),
-        ("He's variance is 1/d", "neutral", _NEUTRAL, "math.sqrt(2 / width if", "math.sqrt(1 / width if"),
-        ("gate of variance 1", "neutral", _NEUTRAL, "self.gate.weight.normal_(0, 1 / math.sqrt(width))", "self.gate.weight.normal_()"),
-        ("output matrix not zero", "neutral", _NEUTRAL, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
-        ("open gate starts closed", "neutral", _NEUTRAL, "self.gate.bias.fill_(1)", "self.gate.bias.fill_(-1)"),
-        ("open gate starts random", "neutral", _NEUTRAL, "self.gate.weight.zero_()", "self.gate.weight.normal_()"),
-        ("L1 without 1/D", "neutral", _NEUTRAL, ".float().abs().sum() / out_ND.shape[-1]", ".float().abs().sum()"),
-        ("L2 for L1", "neutral", _NEUTRAL, ".float().abs().sum()", ".float().square().sum()"),
+        ("low variance is 9/d", "neutral", _GATED, "else 1 / (width * layers)", "else 9 / width"),
+        ("He's variance is 1/d", "neutral", _GATED, "variance = 2 / width if", "variance = 1 / width if"),
+        ("gate of variance 1", "neutral", _GATED, "self.gate.weight.normal_(0, 1 / math.sqrt(width))", "self.gate.weight.normal_()"),
+        ("output matrix not zero", "neutral", _GATED, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
+        ("open gate starts closed", "neutral", _GATED, "self.gate.bias.fill_(1)", "self.gate.bias.fill_(-1)"),
+        ("open gate starts random", "neutral", _GATED, "self.gate.weight.zero_()", "self.gate.weight.normal_()"),
+        ("L1 without 1/D", "neutral", _NEUTRAL, "old_OD.abs().sum() / out_ND.shape[-1]", "old_OD.abs().sum()"),
+        ("L2 for L1", "neutral", _NEUTRAL, "old_OD.abs().sum()", "old_OD.square().sum()"),
         ("local loss summed over layers", "neutral", _NEUTRAL, "(count * len(self.blocks)).clamp(min=1)", "count.clamp(min=1)"),
-        ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * torch.stack(terms)", "return torch.stack(terms)"),
-        ("L1 on the new domain", "neutral", _NEUTRAL, "_tokens_of(call, 0).nonzero()", "_tokens_of(call, 1).nonzero()"),
-        ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT if call.token_mask is None else mask_BT & call.token_mask", "mask_BT"),
-        ("sigmoid doubled", "neutral", _NEUTRAL, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
+        ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * total", "return total"),
+        ("L1 on the new domain", "neutral", _NEUTRAL, "is_old_N = _tokens_of(call, 0)", "is_old_N = _tokens_of(call, 1)"),
+        ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT = mask_BT & call.token_mask", "pass"),
+        ("sigmoid doubled", "neutral", _GATED, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
         ("gate learns the other domain", "neutral", _NEUTRAL, "labels = new[known].float()", "labels = 1 - new[known].float()"),
-        ("linear unit gates the wrong product", "neutral", _NEUTRAL, "self.activation(self.w_g(x_ND)) * inner", "self.activation(inner) * self.w_g(x_ND)"),
-        ("another domain's total", "neutral", _NEUTRAL, "call.totals[[1 + domain for domain in domains]]", "call.totals[[2 - domain for domain in domains]]"),
+        ("linear unit gates the wrong product", "neutral", _GATED, "self.activation(self.w_g(x_ND)) * inner", "self.activation(inner) * self.w_g(x_ND)"),
+        ("another domain's total", "neutral", _NEUTRAL, "columns = [1 + domain for domain in domains]", "columns = [2 - domain for domain in domains]"),
         ("capacity counts two matrices", "neutral", _NEUTRAL, "matrices = 3 if", "matrices = 2 if"),
         # Composition
         ("deviation doubled", "composition", _ATTENTION, "normal_(0, 1 / math.sqrt(linear.in_features))", "normal_(0, 2 / math.sqrt(linear.in_features))"),
@@ -208,12 +211,12 @@ MUTATIONS = [
         ("biases of new blocks stay", "baselines", _BLOCKS, "for parameter in block.get_submodule(paths[projection]).parameters():", "for parameter in list(block.get_submodule(paths[projection]).parameters())[:1]:"),
         ("new blocks a layer early", "baselines", _BLOCKS, "number * layers // blocks - 1", "(number * layers - 1) // blocks - 1"),
         ("new blocks share their layers' weights", "baselines", _BLOCKS, "parameter.detach().to(torch.float32, copy=True)", "parameter.detach().float()"),
-        ("new blocks have the last window", "baselines", _BLOCKS, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
+        ("new blocks have the last window", "baselines", _DEEPER, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
         ("new blocks leave float32 behind", "baselines", _BLOCKS, "return _cast(output, dtype)", "return output"),
         ("capacity of one layer", "baselines", _BLOCKS, "weights * layers / in_layers", "weights / in_layers"),
-        ("DoRA without magnitudes", "baselines", _PEFT, '{"use_dora": True}', '{"use_dora": False}'),
+        ("DoRA without magnitudes", "baselines", _PEFT_CONFIG, '{"use_dora": True}', '{"use_dora": False}'),
         ("IA3 scales what the FFN writes", "baselines", _PEFT, '"feedforward_modules": outputs', '"feedforward_modules": []'),
-        ("OSF's projection lost by a cast", "baselines", _PEFT, "layer._attach_hooks(_ADAPTER)", "pass"),
+        ("OSF's projection lost by a cast", "baselines", _PEFT_MODEL, "layer._attach_hooks(_ADAPTER)", "pass"),
         ("any start accepted", "baselines", _PEFT, "_START_TOLERANCE = 1e-4", "_START_TOLERANCE = 1e4"),
         # Conditional tasks
         ("FiLM's gain added", "tasks", _MODULES, "torch.addcmul(shift, y_BTD, gain)", "shift + gain + 0 * y_BTD"),
@@ -222,23 +225,23 @@ MUTATIONS = [
         ("bottleneck's output not zero", "tasks", _MODULES, "nn.init.zeros_(self.up.weight)", "nn.init.normal_(self.up.weight, std=1e-2)"),
         ("bias across blocks", "tasks", _MODULES, "bias.masked_fill(query_block != key_block, 0)", "bias"),
         ("blocks only by their gain", "tasks", _MODULES, "return blocks + blocks * gain + shift", "return blocks * gain + shift"),
-        ("every task has the first one's LoRA", "tasks", _MODULES, "torch.stack([*own])", "torch.stack([own[0]] * len(own))"),
-        ("B of LoRA not zero", "tasks", _MODULES, "nn.Parameter(torch.zeros(rank, outputs))", "nn.Parameter(torch.ones(rank, outputs))"),
+        ("every task has the first one's LoRA", "tasks", _MODULES, "torch.stack([*factors])", "torch.stack([factors[0]] * len(factors))"),
+        ("B of LoRA not zero", "tasks", _MODULES, "torch.zeros(self.rank, self.outputs)", "torch.ones(self.rank, self.outputs)"),
         ("the LoRA of an added task is not like the other's", "tasks", _TASKS, "lora.a[new].copy_(lora.a[old])", "pass"),
         ("LoRAs of trained tasks train on", "tasks", _TASKS, "lora.a[len(self._fixed) :].requires", "lora.a.requires"),
         ("a Linear that reads positions has a LoRA", "tasks", "backbone/families.py", "if size and not self.reads_positions(path)}", "if size}"),
-        ("task embeddings zero", "tasks", _TASKS, "torch.randn(z) for name", "torch.zeros(z) for name"),
+        ("task embeddings zero", "tasks", _TASKS, "torch.randn(config.task_width) for name", "torch.zeros(config.task_width) for name"),
         ("skip path without the layer before", "tasks", _TASKS, "h if before is None else h + before", "h"),
-        ("loss summed over rows", "tasks", _TASKS, "losses.sum() / (len(losses) if", "losses.sum() / (1 if"),
+        ("loss summed over rows", "tasks", _TASKS, "count = len(losses) if", "count = 1 if"),
         ("mean pooling over padding", "tasks", _HEADS, "weights.sum(1, keepdim=True).clamp(min=1)", "weights.shape[1]"),
-        ("first token may be padding", "tasks", _HEADS, 'mask_RT.int().argmax(1) if pooling == "first"', 'mask_RT.int().argmax(1) * 0 if pooling == "first"'),
-        ("span on padding", "tasks", _HEADS, "out = out.masked_fill(~_rows(token_mask_BT, rows_R)[..., None], torch.finfo(out.dtype).min)", "pass"),
-        ("labels summed", "tasks", _HEADS, 'reduction="none").mean(-1)', 'reduction="none").sum(-1)'),
-        ("tagging loss over padding", "tasks", _HEADS, "nats.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)", "nats.mean(-1)"),
+        ("first token may be padding", "tasks", _HEADS, "column_R = mask_RT.int().argmax(1)", "column_R = mask_RT.int().argmax(1) * 0"),
+        ("span on padding", "tasks", _HEADS, "out = out.masked_fill(padding_RT[..., None], torch.finfo(out.dtype).min)", "pass"),
+        ("labels summed", "tasks", _HEADS, "nats_RC.mean(-1)", "nats_RC.sum(-1)"),
+        ("tagging loss over padding", "tasks", _HEADS, "nats.sum(-1) / labelled_R.clamp(min=1)", "nats.mean(-1)"),
         ("uncertainty in nats", "tasks", _HEADS, " / math.log(logits.shape[-1])", ""),
         ("scores of unlabelled tokens", "tasks", _HEADS, "values_RT.masked_fill(targets_RT == IGNORED, 0)", "values_RT"),
         ("scaled losses of numbers by their range alone", "tasks", _HEADS, "return self.unit**2 / 12", "return self.unit**2"),
-        ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(torch.stack(", "(torch.stack("),
+        ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(torch.stack(vectors))", "torch.stack(vectors)"),
         ("learnability is p", "tasks", _HEADS, "values = 4 * right * (1 - right)", "values = right"),
         ("a score serves for ever", "samplers", "data/samplers.py", "self.step - at < max(1, self.config.keep)", "True"),
         ("no floor", "samplers", "data/samplers.py", "self._due(config.floor / len(self.sizes))", "0"),

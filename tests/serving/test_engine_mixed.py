@@ -291,7 +291,7 @@ def test_the_backbone_is_given_back_bit_for_bit() -> None:
 def test_what_brings_modules_of_its_own_is_refused(kind: str) -> None:
     graft_set = GraftSet((("own", _untrained(kind)),))
     model = MultiGraftModel(backbone("llama"))
-    with pytest.raises(GraftError, match="own brings modules of its own"):
+    with pytest.raises(GraftError):
         model.wire([graft_set])
     model.detach()
 
