@@ -123,7 +123,7 @@ class ServingTokenizer:
         return self.encode(str(text), special=self.plain)
 
     def text_of(self, token: int) -> str:
-        """Return a token's text; bytes that are not UTF-8 are written as OpenAI does, such as `bytes:\\xf0`."""
+        """Return a token's text; a part of a character is written as its bytes, as by OpenAI."""
         data = self.bytes_of(token)
         try:
             return data.decode("utf-8")
