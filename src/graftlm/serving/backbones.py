@@ -51,9 +51,7 @@ def load_backbones(
         size = 0
         architecture = None
         if several:
-            size, architecture = inspect_model(
-                model, "causal-lm", dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            size, architecture = inspect_model(model, "causal-lm", dtype=dtype, trust_remote_code=trust_remote_code)
         kind = served_kind(model, trust_remote_code=trust_remote_code)
         if kind != "encoder":
             kind_of_grafts = _common_kind(named_records, architecture) or _common_kind(folder_records, architecture)

@@ -1,6 +1,6 @@
 """A script that compiles a grammar from standard input within limits on CPU time and memory.
 
-Its arguments are the seconds of CPU time and the bytes of memory. It ends with a signal or an error if they are exceeded.
+Its arguments are the limits: seconds of CPU time, and bytes of memory. Above them it ends with a signal or an error.
 """
 
 from __future__ import annotations

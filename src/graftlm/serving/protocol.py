@@ -362,11 +362,20 @@ def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") 
     """
     if not prompt:
         raise ServingError(f"{param} has no tokens, but at least one is expected: add a word.", param)
-    for token in prompt:
+    check_tokens(prompt, vocabulary, param)
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
+    """Check that token ids are in the vocabulary.
+
+    Raises:
+        ServingError: otherwise; it names the key `param`.
+    """
+    for token in tokens:
         if not 0 <= token < vocabulary:
             raise ServingError(
-                f"{param} has the token id {token}, but the model's ids go from 0 to {vocabulary - 1}: encode it with "
-                "the model's own tokenizer.",
+                f"{param} has the token id {token}, but the model's ids go from 0 to {vocabulary - 1}: use the model's "
+                "own tokenizer.",
                 param,
             )
 

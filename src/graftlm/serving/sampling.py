@@ -169,9 +169,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
     temperature_R1 = _column([row.request.temperature for row in rows], device)
     p_RV = (logits_RV.double() / temperature_R1).softmax(-1)
     requests = [row.request for row in rows]
-    truncated = [
-        index for index, request in enumerate(requests) if request.top_p < 1 or request.top_k or request.min_p
-    ]
+    truncated = [index for index, request in enumerate(requests) if request.top_p < 1 or request.top_k or request.min_p]
     if truncated:
         p_RV[truncated] = _truncated(p_RV[truncated], [requests[index] for index in truncated])
     cumulative_RV = p_RV.cumsum(-1)
