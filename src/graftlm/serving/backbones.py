@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from graftlm.artifact import BackboneRecord, read_manifest
 from graftlm.backbone import Backbone, BackboneKind, default_device, load_backbone
-from graftlm.backbone.load import check_memory, inspect_model, quantize_weights, served_kind
+from graftlm.backbone.formats import quantize_weights
+from graftlm.backbone.load import inspect_model, served_kind
+from graftlm.backbone.memory import check_memory
 from graftlm.errors import GraftError
 from graftlm.serving.store import NAME
+from graftlm.store.manifest import BackboneRecord, read_manifest
 
 
 def load_backbones(

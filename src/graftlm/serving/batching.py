@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.cache import BLOCK_TOKENS, Block, PrefixBlocks, as_cache, slots_of
-from graftlm.backbone.packing import pack_weights, unpack_weights
+from graftlm.backbone.prepack import pack_weights, unpack_weights
 from graftlm.errors import GraftError
+from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
+from graftlm.grafted.row_groups import MixedBatch
 from graftlm.grafts import Graft
-from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
-from graftlm.grafts.row_groups import MixedBatch
 from graftlm.serving.engine import ThreadedEngine
 from graftlm.serving.protocol import EngineError, EngineLimits, Finish, ServingError, TokenOutput
 from graftlm.serving.sampling import sample

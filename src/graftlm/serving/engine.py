@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from graftlm.backbone import Backbone, end_ids
 from graftlm.errors import GraftError
+from graftlm.grafted.graft_set import GraftSet, RowGroupError
 from graftlm.grafts import Graft
-from graftlm.grafts.graft_set import GraftSet, RowGroupError
 from graftlm.serving.protocol import (
     EngineError,
     EngineLimits,

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from graftlm.backbone import Backbone
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import BackboneError, GraftError, TapConflictError
+from graftlm.grafted.graft_set import supports_row_groups
 from graftlm.grafts import Graft
-from graftlm.grafts.graft_set import supports_row_groups
 from graftlm.serving.protocol import (
     ContextLengthError,
     EngineLimits,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from graftlm.backbone.cache import BLOCK_TOKENS
-from graftlm.grafts.graft_set import GraftSet
+from graftlm.grafted.graft_set import GraftSet
 from graftlm.serving.protocol import EngineFinishReason, Finish, RequestStream, TokenOutput
 from graftlm.serving.sampling import RowSampling
 from graftlm.serving.tokenization import IncrementalDetokenizer

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from graftlm.backbone import Backbone, end_ids
+from graftlm.files.hub import fetch_folder
 from graftlm.grafts import Graft
-from graftlm.io import fetch_folder
 from graftlm.serving.backbones import checked_name, served_name
 from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.engine import ThreadedEngine
