@@ -36,7 +36,7 @@ from turns import AT_LEAST, AT_MOST, command, interval, made_aim
 from graftlm.backbone import Backbone, left_padded, load_backbone
 from graftlm.evaluation import Results, Row
 from graftlm.grafts import Graft, build_graft, graft_config
-from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.protocol import Engine, EngineLimits
 from graftlm.serving.server import GraftServer
