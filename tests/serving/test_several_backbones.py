@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -89,54 +90,69 @@ def address(service: Service) -> Iterator[str]:
         yield address
 
 
-def bodies(model: str) -> list[tuple[str, dict[str, Any]]]:
-    """Requests to every route that names a model, with answers that do not depend on chance."""
-    user, how = [{"role": "user", "content": "the fox"}], {"model": model, "temperature": 0}
+class Request(NamedTuple):
+    """A request whose answer does not depend on chance; `key` is the same for the same request."""
+
+    key: str
+    path: str
+    body: dict[str, Any]
+
+
+def requests_to(model: str) -> list[Request]:
+    """Requests to every route that names a model."""
+    user = [{"role": "user", "content": "the fox"}]
+    greedy = {"model": model, "temperature": 0, "max_tokens": 12}
+    ids = {"model": model, "prompt": [5, 9, 40], "max_tokens": 12, "seed": 3, "temperature": 1}
+    embedded = {"model": model, "input": "the fox", "encoding_format": "base64"}
     return [
-        ("v1/completions", how | {"prompt": "the quick", "max_tokens": 12}),
-        ("v1/completions", how | {"prompt": [5, 9, 40], "max_tokens": 12, "seed": 3, "temperature": 1}),
-        ("v1/chat/completions", how | {"messages": user, "max_tokens": 12}),
-        ("v1/responses", how | {"input": "the fox", "max_output_tokens": 12}),
-        ("v1/embeddings", {"model": model, "input": "the fox", "encoding_format": "base64"}),
-        ("tokenize", {"model": model, "messages": user}),
+        Request(f"{model} text", "v1/completions", greedy | {"prompt": "the quick"}),
+        Request(f"{model} ids", "v1/completions", ids),
+        Request(f"{model} chat", "v1/chat/completions", greedy | {"messages": user}),
+        Request(f"{model} embedding", "v1/embeddings", embedded),
+        Request(f"{model} tokens", "tokenize", {"model": model, "messages": user}),
     ]
 
 
-def said(address: str, path: str, body: dict[str, Any]) -> Any:
+def said(address: str, request: Request) -> Any:
     """What an answer says, without ids, times and the last digits of an embedding."""
-    answer = httpx.post(f"{address}/{path}", json=body, timeout=60)
+    answer = httpx.post(f"{address}/{request.path}", json=request.body, timeout=60)
     assert answer.status_code == 200, answer.text
     values = answer.json()
-    if path == "v1/embeddings":
+    if request.path == "v1/embeddings":
         return len(values["data"][0]["embedding"])
-    if path == "v1/responses":
-        return values["output"][0]["content"][0]["text"], values["usage"]["output_tokens"]
     if "choices" in values:
         choice = values["choices"][0]
-        return choice.get("text") or choice["message"]["content"], values["usage"]["prompt_tokens"]
+        text = choice.get("text") or choice["message"]["content"]
+        return text, values["usage"]["prompt_tokens"]
     return values
+
+
+_MODELS = {"one": ["one", "danish", "danish+german"], "org/two": ["org/two", "french"]}
 
 
 def test_each_model_answers_as_it_would_alone(address: str, grafts: Path, service: Service) -> None:
     """Interleaved requests to all models, against a server of each backbone."""
     alone: dict[str, Any] = {}
-    for name, models in (("one", ["one", "danish", "danish+german"]), ("org/two", ["org/two", "french"])):
-        asked = [(model, number, *body) for model in models for number, body in enumerate(bodies(model))]
-        own = {part: grafts / part for model in models for part in model.split("+") if part != name}
+    requests: list[Request] = []
+    for name, models in _MODELS.items():
+        parts = {part for model in models for part in model.split("+")} - {name}
+        own = {part: grafts / part for part in parts}
         with running(open_service(decoders()[name], own, name=name, **limits())) as single:
-            alone |= {f"{model} {number}": said(single, path, body) for model, number, path, body in asked}
-    together = [(model, number, *body) for number in range(6) for model in _MODELS for body in [bodies(model)[number]]]
+            for model in models:
+                for request in requests_to(model):
+                    alone[request.key] = said(single, request)
+                    requests.append(request)
+    random.Random(0).shuffle(requests)
+    requests *= 2
     with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(lambda ask: (f"{ask[0]} {ask[1]}", said(address, ask[2], ask[3])), together * 2))
-    for key, value in found:
-        assert value == alone[key], key
-    assert len({alone[f"{model} 0"] for model in _MODELS}) == 5, "no two models say the same"
-    assert alone["one 5"]["max_model_len"] == 512
-    assert alone["org/two 5"]["max_model_len"] == 400
+        found = list(pool.map(lambda request: said(address, request), requests))
+    for request, value in zip(requests, found, strict=True):
+        assert value == alone[request.key], request.key
+    texts = {value for key, value in alone.items() if key.endswith(" text")}
+    assert len(texts) == 5, "no two models say the same"
+    assert alone["one tokens"]["max_model_len"] == 512
+    assert alone["org/two tokens"]["max_model_len"] == 400
     assert service.engine.stats().tokens == sum(member.engine.stats().tokens for member in service.members.values())
-
-
-_MODELS = ("one", "org/two", "danish", "french", "danish+german")
 
 
 def test_an_encoder_beside_decoders(address: str, reader: Backbone, grafts: Path) -> None:
@@ -144,7 +160,7 @@ def test_an_encoder_beside_decoders(address: str, reader: Backbone, grafts: Path
     with running(open_service(reader, {"tasks": grafts / "tasks"}, name="reader", **limits())) as single:
         expected = httpx.post(f"{single}/v1/graftlm/predict", json=body, timeout=60).json()["data"]
     with ThreadPoolExecutor(2) as pool:
-        text = pool.submit(said, address, *bodies("danish")[0])
+        text = pool.submit(said, address, requests_to("danish")[0])
         predicted = pool.submit(httpx.post, f"{address}/v1/graftlm/predict", json=body, timeout=60)
     assert text.result()
     for one, other in zip(predicted.result().json()["data"], expected, strict=True):
