@@ -279,7 +279,7 @@ def test_graftlm_loads_what_it_exports_as_a_backbone(family: str, tmp_path: Path
     with GraftedModel(backbone, {"graft": second}) as model:
         assert not torch.allclose(logits(model.eval(), tiny_ids()), bare, rtol=0.1)
     assert torch.equal(logits(backbone.model, tiny_ids()), bare)
-    with pytest.raises(ArtifactError, match="has its own code, which is neither transformers' nor GraftLM's"):
+    with pytest.raises(ArtifactError, match="grafted_"):
         export_graft(second, backbone, tmp_path / "again")
 
 
@@ -415,7 +415,7 @@ def test_a_backbone_with_code_of_its_own(tmp_path: Path) -> None:
     backbone = tiny("llama")
     backbone.model.__class__ = type("MyLlama", (LlamaForCausalLM,), {"__module__": "transformers_modules.mine"})
     graft = detached(KINDS["neutral-residues"], backbone)
-    with pytest.raises(ArtifactError, match="has its own code, which is neither transformers' nor GraftLM's"):
+    with pytest.raises(ArtifactError, match="grafted_"):
         export_graft(graft, backbone, tmp_path / "model")
 
 
