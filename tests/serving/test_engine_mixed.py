@@ -279,7 +279,7 @@ def test_the_backbone_is_given_back_bit_for_bit() -> None:
     before = host.model(input_ids=ids).logits
     model = MultiGraftModel(host)
     model.prefill(graft_set, [prompt(4)], [0])
-    with pytest.raises(TapConflictError, match="carries grafts already"):
+    with pytest.raises(TapConflictError):
         MultiGraftModel(host)
     assert torch.equal(host.model(input_ids=ids).logits, before)  # a pass that is announced by nobody is bare
     model.detach()
