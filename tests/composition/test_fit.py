@@ -17,7 +17,8 @@ from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.composition import Composition
-from graftlm.grafts.composition.method import CompositionConfig, pairs_of
+from graftlm.grafts.composition.config import CompositionConfig
+from graftlm.grafts.composition.pairs import pairs_of
 from tiny import BackboneFolder, save_tiny_backbone, tiny_model
 
 PAPER = {"norm": "none", "positions": "none"}

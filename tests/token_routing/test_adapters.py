@@ -23,7 +23,7 @@ from graftlm.errors import ArtifactError, RecipeError, TapError
 from graftlm.generation.inspect import inspect_adapter
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel
-from graftlm.grafts.token_routing.experts import PLAIN_FIELDS
+from graftlm.grafts.token_routing.adapters import PLAIN_FIELDS
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import change_config
 

@@ -20,7 +20,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting, embedders
-from graftlm.grafts.token_routing.embedders import SilentPass
+from graftlm.grafts.token_routing.silent_pass import SilentPass
 from graftlm.grafts.token_routing.policy import fit_whitener, whiten
 from tiny import ENCODERS, FAMILIES, tiny_ids, tiny_model, tiny_tokenizer
 from token_routing import reference
