@@ -290,7 +290,7 @@ def test_the_tensor_logits_to_keep_is_refused_and_a_number_is_the_last_tokens(tm
     with routed(case, tmp_path) as model, torch.no_grad():
         expected = model(ids).logits
         assert_close(model(ids, logits_to_keep=3).logits, expected[:, -3:])
-        with pytest.raises(TapError, match="give the number of last tokens instead"):
+        with pytest.raises(TapError):
             model(ids, logits_to_keep=torch.tensor([1, 2]))
         assert_close(model(ids).logits, expected)
 
@@ -546,8 +546,9 @@ def test_what_the_refusal_of_any_other_method_says_works(kind: str, tmp_path: Pa
 def test_the_baseline_refuses_targets_by_name() -> None:
     """LoRA as a baseline is on the FFN alone."""
     for key in ("targets", "target_modules"):
-        with pytest.raises(RecipeError, match=key):
+        with pytest.raises(RecipeError) as caught:
             graft_config({"kind": "lora", "rank": 2, key: ["lm_head"]})
+        assert key in str(caught.value)
 
 
 IN_WORDS = {

@@ -282,8 +282,8 @@ def _check_pair(name: str, folder: Path, path: str, pair: Mapping[str, Tensor]) 
     other = pair["B"].shape[1]
     if rank != other or rank == 0:
         raise ArtifactError(
-            f"The expert {name} in {folder} has factors of the ranks {rank} and {other} at {path}, but one rank above 0 "
-            "is expected: copy it again."
+            f"The expert {name} in {folder} has factors of the ranks {rank} and {other} at {path}, but one rank above "
+            "0 is expected: copy it again."
         )
 
 
