@@ -38,8 +38,8 @@ def merge_experts(
         module: Any = model.get_submodule(path)
         if _is_shared(module.weight, model):
             raise ArtifactError(
-                f"An expert changes {path}, but another module of the backbone shares its weight, so that a plain "
-                "model cannot change only one of them: serve the graft with graft serve."
+                f"An expert changes {path}, whose weight another module of the backbone shares, but a plain model "
+                "cannot change only one of them: serve the graft with graft serve."
             )
         change = _weight_change(mixture, routes, backbone.device)
         is_input_first = isinstance(module, Conv1D | nn.Embedding)

@@ -63,7 +63,7 @@ class Recompute:
         """
         if call.cache is not None and any(is_static_layer(layer) for layer in call.cache.layers):
             raise GraftError(
-                "cache: recompute replaces the keys and values of a generation, but a static cache does not allow it: "
+                "cache: recompute replaces the keys and values of a generation, which a static cache does not allow: "
                 "generate without cache_implementation, or set cache: keep."
             )
         newest_B1E = weights_BTE[:, -1:]
