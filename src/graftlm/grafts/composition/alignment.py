@@ -114,7 +114,8 @@ def _whole_prompt(call: Call, cached: int) -> Visibility:
     real_BS = token_columns(call, cached)
     if real_BS is None:
         real_BS = torch.ones(1, cached, dtype=torch.bool, device=call.input_ids.device)
-    visible_BTS = real_BS[:, None].expand(-1, call.input_ids.shape[1], -1)
+    length = call.input_ids.shape[1]
+    visible_BTS = real_BS[:, None].expand(-1, length, -1)
     return Visibility.of(visible_BTS)
 
 
@@ -132,7 +133,8 @@ def anchor_positions(call: Call, past: int) -> Tensor:
     positions = call.positions_in_documents()
     if positions is not None:
         return positions
-    columns = torch.arange(past, past + call.input_ids.shape[1], device=call.input_ids.device)
+    length = call.input_ids.shape[1]
+    columns = torch.arange(past, past + length, device=call.input_ids.device)
     return columns[None]
 
 
@@ -199,7 +201,9 @@ class CharacterAlignment:
         if state is not None:
             self._save(state, trees)
         total = columns_before + width
-        row_masks = [tree.path_masks(row_ends, total) for tree, row_ends in zip(trees, ends, strict=True)]
+        row_masks = []
+        for tree, row_ends in zip(trees, ends, strict=True):
+            row_masks.append(tree.path_masks(row_ends, total))
         visible_BTS = torch.from_numpy(np.stack(row_masks)).to(device)
         inputs, births_BN = _new_tokens(trees, old_counts, width, total, device)
         return AlignedInputs(
@@ -283,7 +287,8 @@ def _document_starts(call: Call) -> list[list[bool]]:
     if document_BT is None:
         return torch.zeros(input_ids.shape, dtype=torch.bool).tolist()
     starts_BT = torch.zeros_like(document_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    previous_BT = document_BT[:, :-1]
+    starts_BT[:, 1:] = document_BT[:, 1:] != previous_BT
     return starts_BT.tolist()
 
 
@@ -323,7 +328,8 @@ def _new_tokens(
         ids[b, :count] = tree.tokens[start:]
         positions[b, :count] = tree.depths[start:]
         births[b, :count] = tree.births[start:]
-        mask[b, :count] = tree.path_masks(range(start, start + count), total)
+        nodes = range(start, start + count)
+        mask[b, :count] = tree.path_masks(nodes, total)
         filler = np.arange(count, width)
         mask[b, filler, total - width + filler] = True
     inputs: dict[str, Tensor | None] = {

@@ -254,16 +254,20 @@ def rotate(x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
     sin = angle.sin().to(x_BHTK.dtype)
     a = x_BHTK[..., :half]
     b = x_BHTK[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    rotated_a = a * cos - b * sin
+    rotated_b = b * cos + a * sin
+    return torch.cat([rotated_a, rotated_b], -1)
 
 
 def _attention_weights(q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:
     """Return the attention weights (B, H, T, S), which the fused kernel does not; they are 0 for an empty mask."""
-    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    products = q.float() @ k.float().transpose(-1, -2)
+    scores = products / math.sqrt(q.shape[-1])
     mask = visibility.mask
     if mask is None:
-        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        mask = ones.tril(scores.shape[-1] - scores.shape[-2])
+        queries, keys = scores.shape[-2:]
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        mask = ones.tril(keys - queries)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     if visibility.non_empty is None:
         return weights

@@ -7,7 +7,12 @@ from graftlm.errors import GraftError
 from graftlm.grafts.composition.config import CompositionConfig, Pair
 
 
-def resolve_pairs(config: CompositionConfig, name: str, augmenting: Backbone, anchor: Backbone) -> list[Pair]:
+def resolve_pairs(
+    config: CompositionConfig,
+    name: str,
+    augmenting: Backbone,
+    anchor: Backbone,
+) -> list[Pair]:
     """Return the pairs of an augmenting model: those that its config lists, or those that result from the stride.
 
     Args:
@@ -19,12 +24,19 @@ def resolve_pairs(config: CompositionConfig, name: str, augmenting: Backbone, an
     Raises:
         GraftError: if a model does not have these layers, or a pair is listed twice.
     """
-    pairs = config.augmenting[name].pairs or pairs_of(config, name, augmenting, anchor)
+    pairs = config.augmenting[name].pairs
+    if not pairs:
+        pairs = pairs_of(config, name, augmenting, anchor)
     _check_pairs(name, pairs, augmenting, anchor)
     return pairs
 
 
-def pairs_of(config: CompositionConfig, name: str, augmenting: Backbone, anchor: Backbone) -> list[Pair]:
+def pairs_of(
+    config: CompositionConfig,
+    name: str,
+    augmenting: Backbone,
+    anchor: Backbone,
+) -> list[Pair]:
     """Return pairs by stride: every stride-th layer of the augmenting model with evenly spaced layers of the anchor.
 
     The last layers of both models are a pair.
@@ -54,7 +66,8 @@ def pairs_of(config: CompositionConfig, name: str, augmenting: Backbone, anchor:
         )
     pairs = []
     for k in range(count):
-        layer_A = n_A - 1 - stride * (count - 1 - k)
+        following = count - 1 - k  # pairs after this one
+        layer_A = n_A - 1 - stride * following
         layer_B = (k + 1) * n_B // count - 1
         pairs.append((layer_A, layer_B))
     return pairs
@@ -93,7 +106,7 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
     if width % (heads * step) == 0:
         return
     candidates = range(1, 2 * heads + 1)
-    fitting = [str(n) for n in candidates if width % (n * step) == 0]
-    nearest = ", ".join(fitting[-4:])
+    fitting = [n for n in candidates if width % (n * step) == 0]
+    nearest = ", ".join(str(n) for n in fitting[-4:])
     parts = "heads of even width" if even else "heads"
     raise GraftError(f"The anchor's width {width} cannot be split into {heads} {parts}: set heads to one of {nearest}.")

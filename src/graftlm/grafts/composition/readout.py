@@ -39,7 +39,8 @@ class MixtureGate(nn.Module):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.linear = nn.Linear(sum(widths), len(widths) - 1)
+        augmenting_models = len(widths) - 1
+        self.linear = nn.Linear(sum(widths), augmenting_models)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -69,7 +70,11 @@ def _bounded(a_BKM: Tensor) -> Tensor:
     return torch.where(is_inside, a_BKM, outside_BKM)
 
 
-def mix(logits_BKV: Tensor, others: Sequence[Tensor], shares_BKN: Tensor) -> Tensor:
+def mix(
+    logits_BKV: Tensor,
+    others: Sequence[Tensor],
+    shares_BKN: Tensor,
+) -> Tensor:
     """Compute the log-probabilities of the mixture.
 
     Where the shares of all augmenting models are zero, the result is the anchor's logits, bit for bit.
@@ -95,7 +100,8 @@ def mix(logits_BKV: Tensor, others: Sequence[Tensor], shares_BKN: Tensor) -> Ten
     mixed_BKV = largest_BKV + total_BKV.log()
     # The value of the anchor's logits with the gradient of the mixture.
     same_BKV = logits_BKV.detach() + (mixed_BKV - mixed_BKV.detach())
-    closed_BK1 = (shares_BKN[..., 1:] == 0).all(-1, keepdim=True)
+    is_closed_BKM = shares_BKN[..., 1:] == 0
+    closed_BK1 = is_closed_BKM.all(-1, keepdim=True)
     return torch.where(closed_BK1, same_BKV, mixed_BKV).to(logits_BKV.dtype)
 
 

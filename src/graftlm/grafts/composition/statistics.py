@@ -27,11 +27,13 @@ def statistics(
         real_BT = torch.ones(anchor_BTD.shape[:2], dtype=torch.bool, device=anchor_BTD.device)
     weights = weights_BHTS.mean(1)[real_BT]  # (tokens, S)
     columns = torch.arange(weights.shape[-1], device=weights.device)
-    last = torch.where(weights > 0, columns, -1).amax(-1)
-    here = weights.gather(-1, last.clamp(min=0)[:, None]).squeeze(-1)
+    visible_columns = torch.where(weights > 0, columns, -1)
+    last = visible_columns.amax(-1).clamp(min=0)
+    here = weights.gather(-1, last[:, None]).squeeze(-1)
     before = weights.sum(-1) - here
     per_head = weights_BHTS.transpose(1, 2)[real_BT]
-    bits = -(per_head * per_head.clamp(min=1e-30).log2()).sum(-1)
+    terms = per_head * per_head.clamp(min=1e-30).log2()
+    bits = -terms.sum(-1)
     update_norms = update_BTD.float().norm(dim=-1)[real_BT]
     anchor_norms = anchor_BTD.float().norm(dim=-1)[real_BT]
     written = update_norms / anchor_norms.clamp(min=1e-12)

@@ -85,8 +85,9 @@ class _BackboneEmbedder:
         for row, (updates_T, vectors_Sd) in enumerate(zip(spans.updates, vectors_BSd, strict=True)):
             last = columns[spans.past :][updates_T]
             first = torch.maximum(spans.start[row][updates_T], last + 1 - window)
-            is_read = (columns >= first[:, None]) & (columns <= last[:, None])
-            mask = (is_read & content_BS[row]).float()
+            is_after_first = columns >= first[:, None]
+            is_before_last = columns <= last[:, None]
+            mask = (is_after_first & is_before_last & content_BS[row]).float()
             counts = mask.sum(-1, keepdim=True).clamp(min=1)
             means = (mask @ vectors_Sd.float()) / counts
             empty_Td = means.new_zeros(len(updates_T), means.shape[-1])
@@ -103,9 +104,12 @@ def _newest_means(spans: RouteSpans, vectors_BSd: Iterable[Tensor], content_BS: 
     window = spans.window or columns.numel()
     first = spans.start.clamp(min=columns.numel() - window)
     mask_BS = ((columns >= first) & content_BS).float()
-    sums_Bd = torch.stack([mask_S @ row.float() for mask_S, row in zip(mask_BS, vectors_BSd, strict=True)])
+    sums = []
+    for mask_S, vectors_Sd in zip(mask_BS, vectors_BSd, strict=True):
+        sums.append(mask_S @ vectors_Sd.float())
     counts_B1 = mask_BS.sum(-1, keepdim=True).clamp(min=1)
-    return (sums_Bd / counts_B1)[:, None]
+    means_Bd = torch.stack(sums) / counts_B1
+    return means_Bd[:, None]
 
 
 class TokenEmbedder(_BackboneEmbedder):
@@ -137,8 +141,8 @@ class TokenEmbedder(_BackboneEmbedder):
         columns = torch.arange(running_sum.length, spans.ids.shape[1], device=new.device)
         in_document = columns >= spans.start[:, -1:]
         mask = (in_document & self._not_special(new)).float()
-        new_sums = (mask[:, None] @ self._embed(new))[:, 0]
-        sums = new_sums + running_sum.sums
+        new_sums = mask[:, None] @ self._embed(new)
+        sums = new_sums[:, 0] + running_sum.sums
         counts = mask.sum(-1, keepdim=True) + running_sum.counts
         running_sum.length = spans.ids.shape[1]
         running_sum.sums = sums
@@ -164,7 +168,9 @@ class _EmbedderCacheLayer(DynamicLayer):
             layers: one layer for each generation.
             paddings: number of columns of padding before each layer.
         """
-        lengths = [layer.get_seq_length() + padding for layer, padding in zip(layers, paddings, strict=True)]
+        lengths = []
+        for layer, padding in zip(layers, paddings, strict=True):
+            lengths.append(layer.get_seq_length() + padding)
         common = min(lengths)
         new_paddings = []
         for layer, padding in zip(layers, paddings, strict=True):
@@ -197,7 +203,8 @@ class HiddenStateEmbedder(_BackboneEmbedder):
         limit = max_sequence_length(self._backbone, tokenizer)
         embeddings = []
         for tokens in tokenizer(list(texts), verbose=False)["input_ids"]:
-            ids = torch.tensor([tokens[:limit]], dtype=torch.long, device=self._backbone.device)
+            kept = tokens[:limit]
+            ids = torch.tensor([kept], dtype=torch.long, device=self._backbone.device)
             embeddings.append(self._mean_state(ids))
         return torch.stack(embeddings)
 
@@ -260,7 +267,8 @@ class HiddenStateEmbedder(_BackboneEmbedder):
         states = self._silent_pass.states(new, mask, positions, own_cache)
         content = self._not_special(new)
         if mask is not None:
-            content = content & mask[:, known:].bool().to(new.device)
+            real = mask[:, known:].bool()
+            content = content & real.to(new.device)
         return states.masked_fill(~content[..., None], 0)  # states of padding may be NaN
 
 
@@ -306,7 +314,8 @@ class SentenceEmbedder:
             stop = spans.past + token + 1
             window = spans.window or stop
             first = max(int(spans.start[row, token]), stop - window)
-            texts.append(self._tokenizer.decode(spans.ids[row, first:stop], skip_special_tokens=True))
+            ids = spans.ids[row, first:stop]
+            texts.append(self._tokenizer.decode(ids, skip_special_tokens=True))
         vectors = self.texts(texts).to(spans.ids.device)
         embeddings = vectors.new_zeros(*spans.updates.shape, vectors.shape[-1])
         embeddings[spans.updates] = vectors

@@ -170,7 +170,8 @@ class MixedProjection(nn.Module):
             return None
         is_linear = self.combination == "linear"
         u_BTR = self._down(x, stack.a)
-        weights = routes.scaled(stack.layout, u_BTR, root=is_linear)[:, -x.shape[1] :]
+        all_weights = routes.scaled(stack.layout, u_BTR, root=is_linear)
+        weights = all_weights[:, -x.shape[1] :]
         u_BTR = u_BTR * weights
         if is_linear:
             u_BTR = _add_experts(u_BTR, len(stack.layout.experts)) * weights

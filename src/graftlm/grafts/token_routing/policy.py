@@ -63,14 +63,16 @@ def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
     bare = torch.zeros_like(best)
     if config.threshold is not None:
         bare = (best < config.threshold).to(weights.dtype)
-    return torch.cat([weights * (1 - bare), bare], dim=-1)
+    weights = weights * (1 - bare)
+    return torch.cat([weights, bare], dim=-1)
 
 
 def _boost_nearest(cosines: Tensor, boost: float) -> Tensor:
     best = cosines.amax(-1, keepdim=True)
     boosted = torch.where(best > 0, best * boost, best / boost)
-    is_nearest = torch.zeros_like(cosines, dtype=torch.bool)
-    is_nearest = is_nearest.scatter(-1, cosines.argmax(-1, keepdim=True), True)
+    nearest = cosines.argmax(-1, keepdim=True)
+    none = torch.zeros_like(cosines, dtype=torch.bool)
+    is_nearest = none.scatter(-1, nearest, True)
     return torch.where(is_nearest, boosted, cosines)
 
 
@@ -159,7 +161,8 @@ def cluster(vectors_Nd: Tensor, count: int | str) -> Tensor:
     centroids = _initial_centroids(points, mean, count)
     for _ in range(_K_MEANS_STEPS):
         nearest = torch.cdist(points, centroids).argmin(1)
-        means = torch.stack([points[nearest == k].mean(0) for k in nearest.unique()])
+        clusters = [points[nearest == k] for k in nearest.unique()]
+        means = torch.stack([own.mean(0) for own in clusters])
         if torch.equal(means, centroids):
             break
         centroids = means
@@ -205,7 +208,8 @@ def fit_whitener(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """
     from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds to import
 
-    centred_Nd = torch.cat([group - group.mean(0) for group in groups]).double()
+    centred = [group - group.mean(0) for group in groups]
+    centred_Nd = torch.cat(centred).double()
     count, width = centred_Nd.shape
     _, singular_K, u_Kd = torch.linalg.svd(centred_Nd, full_matrices=False)
     s_K = singular_K.square() / count
