@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel, DynamicCache, PreTrainedTokenize
 from turns import Clock, Turns, rounds, seconds
 
 from graftlm.backbone import Backbone, Call
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.token_routing import TokenRouting, TokenRoutingConfig
 
 SHAPE = Shape(width=1024, ffn=2816, layers=24, heads=16)

@@ -22,9 +22,12 @@ from torch import Tensor, nn
 from graftlm.backbone import Backbone
 from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, WrongBackboneError, first_line
+from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.digests import file_digest
+from graftlm.files.hub import fetch_folder
+from graftlm.files.model_files import named_model
 from graftlm.grafts.token_routing.config import ExpertConfig
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, base_module
-from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, file_digest, named_model, read_adapter_config
 
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?:embedding_(?P<embedding>[AB])|(?P<linear>[AB])\.weight)")
 _KEY_PREFIX = "base_model.model."

@@ -16,10 +16,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
 from graftlm.backbone.cache import join_columns, slots
 from graftlm.errors import BackboneError, GraftError, first_line
+from graftlm.files.extras import import_extra
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
 from graftlm.grafts.token_routing.silent_pass import SilentPass
-from graftlm.io import import_extra
 
 PROBE = "The quick brown fox asks how much 12 + 30 is."
 """A text whose embedding is saved next to the centroids, in order to detect another embedder."""

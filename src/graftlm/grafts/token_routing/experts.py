@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Site
-from graftlm.backbone.families import linear_sizes
+from graftlm.backbone.modules import linear_sizes
 from graftlm.errors import GraftError
+from graftlm.files.adapter_config import ADAPTER_TENSORS
 from graftlm.grafts.token_routing.config import ExpertConfig
-from graftlm.io import ADAPTER_TENSORS
 
 
 @dataclass(frozen=True)

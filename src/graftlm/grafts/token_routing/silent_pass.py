@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone
-from graftlm.backbone.load import clone_without_hooks
+from graftlm.backbone.backbone import clone_without_hooks
 from graftlm.errors import GraftError
 
 
