@@ -18,8 +18,8 @@ from graftlm.evaluation import Row
 from graftlm.io import write_atomically
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize import SelectorExample, SelectorTrainingConfig, oracle_extract, train_selector
-from graftlm.pipelines.summarize.ranking import sentence_features
-from graftlm.pipelines.summarize.selector import EncodedExample, fit_selector
+from graftlm.pipelines.summarize.default_selector import sentence_features
+from graftlm.pipelines.summarize.selector_training import EncodedExample, fit_selector
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.runs.run import Measurement, RunContext
 

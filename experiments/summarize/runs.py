@@ -24,9 +24,9 @@ from experiments.summarize.rivals import RandomSelector, SumySelector, TextRankS
 from graftlm.evaluation import Interval, Row, bootstrap
 from graftlm.io import write_atomically
 from graftlm.pipelines.summarize import Budget, DefaultSelector, LeadSelector, Selector, select
+from graftlm.pipelines.summarize.default_selector import WORDING, RankingModel, diverse_order, sentence_features
 from graftlm.pipelines.summarize.metrics import rouge
 from graftlm.pipelines.summarize.oracle import rouge_tokens
-from graftlm.pipelines.summarize.ranking import WORDING, RankingModel, diverse_order, sentence_features
 from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.summary import SELECTION
 from graftlm.pipelines.summarize.text import ngrams, split_words

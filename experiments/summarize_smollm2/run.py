@@ -26,7 +26,7 @@ from graftlm.evaluation import Aim, Metric, Results, Row, Scores, bootstrap, pai
 from graftlm.io import fill_once
 from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding, read_text
 from graftlm.pipelines.summarize.metrics import default_encoder, faithfulness, rouge
-from graftlm.pipelines.summarize.summary import link_sentences
+from graftlm.pipelines.summarize.provenance import link_sentences
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.pipelines.summarize.writer import drop_partial_sentence
 from graftlm.runs.graft_run import EvaluationConfig, GraftRun, load_shared

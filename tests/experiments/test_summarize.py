@@ -26,7 +26,7 @@ from experiments.summarize.run import ADDED, LABELS
 from experiments.summarize.runs import COMMAND, LEADS, SETTINGS, WRITTEN, best_sentences, longest_runs
 from graftlm.errors import DataError
 from graftlm.evaluation import Results, value_of
-from graftlm.pipelines.summarize.ranking import packaged_model
+from graftlm.pipelines.summarize.default_selector import packaged_model
 from proposals import proposal
 
 pytest.importorskip("sentencex")

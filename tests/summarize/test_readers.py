@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.pipelines.summarize import SourceDocument, read_document, read_text
 from graftlm.pipelines.summarize import readers as reading
-from graftlm.pipelines.summarize.document import build_document, normalize_title
+from graftlm.pipelines.summarize.document import normalize_title
+from graftlm.pipelines.summarize.document_builder import build_document
 from graftlm.pipelines.summarize.text import MAX_SENTENCE, split_sentences
 from summarize.tools import TEA, pdf_pages, write_pdf
 

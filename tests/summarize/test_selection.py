@@ -26,7 +26,7 @@ from graftlm.pipelines.summarize import (
     select,
     summarize,
 )
-from graftlm.pipelines.summarize.ranking import RankingModel, sentence_features
+from graftlm.pipelines.summarize.default_selector import RankingModel, sentence_features
 from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.text import split_words
 from summarize.tools import TEA

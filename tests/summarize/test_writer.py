@@ -22,10 +22,11 @@ from graftlm.pipelines.summarize import (
     select,
 )
 from graftlm.pipelines.summarize.metrics import default_encoder
+from graftlm.pipelines.summarize.prompt_layout import CHAT_LAYOUT
+from graftlm.pipelines.summarize.provenance import link_sentences
 from graftlm.pipelines.summarize.selection import FixedSelector
-from graftlm.pipelines.summarize.summary import link_sentences, summarize
+from graftlm.pipelines.summarize.summary import summarize
 from graftlm.pipelines.summarize.writer import (
-    CHAT_LAYOUT,
     drop_partial_sentence,
     drop_repeated_sentences,
     introduction_range,
@@ -102,7 +103,7 @@ def test_an_extract_adds_to_the_introduction_and_takes_nothing_of_it(window: int
     extract = select(document, FixedSelector([50, 40, 30]), Budget(amount=3))
     both = writer(LAYOUT.model_copy(update={"window": window})).build_prompt(extract)
     alone = writer(LAYOUT.model_copy(update={"window": window, "extract": None})).build_prompt(extract)
-    end = writer()._tokenize("<s>")
+    end = writer().tokenize("<s>")
     introduction = alone.ids[: -len(end)]
     assert both.ids[: len(introduction)] == introduction
     assert both.read == tuple(sorted({*alone.read, 30, 40, 50}))
@@ -195,7 +196,7 @@ def test_an_encoder_decides_where_words_do_not(monkeypatch: pytest.MonkeyPatch) 
         assert sentences == ["Zebras yawn.", "Zebras yawn in Rome.", "Cats yawn."]
         return np.array([[0.9, 0.1], [0.9, 0.1], [0.2, 0.3]])
 
-    monkeypatch.setattr("graftlm.pipelines.summarize.summary.cosine_similarities", cosines)
+    monkeypatch.setattr("graftlm.pipelines.summarize.provenance.cosine_similarities", cosines)
     text = "Zebras yawn. Tea is drunk by many people. Zebras yawn in Rome. Cats yawn."
     links = link_sentences(text, DOCUMENT, [0, 5], "encoder")
     assert [link.mark for link in links] == ["supported", "verbatim", "unsupported", "unsupported"]

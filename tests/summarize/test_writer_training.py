@@ -23,7 +23,7 @@ from graftlm.pipelines.summarize import (
     select,
     train_writer,
 )
-from graftlm.pipelines.summarize.writer import (
+from graftlm.pipelines.summarize.writer_training import (
     example_rows,
     rest_rows,
     rest_text,
@@ -156,7 +156,7 @@ def test_several_documents_are_written_as_each_alone(method: str) -> None:
 
 def test_a_text_that_ends_at_the_limit_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     model_writer = writer(max_new_tokens=3)
-    (word,) = model_writer._tokenize("a")
+    (word,) = model_writer.tokenize("a")
     end = model_writer.tokenizer.eos_token_id
     assert isinstance(end, int)
     rows = [[word, word, end], [word, end], [word, word, word]]

@@ -265,7 +265,7 @@ def _check_template(name: object) -> None:
 
 def _summarize(service: Service, body: SummarizeBody, client: EngineClient, on_event: OnEvent) -> dict[str, Any]:
     from graftlm.pipelines import summarize
-    from graftlm.pipelines.summarize.writer import read_layout
+    from graftlm.pipelines.summarize.prompt_layout import read_layout
     from graftlm.serving.writers import SummaryWriter
 
     document, writer = _read_document(body), None
