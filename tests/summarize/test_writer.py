@@ -122,8 +122,9 @@ def test_a_document_cannot_end_the_turn() -> None:
 
 def test_the_user_sets_the_window(tiny_backbone) -> None:
     assert load_writer(tiny_backbone("llama"), window=100, device="cpu").window == 100
-    with pytest.raises(RecipeError, match="tokens at most: ask for a window of no more"):
+    with pytest.raises(RecipeError) as error:
         load_writer(tiny_backbone("llama"), window=1_000_000, device="cpu")
+    assert "1,000,000" in str(error.value)
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "sample"])
@@ -224,7 +225,8 @@ def test_repeated_sentences_are_dropped_and_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model_writer, "complete_batch", lambda prompts: [("Tea is hot. Tea is hot.", False)])
     output = model_writer.write(EXTRACT)
     assert output.text == "Tea is hot."
-    assert output.notes == ("tiny repeated 1 of its sentences, which are left out.",)
+    assert len(output.notes) == 1
+    assert "repeated 1" in output.notes[0]
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
@@ -272,8 +274,9 @@ def test_a_model_folder_is_a_writer(tmp_path: Path, tiny_backbone) -> None:
     (folder / "layout.json").write_text(LAYOUT.model_dump_json())
     assert load_writer(folder, device="cpu").layout == LAYOUT
     (folder / "layout.json").write_text("{")
-    with pytest.raises(DataError, match="is no layout of a summary"):
+    with pytest.raises(DataError) as error:
         load_writer(folder, device="cpu")
+    assert "layout.json" in str(error.value)
     with pytest.raises(GraftError):
         load_writer(tmp_path / "none", device="cpu")
 
