@@ -178,7 +178,8 @@ class PointerGenerator(nn.Module):
         """Return the attention over the source, (B, S), and the state, after the word with the given vector."""
         inputs = torch.cat([previous_Bh, state.context], dim=-1)
         hidden, cell = self.decoder(inputs, (state.hidden, state.cell))
-        features = memory.keys + self.query_proj(hidden)[:, None]
+        query_Bh = self.query_proj(hidden)
+        features = memory.keys + query_Bh[:, None]
         if self.has_coverage:
             features = features + state.coverage[..., None] * self.coverage_weight
         scores = self.score_proj(torch.tanh(features)).squeeze(-1)
@@ -207,8 +208,9 @@ class PointerGenerator(nn.Module):
         """Return the probabilities of the next word, (B, X)."""
         _, logits, gate = self.output(previous_Bh, state.hidden, state.context)
         extra = max(0, int(memory.ids.max()) + 1 - self.vocab_size)
-        generated = gate[:, None] * logits.softmax(-1)
-        copied_BS = (1 - gate)[:, None] * attention_BS
+        gate_B1 = gate[:, None]
+        generated = gate_B1 * logits.softmax(-1)
+        copied_BS = (1 - gate_B1) * attention_BS
         words_BX = nn.functional.pad(generated, (0, extra))
         return words_BX.scatter_add(1, memory.ids, copied_BS)
 
@@ -222,7 +224,8 @@ class PointerGenerator(nn.Module):
         for word_B, target_B in zip(previous.unbind(1), target_BT.unbind(1), strict=True):
             covered = state.coverage
             attention, state = self.step(word_B, state, memory)
-            copied_B = (attention * (memory.ids == target_B[:, None])).sum(-1)
+            is_target_BS = memory.ids == target_B[:, None]
+            copied_B = (attention * is_target_BS).sum(-1)
             overlap_B = torch.minimum(attention, covered).sum(-1)
             steps.append((state.hidden, state.context, copied_B, overlap_B))
         hidden, context, copied, overlap = (torch.stack(values, dim=1) for values in zip(*steps, strict=True))
@@ -246,8 +249,10 @@ class PointerGenerator(nn.Module):
         is_word = target_BT < self.vocab_size
         words_BT = target_BT * is_word
         # This is faster than gathering from all logits.
-        target_logits = (features * self.embedding(words_BT)).sum(-1) + self.out_bias[words_BT]
-        return (target_logits - logits.logsumexp(-1)).exp() * is_word
+        products = features * self.embedding(words_BT)
+        target_logits = products.sum(-1) + self.out_bias[words_BT]
+        log_probabilities = target_logits - logits.logsumexp(-1)
+        return log_probabilities.exp() * is_word
 
     @torch.inference_mode()
     def write(self, words: Sequence[str], examples: Sequence[CopyExample], limit: int) -> list[str]:

@@ -13,13 +13,14 @@ from experiments.summarize.oracles import best_sentences, longest_runs
 from experiments.summarize.rivals import RandomSelector, SumySelector, TextRankSelector
 from experiments.summarize.weights import LEADS, word_budgets
 from graftlm.evaluation import Interval, Row, bootstrap
+from graftlm.evaluation.measurement import Measurement
 from graftlm.pipelines.summarize import Budget, DefaultSelector, LeadSelector, Selector, select
 from graftlm.pipelines.summarize.default_selector import RankingModel
 from graftlm.pipelines.summarize.metrics import rouge
 from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.summary import SELECTION
 from graftlm.pipelines.summarize.text import split_words
-from graftlm.runs.run import Measurement, RunContext
+from graftlm.runs.run import RunContext
 
 METRICS = ("rouge1", "rouge2", "rougeL")
 Kind = Literal[

@@ -22,10 +22,11 @@ from sklearn.preprocessing import StandardScaler
 from experiments.summarize.corpora import CORPORA, DocumentRun, Sample
 from experiments.summarize.oracles import GramCounts, gram_counts
 from graftlm.evaluation import Row
-from graftlm.io import write_atomically
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import write_atomically
 from graftlm.pipelines.summarize.default_selector import WORDING, RankingModel, diverse_order, sentence_features
 from graftlm.pipelines.summarize.text import split_words
-from graftlm.runs.run import Measurement, RunContext
+from graftlm.runs.run import RunContext
 
 COMMAND = "python -m experiments summarize"
 MEMBERS = 2  # networks of a model

@@ -23,11 +23,13 @@ from graftlm import GraftedModel, graft_config, load_graft
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, bootstrap
-from graftlm.io import fill_once
+from graftlm.evaluation.evaluator import EvaluationConfig
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import fill_once
 from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding
 from graftlm.pipelines.summarize.writer import drop_partial_sentence
-from graftlm.runs.graft_run import EvaluationConfig, GraftRun, load_shared
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.runs.graft_run import GraftRun, load_shared
+from graftlm.runs.run import Run, RunContext
 
 NAME = "summarize-smollm2"
 MODEL = "smollm2-135m-instruct"

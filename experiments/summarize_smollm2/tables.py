@@ -40,14 +40,19 @@ def tabulate(
         Metrics by layout, differences of `ie_selected` less other layouts and the extract, and losses by seed. The
         metrics are means over seeds of each document.
     """
-    scored = [name for run in like for name in run["nats"]]
-    written = {name for run in like for name in run["texts"]["i"]}
+    scored: list[str] = []
+    written: set[str] = set()
+    for run in like:
+        scored.extend(run["nats"])
+        written.update(run["texts"]["i"])
     tokens = np.array([len(documents[name]["answer"]) for name in scored])
-    values = {layout: text_values(_texts(runs, layout, written), documents) for layout in WRITTEN}
+    values: dict[str, Values] = {}
+    for layout in WRITTEN:
+        texts = _texts(runs, layout, written)
+        values[layout] = text_values(texts, documents)
     nats = {layout: _nats(runs, layout, scored) for layout in LAYOUTS}
-    scores = {}
-    for layout, sums in nats.items():
-        scores[layout] = Scores(sums.mean(axis=0), tokens, tokens, np.arange(len(tokens)))
+    indices = np.arange(len(tokens))
+    scores = {layout: Scores(sums.mean(axis=0), tokens, tokens, indices) for layout, sums in nats.items()}
     metrics: dict[str, dict[str, Metric]] = {}
     minus: dict[str, Any] = {}
     for layout in LAYOUTS:
@@ -56,11 +61,14 @@ def tabulate(
             metrics[layout][metric] = bootstrap(column)
         difference = paired_difference(scores["ie_selected"], scores[layout])
         minus[f"abstract_nll_{layout}"] = difference.model_dump()
-    names = list(_texts(runs, "i", written)[0])
-    extracts = text_values([rival_texts(documents, names, "extract")], documents)
-    for metric, column in values["ie_selected"].items():
-        minus[f"{metric}_i"] = bootstrap(column - values["i"][metric]).model_dump()
-        minus[f"{metric}_extract"] = bootstrap(column - extracts[metric]).model_dump()
+    first_texts = _texts(runs, "i", written)[0]
+    extracts = rival_texts(documents, list(first_texts), "extract")
+    extract_values = text_values([extracts], documents)
+    for metric, selected in values["ie_selected"].items():
+        less_introduction = bootstrap(selected - values["i"][metric])
+        less_extract = bootstrap(selected - extract_values[metric])
+        minus[f"{metric}_i"] = less_introduction.model_dump()
+        minus[f"{metric}_extract"] = less_extract.model_dump()
     losses = {}
     for layout, sums in nats.items():
         by_seed = sums.sum(axis=1) / tokens.sum()

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftlm import io
 from graftlm.config import read_yaml
 from graftlm.errors import DataError, RecipeError
+from graftlm.files import extras
 
 MAX_SENTENCE = 1000
 """Maximum length of a sentence in characters; longer ones are divided."""
@@ -40,7 +40,7 @@ def import_extra(module: str, purpose: str) -> Any:
     Raises:
         MissingExtraError: the library is not installed.
     """
-    return io.import_extra("summarize", module, purpose)
+    return extras.import_extra("summarize", module, purpose)
 
 
 def detect_language(texts: Iterable[str], name: str = "The text") -> str:

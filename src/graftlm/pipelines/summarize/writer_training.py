@@ -15,9 +15,9 @@ import numpy as np
 from graftlm.backbone import padding_id
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
-from graftlm.data.packing import split_rows
+from graftlm.data.boundaries import split_rows
 from graftlm.errors import DataError
-from graftlm.io import write_atomically
+from graftlm.files.writing import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.prompt_layout import LAYOUT_NAME
 from graftlm.pipelines.summarize.selection import Extract

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from graftlm.errors import DataError
-from graftlm.io import BYTE_ORDER_MARK, decode_utf8, read_errors
+from graftlm.files.reading import BYTE_ORDER_MARK, decode_utf8, read_errors
 from graftlm.pipelines.summarize.document import SourceDocument, TextBlock
 from graftlm.pipelines.summarize.document_builder import build_document
 from graftlm.pipelines.summarize.readers.html import html_blocks
