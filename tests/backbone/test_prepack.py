@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from graftlm.backbone import packing
+from graftlm.backbone import prepack
 from graftlm.backbone.prepack import PackedLinear, can_pack, pack_weights, unpack_weights
 
 needs_bfloat16 = pytest.mark.skipif(not can_pack(), reason="oneDNN has no bfloat16 products on this CPU")
@@ -22,7 +22,7 @@ needs_bfloat16 = pytest.mark.skipif(not can_pack(), reason="oneDNN has no bfloat
 def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of the inputs that were multiplied by packed weights."""
     shapes: list[torch.Size] = []
-    ops = packing._OPS
+    ops = prepack._OPS
 
     def multiply(x: torch.Tensor, *others: Any) -> torch.Tensor:
         shapes.append(x.shape)
@@ -33,7 +33,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         _reorder_linear_weight=ops._reorder_linear_weight,
         _is_mkldnn_bf16_supported=ops._is_mkldnn_bf16_supported,
     )
-    monkeypatch.setattr(packing, "_OPS", replaced)
+    monkeypatch.setattr(prepack, "_OPS", replaced)
     return shapes
 
 
@@ -132,7 +132,7 @@ def test_copies_are_not_packed_and_unpacking_leaves_no_trace() -> None:
 def test_weights_that_would_fill_the_memory_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, size = two_layers(), 2 * 80 * (48 + 33)
     memory = SimpleNamespace(available=4 * size - 1)
-    monkeypatch.setattr(packing.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(prepack.psutil, "virtual_memory", lambda: memory)
     assert not pack_weights(model)
     assert [type(layer) for layer in model] == [nn.Linear] * 2
     memory.available = 4 * size
