@@ -238,7 +238,7 @@ def test_what_can_not_be_trained_is_told() -> None:
     ("values", "key"),
     [
         ({"head": "guess"}, "head"),
-        ({"document_encoder": "transformer", "hidden_size": 5}, "5"),
+        ({"document_encoder": "transformer", "hidden_size": 5}, "hidden_size"),
         ({"beam_size": 0}, "beam_size"),
         ({"dropout": 1}, "dropout"),
     ],
