@@ -35,7 +35,7 @@ class SummaryFailure:
     document: str
     error: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as a dictionary."""
         return asdict(self)
 
@@ -120,7 +120,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, Any]) -> list[Path]:
+def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, object]) -> list[Path]:
     """Return the documents without a valid row in a file, after removing invalid rows from the file.
 
     A row is invalid if it is truncated, has an error, or is older than the last change of its document. Rows of other
@@ -145,9 +145,9 @@ def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, An
 def append_summaries(
     out: Path,
     paths: Sequence[Path],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     **arguments: Any,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Append a row for each document to a file, and yield the written row.
 
     Args:
@@ -186,7 +186,7 @@ def _file_state(path: Path) -> dict[str, int]:
     return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
 
-def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, Path]) -> set[str]:
+def _keep_valid_rows(out: Path, options: Mapping[str, object], paths: Mapping[str, Path]) -> set[str]:
     """Rewrite the file with its valid rows, one for each document; returns the names of their documents."""
     draft = out.with_name(f".{out.name}.part")
     done: set[str] = set()
@@ -207,7 +207,7 @@ def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, 
     return done
 
 
-def _is_valid(row: Mapping[str, Any], path: Path | None) -> bool:
+def _is_valid(row: Mapping[str, object], path: Path | None) -> bool:
     """Return whether a row is one of another document, or a summary of the current state of the document."""
     if path is None:
         return True
@@ -223,7 +223,7 @@ def _parse_row(line: bytes, name: str) -> dict[str, Any]:
     raise DataError(f"{name} was not written by graft summarize --batch: name another file for the summaries.")
 
 
-def _check_options(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _check_options(out: Path, old: Mapping[str, object], new: Mapping[str, object]) -> None:
     for name in {**new, **old}:
         if old.get(name) != new.get(name):
             raise RecipeError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from graftlm.pipelines.summarize.text import WORDS, split_words
 
@@ -123,9 +123,9 @@ class Sentence:
         characters = len(text) - text.count(" ")
         return 2 * letters > characters and len(split_words(text)) >= _MIN_WORDS
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return text and position; `page` only for PDF files."""
-        row: dict[str, Any] = {
+        row: dict[str, object] = {
             "text": self.text,
             "source": self.source,
             "start": self.start,

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from pydantic import Field
 
@@ -120,7 +120,7 @@ class Extract:
         """The selected sentences as one paragraph."""
         return " ".join(sentence.text for sentence in self.sentences)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the sentences with their positions and scores, the selector and the budget."""
         rows = []
         for index, sentence, score in zip(self.indices, self.sentences, self.scores, strict=True):

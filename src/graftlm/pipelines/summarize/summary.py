@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.default_selector import DefaultSelector
@@ -59,7 +59,7 @@ class Summary:
         """The summarized document."""
         return self.extract.document
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the summary with its extract, links, metrics and notes, and the document's own abstract."""
         document = self.document
         abstract = document.abstract or ()
@@ -75,7 +75,7 @@ class Summary:
             "notes": list(self.notes),
         }
 
-    def _link_to_json(self, link: SentenceLink) -> dict[str, Any]:
+    def _link_to_json(self, link: SentenceLink) -> dict[str, object]:
         """Return a link with the nearest sentence."""
         source = None
         if link.nearest is not None:

@@ -48,7 +48,7 @@ class TrainedSelector:
     model: SentenceSelector
     tokenizer: PreTrainedTokenizerFast | None = None
     name: str = "a trained selector"
-    record: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, object] = field(default_factory=dict)
 
     def model_inputs(self, sentences: Sequence[str]) -> Tensor:
         """Return the model's inputs: padded token ids, (N, T), or sentence embeddings, (N, v)."""

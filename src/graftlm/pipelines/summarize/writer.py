@@ -85,7 +85,7 @@ class _NoRepetition(NoRepeatNGramLogitsProcessor):
         super().__init__(ngram_size)
         self._start = prompt_length
 
-    def __call__(self, input_ids: Any, scores: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return super().__call__(input_ids[:, self._start :], scores)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.readers.roles import element_roles
@@ -22,6 +22,21 @@ _HEADING_LEVELS = {
 _PARAGRAPH_BREAK = re.compile(r"\r?\n[ \t]*\r?\n\s*")
 
 
+class _Node(Protocol):
+    """The attributes of the nodes of pylatexenc that the reader uses. A node has only those of its type."""
+
+    pos: int
+    len: int
+    chars: str
+    comment_post_space: str
+    displaytype: str
+    environmentname: str
+    macroname: str
+    nodeargd: Any
+    nodelist: Sequence[_Node | None]
+    specials_chars: str
+
+
 def latex_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings of the document's body. Inline formulas keep their source.
 
@@ -37,10 +52,10 @@ def latex_blocks(text: str) -> Iterator[TextBlock]:
     return iter(parser.finish())
 
 
-def _body(nodes: Iterable[Any]) -> Iterable[Any]:
+def _body(nodes: Iterable[_Node | None]) -> Iterable[_Node | None]:
     """Return the nodes of the document environment, or all nodes without one."""
     for node in nodes:
-        if getattr(node, "environmentname", None) == "document":
+        if node is not None and getattr(node, "environmentname", None) == "document":
             return node.nodelist
     return nodes
 
@@ -53,7 +68,7 @@ class _LatexBlockParser:
         self._converter = converter
         self._blocks: list[TextBlock] = []
         self._spans: list[TextSpan] = []
-        self._handlers: dict[str, Callable[[Any], None]] = {
+        self._handlers: dict[str, Callable[[_Node], None]] = {
             "LatexCharsNode": self._handle_characters,
             "LatexCommentNode": self._handle_comment,
             "LatexGroupNode": self._handle_group,
@@ -68,14 +83,14 @@ class _LatexBlockParser:
         self._close_block()
         return self._blocks
 
-    def walk(self, nodes: Iterable[Any] | None) -> None:
+    def walk(self, nodes: Iterable[_Node | None] | None) -> None:
         """Handle nodes in order."""
         for node in nodes or ():
             if node is not None:
                 handle = self._handlers[type(node).__name__]
                 handle(node)
 
-    def _handle_characters(self, node: Any) -> None:
+    def _handle_characters(self, node: _Node) -> None:
         start = node.pos
         for gap in _PARAGRAPH_BREAK.finditer(node.chars):
             self._add_literal(start, node.pos + gap.start())
@@ -83,27 +98,27 @@ class _LatexBlockParser:
             start = node.pos + gap.end()
         self._add_literal(start, node.pos + node.len)
 
-    def _handle_comment(self, node: Any) -> None:
+    def _handle_comment(self, node: _Node) -> None:
         space = node.comment_post_space.removeprefix("\r").removeprefix("\n")
         if "\n" in space:  # An empty line follows.
             self._close_block()
 
-    def _handle_group(self, node: Any) -> None:
+    def _handle_group(self, node: _Node) -> None:
         self.walk(node.nodelist)
 
-    def _handle_formula(self, node: Any) -> None:
+    def _handle_formula(self, node: _Node) -> None:
         if node.displaytype == "inline":
             self._add_literal(node.pos, node.pos + node.len)
         else:
             self._add_kind(node, "formula")
 
-    def _handle_specials(self, node: Any) -> None:
+    def _handle_specials(self, node: _Node) -> None:
         if node.specials_chars.startswith("\n"):
             self._close_block()
         else:
             self._add_converted(node)
 
-    def _handle_environment(self, node: Any) -> None:
+    def _handle_environment(self, node: _Node) -> None:
         name = node.environmentname
         kind = element_roles("latex_environments").get(name.rstrip("*"))
         if kind is None:
@@ -118,13 +133,13 @@ class _LatexBlockParser:
         self.walk(node.nodelist)
         self._close_block()
 
-    def _add_kind(self, node: Any, kind: BlockKind) -> None:
+    def _add_kind(self, node: _Node, kind: BlockKind) -> None:
         """Add a block of the node's source."""
         self._close_block()
         self._add_literal(node.pos, node.pos + node.len)
         self._close_block(kind=kind)
 
-    def _handle_macro(self, node: Any) -> None:
+    def _handle_macro(self, node: _Node) -> None:
         name = node.macroname.rstrip("*")
         role = element_roles("latex_macros").get(name)
         if name in _HEADING_LEVELS:
@@ -140,7 +155,7 @@ class _LatexBlockParser:
         else:
             self._skip_macro(node)
 
-    def _skip_macro(self, node: Any) -> None:
+    def _skip_macro(self, node: _Node) -> None:
         """Remove the space before a skipped macro, such as a citation, unless a word follows the macro."""
         end = node.pos + node.len
         if not self._text[end : end + 1].isalnum():
@@ -154,7 +169,7 @@ class _LatexBlockParser:
             text = last.text.rstrip()
             self._spans[-1] = TextSpan(text, last.start, last.start + len(text))
 
-    def _walk_printed_argument(self, node: Any) -> None:
+    def _walk_printed_argument(self, node: _Node) -> None:
         """Walk the last argument of a macro, which is the printed one."""
         if not node.nodeargd:
             return
@@ -166,7 +181,7 @@ class _LatexBlockParser:
             span = TextSpan(self._text[start:end], start, end)
             self._spans.append(span)
 
-    def _add_converted(self, node: Any) -> None:
+    def _add_converted(self, node: _Node) -> None:
         """Add a node as the text into which pylatexenc converts it."""
         text = self._converter.nodelist_to_text([node])
         if text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.document_builder import aligned_spans
@@ -20,6 +20,17 @@ _TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*\r?$", re.MULTILINE)
 _LINK_END = re.compile(r"\](?:\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)|\[[^\]]*\])?")
 _CHECKBOX = re.compile(r"\[[ xX]\]\s")
 _HEADING_LINK = re.compile(r"\[[^\]]*\]\(#[^)]*\)")
+
+
+class _Token(Protocol):
+    """The attributes of the tokens of markdown-it-py that the reader uses. `map` has the first line, and the end."""
+
+    type: str
+    tag: str
+    content: str
+    markup: str
+    map: tuple[int, int]
+    children: Sequence[_Token]
 
 
 class _Line(NamedTuple):
@@ -89,7 +100,7 @@ def _source_lines(text: str, skipped: int) -> list[_Line]:
     return lines
 
 
-def _code_block(text: str, token: Any, lines: Sequence[_Line]) -> TextBlock:
+def _code_block(text: str, token: _Token, lines: Sequence[_Line]) -> TextBlock:
     first_line, end_line = token.map
     last = len(lines) - 1
     start = lines[min(first_line, last)].start
@@ -107,7 +118,7 @@ def _inline_kind(content: str) -> BlockKind:
     return "prose"
 
 
-def _spans(token: Any, lines: Sequence[_Line]) -> Iterator[TextSpan]:
+def _spans(token: _Token, lines: Sequence[_Line]) -> Iterator[TextSpan]:
     """Yield the readable spans of an inline token whose content begins in the first of `lines`."""
     content = token.content
     offsets = _source_offsets(content, lines)
@@ -132,7 +143,7 @@ def _source_offsets(content: str, lines: Sequence[_Line]) -> list[int]:
     return offsets
 
 
-def _readable_parts(children: Sequence[Any], content: str) -> Iterator[_Part]:
+def _readable_parts(children: Sequence[_Token], content: str) -> Iterator[_Part]:
     """Yield the readable text of the children of a token, up to the first that is not found in `content`."""
     cursor = 0
     for child in children:
@@ -150,13 +161,13 @@ def _readable_parts(children: Sequence[Any], content: str) -> Iterator[_Part]:
             cursor = _end_of_markup(child, content, cursor)
 
 
-def _text_part(child: Any, content: str, cursor: int) -> _Part:
+def _text_part(child: _Token, content: str, cursor: int) -> _Part:
     literal = child.markup if child.type == "text_special" else child.content
     start = content.find(literal, cursor) if literal else cursor
     return _Part(child.content, start, start + len(literal))
 
 
-def _line_break(child: Any, content: str, cursor: int) -> int:
+def _line_break(child: _Token, content: str, cursor: int) -> int:
     """Return the position of a line break; a hard break follows two spaces or a backslash."""
     if child.type == "softbreak":
         return content.find(" ", cursor)
@@ -164,7 +175,7 @@ def _line_break(child: Any, content: str, cursor: int) -> int:
     return spaces.end() - 1 if spaces else -1
 
 
-def _end_of_markup(child: Any, content: str, cursor: int) -> int:
+def _end_of_markup(child: _Token, content: str, cursor: int) -> int:
     """Return the position after a child without readable text."""
     if child.type == "image":
         label = content.find("![", cursor) + 2

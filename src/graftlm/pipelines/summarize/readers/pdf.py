@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from graftlm.errors import DataError, first_line
 from graftlm.pipelines.summarize.document import SourceDocument, TextBlock, TextSpan
 from graftlm.pipelines.summarize.document_builder import build_document
 from graftlm.pipelines.summarize.readers.pdf_layout import PdfLine, layout_blocks, merge_divided
 from graftlm.pipelines.summarize.text import import_extra
+
+T = TypeVar("T")
 
 # The program of the process that reads a PDF file from an untrusted source.
 _MAIN = f"import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'; from {__name__} import _main; _main()"
@@ -104,7 +106,7 @@ def _read_page(layout: Any) -> tuple[str, list[PdfLine]]:
     return text, lines
 
 
-def _most_common(values: list[Any]) -> Any:
+def _most_common(values: list[T]) -> T:
     return Counter(values).most_common(1)[0][0]
 
 

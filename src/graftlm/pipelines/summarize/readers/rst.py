@@ -6,8 +6,8 @@ docutils parses the text. Its nodes have raw text and a line number, with which 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.document_builder import aligned_spans
@@ -58,6 +58,19 @@ _OTHER_BREAKS = str.maketrans(dict.fromkeys("\t\v\f\x1c\x1d\x1e\x85\u2028\u2029\
 _LINES_AHEAD = 200  # lines in which the reader looks for the text of a node
 
 
+class _Node(Protocol):
+    """The attributes of the nodes of docutils that the reader uses; nodes of text have no raw text."""
+
+    tagname: str
+    rawsource: str
+    line: int | None
+    children: Sequence[_Node]
+
+    def astext(self) -> str: ...
+
+    def next_node(self, condition: Callable[[_Node], bool]) -> _Node | None: ...
+
+
 def rst_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings, and other blocks by their kind. Directives include no files."""
     plain = text.translate(_OTHER_BREAKS)
@@ -65,7 +78,7 @@ def rst_blocks(text: str) -> Iterator[TextBlock]:
     return _RstBlockReader(plain).read(document, "prose", 0)
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str) -> _Node:
     """Return the document node of docutils, parsed without output and without access to files."""
     frontend = import_extra("docutils.frontend", "Reading reStructuredText")
     rst = import_extra("docutils.parsers.rst", "Reading reStructuredText")
@@ -93,7 +106,7 @@ class _RstBlockReader:
         self._next_line = 0
         self._next_column = 0
 
-    def read(self, node: Any, kind: BlockKind, level: int) -> Iterator[TextBlock]:
+    def read(self, node: _Node, kind: BlockKind, level: int) -> Iterator[TextBlock]:
         """Yield the blocks of a node.
 
         Args:
@@ -120,13 +133,13 @@ class _RstBlockReader:
                 if child.tagname != "#text":
                     yield from self.read(child, kind, level)
 
-    def _text_block(self, node: Any, level: int, kind: BlockKind) -> Iterator[TextBlock]:
+    def _text_block(self, node: _Node, level: int, kind: BlockKind) -> Iterator[TextBlock]:
         """Yield the block of a node with text; nothing if the text is not found in the source."""
         positions = self._locate(node)
         if positions:
             yield TextBlock(tuple(_spans(node, positions)), level, kind=kind)
 
-    def _locate(self, node: Any) -> list[int]:
+    def _locate(self, node: _Node) -> list[int]:
         """Return the source position of each character of the raw text; empty if a line is not found."""
         raw = node.rawsource.split("\n")
         first = self._next_line
@@ -164,11 +177,11 @@ class _RstBlockReader:
         return positions
 
 
-def _is_paragraph(node: Any) -> bool:
+def _is_paragraph(node: _Node) -> bool:
     return node.tagname == "paragraph"
 
 
-def _spans(node: Any, positions: Sequence[int]) -> Iterator[TextSpan]:
+def _spans(node: _Node, positions: Sequence[int]) -> Iterator[TextSpan]:
     """Yield the readable spans of a node, without the markup of its raw text.
 
     Args:
@@ -203,7 +216,7 @@ def _spans(node: Any, positions: Sequence[int]) -> Iterator[TextSpan]:
             cursor = offsets[-1] + 1
 
 
-def _readable_text(child: Any, start: int) -> tuple[str, int]:
+def _readable_text(child: _Node, start: int) -> tuple[str, int]:
     """Return the text of a child that begins at `start`, and where to look for it; an unknown role is removed."""
     text = child.astext().replace("\0", "")
     if child.tagname == "problematic":
