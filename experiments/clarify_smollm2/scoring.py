@@ -34,7 +34,7 @@ class PairRun(GraftRun):
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         measurement = super().evaluate(trainee)
-        measurement.details["pairs"] = list(self._scored(trainee.model, trainee.evaluator.tokenizer))
+        measurement.details["pairs"] = list(self._scored(trainee.model, trainee.evaluation.evaluator.tokenizer))
         return measurement
 
     def save(self, *args: Any) -> None:
