@@ -123,7 +123,7 @@ def answers(client: openai.OpenAI, schemas: list[dict[str, Any]]) -> list[tuple[
     return [(schema, json.loads(choice.message.content)) for schema, choice in whole]
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_answer_is_what_its_schema_says(client: openai.OpenAI, count: int) -> None:
     """Against another implementation of JSON Schema. A random model may be cut before the end of a text."""
     whole = answers(client, generated_schemas(count))

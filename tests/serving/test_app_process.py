@@ -89,7 +89,7 @@ def answers_of_a_long_prompt(address: str) -> list[tuple[str, bool]]:
     return [(one["choices"][0]["text"], "prompt_tokens_details" in one["usage"]) for one in answers]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_servers_that_are_killed_and_stopped(home: Path, start: Start) -> None:
     """Three processes for all of it, as each start costs seconds."""
     shutil.copytree(home / "danish", home / "grafts" / "danish")

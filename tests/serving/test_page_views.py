@@ -460,7 +460,7 @@ def test_colours_follow_the_system_and_the_switch(browser: Browser, address: str
     assert complaints == []
 
 
-@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.slow)])
 def test_every_view_passes_axe_and_fits_the_screen(
     browser: Browser, address: str, complaints: list[str], scheme: Any
 ) -> None:

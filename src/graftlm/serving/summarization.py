@@ -86,7 +86,7 @@ def _writer(
     client: EngineClient,
     on_event: OnEvent,
 ) -> SummaryWriter:
-    from graftlm.pipelines.summarize.writer import read_layout
+    from graftlm.pipelines.summarize.prompt_layout import read_layout
     from graftlm.serving.writers import SummaryWriter
 
     entry = service.store.entries().get(model)
