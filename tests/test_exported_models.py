@@ -224,7 +224,7 @@ def logits_of(model: Any, **kwargs: Any) -> torch.Tensor:
     return model(tiny_ids(1, 8), use_cache=False, **kwargs).last_hidden_state
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_more_families(tmp_path: Path) -> None:
     exports = {family: exported(KINDS["neutral-residues"], tiny(family), tmp_path / family) for family in MORE}
     checks = {family: ["saved_again", "checkpointed"] for family in MORE}

@@ -83,6 +83,7 @@ SUITES = {
 }
 
 _NEUTRAL = "grafts/neutral_residues/method.py"
+_GATED = "grafts/neutral_residues/adapter.py"
 _ATTENTION = "grafts/composition/attention.py"
 _READOUT = "grafts/composition/readout.py"
 _POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixture.py"
@@ -90,36 +91,40 @@ _STATE, _EMBEDDERS = "grafts/token_routing/routing_state.py", "grafts/token_rout
 _EXPERTS, _ROUTING = "grafts/token_routing/experts.py", "grafts/token_routing/method.py"
 _ADAPTERS = "grafts/token_routing/adapters.py"
 _BLOCKS, _PEFT = "grafts/baselines/block_expansion.py", "grafts/baselines/peft_graft.py"
+_DEEPER = "grafts/baselines/deeper_model.py"
+_PEFT_CONFIG, _PEFT_MODEL = "grafts/baselines/peft_config.py", "grafts/baselines/adapted_model.py"
 _MODULES, _TASKS, _HEADS = (
     "grafts/conditional_tasks/modules.py",
     "grafts/conditional_tasks/method.py",
     "grafts/heads.py",
 )
 _SSM, _WINDOWS = "models/block_state/state_space.py", "models/block_state/attention.py"
+_MULTI_HEAD = "models/block_state/multi_head.py"
 _MEMORY, _SEEN, _DELTA = "grafts/memory/method.py", "grafts/memory/window.py", "models/delta_rule.py"
-_CONVOLUTION, _SELECTOR = "models/block_state/convolution.py", "models/sentence_selector/model.py"
+_CONVOLUTION = "models/block_state/convolution.py"
+_SELECTOR_HEADS, _ENCODERS = "models/sentence_selector/heads.py", "models/sentence_selector/encoders.py"
 
 # fmt: off
 MUTATIONS = [
     Mutation(*row)
     for row in [
         # Neutral residues
-        ("low variance is 9/d", "neutral", _NEUTRAL, "else 1 / (width * layers))", "else 9 / width)"),
-        ("He's variance is 1/d", "neutral", _NEUTRAL, "math.sqrt(2 / width if", "math.sqrt(1 / width if"),
-        ("gate of variance 1", "neutral", _NEUTRAL, "self.gate.weight.normal_(0, 1 / math.sqrt(width))", "self.gate.weight.normal_()"),
-        ("output matrix not zero", "neutral", _NEUTRAL, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
-        ("open gate starts closed", "neutral", _NEUTRAL, "self.gate.bias.fill_(1)", "self.gate.bias.fill_(-1)"),
-        ("open gate starts random", "neutral", _NEUTRAL, "self.gate.weight.zero_()", "self.gate.weight.normal_()"),
-        ("L1 without 1/D", "neutral", _NEUTRAL, ".float().abs().sum() / out_ND.shape[-1]", ".float().abs().sum()"),
-        ("L2 for L1", "neutral", _NEUTRAL, ".float().abs().sum()", ".float().square().sum()"),
+        ("low variance is 9/d", "neutral", _GATED, "else 1 / (width * layers)", "else 9 / width"),
+        ("He's variance is 1/d", "neutral", _GATED, "variance = 2 / width if", "variance = 1 / width if"),
+        ("gate of variance 1", "neutral", _GATED, "self.gate.weight.normal_(0, 1 / math.sqrt(width))", "self.gate.weight.normal_()"),
+        ("output matrix not zero", "neutral", _GATED, "self.w_o.weight.zero_()", "self.w_o.weight.normal_(0, 1e-3)"),
+        ("open gate starts closed", "neutral", _GATED, "self.gate.bias.fill_(1)", "self.gate.bias.fill_(-1)"),
+        ("open gate starts random", "neutral", _GATED, "self.gate.weight.zero_()", "self.gate.weight.normal_()"),
+        ("L1 without 1/D", "neutral", _NEUTRAL, "old_OD.abs().sum() / out_ND.shape[-1]", "old_OD.abs().sum()"),
+        ("L2 for L1", "neutral", _NEUTRAL, "old_OD.abs().sum()", "old_OD.square().sum()"),
         ("local loss summed over layers", "neutral", _NEUTRAL, "(count * len(self.blocks)).clamp(min=1)", "count.clamp(min=1)"),
-        ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * torch.stack(terms)", "return torch.stack(terms)"),
-        ("L1 on the new domain", "neutral", _NEUTRAL, "_tokens_of(call, 0).nonzero()", "_tokens_of(call, 1).nonzero()"),
-        ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT if call.token_mask is None else mask_BT & call.token_mask", "mask_BT"),
-        ("sigmoid doubled", "neutral", _NEUTRAL, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
+        ("local loss without alpha", "neutral", _NEUTRAL, "return self.config.alpha * total", "return total"),
+        ("L1 on the new domain", "neutral", _NEUTRAL, "is_old_N = _tokens_of(call, 0)", "is_old_N = _tokens_of(call, 1)"),
+        ("local loss counts padding", "neutral", _NEUTRAL, "mask_BT = mask_BT & call.token_mask", "pass"),
+        ("sigmoid doubled", "neutral", _GATED, "return torch.sigmoid(scores_N)[:, None] *", "return 2 * torch.sigmoid(scores_N)[:, None] *"),
         ("gate learns the other domain", "neutral", _NEUTRAL, "labels = new[known].float()", "labels = 1 - new[known].float()"),
-        ("linear unit gates the wrong product", "neutral", _NEUTRAL, "self.activation(self.w_g(x_ND)) * inner", "self.activation(inner) * self.w_g(x_ND)"),
-        ("another domain's total", "neutral", _NEUTRAL, "call.totals[[1 + domain for domain in domains]]", "call.totals[[2 - domain for domain in domains]]"),
+        ("linear unit gates the wrong product", "neutral", _GATED, "self.activation(self.w_g(x_ND)) * inner", "self.activation(inner) * self.w_g(x_ND)"),
+        ("another domain's total", "neutral", _NEUTRAL, "columns = [1 + domain for domain in domains]", "columns = [2 - domain for domain in domains]"),
         ("capacity counts two matrices", "neutral", _NEUTRAL, "matrices = 3 if", "matrices = 2 if"),
         # Composition
         ("deviation doubled", "composition", _ATTENTION, "normal_(0, 1 / math.sqrt(linear.in_features))", "normal_(0, 2 / math.sqrt(linear.in_features))"),
@@ -180,39 +185,39 @@ MUTATIONS = [
         ("memory's matrices of variance 1", "memory", _MEMORY, "normal_(0, 1 / math.sqrt(self.w_qk.in_features))", "normal_()"),
         ("heads forget in 1 to 12 windows", "memory", _MEMORY, "math.log10(128)", "math.log10(12)"),
         ("heads write all", "memory", _MEMORY, "torch.zeros(2 * self.heads)", "torch.ones(2 * self.heads)"),
-        ("padding mixed into tokens", "memory", _MEMORY, "z = z if real_BT is None else z * real_BT[..., None]", "z = z * 1"),
+        ("padding mixed into tokens", "memory", _MEMORY, "z = z * real_BT[..., None]", "z = z * 1"),
         ("tokens mixed over documents", "memory", _DELTA, "past = past * same[..., None]", "past = past * 1"),
         ("tokens of the pass before not mixed", "memory", _MEMORY, "layer.update(state, before)", "layer.update(state, 0 * before)"),
-        ("no key of the token before", "memory", _MEMORY, "keys_CHK[min(offset + 1, len(self.mix) - 1), offset", "keys_CHK[min(offset, len(self.mix) - 1), offset"),
-        ("keys of any length", "memory", _MEMORY, "unit_length(q), unit_length(k)", "unit_length(q), k"),
+        ("no key of the token before", "memory", _MEMORY, "key_offset = min(offset + 1, len(self.mix) - 1)", "key_offset = min(offset, len(self.mix) - 1)"),
+        ("keys of any length", "memory", _MEMORY, "k_BHTK=unit_length(k)", "k_BHTK=k"),
         ("state not stored", "memory", _MEMORY, "            layer.update(state, before)\n", "            pass\n"),
-        ("attention window one token wider", "memory", _SEEN, "- key >= shape.window)", "- key > shape.window)"),
+        ("attention window one token wider", "memory", _SEEN, "- key >= shape.window", "- key > shape.window"),
         ("sinks hidden", "memory", _SEEN, "(index[:, None] >= shape.sinks)", "(index[:, None] >= 0)"),
-        ("padding taken for sinks", "memory", _SEEN, "index = index if padding_B is None else key - padding_B[:, None]", "index = key[None]"),
+        ("padding taken for sinks", "memory", _SEEN, "index = key - padding_B[:, None]", "index = key[None]"),
         ("kept window one token short", "memory", _SEEN, "self.cumulative_length - self.shape.window + 1)", "self.cumulative_length - self.shape.window + 2)"),
         ("padding kept for sinks", "memory", _SEEN, "start = (self.padding - (self.dropped - old)).clamp(0, old + leaving - count)", "start = 0 * self.padding"),
         ("sinks never move", "memory", _SEEN, "return torch.where(index < self.reach, 0,", "return torch.where(index >= 0, 0,"),
         ("sinks move a block late", "memory", _SEEN, "(index - self.reach) // self.step + 1)", "(index - self.reach) // self.step)"),
         ("sinks rotated backwards", "memory", _SEEN, "torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)", "torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)"),
-        ("older sinks as the newer", "memory", _SEEN, "self.shape.moved(first, (self.last_block(length) - 1).clamp(min=0))", "self.shape.moved(first, self.last_block(length))"),
-        ("both forms of the sinks seen", "memory", _SEEN, "(block_BT1 != last - n)", "(block_BT1 < last - n - 1)"),
+        ("older sinks as the newer", "memory", _SEEN, "older_block = (self.last_block(length) - 1).clamp(min=0)", "older_block = self.last_block(length)"),
+        ("both forms of the sinks seen", "memory", _SEEN, "newer_hidden = (block_BT1 != last)", "newer_hidden = (block_BT1 < last - 1)"),
         ("no correction inside a chunk", "memory", _DELTA, "within.tril(-1)", "within.tril(-2)"),
-        ("output without its own token", "memory", _DELTA, "attention = within *", "attention = within.tril(-1) *"),
-        ("state decays once more", "memory", _DELTA, "(g[..., -1:] - g).exp(), g[..., -1].exp()", "(g[..., -1:] - g).exp(), (2 * g[..., -1]).exp()"),
-        ("documents meet in a chunk", "memory", _DELTA, "within = within * (document[..., :, None] == document[..., None, :])", "within = within * 1"),
-        ("documents meet over chunks", "memory", _DELTA, "kept * (last == entered)", "kept"),
-        ("state enters another document", "memory", _DELTA, "before * (document == entered[..., None])", "before"),
+        ("output without its own token", "memory", _DELTA, "attention = decays.within *", "attention = decays.within.tril(-1) *"),
+        ("state decays once more", "memory", _DELTA, "whole=g[..., -1].exp()", "whole=(2 * g[..., -1]).exp()"),
+        ("documents meet in a chunk", "memory", _DELTA, "within=decays.within * same_document", "within=decays.within"),
+        ("documents meet over chunks", "memory", _DELTA, "decays.whole * (last == entered)", "decays.whole"),
+        ("state enters another document", "memory", _DELTA, "decays.before * (document == entered[..., None])", "decays.before"),
         # Other baselines
         ("new blocks write", "baselines", _BLOCKS, "nn.init.zeros_(parameter)", "nn.init.normal_(parameter, std=1e-3)"),
         ("biases of new blocks stay", "baselines", _BLOCKS, "for parameter in block.get_submodule(paths[projection]).parameters():", "for parameter in list(block.get_submodule(paths[projection]).parameters())[:1]:"),
         ("new blocks a layer early", "baselines", _BLOCKS, "number * layers // blocks - 1", "(number * layers - 1) // blocks - 1"),
         ("new blocks share their layers' weights", "baselines", _BLOCKS, "parameter.detach().to(torch.float32, copy=True)", "parameter.detach().float()"),
-        ("new blocks have the last window", "baselines", _BLOCKS, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
+        ("new blocks have the last window", "baselines", _DEEPER, "[value[layer] for layer in order]", "[*value, *value[-1:] * (len(order) - len(value))]"),
         ("new blocks leave float32 behind", "baselines", _BLOCKS, "return _cast(output, dtype)", "return output"),
         ("capacity of one layer", "baselines", _BLOCKS, "weights * layers / in_layers", "weights / in_layers"),
-        ("DoRA without magnitudes", "baselines", _PEFT, '{"use_dora": True}', '{"use_dora": False}'),
+        ("DoRA without magnitudes", "baselines", _PEFT_CONFIG, '{"use_dora": True}', '{"use_dora": False}'),
         ("IA3 scales what the FFN writes", "baselines", _PEFT, '"feedforward_modules": outputs', '"feedforward_modules": []'),
-        ("OSF's projection lost by a cast", "baselines", _PEFT, "layer._attach_hooks(_ADAPTER)", "pass"),
+        ("OSF's projection lost by a cast", "baselines", _PEFT_MODEL, "layer._attach_hooks(_ADAPTER)", "pass"),
         ("any start accepted", "baselines", _PEFT, "_START_TOLERANCE = 1e-4", "_START_TOLERANCE = 1e4"),
         # Conditional tasks
         ("FiLM's gain added", "tasks", _MODULES, "torch.addcmul(shift, y_BTD, gain)", "shift + gain + 0 * y_BTD"),
@@ -221,23 +226,23 @@ MUTATIONS = [
         ("bottleneck's output not zero", "tasks", _MODULES, "nn.init.zeros_(self.up.weight)", "nn.init.normal_(self.up.weight, std=1e-2)"),
         ("bias across blocks", "tasks", _MODULES, "bias.masked_fill(query_block != key_block, 0)", "bias"),
         ("blocks only by their gain", "tasks", _MODULES, "return blocks + blocks * gain + shift", "return blocks * gain + shift"),
-        ("every task has the first one's LoRA", "tasks", _MODULES, "torch.stack([*own])", "torch.stack([own[0]] * len(own))"),
-        ("B of LoRA not zero", "tasks", _MODULES, "nn.Parameter(torch.zeros(rank, outputs))", "nn.Parameter(torch.ones(rank, outputs))"),
+        ("every task has the first one's LoRA", "tasks", _MODULES, "torch.stack([*factors])", "torch.stack([factors[0]] * len(factors))"),
+        ("B of LoRA not zero", "tasks", _MODULES, "torch.zeros(self.rank, self.outputs)", "torch.ones(self.rank, self.outputs)"),
         ("the LoRA of an added task is not like the other's", "tasks", _TASKS, "lora.a[new].copy_(lora.a[old])", "pass"),
         ("LoRAs of trained tasks train on", "tasks", _TASKS, "lora.a[len(self._fixed) :].requires", "lora.a.requires"),
         ("a Linear that reads positions has a LoRA", "tasks", "backbone/families.py", "if size and not self.reads_positions(path)}", "if size}"),
-        ("task embeddings zero", "tasks", _TASKS, "torch.randn(z) for name", "torch.zeros(z) for name"),
+        ("task embeddings zero", "tasks", _TASKS, "torch.randn(config.task_width) for name", "torch.zeros(config.task_width) for name"),
         ("skip path without the layer before", "tasks", _TASKS, "h if before is None else h + before", "h"),
-        ("loss summed over rows", "tasks", _TASKS, "losses.sum() / (len(losses) if", "losses.sum() / (1 if"),
+        ("loss summed over rows", "tasks", _TASKS, "count = len(losses) if", "count = 1 if"),
         ("mean pooling over padding", "tasks", _HEADS, "weights.sum(1, keepdim=True).clamp(min=1)", "weights.shape[1]"),
-        ("first token may be padding", "tasks", _HEADS, 'mask_RT.int().argmax(1) if pooling == "first"', 'mask_RT.int().argmax(1) * 0 if pooling == "first"'),
-        ("span on padding", "tasks", _HEADS, "out = out.masked_fill(~_rows(token_mask_BT, rows_R)[..., None], torch.finfo(out.dtype).min)", "pass"),
-        ("labels summed", "tasks", _HEADS, 'reduction="none").mean(-1)', 'reduction="none").sum(-1)'),
-        ("tagging loss over padding", "tasks", _HEADS, "nats.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)", "nats.mean(-1)"),
+        ("first token may be padding", "tasks", _HEADS, "column_R = mask_RT.int().argmax(1)", "column_R = mask_RT.int().argmax(1) * 0"),
+        ("span on padding", "tasks", _HEADS, "out = out.masked_fill(padding_RT[..., None], torch.finfo(out.dtype).min)", "pass"),
+        ("labels summed", "tasks", _HEADS, "nats_RC.mean(-1)", "nats_RC.sum(-1)"),
+        ("tagging loss over padding", "tasks", _HEADS, "nats.sum(-1) / labelled_R.clamp(min=1)", "nats.mean(-1)"),
         ("uncertainty in nats", "tasks", _HEADS, " / math.log(logits.shape[-1])", ""),
         ("scores of unlabelled tokens", "tasks", _HEADS, "values_RT.masked_fill(targets_RT == IGNORED, 0)", "values_RT"),
         ("scaled losses of numbers by their range alone", "tasks", _HEADS, "return self.unit**2 / 12", "return self.unit**2"),
-        ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(torch.stack(", "(torch.stack("),
+        ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(torch.stack(vectors))", "torch.stack(vectors)"),
         ("learnability is p", "tasks", _HEADS, "values = 4 * right * (1 - right)", "values = right"),
         ("a score serves for ever", "samplers", "data/samplers.py", "self.step - at < max(1, self.config.keep)", "True"),
         ("no floor", "samplers", "data/samplers.py", "self._due(config.floor / len(self.sizes))", "0"),
@@ -270,19 +275,19 @@ MUTATIONS = [
         ("kernel's energy halved", "block-state", _SSM, "/ (2 * alpha)", "/ alpha"),
         ("kernel network of variance 1", "block-state", _SSM, "normal_(std=self.outer.in_features**-0.5)", "normal_()"),
         ("circular convolution", "block-state", _CONVOLUTION, "size = 2 * length", "size = length"),
-        ("scores without their scale", "block-state", _WINDOWS, "(q / math.sqrt(q.shape[-1])) @ k", "q @ k"),
+        ("scores without their scale", "block-state", _MULTI_HEAD, "(q / math.sqrt(q.shape[-1])) @ k", "q @ k"),
         ("banded scores by the whole width", "block-state", _WINDOWS, "math.sqrt(q_BGd.shape[-1] / self.num_heads)", "math.sqrt(q_BGd.shape[-1])"),
-        ("states see one token ahead", "block-state", _WINDOWS, "position <= position[:, None]", "position <= position[:, None] + 1"),
+        ("states see one token ahead", "block-state", _MULTI_HEAD, "position <= position[:, None]", "position <= position[:, None] + 1"),
         ("span one token wider", "block-state", _WINDOWS, "visible = (distance < self.span)", "visible = (distance <= self.span)"),
         ("a step sees an empty buffer", "block-state", _WINDOWS, "present = distance <= grid.per_row(grid.past_lengths)[:, None]", "present = distance <= grid.per_row(grid.past_lengths)[:, None] + self.span"),
         ("recurrent gate reversed", "block-state", "models/block_state/context.py", "gate = torch.sigmoid(self.gate)", "gate = 1 - torch.sigmoid(self.gate)"),
         ("weights of variance 1", "block-state", "models/block_state/model.py", "normal_(std=self.config.initializer_range)", "normal_(std=1.0)"),
         ("a quarter of the buckets exact", "block-state", _WINDOWS, "exact = buckets // 2", "exact = buckets // 4"),
         # Selecting and clarifying
-        ("document mean over padding", "selector", _SELECTOR, "/ weights.sum(1)", "/ weights.shape[1]"),
-        ("pointer on padding", "selector", _SELECTOR, 'self.query_proj(h_Bh), d_BNw).masked_fill(~mask_BN, float("-inf"))', "self.query_proj(h_Bh), d_BNw)"),
-        ("sinusoids to 1/1,000", "selector", _SELECTOR, "-math.log(10_000) / width", "-math.log(1_000) / width"),
-        ("sentences attend to padding", "selector", _SELECTOR, "src_key_padding_mask=~mask_BN", "src_key_padding_mask=None"),
+        ("document mean over padding", "selector", _SELECTOR_HEADS, "/ weights.sum(1)", "/ weights.shape[1]"),
+        ("pointer on padding", "selector", _SELECTOR_HEADS, 'scores_BN.masked_fill(~mask_BN, float("-inf"))', "scores_BN"),
+        ("sinusoids to 1/1,000", "selector", _ENCODERS, "-math.log(10_000) / width", "-math.log(1_000) / width"),
+        ("sentences attend to padding", "selector", _ENCODERS, "src_key_padding_mask=~mask_BN", "src_key_padding_mask=None"),
         ("gain in nats", "gain", "pipelines/clarify/gain.py", "np.log2(given) - np.log2(mixture_Y)", "np.log(given) - np.log(mixture_Y)"),
         ("likelihoods normalised together", "gain", "pipelines/clarify/gain.py", "softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)", "softmax(np.asarray(nats_KY, dtype=np.float64))"),
     ]

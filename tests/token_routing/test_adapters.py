@@ -158,7 +158,7 @@ _LONGER = re.compile(
 
 
 def params(rows: Any) -> list[Any]:
-    return [pytest.param(row, marks=[pytest.mark.exhaustive] if _LONGER.search(row) else []) for row in rows]
+    return [pytest.param(row, marks=[pytest.mark.slow] if _LONGER.search(row) else []) for row in rows]
 
 
 def logits_of(model: Any, ids: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def test_one_expert_equals_peft(row: str, tmp_path: Path) -> None:
             assert_close(own[name], gradient, 1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.exhaustive), "bert"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.slow), "bert"])
 def test_a_new_expert_of_the_head_trains_as_in_peft_and_is_read_by_peft(family: str, tmp_path: Path) -> None:
     """One expert of head and embedding: PEFT reads what was written, with equal logits and gradients."""
     head = "cls.predictions.transform.dense" if family == "bert" else "lm_head"
@@ -538,7 +538,7 @@ def test_what_the_refusal_of_another_method_says_works(kind: str, remedy: str, t
     try_other_method(kind, (CONVERTED | MERGED)[kind], remedy, tmp_path)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*CONVERTED, *MERGED])
 def test_what_the_refusal_of_any_other_method_says_works(kind: str, tmp_path: Path) -> None:
     try_other_method(kind, (CONVERTED | MERGED)[kind], CONVERT if kind in CONVERTED else MERGE, tmp_path)

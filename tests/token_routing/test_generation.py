@@ -224,7 +224,7 @@ def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) ->
     assert Results.read(tmp_path / "run").row("token-routing")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_new_experts_are_trained(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
     (tmp_path / "english.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     (tmp_path / "french.txt").write_text("Le renard brun saute par-dessus le chien paresseux. " * 20)

@@ -147,7 +147,7 @@ def test_beam_search_reorders_states(folders: dict[str, str]) -> None:
         torch.testing.assert_close(output.sequences_scores * NEW, chosen, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @given(st.integers(0, 6), st.integers(0, 99), st.sampled_from([None, 3]))
 def test_padding_and_neighbours_change_no_weight(padding: int, seed: int, window: int | None) -> None:
     graft = graft_of(backbone("llama"), every=1, window=window, embedder={"layers": 1, "whiten": True})
