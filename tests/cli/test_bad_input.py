@@ -332,6 +332,6 @@ def test_our_own_mistakes_keep_their_traceback(graft: Graft, monkeypatch: pytest
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("graftlm.generation.inspect.methods", fail)
+    monkeypatch.setattr("graftlm.generation.methods.methods", fail)
     with pytest.raises(ZeroDivisionError):
         graft("methods")

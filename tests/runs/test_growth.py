@@ -14,7 +14,7 @@ from graftlm.artifact import load_graft, load_grafts, read_manifest
 from graftlm.backbone import load_backbone
 from graftlm.errors import ArtifactError, ForgettingBudgetError, RecipeError, TrainingError
 from graftlm.evaluation import Results, value_of
-from graftlm.generation.inspect import evaluate_graft
+from graftlm.generation.evaluate import evaluate_graft
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.runs.graft_run import BackboneEvaluator, load_tests
 from graftlm.runs.recipe import GrowthRecipe, compare_recipe, grow_recipe, parse_recipe, run_recipe

@@ -20,7 +20,7 @@ from torch import Tensor
 from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, RecipeError, TapError
-from graftlm.generation.inspect import inspect_adapter
+from graftlm.generation.adapters import inspect_adapter
 from graftlm.grafts import GraftedModel, build_graft, graft_config
 from graftlm.grafts.graft_set import GraftSet, MultiGraftModel
 from graftlm.grafts.token_routing.experts import PLAIN_FIELDS

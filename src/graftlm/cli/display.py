@@ -12,7 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from graftlm.evaluation.tables import ABSENT, format_metric, metric_title, print_columns
-from graftlm.generation.inspect import AdapterInspection, Inspection, Method, TensorGroup
+from graftlm.generation.adapters import AdapterInspection
+from graftlm.generation.inspect import Inspection, TensorGroup
+from graftlm.generation.methods import Method
 from graftlm.io import named_model
 
 _MAX_ITEMS = 6  # of a list
