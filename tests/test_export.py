@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from cli.tools import invoke
-from graftlm.artifact import save_graft
 from graftlm.backbone import load_backbone
 from graftlm.errors import ArtifactError
 from graftlm.export import export_graft
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.store.artifact import save_graft
 from graftlm.testing import attach_graft, logits, randomise
 from tiny import BackboneFolder, tiny_ids
 
@@ -29,7 +29,7 @@ print(json.dumps(model(ids).logits[0, -1, :8].tolist()))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_exported_graft_needs_transformers_alone(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
     backbone = load_backbone(tiny_backbone("llama"))
     ids = backbone.need_tokenizer()("The quick brown fox", return_tensors="pt")["input_ids"]

@@ -20,8 +20,8 @@ from experiments.study import Study, aim, check_files, training_config, write_li
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Metric, Results, Row, bootstrap
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.grafts import graft_config
-from graftlm.runs.graft_run import EvaluationConfig
 
 NAME = "clarify-smollm2"
 MODEL = "smollm2-135m-instruct"
@@ -83,6 +83,7 @@ def _first_pairs(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _data_config(options: Options, name: str, seed: int, *, limit: int) -> DataConfig:
+    """Return the config of the conversations, with a limit of validation documents."""
     new = {"path": str(options.out / f"{name}.jsonl"), "messages_column": "messages"}
     test = {"path": str(options.out / f"validation_{name}.jsonl"), "messages_column": "messages"}
     values = {
@@ -105,11 +106,9 @@ def _run(
     rate: float = RATES[0],
     seed: int = 0,
     steps: int = STEPS,
-    limit: int = 24,
     pairs: str = "graft-pairs",
-    grafted: bool = True,
 ) -> PairRun:
-    """Return a run.
+    """Return a run that trains a graft.
 
     Args:
         options: The options of the experiment.
@@ -119,9 +118,7 @@ def _run(
         rate: The learning rate.
         seed: The seed.
         steps: Number of training steps; fewer in a quick run.
-        limit: Maximum number of validation documents.
         pairs: The file of pairs to score; empty for none.
-        grafted: Train a graft rather than measure the bare model.
     """
     if options.quick:
         steps = QUICK_STEPS
@@ -129,8 +126,8 @@ def _run(
         id=run_id,
         label=label,
         backbone=BackboneConfig(name=options.backbone or MODEL, dtype="bfloat16", device=options.device),
-        graft=graft_config(LORA) if grafted else None,
-        data=_data_config(options, name, seed, limit=limit),
+        graft=graft_config(LORA),
+        data=_data_config(options, name, seed, limit=24),
         training=training_config(steps, 2, rate, seed, warmup_steps=steps // 10, precision="bf16"),
         evaluation=EvaluationConfig(precision="bf16", own_tokens=0, decode_prompts=0, batch_size=8),
         pairs=str(options.out / f"{pairs}.jsonl") if pairs else "",
@@ -138,7 +135,9 @@ def _run(
 
 
 def _bare_run(options: Options) -> PairRun:
-    return _run(options, "bare", "plain", label="bare", limit=60, pairs="pairs", grafted=False)
+    run = _run(options, "bare", "plain", label="bare", pairs="pairs")
+    data = _data_config(options, "plain", seed=0, limit=60)
+    return run.model_copy(update={"graft": None, "data": data})
 
 
 def _search_run(options: Options, name: str, rate: float, seed: int) -> PairRun:

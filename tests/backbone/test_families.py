@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graftlm.backbone import FAMILIES as ROWS
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks, register_family
-from graftlm.backbone.families import _PROVEN
+from graftlm.backbone.families import PROVEN_FAMILIES
 from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
 from tiny import DECODERS, FAMILIES, MORE_FAMILIES, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
@@ -292,7 +292,7 @@ def test_encoders_have_no_last_norm() -> None:
         tapped("bert", Tap(Site("norm"), "after", "replace", zeros))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_structure_that_is_found_equals_the_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[model(family).config.model_type]
     monkeypatch.delitem(ROWS, model(family).config.model_type)
@@ -332,13 +332,13 @@ def test_a_row_that_does_not_fit_is_refused(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.exhaustive) for f in (*FAMILIES[1:], *MORE_FAMILIES))]
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in (*FAMILIES[1:], *MORE_FAMILIES))]
 )
 def test_a_row_that_a_user_repeats_is_taken(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     live = tiny_model(family)
     row = Sites(live).family
     monkeypatch.setitem(ROWS, live.config.model_type, row)  # a copy, which is therefore checked
-    monkeypatch.delitem(_PROVEN, live.config.model_type, raising=False)
+    monkeypatch.delitem(PROVEN_FAMILIES, live.config.model_type, raising=False)
     assert dataclasses.replace(Sites(live).family, separates_documents=row.separates_documents) == row
 
 

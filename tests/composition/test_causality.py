@@ -9,7 +9,7 @@ import torch
 
 from composition.tools import composition
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.composition import alignment
 from graftlm.grafts.composition.attention import Visibility
 from tiny import tiny_model
@@ -37,12 +37,12 @@ def trained_loss(steps: int = 250) -> float:
     return sum(losses[-50:]) / 50
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_loss_stays_at_the_entropy() -> None:
     assert FLOOR - 0.03 < trained_loss() < FLOOR + 0.3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_mask_that_shows_the_future_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def everything(self: alignment.PositionAlignment, call: alignment.Call, past: int) -> Visibility:
         assert call.input_ids is not None

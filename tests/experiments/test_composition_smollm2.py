@@ -30,7 +30,8 @@ from experiments.parents import write_examples
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import DataError
 from graftlm.evaluation.examples import Example, chrf
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.composition.augmenting import AugmentingModel
 
 
@@ -45,7 +46,7 @@ def write_data(folder: Path, lines: int = 40) -> Path:
     return folder
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_three_specialists_in_the_one_form(tmp_path: Path, tiny_backbone) -> None:
     options = Options(

@@ -31,7 +31,8 @@ from experiments.conditional_tasks.study import FULL, ConditionalTasksStudy
 from graftlm.backbone import Backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Interval, Row, value_of
-from graftlm.grafts import GraftedModel, build_graft
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft
 from graftlm.grafts.conditional_tasks import ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec, pooled, task_key
 from graftlm.runs.task_run import with_tasks
@@ -341,7 +342,7 @@ def test_similarity_has_a_range() -> None:
     assert similarity_of(first, second) == pytest.approx(1 / 2, abs=0.02), "1 / sqrt(d): F has d columns"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
     quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))

@@ -17,7 +17,8 @@ from experiments.token_routing.runs import load_arrow, load_xlora
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from routing_data import words, write_data
 
 run = import_module("experiments.token_routing.run")
@@ -69,7 +70,7 @@ def test_peft_methods_mix_the_same_experts(tmp_path: Path, tiny_backbone) -> Non
     assert (arrow - bare).abs().max() > 1e-2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_quick_run_gives_every_row_and_is_read_back(folder: Path, tmp_path: Path) -> None:
     options = Options(data=folder, out=tmp_path / "out", quick=True, jobs=1)
     results = run.run(options)

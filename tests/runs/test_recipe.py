@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from graftlm.artifact import load_graft, read_manifest
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeError
 from graftlm.evaluation import Results, value_of
-from graftlm.grafts import GraftedModel
-from graftlm.runs.graft_run import BackboneEvaluator, load_tests
+from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
+from graftlm.grafted.model import GraftedModel
 from graftlm.runs.recipe import Recipe, compare_recipe, recipe_schema, run_recipe
+from graftlm.store.artifact import load_graft
+from graftlm.store.manifest import read_manifest
 
 OLD, NEW = "the river ran under the old house and the garden. ", "le vieux jardin dormait sous la lune blanche. "
 
@@ -143,7 +144,7 @@ def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_b
     assert len(losses["quick"]) == 2  # type: ignore[index, arg-type, call-overload]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_comparison_on_a_backbone_in_half_precision(tmp_path: Path, tiny_backbone) -> None:
     methods = {name: {"graft": {"kind": name}} for name in ("neutral-residues", "lora", "finetune")}
     backbone = {"name": str(tiny_backbone("llama")), "dtype": "bfloat16"}
@@ -185,7 +186,7 @@ def examples(path: Path, answer: str) -> str:
     return str(path)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone) -> None:
     file = examples(tmp_path / "words.jsonl", "vieux jardin")
     tasks = {

@@ -11,8 +11,10 @@ from filelock import FileLock
 
 from graftlm.errors import EvaluationError, RecipeError
 from graftlm.evaluation import Row
-from graftlm.io import fill_once
-from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import fill_once
+from graftlm.runs.execute import execute
+from graftlm.runs.run import Run, RunContext
 
 
 class SumRun(Run):
@@ -166,7 +168,7 @@ def test_a_lost_artefact_or_a_torn_measurement_is_done_again(tmp_path: Path) -> 
     assert json.loads((tmp_path / "measurements" / "a.json").read_text())["key"] == run.key()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
     runs = [SumRun(id=f"r{n}", number=n, depends_on=("r0",) if n else ()) for n in range(4)]
     one = execute(runs, tmp_path / "one", progress=False)

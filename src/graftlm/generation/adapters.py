@@ -7,13 +7,14 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from graftlm.artifact import read_tensors
 from graftlm.config import Config
 from graftlm.errors import ArtifactError
+from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.hub import fetch_folder
 from graftlm.generation.inspect import TensorGroup, group_tensors
 from graftlm.grafts import graft_class, kinds
 from graftlm.grafts.base import ReadsPeft
-from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, read_adapter_config
+from graftlm.store.artifact import read_tensors
 
 
 class AdapterInspection(Config):

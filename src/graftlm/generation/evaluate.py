@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from graftlm.artifact import backbone_of, load_grafts, read_manifest
 from graftlm.errors import DataError
 from graftlm.evaluation.results import Results
 from graftlm.generation.inspect import LENGTH
+from graftlm.store.artifact import backbone_of, load_grafts
+from graftlm.store.manifest import read_manifest
 
 # Models and training take seconds to import, so functions that run models import them.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from graftlm.data import Document
-    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
-    from graftlm.runs.run import Measurement
+    from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
+    from graftlm.evaluation.measurement import Measurement
 
 
-def evaluate_graft(
+def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
     folder: str | Path,
     *,
     backbone: str | Path | None = None,
@@ -53,8 +54,8 @@ def evaluate_graft(
         BackboneError: The backbone can't be loaded.
         MissingExtraError: Tasks need lm-eval, which is not installed.
     """
-    from graftlm.grafts.model import GraftedModel
-    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
+    from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
+    from graftlm.grafted.model import GraftedModel
 
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)
     if not texts and not tasks and not evaluation.tasks:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graftlm.errors import DataError
-from graftlm.io import read_text
+from graftlm.files.reading import read_text
 
 # Models and training take seconds to import, so functions that need them import them.
 if TYPE_CHECKING:

@@ -13,11 +13,12 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest, read_tensors
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.evaluation.results import Metric
 from graftlm.grafts import Graft
+from graftlm.store.artifact import backbone_of, load_graft, read_tensors
+from graftlm.store.manifest import Manifest, read_manifest
 
 # Models and training take seconds to import, so functions that run models import them.
 if TYPE_CHECKING:
@@ -187,8 +188,8 @@ def _add_observations(
     length: int,
 ) -> None:
     """Add the per-layer quantities that the method measures on texts."""
-    from graftlm.grafts.model import GraftedModel
-    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
+    from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
+    from graftlm.grafted.model import GraftedModel
 
     evaluator = BackboneEvaluator(backbone, texts, EvaluationConfig(length=length), length)
     with GraftedModel(backbone, {"graft": graft}) as model:
