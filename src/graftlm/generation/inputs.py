@@ -88,6 +88,6 @@ def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str
             name = Path(argument).stem
             path = argument
         if name in paths:
-            raise DataError(f"Two {what} have the name {name}: give them different names, as in {option} first=FILE.")
+            raise DataError(f"Two {what} are called {name}: give them different names, as in {option} first=FILE.")
         paths[name] = path
     return paths
