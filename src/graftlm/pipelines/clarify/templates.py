@@ -134,7 +134,7 @@ class Template(Config):
             return next(iter(self.languages))
         if code is None:
             known = ", ".join(self.languages)
-            raise RecipeError(f"The template {self.name} has several output languages, {known}: name one (--to).")
+            raise RecipeError(f"The template {self.name} has several target languages, {known}: name one (--to).")
         if code not in self.languages:
             known = did_you_mean(code, self.languages)
             raise RecipeError(
