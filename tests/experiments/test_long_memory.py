@@ -247,8 +247,9 @@ def test_the_thesis_model_has_four_block_state_layers_and_two_of_s4_on_top() -> 
 
 def test_a_row_with_too_many_parameters_is_refused() -> None:
     shape = QUICK.shape | {"vocab_size": 30, "window": 8}
-    with pytest.raises(RecipeError, match=r"The row slide has [\d,]+ parameters with the narrowest FFN, but 100 are"):
+    with pytest.raises(RecipeError) as error:
         model_config("slide", shape, 100)
+    assert "slide" in str(error.value)
 
 
 @pytest.mark.exhaustive
@@ -274,8 +275,9 @@ def test_a_quick_run_has_every_row_and_is_cached(tmp_path: Path) -> None:
 def test_a_single_task_can_be_run(tmp_path: Path) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=1, tables=("copy",))
     assert all("recall" not in row.metrics for row in reproduce("long-memory", options).rows)
-    with pytest.raises(RecipeError, match=r"There is no table 'recal' in this experiment \(did you mean recall\?\)"):
+    with pytest.raises(RecipeError) as error:
         reproduce("long-memory", options.model_copy(update={"tables": ("recal",)}))
+    assert "'recal'" in str(error.value)
 
 
 def test_the_committed_results_have_every_row() -> None:
