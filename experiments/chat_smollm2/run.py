@@ -206,7 +206,7 @@ class ChatStudy(Study):
 
     def _evaluation(self, search: bool) -> EvaluationConfig:
         tokens = 300 if self.options.quick else 2048
-        seeds = {"own_seed": 7} if search else {}
+        seeds: dict[str, Any] = {"own_seed": 7} if search else {}
         return EvaluationConfig(
             limit_tokens=3 * tokens,
             own_tokens=tokens if search else 2 * tokens,

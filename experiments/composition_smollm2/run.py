@@ -375,7 +375,7 @@ def frozen_states_kept() -> Iterator[None]:
         states_by_layer, last = kept[key]
         return [states_by_layer[layer] for layer in model._layers], last
 
-    AugmentingModel._run = cached_run
+    AugmentingModel._run = cached_run  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -135,7 +135,8 @@ def right_choices(model: Any, evaluator: Any, questions: Sequence[Mapping[str, A
     ends = np.cumsum([len(question["choices"]) for question in questions])[:-1]
     right = 0
     for question, losses in zip(questions, np.split(nats_per_byte, ends), strict=True):
-        right += int(losses.argmin()) == question["right"]
+        if int(losses.argmin()) == question["right"]:
+            right += 1
     interval = binomtest(right, len(questions)).proportion_ci(method="wilson")
     return Interval(mean=right / len(questions), low=interval.low, high=interval.high)
 

@@ -255,7 +255,8 @@ class ParentRun(Run):
         names = make_pairs(self.world, self.seed).values
         tokenizer = make_tokenizer(self.world, names)
         computes = self.role == "arithmetic"
-        torch.manual_seed(2 * self.seed + int(computes))  # two models of one shape have different random weights
+        # Two models of one shape have different random weights.
+        torch.manual_seed(2 * self.seed + (1 if computes else 0))
         model = _llama(self.shape, tokenizer)
         _set_numbers(model, tokenizer, self.world)
         if self.alike and computes:
