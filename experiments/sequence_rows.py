@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from graftlm.errors import RecipeError
+from graftlm.evaluation.evaluator import count_parameters
 from graftlm.models import register
-from graftlm.runs.graft_run import count_parameters
 
 # Rows with a label, and the keys in which their model config differs from the shared one.
 LabelledRows = dict[str, tuple[str, dict[str, Any]]]

@@ -28,8 +28,8 @@ from experiments.study import (
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.grafts import graft_config
-from graftlm.runs.graft_run import EvaluationConfig
 
 NAME = "chat-smollm2"
 MODEL = "smollm2-135m-instruct"

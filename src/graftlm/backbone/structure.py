@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from graftlm.backbone import families
-from graftlm.backbone.families import Family, Sublayer, has_module, linear_sizes
+from graftlm.backbone.families import Family, Sublayer
+from graftlm.backbone.modules import architecture, ffn_activation, has_experts, has_module, linear_sizes, same_function
+from graftlm.backbone.patching import replaced_attributes
 from graftlm.errors import UnknownFamilyError, first_line
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Structure:
 
     def __init__(self, model_class: Callable[[Any], PreTrainedModel], config: Any) -> None:
         self._error: str | None = None
+        self._separates = False
         self._visits: dict[nn.Module, _Visit] = {}
         with torch.device("meta"):
             self._model = model_class(copy.deepcopy(config)).eval()
@@ -66,10 +67,15 @@ class Structure:
         for module in self._model.modules():
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave)
-        separate = patch.object(masking_utils, _SEPARATE, wraps=getattr(masking_utils, _SEPARATE))
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"), separate as called:
+        separate_documents = getattr(masking_utils, _SEPARATE)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._separates = True
+            return separate_documents(*args, **kwargs)
+
+        watched = replaced_attributes(masking_utils, **{_SEPARATE: recorded})
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"), watched:
             self._model(input_ids=torch.zeros(_ROWS, _TOKENS, dtype=torch.long), use_cache=False)
-        self._separates = called.called
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = args[0] if args else kwargs.get("hidden_states")
@@ -106,7 +112,7 @@ class Structure:
     def _find(self) -> Family:
         layers = self._layers()
         attention, ffn = self._attention(layers), _common([self._ffn(layer) for layer in layers])
-        dense = next((m for m in layers if not families.has_experts(m.get_submodule(ffn.entry))), None)
+        dense = next((m for m in layers if not has_experts(m.get_submodule(ffn.entry))), None)
         ffn_in, ffn_out, gated = ((), "", True) if dense is None else self._linears(dense, ffn)
         owner = next(m for m in layers if has_module(m, attention.entry)).get_submodule(attention.entry)
         norms = self._children(layers[-1], lambda name, m: _is_norm(m) and self._maps(m))
@@ -192,7 +198,7 @@ class Structure:
         roots = [layer.get_submodule(path) for path in (ffn.entry, ffn.exit or ffn.entry)]
         *readers, writer = [m for m in self._in_order(*roots) if linear_sizes(m)]
         readers = [m for m in readers if self._is_hidden(self._visits[m].entering)]
-        own = families.ffn_activation(layer, ffn)
+        own = ffn_activation(layer, ffn)
         activated = self._visits[own].entering if own in self._visits else None
         readers.sort(key=lambda m: self._visits[m].leaving is not activated)
         if len(readers) != 1 and (len(readers) != 2 or self._visits[readers[0]].leaving is not activated):
@@ -209,11 +215,11 @@ class Structure:
         """The config field that names the activation, or its name in ACT2FN."""
         from transformers.activations import ACT2FN
 
-        own, named = families.ffn_activation(layer, ffn), self._text.to_dict()
+        own, named = ffn_activation(layer, ffn), self._text.to_dict()
         names = [*(key for key, value in named.items() if isinstance(value, str) and value in ACT2FN), *ACT2FN]
         if own is None:
             return names[0]
-        return next((name for name in names if families.same_function(ACT2FN[named.get(name, name)], own)), "")
+        return next((name for name in names if same_function(ACT2FN[named.get(name, name)], own)), "")
 
     def _last_norm(self, layers: Any) -> str | None:
         last, inside = self._visits[layers[-1]].number, set(layers.modules())
@@ -250,13 +256,13 @@ class Structure:
             norms = [m for m in self._in_order(layers[-1]) if _is_norm(m) and self._maps(m)]
             paths = {m: path for path, m in layers[-1].named_modules() if f"{row.attention.entry}." not in path}
             actual["norms"] = tuple(paths[norm] for norm in norms if norm in paths)
-        dense = next((m for m in layers if not families.has_experts(m.get_submodule(row.ffn.entry))), None)
+        dense = next((m for m in layers if not has_experts(m.get_submodule(row.ffn.entry))), None)
         if dense is not None:
             inside = _modules(dense, row.ffn)
             for path in (*row.ffn_in, row.ffn_out):
                 if not has_module(dense, path) or dense.get_submodule(path) not in inside:
                     raise _MisfitError(f"ffn_in and ffn_out name {path!r}, which is not in {row.ffn.entry}")
-            if families.ffn_activation(dense, row.ffn) in self._visits:
+            if ffn_activation(dense, row.ffn) in self._visits:
                 actual |= dict(zip(("ffn_in", "ffn_out", "gated"), self._linears(dense, row.ffn), strict=True))
         for name, value in actual.items():
             if getattr(row, name) != value:
@@ -315,7 +321,7 @@ _STRUCTURES: dict[tuple[type, str], Structure] = {}
 
 def structure_of(model: PreTrainedModel) -> Structure:
     """The structure of a live model; computed once for each architecture."""
-    key = type(model), families.architecture(model.config)
+    key = type(model), architecture(model.config)
     if key not in _STRUCTURES:
         _STRUCTURES[key] = Structure(type(model), model.config)
     return _STRUCTURES[key]

@@ -1,0 +1,254 @@
+"""`Backbone`: a frozen pretrained model with its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import torch
+from torch import nn
+
+from graftlm.backbone.fingerprint import Fingerprint, checkpoint_parameters, fingerprint
+from graftlm.backbone.sites import Sites
+from graftlm.errors import BackboneError, WrongBackboneError, first_line
+
+# Importing models of transformers takes seconds, so functions import them.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+BackboneKind = Literal["causal-lm", "masked-lm", "encoder"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_PATCHED_METHODS = ("generate", "init_continuous_batching")
+"""Methods of a model that attached grafts replace."""
+
+
+@dataclass
+class Backbone:
+    """A frozen pretrained model and its tokenizer; never modified, never saved.
+
+    Attributes:
+        model: the live transformers model.
+        tokenizer: its tokenizer, if there is one.
+        name: name on the hub or path, by which the model can be loaded again.
+        sites: the locations of its modules.
+        kind: the model's head.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    sites: Sites
+    kind: BackboneKind = "causal-lm"
+
+    @classmethod
+    def wrap(
+        cls,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
+        kind: BackboneKind | None = None,
+    ) -> Backbone:
+        """Make a backbone from a model in memory.
+
+        Args:
+            model: a transformers model: plain, quantised, compiled, or with PEFT adapters attached.
+            tokenizer: its tokenizer.
+            name: name of the model; by default the one in its config.
+            kind: the model's head; None derives it from the model's class.
+
+        Raises:
+            BackboneError: `model` is not a transformers model.
+            UnknownFamilyError: the structure of the model is unknown.
+        """
+        live = _unwrap(model).eval()
+        name = name or live.config.name_or_path or "in memory"
+        return cls(
+            model=live,
+            tokenizer=tokenizer,
+            name=name,
+            sites=find_sites(live, name),
+            kind=kind or _kind_of(live),
+        )
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The model's fingerprint, computed once, since the weights never change."""
+        return fingerprint(self.model)
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters in the checkpoint, also where quantisation has untied the head."""
+        return sum(parameter.numel() for parameter in checkpoint_parameters(self.model))
+
+    @cached_property
+    def bare_model(self) -> PreTrainedModel:
+        """The model without grafts, in evaluation mode, even while grafts are attached. It shares all weights.
+
+        Raises:
+            BackboneError: another library has replaced the forward methods of the model's modules.
+        """
+        clone = clone_without_hooks(self.model, self.name)
+        for method in _PATCHED_METHODS:
+            vars(clone).pop(method, None)
+        return clone.eval()
+
+    def check_graft(self, name: str, built_for: Fingerprint | None) -> None:
+        """Raise `WrongBackboneError` if a graft was built for another backbone.
+
+        Args:
+            name: the graft's name in the message.
+            built_for: fingerprint of the backbone that the graft was built for; None for unknown, which passes.
+        """
+        if built_for is None:
+            return
+        difference = built_for.difference(self.fingerprint)
+        if difference:
+            raise WrongBackboneError(
+                f"The graft {name} was built for another backbone than {self.name} ({difference}): pass the backbone "
+                "that it was built for, or build the graft again."
+            )
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's config."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self.model.device
+
+    def move(self, device: str | torch.device | None = None) -> None:
+        """Move the model to a device, by default to `default_device()`.
+
+        Raises:
+            BackboneError: the device does not exist, or its memory is too small.
+        """
+        move(self.model, device or default_device())
+
+    def need_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer.
+
+        Raises:
+            BackboneError: the backbone has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise BackboneError(
+                f"The backbone {self.name} has no tokenizer, but text needs one: put tokenizer.json and "
+                "tokenizer_config.json next to its weights, or pass a tokenizer."
+            )
+        return self.tokenizer
+
+
+def find_sites(model: PreTrainedModel, name: str) -> Sites:
+    """Find a model's sites.
+
+    Args:
+        model: the model, possibly without weights.
+        name: name of the model in messages.
+
+    Raises:
+        BackboneError: the model generates text although its tokens attend to later ones.
+        UnknownFamilyError: the structure of the model is unknown.
+    """
+    sites = Sites(model)
+    is_causal = sites.family.causal or getattr(model.config, "is_decoder", False)
+    if model.can_generate() and not is_causal:
+        raise BackboneError(
+            f"{name} is a {model.config.model_type} model whose tokens attend to later ones, so it can't continue "
+            "text: name a causal language model, or load this one as masked-lm or encoder."
+        )
+    return sites
+
+
+def clone_without_hooks(module: _Module, name: str) -> _Module:
+    """Return a copy of a module tree without hooks, which shares the dictionaries of parameters and buffers.
+
+    Modules that are later wrapped around or put in place of the original's, as PEFT does, do not appear in the copy.
+
+    Args:
+        module: the module.
+        name: name of the model in messages.
+
+    Raises:
+        BackboneError: another library has replaced the forward methods of modules of the model.
+    """
+    has_children = any(True for _ in module.children())
+    if "forward" in vars(module) and has_children:
+        raise BackboneError(
+            f"Another library replaced the forward methods of modules of {name}, as accelerate does to spread a model "
+            "over devices, so the bare model can't run without its hooks: load it on one device."
+        )
+    clone = object.__new__(type(module))
+    for key, value in vars(module).items():
+        vars(clone)[key] = {} if _holds_hooks(key, value) else value
+    vars(clone).pop("_compiled_call_impl", None)  # It would call the original module.
+    children: dict[str, nn.Module | None] = {}
+    for key, child in module._modules.items():
+        children[key] = None if child is None else clone_without_hooks(child, name)
+    vars(clone)["_modules"] = children
+    return cast("_Module", clone)
+
+
+def _holds_hooks(key: str, value: object) -> bool:
+    """Return whether an attribute of a module is one of its dictionaries of hooks."""
+    return isinstance(value, dict) and key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+def need_backbone(value: object) -> Backbone:
+    """Return `value` if it is a backbone.
+
+    Raises:
+        BackboneError: `value` is something else.
+    """
+    if isinstance(value, Backbone):
+        return value
+    raise BackboneError(
+        f"{type(value).__name__} is not a Backbone: load one with load_backbone, or make one with Backbone.wrap(model)."
+    )
+
+
+def move(model: nn.Module, device: str | torch.device) -> None:
+    """Move a model to a device.
+
+    Raises:
+        BackboneError: the device does not exist, or its memory is too small.
+    """
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error).partition(". ")[0]
+        raise BackboneError(f"The device {device} can't be used ({reason}): name another, such as cpu.") from error
+
+
+def default_device() -> torch.device:
+    """Return the current accelerator, or the CPU if there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _kind_of(model: PreTrainedModel) -> BackboneKind:
+    """Derive the kind of head from a model's class."""
+    if model.base_model is model:
+        return "encoder"
+    if type(model).__name__.endswith("ForMaskedLM"):
+        return "masked-lm"
+    return "causal-lm"
+
+
+def _unwrap(model: Any) -> PreTrainedModel:
+    """Return the live transformers model inside a compiled or PEFT wrapper."""
+    from transformers import PreTrainedModel
+
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(getattr(model, "backbone", None), Backbone):
+        raise BackboneError("This model is a GraftedModel: pass the model below it, `GraftedModel.detach().model`.")
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise BackboneError(
+            f"{type(model).__name__} is not a transformers model: pass a PreTrainedModel, or a PEFT or compiled one."
+        )
+    return model

@@ -1,0 +1,37 @@
+"""Check that weights fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import psutil
+import torch
+
+from graftlm.errors import BackboneError
+
+
+def check_memory(sizes: Mapping[str, int], device: str | torch.device, *, quantized: bool = False) -> None:
+    """Raise `BackboneError` if the weights of all models together do not fit into a device's free memory.
+
+    Args:
+        sizes: bytes of the weights of each model, as they are loaded.
+        device: where they are put.
+        quantized: whether the weights are quantised after loading. The largest model then counts in full, and the
+            others by an eighth, so that nothing is refused that might fit.
+    """
+    if str(device).startswith("cuda") and torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = psutil.virtual_memory().available
+    total = sum(sizes.values())
+    needed: float = total
+    if quantized:
+        largest = max(sizes.values())
+        needed = largest + (total - largest) / 8
+    if needed <= free:
+        return
+    parts = " + ".join(f"{name} {size / 1e9:,.1f}" for name, size in sizes.items())
+    raise BackboneError(
+        f"The weights take {total / 1e9:,.1f} GB ({parts}), but {device} has {free / 1e9:,.1f} GB free: name fewer or "
+        "smaller models, or a smaller dtype."
+    )

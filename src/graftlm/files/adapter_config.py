@@ -1,0 +1,62 @@
+"""Read the config of a PEFT adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from graftlm.errors import ArtifactError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_TENSORS = "adapter_model.safetensors"
+
+
+def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, Any]:
+    """Read `adapter_config.json` of a PEFT adapter whose weights are in safetensors.
+
+    Args:
+        folder: the adapter's folder.
+        what: name of the adapter in messages.
+
+    Raises:
+        ArtifactError: a file is missing or broken, a value is not finite, or the weights are pickled.
+    """
+    values = _read_json(folder, what)
+    for key, value in values.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ArtifactError(
+                f"{folder / ADAPTER_CONFIG} has {value} as {key}, but finite numbers are expected: correct it, or copy "
+                f"the {what} again."
+            ) from None
+    _check_weights(folder, what)
+    return values
+
+
+def _read_json(folder: Path, what: str) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        nested = next(folder.glob(f"*/{ADAPTER_CONFIG}"), None)  # PEFT saves named adapters in subfolders.
+        remedy = f"name {nested.parent}" if nested else "name a folder that PEFT's save_pretrained wrote"
+        raise ArtifactError(f"The {what} has no {ADAPTER_CONFIG} in {folder}: {remedy}.") from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ArtifactError(f"{path} is not a readable JSON object, so the {what} is damaged: copy it again.")
+    return values
+
+
+def _check_weights(folder: Path, what: str) -> None:
+    """Raise `ArtifactError` unless the adapter's weights are in safetensors."""
+    if (folder / ADAPTER_TENSORS).exists():
+        return
+    if (folder / "adapter_model.bin").exists():
+        raise ArtifactError(
+            f"The {what} in {folder} has only a pickled adapter_model.bin, which is never read: save it again with "
+            "safe_serialization=True."
+        )
+    raise ArtifactError(f"The {what} in {folder} has no {ADAPTER_TENSORS}: copy it again.")

@@ -1,0 +1,89 @@
+"""Access to repositories of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from graftlm.errors import ArtifactError
+from graftlm.files.model_files import PACKAGED_MODELS, packaged_model
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_FETCHED = ("*.json", "*.safetensors", "*.md", "*.jinja", "*.txt", "*.model")
+"""Patterns of the files that are downloaded; pickles and code are not."""
+
+
+def hub_name(name: str | Path) -> str | None:
+    """Return the repository on the hub, OWNER/NAME, that a name refers to; None for paths and installed models."""
+    text = str(name)
+    if not packaged_model(text) and text.lower() in PACKAGED_MODELS:
+        _, text = PACKAGED_MODELS[text.lower()]
+    is_repository = _HUB_NAME.fullmatch(text) is not None
+    return text if is_repository and not Path(text).exists() else None
+
+
+def holds(folder: str | Path, file: str) -> bool:
+    """Return whether a local folder, or a readable repository on the hub, contains a file."""
+    repository = hub_name(folder)
+    if repository is None:
+        return (Path(folder) / file).is_file()
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(repository, file)
+    except Exception:  # The client raises many kinds of errors. The caller that needs the file reports which one.
+        return False
+    return True
+
+
+def fetch_folder(folder: str | Path, marker: str) -> Path:
+    """Return a local folder unchanged, or download a repository from the hub without pickles and code.
+
+    Args:
+        folder: a folder, or OWNER/NAME on the hub.
+        marker: a file that the repository must contain.
+
+    Raises:
+        ArtifactError: the hub has no such repository or file, or is unreachable.
+    """
+    repository = hub_name(folder)
+    if repository is None:
+        return Path(folder)
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        hf_hub_download(repository, marker)
+        return Path(snapshot_download(repository, allow_patterns=list(_FETCHED)))
+    except Exception as error:  # The client raises many kinds of errors.
+        raise ArtifactError(f"There is no folder {folder}, and {hub_problem(error, marker)}.") from error
+
+
+def hub_problem(error: Exception, file: str = "file") -> str:
+    """Describe an error of the hub's client and the remedy, as the end of a sentence."""
+    from httpx import TransportError
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return f"the repository of that name on the hub has no {file}: name another"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        return "the hub has no repository of that name that you may read: check it, or log in with `hf auth login`"
+    if isinstance(error, TransportError | errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return "the hub is unreachable: check the connection, and the variables HF_HUB_OFFLINE and HF_ENDPOINT"
+    reason = " ".join(str(error).split())[:300]
+    return f"the hub refused the request ({reason}): correct it"
+
+
+def has_report(folder: Path) -> bool:
+    """Return whether a folder holds a report rather than a graft.
+
+    Raises:
+        ArtifactError: the folder holds neither.
+    """
+    if (fetch_folder(folder, "graft.json") / "graft.json").exists():
+        return False
+    if not (folder / "results.json").exists():
+        raise ArtifactError(
+            f"{folder} has neither graft.json nor results.json: name a folder that `graft train` wrote."
+        )
+    return True

@@ -1,0 +1,128 @@
+"""Atomic writes: files and folders are complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from graftlm.errors import EvaluationError, GraftError
+from graftlm.files.digests import by_content, digest
+
+
+def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
+    """Fill a folder unless it was already filled with equal settings.
+
+    Content that was written with other settings is removed first. After an interruption `fill` is called again and
+    finds the files that it had written.
+
+    Args:
+        folder: the folder to fill.
+        settings: plain JSON values that determine the content. Paths in them are compared by content.
+        fill: writes the files into the folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        EvaluationError: the folder holds files that this function did not write.
+    """
+    marker = folder / "filled.json"
+    key = digest(by_content(settings))
+    begun = json.dumps({"key": key, "complete": False}).encode()
+    complete = json.dumps({"key": key, "complete": True}).encode()
+    if not marker.exists() and folder.is_dir() and any(folder.iterdir()):
+        raise EvaluationError(f"{folder} contains other files: move them, or choose another output folder.")
+    state = marker.read_bytes() if marker.exists() else b""
+    if state == complete:
+        return folder
+    if state != begun:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_atomically(marker, begun)
+    fill(folder)
+    write_atomically(marker, complete)
+    return folder
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Write a file by way of a temporary file that is flushed to disk and renamed.
+
+    Returns:
+        The path.
+
+    Raises:
+        EvaluationError: the file can't be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with write_errors(path, EvaluationError, "free some space or choose another folder"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(content)
+            sync(part)
+            part.replace(path)
+    finally:
+        if part.parent.is_dir():
+            part.unlink(missing_ok=True)
+    return path
+
+
+@contextmanager
+def write_errors(path: Path, kind: type[GraftError], remedy: str) -> Iterator[None]:
+    """Convert an `OSError` raised in the block to an error of the given class.
+
+    Args:
+        path: the file or folder that is being written.
+        kind: class of the error to raise.
+        remedy: what the user can do, as the end of a sentence.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path} can't be written ({error.strerror}): {remedy}.") from None
+
+
+@contextmanager
+def staged_folder(folder: Path) -> Iterator[Path]:
+    """Write a folder under a temporary name, and rename it when the block has succeeded.
+
+    On success the draft is flushed to disk and replaces `folder`. On an error the draft is removed and `folder` is left
+    unchanged.
+
+    Yields:
+        The path of the draft; the block creates it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unique = uuid.uuid4().hex[:8]
+    draft = folder.with_name(f".{folder.name}.{unique}.part")
+    replaced = folder.with_name(f".{folder.name}.{unique}.old")
+    try:
+        yield draft
+        for path in draft.iterdir():
+            sync(path)
+        sync(draft)
+        if folder.exists():
+            folder.rename(replaced)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(folder)
+            raise
+        sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
