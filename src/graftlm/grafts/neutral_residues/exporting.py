@@ -1,0 +1,70 @@
+"""The source code of gated adapters for an exported model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from graftlm.grafts.base import ExportedAdapter
+from graftlm.grafts.neutral_residues.adapter import GatedAdapter
+
+_TEMPLATE = Path(__file__).with_name("exported_template.py")
+_EQUATION = "relu(w . x + b) W_o (act(W_g x) * W_i x)"
+
+
+def exported_blocks(blocks: Sequence[GatedAdapter], activation: str) -> ExportedAdapter:
+    """Return the blocks as code that computes all tokens in the same way, so that it compiles as a whole.
+
+    Args:
+        blocks: the adapter of each layer; all have the same form.
+        activation: the name of the activation in transformers' ACT2FN.
+    """
+    block = blocks[0]
+    return ExportedAdapter(
+        source=_source(block, activation),
+        width=block.w_i.out_features,
+        tensors=[own.state_dict() for own in blocks],
+        parallel=_parallel_plan(block),
+    )
+
+
+def _parallel_plan(block: GatedAdapter) -> dict[str, str]:
+    """Return how tensor parallelism splits each matrix."""
+    plan = {"w_i": "colwise"}
+    if block.w_g is not None:
+        plan["w_g"] = "colwise"
+    plan["w_o"] = "rowwise"
+    return plan
+
+
+def _source(block: GatedAdapter, activation: str) -> str:
+    """Return the code of the template's class without the modules that the block lacks."""
+    _, _, body = _TEMPLATE.read_text(encoding="utf-8").partition("class Adapter")
+    code = f"class Adapter{body}"
+    code = code.replace(_EQUATION, _equation(block))
+    code = code.replace('ACT2FN["silu"]', f'ACT2FN["{activation}"]')
+    if block.w_g is None:
+        code = _without_line(code, "self.w_g = ")
+        code = code.replace("self.act(self.w_g(x)) * self.w_i(x)", "self.act(self.w_i(x))")
+    if block.gate is None:
+        code = _without_line(code, "self.gate = ")
+        code = _without_line(code, "self.gate(x)")
+    else:
+        code = code.replace("bias=True", f"bias={block.gate.bias is not None}")
+        code = code.replace("self.gate(x).relu()", f"self.gate(x).{block.kind}()")
+    return code
+
+
+def _without_line(code: str, text: str) -> str:
+    """Remove the line that contains a text."""
+    lines = code.splitlines(keepends=True)
+    return "".join(line for line in lines if text not in line)
+
+
+def _equation(block: GatedAdapter) -> str:
+    """Return the equation for the docstring."""
+    equation = "W_o act(W_i x)" if block.w_g is None else "W_o (act(W_g x) * W_i x)"
+    if block.gate is None:
+        return equation
+    bias = "" if block.gate.bias is None else " + b"
+    return f"{block.kind}(w . x{bias}) {equation}"
