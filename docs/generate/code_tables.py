@@ -1,0 +1,188 @@
+"""Tables that describe the code: keys of configs, verbs and their options, kinds of grafts, extras."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from docs.generate.markdown import table
+from graftlm.config import Config
+
+ROOT = Path(__file__).parents[2]
+SHARED_BY = 5  # an option that at least as many verbs have with the same help is listed once, for all of them
+_TYPES = {str: "text", int: "number", float: "number", bool: "`true`, `false`"}
+
+
+def keys(name: str, page: Path) -> str:
+    """Return the keys of a config, which is named by its module and class."""
+    module, _, class_name = name.rpartition(".")
+    config = getattr(import_module(module), class_name)
+    if not issubclass(config, Config):
+        raise TypeError(f"{name} is not a config.")
+    described = _described_arguments(config)
+    rows = []
+    for key, field in config.model_fields.items():
+        if key != "kind":
+            rows.append(_key(key, field, field.description or described.get(key, "")))
+    return table(["key", "value", "default", "meaning"], rows)
+
+
+def _key(key: str, field: FieldInfo, meaning: str) -> list[str]:
+    if field.is_required():
+        default = "required"
+    else:
+        default = _default(field.get_default(call_default_factory=True))
+    return [f"`{key}`", _type(field.annotation), default, meaning]
+
+
+def _described_arguments(config: type) -> dict[str, str]:
+    """Return the section `Args:` of a class and its bases, by the names of the arguments."""
+    described: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+        if section is None:
+            continue
+        for argument in re.finditer(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1], re.MULTILINE):
+            described[argument[1]] = " ".join(argument[2].split())
+    return described
+
+
+def _default(value: object) -> str:
+    if value is None or isinstance(value, Config) or value in ([], {}, ""):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`{list(value)}`"
+    return f"`{value}`"
+
+
+def _type(annotation: Any) -> str:
+    """Return a type in the words of readers of YAML."""
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(argument) for argument in arguments if argument is not NoneType)
+    if origin is list:
+        item = _type(arguments[0])
+        return f"list of {item}" if item.startswith("list") else f"list of {item}s"
+    if origin is tuple:
+        return f"list of {len(arguments)} {_type(arguments[0])}s"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return "mapping"
+    return _TYPES.get(annotation, "any value")
+
+
+def commands() -> Mapping[str, Any]:
+    """Return the verbs of `graft` as click commands."""
+    import typer.main
+
+    from graftlm.cli import app
+
+    return typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def verbs(arguments: str, page: Path) -> str:
+    """Return the verbs of `graft`, with links to the page on the command line."""
+    target = os.path.relpath(ROOT / "docs" / "cli.md", page.parent)
+    if page.name == "cli.md":
+        target = ""
+    rows = [
+        [f"[`{verb}`]({target}#{verb})", command.get_short_help_str(200)] for verb, command in commands().items()
+    ]
+    return table(["verb", "what it does"], rows)
+
+
+def options(verb: str, page: Path) -> str:
+    """Return the options of a verb; those of `shared` are the options that many verbs have."""
+    shared = _shared_options()
+    if verb == "shared":
+        found: dict[tuple[str, str], str] = {}
+        for command in commands().values():
+            for option in _options(command):
+                if _identity(option) in shared:
+                    found.setdefault(_identity(option), _option_row(option)[0])
+        rows = [[name, text] for (_, text), name in found.items()]
+        return table(["option", "meaning"], rows)
+    own = [option for option in _options(commands()[verb]) if _identity(option) not in shared]
+    return table(["option", "meaning"], [_option_row(option) for option in own])
+
+
+def _options(command: Any) -> list[Any]:
+    return [parameter for parameter in command.params if parameter.param_type_name == "option"]
+
+
+def _identity(option: Any) -> tuple[str, str]:
+    return option.opts[0], option.help or ""
+
+
+def _shared_options() -> set[tuple[str, str]]:
+    counts = Counter(_identity(option) for command in commands().values() for option in _options(command))
+    return {identity for identity, count in counts.items() if count >= SHARED_BY}
+
+
+def _option_row(option: Any) -> list[str]:
+    """Return the names and the help of an option, with its default where the help does not give one."""
+    names = [*option.opts, *option.secondary_opts]
+    shown = ", ".join(f"`{name}`" for name in names)
+    if option.metavar:
+        shown = f"`{names[0]} {option.metavar}`"
+    text = option.help or ""
+    has_default = option.default not in (None, False, True, "", "auto")
+    if has_default and "default" not in text:
+        text = f"{text.removesuffix('.')}. Default: `{option.default}`."
+    return [shown, text]
+
+
+def grafts(arguments: str, page: Path) -> str:
+    """Return the kinds of grafts."""
+    from graftlm.generation.inspect import methods
+
+    rows = [[f"`{method.kind}`", method.label, method.summary] for method in methods()]
+    return table(["kind", "label", "what it is"], rows)
+
+
+def extras(arguments: str, page: Path) -> str:
+    """Return the extras with the comment above each in pyproject.toml, and their packages."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    rows = []
+    for extra, requirements in tomllib.loads(text)["project"]["optional-dependencies"].items():
+        comment = re.search(rf"^# (.+)\n{extra} = ", text, re.MULTILINE)
+        packages = ", ".join(re.split(r"[<>=~!\[ ;]", requirement)[0] for requirement in requirements)
+        rows.append([f"`graftlm[{extra}]`", comment[1] if comment else "", packages])
+    return table(["extra", "for", "packages"], rows)
+
+
+def experiments(arguments: str, page: Path) -> str:
+    """Return the experiments with the titles of their READMEs."""
+    rows = []
+    for readme in sorted((ROOT / "experiments").glob("*/README.md")):
+        title = readme.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        name = readme.parent.name.replace("_", "-")
+        link = os.path.relpath(readme, page.parent)
+        rows.append([f"[`{name}`]({link})", title])
+    return table(["experiment", "subject"], rows)
+
+
+def file(path: str, page: Path) -> str:
+    """Return a file of the repository as a code block."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    language = Path(path).suffix.removeprefix(".")
+    return f"```{language}\n{text.rstrip()}\n```"
