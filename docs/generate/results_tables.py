@@ -68,21 +68,23 @@ def _number(value: float, spec: str) -> str:
 
 
 def results(arguments: str, page: Path) -> str:
-    """Return rows and metrics of the `results.json` beside a README.
+    """Return rows and metrics of the `results.json` of an experiment.
 
     Args:
-        arguments: Names of metrics, each with an optional format after a colon, such as `learned:.3fi own_kl:.3fi`.
-            After the word `rows` follow the ids of the rows; without it all rows with one of the metrics are shown.
-        page: The README.
+        arguments: Folder of the experiment, then names of metrics, each with an optional format after a colon, such as
+            `self_replay learned:.3fi own_kl:.3fi`. After the word `rows` follow the ids of the rows; without it all
+            rows with one of the metrics are shown.
+        page: The page that shows the table.
     """
-    metrics_part, _, rows_part = arguments.partition(" rows ")
+    folder, _, selection = arguments.partition(" ")
+    metrics_part, _, rows_part = selection.partition(" rows ")
     columns = []
     for column in metrics_part.split():
         name, _, spec = column.partition(":")
         columns.append((name, spec or ".3fi"))
     ids = rows_part.split()
     rows = []
-    for row in load_results(page.parent)["rows"]:
+    for row in load_results(ROOT / "experiments" / folder)["rows"]:
         metrics = row["metrics"]
         has_value = any(name in metrics for name, _ in columns)
         if has_value and (not ids or row["id"] in ids):
