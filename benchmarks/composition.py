@@ -22,7 +22,8 @@ from turns import AT_LEAST, AT_MOST, Clock, Turns, command, interval, made_aim, 
 
 from graftlm.backbone import Site, Tap
 from graftlm.evaluation import Aim, Interval, Results, Row
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
 

@@ -26,13 +26,14 @@ from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel
 from turns import AT_LEAST, AT_MOST, Clock, Turns, command, made_aim, rounds, seconds
 
 from composition import ratios
-from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.data.samplers import SamplerConfig, TaskSampler
 from graftlm.evaluation import Interval, Metric, Results, Row, value_of
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.conditional_tasks.method import ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec, uncertainty
+from graftlm.store.artifact import load_graft, save_graft
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
 

@@ -18,7 +18,8 @@ from turns import command, interval, rounds, seconds
 
 from graftlm.evaluation import Interval, Results, Row
 from graftlm.evaluation.metrics import MemoryWatch
-from graftlm.grafts import GraftedModel, build_graft
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
 from neutral_residues import CAPACITY, QUICK, Size, gated, random_backbone

@@ -20,7 +20,8 @@ from turns import Turns, command, interval, rounds, seconds
 
 from graftlm.backbone import Backbone
 from graftlm.evaluation import Aim, Interval, Results, Row
-from graftlm.grafts import Graft, GraftConfig, GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import make_optimizer
 

@@ -13,7 +13,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from turns import Clock, seconds
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from graftlm.grafts.composition import Composition, CompositionConfig
 
 

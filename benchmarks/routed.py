@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel, DynamicCache, PreTrainedTokenize
 from turns import Clock, Turns, rounds, seconds
 
 from graftlm.backbone import Backbone, Call
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.token_routing import TokenRouting, TokenRoutingConfig
 
 SHAPE, QUICK_SHAPE = Shape(1024, 2816, 24, 16), Shape(64, 128, 4, 4)

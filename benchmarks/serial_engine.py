@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel
-from graftlm.grafts.graft_set import trace_values
+from graftlm.grafted.graft_set import trace_values
+from graftlm.grafted.model import GraftedModel
 from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
 from graftlm.serving.protocol import EngineFinishReason, Finish, GenerationRequest, TokenOutput
 from graftlm.serving.sampling import RowSampling

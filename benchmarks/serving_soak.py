@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graftlm import build_graft, graft_config, load_backbone, save_graft
 from graftlm.evaluation import Aim, Results, Row, write_report
-from graftlm.io import staged_folder
+from graftlm.files.writing import staged_folder
 
 NAME = "bench-serving-soak"
 TEXT = "The quick brown fox jumps over the lazy dog. Le renard brun saute par-dessus le chien paresseux. "

@@ -18,8 +18,10 @@ from matplotlib.figure import Figure
 
 import graftlm
 from graftlm.evaluation import Aim, Interval, Results, write_report
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.results import Machine
-from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.runs.execute import execute
+from graftlm.runs.run import Run, RunContext
 
 AT_MOST, AT_LEAST = "at most", "at least"
 Clock = Literal["wall", "cpu"]

@@ -21,10 +21,12 @@ from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.demo.corpus import write_documents
 from graftlm.evaluation import Results, Row, combine_seeds
+from graftlm.evaluation.evaluator import EvaluationConfig, count_parameters
 from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
+from graftlm.evaluation.measurement import Measurement
 from graftlm.grafts import build_graft, graft_config
-from graftlm.runs.graft_run import EvaluationConfig, GraftRun, count_parameters
-from graftlm.runs.run import Measurement, RunContext, Trainee
+from graftlm.runs.graft_run import GraftRun
+from graftlm.runs.run import RunContext, Trainee
 from graftlm.training import TrainingConfig
 
 REPLAY_FRACTION = 0.4  # of the rows that are trained on: text of the anchor's own domains

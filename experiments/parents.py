@@ -21,13 +21,15 @@ from experiments import Options
 from experiments.study import training_config, write_lines
 from graftlm.config import Config
 from graftlm.data import NEW, DataConfig, Mixture, SourceConfig
-from graftlm.data.packing import build_blocks
+from graftlm.data.mixture import build_blocks
 from graftlm.demo.corpus import deal, source_files, split_source, write_documents
 from graftlm.demo.run import random_llama, train_corpus_tokenizer
 from graftlm.evaluation import Row
-from graftlm.io import fill_once
-from graftlm.runs.graft_run import count_parameters
-from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import fill_once
+from graftlm.runs.execute import execute
+from graftlm.runs.run import Run, RunContext
 from graftlm.training import train
 from graftlm.training.language_model import LanguageModel
 

@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from graftlm.errors import RecipeError
+from graftlm.evaluation.evaluator import count_parameters
 from graftlm.models import register
-from graftlm.runs.graft_run import count_parameters
 
 _CONTEXTS = {"sh": "single-head", "mh": "multi-head", "mf": "multi-filter"}
 _KERNELS = {"s4d": ("S4D", _CONTEXTS), "unstructured": ("unstructured", ("sh", "mf"))}

@@ -17,9 +17,11 @@ from experiments import Options
 from graftlm.config import read_yaml
 from graftlm.errors import DataError
 from graftlm.evaluation import Aim, Interval, Metric, PaperRow, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.plots import PALETTE
 from graftlm.evaluation.report import write_report
-from graftlm.runs.run import Measurement, Run, execute
+from graftlm.runs.execute import execute
+from graftlm.runs.run import Run
 from graftlm.training import TrainingConfig
 from graftlm.training.checkpoint import read_history
 

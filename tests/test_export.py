@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from cli.tools import invoke
-from graftlm.artifact import save_graft
 from graftlm.backbone import load_backbone
 from graftlm.errors import ArtifactError
 from graftlm.export import export_graft
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.store.artifact import save_graft
 from graftlm.testing import attach_graft, logits, randomise
 from tiny import BackboneFolder, tiny_ids
 

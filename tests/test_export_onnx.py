@@ -14,12 +14,13 @@ from transformers import AutoTokenizer
 
 from examples import export_onnx
 from graftlm import GraftError
-from graftlm.artifact import save_graft
 from graftlm.backbone import load_backbone
 from graftlm.data.labelled import LabelledRow, TaskRows
 from graftlm.data.labelled_batches import batches_by_length
 from graftlm.generation.predict import TaskGraft, load_task_graft
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.store.artifact import save_graft
 from graftlm.testing import randomise
 from tiny import BackboneFolder
 

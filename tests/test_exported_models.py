@@ -22,7 +22,8 @@ from graftlm import export
 from graftlm.backbone import Backbone, Sites, load_backbone, register_family
 from graftlm.errors import ArtifactError, RecipeError, UnknownFamilyError
 from graftlm.export import export_graft, export_model
-from graftlm.grafts import ExportedAdapter, Graft, GraftedModel, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import ExportedAdapter, Graft, graft_config
 from graftlm.grafts.neutral_residues import NeutralResidues
 from graftlm.models.block_state import BlockStateConfig, BlockStateForSequenceClassification
 from graftlm.testing import attach_graft, logits, randomise
@@ -344,7 +345,7 @@ def test_one_expert_is_a_fixed_mixture_unless_a_threshold_turns_it_off(tmp_path:
 
 
 def test_a_mixture_is_fixed_at_its_export(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
-    from graftlm.artifact import load_graft, save_graft
+    from graftlm.store.artifact import load_graft, save_graft
 
     backbone = load_backbone(tiny_backbone("llama"))
     with randomise(attach_graft(backbone, {"kind": "token-routing", "experts": TWO}).eval(), 0.2) as model:

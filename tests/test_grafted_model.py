@@ -18,7 +18,8 @@ from transformers import Trainer, TrainingArguments, pipeline
 from graftlm import export_graft, load_graft, save_graft
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import BackboneError, GraftError, RecipeError, WrongBackboneError
-from graftlm.grafts import Graft, GraftedModel, build_graft, graft_class, graft_config, registry
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft, build_graft, graft_class, graft_config, registry
 from graftlm.grafts.neutral_residues import VanillaAdapter
 from graftlm.testing.laws import attach_graft, randomise
 from tiny import tiny_ids, tiny_model, tiny_tokenizer

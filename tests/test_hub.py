@@ -97,7 +97,7 @@ def test_models_adapters_and_data_sets_go_by_their_names(hub: Hub, tmp_path: Pat
         "source = SourceConfig(dataset='me/data', streaming=True, limit_documents=4)\n"
         "print([document.text[-1] for document in build_documents([source])])\n"
         "from graftlm.generation.generate import load_model\n"
-        "from graftlm.artifact import push_to_hub\n"
+        "from graftlm.store.upload import push_to_hub\n"
         "assert type(load_model('me/tiny')[0]).__name__ == 'LlamaForCausalLM'\n"
         f"print(push_to_hub({str(hub.local / 'graft')!r}, 'me/open', private=False))"  # type: ignore[attr-defined]
     )

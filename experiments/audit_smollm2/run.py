@@ -14,8 +14,9 @@ from experiments.keep_smollm2.run import FILES, KeepStudy
 from experiments.study import aim, check_files, numbers_of
 from graftlm.evaluation import Aim, Results, Row
 from graftlm.evaluation.audit import audit
+from graftlm.evaluation.measurement import Measurement
 from graftlm.runs.graft_run import GraftRun
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.runs.run import Run, RunContext
 
 NAME = "audit-smollm2"
 TRAINED: dict[str, tuple[str, float, dict[str, Any]]] = {  # row: row of keep-smollm2, its rate and settings

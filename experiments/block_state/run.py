@@ -31,9 +31,10 @@ from graftlm.config import Config
 from graftlm.data import SourceConfig
 from graftlm.demo.corpus import source_files, write_documents
 from graftlm.evaluation import Aim, Interval, Results, combine_seeds
-from graftlm.io import fill_once
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import fill_once
 from graftlm.runs.language_run import LanguageDataConfig, LanguageModelRun, LengthsConfig, TokenizerConfig
-from graftlm.runs.run import Measurement, Trainee
+from graftlm.runs.run import Trainee
 from graftlm.training import TrainingConfig
 from graftlm.training.language_model import train_tokenizer
 

@@ -19,8 +19,8 @@ from experiments.study import Study, aim, check_files, numbers_of, over_seeds, t
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.grafts import graft_config
-from graftlm.runs.graft_run import EvaluationConfig
 
 NAME = "chat-smollm2"
 MODEL = "smollm2-135m-instruct"

@@ -16,7 +16,8 @@ from experiments.clarify.scripted import NAME as SCRIPTED
 from experiments.clarify.scripted import ScriptedTranslator
 from graftlm.errors import DataError
 from graftlm.evaluation import Row
-from graftlm.io import digest
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.digests import digest
 from graftlm.pipelines.clarify import (
     Chain,
     ChatModel,
@@ -29,7 +30,7 @@ from graftlm.pipelines.clarify import (
 )
 from graftlm.pipelines.clarify.conversation import WrittenTurn
 from graftlm.pipelines.clarify.prompts import build_prompt
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.runs.run import Run, RunContext
 
 Key = tuple[str, str]  # kind and language, as ("it", "fr")
 LANGUAGES = ("es", "fr", "de", "ja")

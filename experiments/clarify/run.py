@@ -30,12 +30,13 @@ from experiments.clarify.scripted import NAME as SCRIPTED
 from experiments.study import Study, bars, published
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Metric, PaperRow, Results, Row
-from graftlm.io import digest
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.digests import digest
 from graftlm.pipelines.clarify import Chain, Conversation, Cost, Reply, load_template
 from graftlm.pipelines.clarify.ambiguity import english_gender
 from graftlm.pipelines.clarify.gain import normalize_text
 from graftlm.pipelines.clarify.prompts import Prompt, format_question
-from graftlm.runs.run import Measurement, execute
+from graftlm.runs.execute import execute
 
 NAME = "clarify"
 KNOWN = ("4.2", "4.3", "4.4", "4.5", "needed")

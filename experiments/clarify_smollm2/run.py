@@ -18,8 +18,8 @@ from experiments.study import Study, aim, check_files, training_config, write_li
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Results, Row, bootstrap
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.grafts import graft_config
-from graftlm.runs.graft_run import EvaluationConfig
 
 NAME, MODEL = "clarify-smollm2", "smollm2-135m-instruct"
 COUNTS = {"test": 64, "clear": 24, "dev": 20, "dev_clear": 10}  # pairs of a group, for the bare model

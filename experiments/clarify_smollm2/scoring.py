@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metrics import device_of, evaluation_mode
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.runs.graft_run import GraftRun
-from graftlm.runs.run import Measurement, RunContext, Trainee
+from graftlm.runs.run import RunContext, Trainee
 
 
 class PairRun(GraftRun):

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graftlm.artifact import load_graft, read_manifest, read_tensors, save_graft
 from graftlm.backbone import Backbone, Sites
 from graftlm.backbone.cache import is_static_layer
 from graftlm.errors import GraftError, first_line
-from graftlm.grafts import GraftedModel, HasHeads
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import HasHeads
+from graftlm.store.artifact import load_graft, read_tensors, save_graft
+from graftlm.store.manifest import read_manifest
 from graftlm.testing.laws import (
     attach_graft,
     digest,

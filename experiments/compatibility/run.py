@@ -16,9 +16,10 @@ from experiments import Options
 from experiments.study import Study, aim
 from graftlm.errors import UnknownFamilyError
 from graftlm.evaluation import Results, Row
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import write_atomically
 from graftlm.grafts import kinds
-from graftlm.io import write_atomically
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.runs.run import Run, RunContext
 
 TESTS = Path(__file__).parents[2] / "tests"
 VERDICTS = ("right", "refused", "wrong", "not applicable")

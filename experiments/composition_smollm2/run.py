@@ -33,18 +33,20 @@ from experiments.composition_language.run import BIBLE, into_english, read_verse
 from experiments.keep_smollm2.run import CODE, ENGLISH, GERMAN, MODEL
 from experiments.parents import FRENCH, cut_texts, fitting, read_examples, read_texts, spaced, write_examples
 from experiments.study import check_files, training_config
-from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.demo.corpus import write_documents
 from graftlm.evaluation import Results, Row
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.examples import Example, chrf
 from graftlm.export import export_graft
+from graftlm.files.digests import digest
+from graftlm.files.writing import fill_once
 from graftlm.grafts import graft_config
 from graftlm.grafts.composition.augmenting import AugmentingModel
-from graftlm.io import digest, fill_once
-from graftlm.runs.graft_run import EvaluationConfig, GraftRun
+from graftlm.runs.graft_run import GraftRun
+from graftlm.store.artifact import load_graft
 
 NTREX = {name: f"parallel/ntrex/newstest2019-{file}.txt" for name, file in
          {"english": "src.eng", "german": "ref.deu", "french": "ref.fra"}.items()}  # fmt: skip

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from experiments.study import shuffled
 from graftlm.data.labelled import read_conll
-from graftlm.data.tables import read_values
-from graftlm.io import write_atomically
+from graftlm.data.table_files import read_values
+from graftlm.files.writing import write_atomically
 
 Record = dict[str, Any]
 Splits = dict[str, list[Record]]

@@ -12,7 +12,7 @@ from sklearn.linear_model import Ridge, RidgeClassifier
 
 from experiments.conditional_tasks.corpora import SPLITS, TASKS
 from experiments.conditional_tasks.study import ConditionalTasksStudy
-from graftlm.data.tables import read_values
+from graftlm.data.table_files import read_values
 
 PENALTIES = tuple(10.0**power for power in range(-3, 3))
 

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone, Site
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows
 from graftlm.data.labelled_batches import EncodedTask, LabelledMixture, RowEncoder, TaskBatch, batches_by_length
 from graftlm.errors import EvaluationError, TrainingError
 from graftlm.evaluation import Row, value_of
-from graftlm.evaluation.labelled import measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.label_metrics import measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metrics import evaluation_mode
-from graftlm.grafts import GraftedModel
-from graftlm.runs.run import Measurement, RunContext, Trainee
+from graftlm.grafted.model import GraftedModel
+from graftlm.runs.run import RunContext, Trainee
 from graftlm.runs.task_run import TaskRun, row_encoder, task_tests, tasks_of
+from graftlm.store.artifact import load_graft
 from graftlm.training.loop import TrainingSummary
 
 SIMILARITY_ROWS = 64  # training rows of each task

@@ -12,8 +12,9 @@ from typing import Any
 from experiments import Options
 from experiments.study import Study, aim, check_files, metric, numbers_of, over_seeds
 from graftlm.evaluation import Aim, Results, Row
+from graftlm.evaluation.measurement import Measurement
 from graftlm.runs.recipe import GrowthRecipe
-from graftlm.runs.run import Measurement, Run
+from graftlm.runs.run import Run
 
 NAME = "grow-smollm2"
 MODEL = "smollm2-135m-instruct"

@@ -16,8 +16,10 @@ from experiments.study import write_lines
 from graftlm.data.own_text import OwnText
 from graftlm.data.sources import Document
 from graftlm.evaluation import Interval, score
-from graftlm.runs.graft_run import GraftRun, weights_moved_back
-from graftlm.runs.run import Measurement, RunContext, Trainee
+from graftlm.evaluation.evaluator import weights_moved_back
+from graftlm.evaluation.measurement import Measurement
+from graftlm.runs.graft_run import GraftRun
+from graftlm.runs.run import RunContext, Trainee
 
 _ANSWER_TOKENS = 128
 _CHOICE = re.compile(r"Answer(\d): (.*?)(?= Answer\d: |$)", re.DOTALL)

@@ -16,10 +16,11 @@ from experiments.study import Study, aim, check_files, metric, numbers_of, over_
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.frontier import Frontier
+from graftlm.evaluation.measurement import Measurement
 from graftlm.grafts import graft_config
-from graftlm.runs.graft_run import EvaluationConfig, GraftRun
-from graftlm.runs.run import Measurement
+from graftlm.runs.graft_run import GraftRun
 
 NAME = "keep-smollm2"
 MODEL = "smollm2-135m-instruct"

@@ -18,7 +18,8 @@ from experiments.kv_arithmetic.runs import Exam, JointData, KvArithmeticRun, Mod
 from experiments.study import Measurements, Study, aim, bars, combined_row, metric, numbers_of, published
 from graftlm.config import Config
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
-from graftlm.io import digest, write_atomically
+from graftlm.files.digests import digest
+from graftlm.files.writing import write_atomically
 from graftlm.runs.run import Run
 
 NAME = "kv-arithmetic"

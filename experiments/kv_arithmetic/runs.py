@@ -45,9 +45,11 @@ from graftlm.backbone import load_backbone, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, Document, Mixture, pack
 from graftlm.evaluation import Row
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.runs.graft_run import count_parameters
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.measurement import Measurement
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.run import Run, RunContext
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel
 

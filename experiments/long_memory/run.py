@@ -43,13 +43,14 @@ from experiments.sequence_rows import CONTROLS, LABELS, LISTS, PEERS, model_conf
 from experiments.study import Study, aim, bars, losses, metric, published, training_config
 from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
-from graftlm.data.packing import PADDING, PROMPT
+from graftlm.data.marked_ids import PADDING, PROMPT
 from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.model import BlockStateModel, BlockStatePreTrainedModel
-from graftlm.runs.graft_run import count_parameters
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.runs.run import Run, RunContext
 from graftlm.training import train
 from graftlm.training.language_model import LanguageModel
 

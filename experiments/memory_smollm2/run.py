@@ -25,10 +25,10 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, combine_seeds, value_of
+from graftlm.evaluation.evaluator import EvaluationConfig, count_parameters
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metrics import bootstrap, evaluation_mode, share_interval
 from graftlm.grafts import build_graft, graft_config
-from graftlm.runs.graft_run import EvaluationConfig, count_parameters
-from graftlm.runs.run import Measurement
 
 NAME = "memory-smollm2"
 LABELS = {

@@ -16,7 +16,7 @@ import torch
 from experiments.keep_smollm2.run import ENGLISH
 from experiments.parents import cut_texts, read_texts, spaced
 from experiments.study import shuffled, write_lines
-from graftlm.io import fill_once
+from graftlm.files.writing import fill_once
 
 SOURCES = {
     "peps": "longdocs/peps.jsonl",

@@ -19,11 +19,12 @@ from experiments.study import Study, aim, check_files, metric, numbers_of, over_
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
+from graftlm.evaluation.evaluator import EvaluationConfig
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.plots import learn_against_forget
 from graftlm.evaluation.plots import spectrum as spectrum_plot
 from graftlm.grafts import graft_config
-from graftlm.runs.graft_run import EvaluationConfig, GraftRun
-from graftlm.runs.run import Measurement
+from graftlm.runs.graft_run import GraftRun
 
 NAME = "neutral-residues"
 TABLES = ("factorial", "frontier", "replay", "capacity")

@@ -25,10 +25,12 @@ from experiments.token_routing.texts import DOMAINS, RoutingQuestion, read_quest
 from graftlm.backbone import Backbone, left_padded, padding_id
 from graftlm.evaluation import Row
 from graftlm.evaluation.examples import Example, generate_answers, pass_at_1
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metrics import evaluation_mode
-from graftlm.grafts import GraftedModel, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import graft_config
 from graftlm.grafts.token_routing import TokenRouting
-from graftlm.runs.run import Measurement, RunContext
+from graftlm.runs.run import RunContext
 
 ROUTER = "router.safetensors"
 # X-LoRA's router reads each token's own last state of the bare backbone.

@@ -15,9 +15,11 @@ from experiments.study import Study, aim, check_files, metric, numbers_of, over_
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
+from graftlm.evaluation.evaluator import EvaluationConfig
+from graftlm.evaluation.measurement import Measurement
 from graftlm.grafts import graft_config
-from graftlm.runs.graft_run import EvaluationConfig, GraftRun
-from graftlm.runs.run import Measurement, Run
+from graftlm.runs.graft_run import GraftRun
+from graftlm.runs.run import Run
 
 NAME = "self-replay"
 ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"

@@ -15,13 +15,14 @@ from torch import Tensor
 from experiments.summarize.corpora import CorpusSizes, DocumentRun, Part, Sample, load
 from experiments.summarize.pointer_generator import PointerGenerator, encode_examples, frequent_words, tokens_of, train
 from graftlm.evaluation import Row
-from graftlm.io import write_atomically
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import write_atomically
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize import SelectorExample, SelectorTrainingConfig, oracle_extract, train_selector
 from graftlm.pipelines.summarize.ranking import sentence_features
 from graftlm.pipelines.summarize.selector import EncodedExample, fit_selector
 from graftlm.pipelines.summarize.text import ngrams, split_words
-from graftlm.runs.run import Measurement, RunContext
+from graftlm.runs.run import RunContext
 
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 FIRST = 100  # sentences of a document that selectors learn from

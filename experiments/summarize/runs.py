@@ -22,7 +22,8 @@ from experiments.summarize.corpora import CORPORA, DocumentRun, Sample
 from experiments.summarize.learned import OUTPUT, copy_curve
 from experiments.summarize.rivals import RandomSelector, SumySelector, TextRankSelector
 from graftlm.evaluation import Interval, Row, bootstrap
-from graftlm.io import write_atomically
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import write_atomically
 from graftlm.pipelines.summarize import Budget, DefaultSelector, LeadSelector, Selector, select
 from graftlm.pipelines.summarize.metrics import rouge
 from graftlm.pipelines.summarize.oracle import rouge_tokens
@@ -30,7 +31,7 @@ from graftlm.pipelines.summarize.ranking import WORDING, RankingModel, diverse_o
 from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.summary import SELECTION
 from graftlm.pipelines.summarize.text import ngrams, split_words
-from graftlm.runs.run import Measurement, RunContext
+from graftlm.runs.run import RunContext
 
 COMMAND = "python -m experiments summarize"
 MEMBERS = 2  # networks of a model

@@ -23,14 +23,16 @@ from graftlm import GraftedModel, graft_config, load_graft
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Metric, Results, Row, Scores, bootstrap, paired_difference
-from graftlm.io import fill_once
+from graftlm.evaluation.evaluator import EvaluationConfig
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import fill_once
 from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding, read_text
 from graftlm.pipelines.summarize.metrics import default_encoder, faithfulness, rouge
 from graftlm.pipelines.summarize.summary import link_sentences
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.pipelines.summarize.writer import drop_partial_sentence
-from graftlm.runs.graft_run import EvaluationConfig, GraftRun, load_shared
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.runs.graft_run import GraftRun, load_shared
+from graftlm.runs.run import Run, RunContext
 
 NAME, MODEL, NOVELS = "summarize-smollm2", "smollm2-135m-instruct", "lm_text/eltec_eng.jsonl"
 LAYOUTS, WRITTEN = ("i", "ie_gold", "ie_selected", "ie_random", "i_long"), ("i", "ie_gold", "ie_selected")

@@ -27,7 +27,7 @@ from graftlm.data import SourceConfig
 from graftlm.demo.run import train_corpus_tokenizer
 from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.evaluation.plots import PALETTE
-from graftlm.io import fill_once
+from graftlm.files.writing import fill_once
 
 NAME = "token-routing"
 TABLES = ("1", "switch", "cache")

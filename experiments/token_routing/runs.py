@@ -20,9 +20,11 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, SourceConfig, build_mixture
 from graftlm.evaluation import Row
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.runs.graft_run import count_parameters
-from graftlm.runs.run import Measurement, Run, RunContext
+from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.measurement import Measurement
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.run import Run, RunContext
 from graftlm.training import TrainingSummary, train
 from graftlm.training.language_model import LanguageModel
 

@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any
 from graftlm.version import __version__
 
 if TYPE_CHECKING:
-    from graftlm.artifact import load_graft, load_grafts, save_graft
     from graftlm.backbone import load_backbone, register_family
     from graftlm.errors import GraftError
     from graftlm.evaluation.audit import audit
     from graftlm.export import export_graft
-    from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config, register_graft
+    from graftlm.grafted.model import GraftedModel
+    from graftlm.grafts import Graft, build_graft, graft_config, register_graft
     from graftlm.runs.recipe import compare_recipe, grow_recipe, load_recipe, run_recipe
+    from graftlm.store.artifact import load_graft, load_grafts, save_graft
 
 _NAMES = {
-    "graftlm.artifact": ("load_graft", "load_grafts", "save_graft"),
+    "graftlm.store.artifact": ("load_graft", "load_grafts", "save_graft"),
     "graftlm.backbone": ("load_backbone", "register_family"),
     "graftlm.errors": ("GraftError",),
     "graftlm.evaluation.audit": ("audit",),
     "graftlm.export": ("export_graft",),
-    "graftlm.grafts": ("Graft", "GraftedModel", "build_graft", "graft_config", "register_graft"),
+    "graftlm.grafted.model": ("GraftedModel",),
+    "graftlm.grafts": ("Graft", "build_graft", "graft_config", "register_graft"),
     "graftlm.runs.recipe": ("compare_recipe", "grow_recipe", "load_recipe", "run_recipe"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

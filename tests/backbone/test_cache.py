@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, StateLayer, Tap, TokenCount, slots, taps
 from graftlm.errors import GraftError
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from tiny import LAW_DECODERS, tiny_ids, tiny_model
 
 LAYERS = 2

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graftlm.backbone import FAMILIES as ROWS
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks, register_family
-from graftlm.backbone.families import _PROVEN
+from graftlm.backbone.families import PROVEN_FAMILIES
 from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
 from tiny import DECODERS, FAMILIES, MORE_FAMILIES, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
@@ -338,7 +338,7 @@ def test_a_row_that_a_user_repeats_is_taken(family: str, monkeypatch: pytest.Mon
     live = tiny_model(family)
     row = Sites(live).family
     monkeypatch.setitem(ROWS, live.config.model_type, row)  # a copy, which is therefore checked
-    monkeypatch.delitem(_PROVEN, live.config.model_type, raising=False)
+    monkeypatch.delitem(PROVEN_FAMILIES, live.config.model_type, raising=False)
     assert dataclasses.replace(Sites(live).family, separates_documents=row.separates_documents) == row
 
 

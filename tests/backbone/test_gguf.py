@@ -14,12 +14,14 @@ from transformers import modeling_gguf_pytorch_utils as reading
 from transformers.utils import logging
 
 from backbone.gguf_files import write_gguf
-from graftlm.artifact import backbone_of, is_model, load_graft, save_graft
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import BackboneError, MissingExtraError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.io import ModelFiles, by_content, file_digest, find_model, packaged_model
+from graftlm.files.digests import by_content, file_digest
+from graftlm.files.model_files import ModelFiles, find_model, packaged_model
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.store.artifact import backbone_of, is_model, load_graft, save_graft
 from tiny import TEXT, tiny_ids, tiny_model, tiny_tokenizer
 
 
@@ -105,7 +107,7 @@ def test_names_of_models(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model("owner/repository/some/file.Q4_1.gguf") == ModelFiles("owner/repository", "some/file.Q4_1.gguf")
     assert find_model("owner/repository") == ModelFiles("owner/repository")
     assert is_model(file)
-    monkeypatch.setattr("graftlm.io.find_spec", lambda _: None)
+    monkeypatch.setattr("graftlm.files.model_files.find_spec", lambda _: None)
     assert find_model("SmolLM2-135M-Instruct") == ModelFiles("HuggingFaceTB/SmolLM2-135M-Instruct")
     with pytest.raises(MissingExtraError, match=r"needs the package gguf.*graftlm\[gguf\]"):
         find_model(str(file))

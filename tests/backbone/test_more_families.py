@@ -7,7 +7,7 @@ import torch
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError, TapError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.testing import attach_graft, logits, randomise
 from tiny import ALL_ENCODERS, MORE_FAMILIES, tiny_ids, tiny_model, tiny_tokenizer
 

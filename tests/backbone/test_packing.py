@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from graftlm.backbone import packing
-from graftlm.backbone.packing import PackedLinear, can_pack, pack_weights, unpack_weights
+from graftlm.backbone.prepack import PackedLinear, can_pack, pack_weights, unpack_weights
 
 needs_bfloat16 = pytest.mark.skipif(not can_pack(), reason="oneDNN has no bfloat16 products on this CPU")
 

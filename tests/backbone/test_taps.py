@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Backbone, Call, Site, Sites, Tap, TapHooks
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from tiny import DECODERS, tiny_ids, tiny_model
 
 LAYERS = 2

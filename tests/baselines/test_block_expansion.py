@@ -10,7 +10,8 @@ import torch
 from baselines.reference import expand
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, RecipeError, TapConflictError, TapError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.baselines.block_expansion import copied_layers
 from graftlm.testing.laws import attach_graft, logits, randomise, state_of
 from laws.examples import backbone

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, GraftError, RecipeError, TapError
 from graftlm.export import export_graft
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.store.artifact import load_graft, save_graft
 from graftlm.testing.laws import attach_graft, gradients, logits, randomise, state_of
 from laws.examples import backbone
 from tiny import tiny_ids, tiny_model, tiny_tokenizer

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.pipelines.clarify import LocalModel, load_template
 from graftlm.pipelines.clarify.models import PrefixCache
 from graftlm.pipelines.clarify.prompts import Prompt, build_prompt

@@ -13,9 +13,9 @@ import pytest
 
 import graftlm
 from cli.tools import Graft
-from graftlm.artifact import read_manifest
 from graftlm.evaluation import Results, Row
 from graftlm.grafts import kinds
+from graftlm.store.manifest import read_manifest
 
 VERBS = ("train", "compare", "grow", "eval", "generate", "predict", "inspect", "export", "demo", "methods", "schema")
 TEXTS = ("--text", "old=old/test.txt", "--text", "new=new/test.txt", "--limit-tokens", "200", "--length", "32")

@@ -9,7 +9,7 @@ import torch
 
 from composition.tools import composition
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.composition import alignment
 from graftlm.grafts.composition.attention import Visibility
 from tiny import tiny_model

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composition.tools import OTHER_TOKENS, composition, live
-from graftlm.artifact import load_graft, read_manifest, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.composition import Composition
 from graftlm.grafts.composition.method import CompositionConfig, pairs_of
+from graftlm.store.artifact import load_graft, save_graft
+from graftlm.store.manifest import read_manifest
 from tiny import BackboneFolder, save_tiny_backbone, tiny_model
 
 PAPER = {"norm": "none", "positions": "none"}

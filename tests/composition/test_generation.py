@@ -11,7 +11,7 @@ import torch
 
 from composition.tools import OTHER_TOKENS, attached, composition, live
 from graftlm.errors import GraftError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.testing.laws import NEW_TOKENS, generate, logits, positions_of, prompts
 from tiny import TOKENS, tiny_ids
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.composition import Composition, CompositionConfig
 from tiny import TOKENS, tiny_model, tiny_tokenizer
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from conditional_tasks.tools import SMALL, TASK, TASKS, batch, build, host, random_model, randomise, targets
-from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec
+from graftlm.store.artifact import load_graft, save_graft
 
 TOPICS = TASKS["topics"]
 NEW = {"news": TOPICS}

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from conditional_tasks import reference
 from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, host, random_model, real, targets
 from experiments.conditional_tasks.runs import covariance_similarity
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.conditional_tasks.modules import Bottleneck, FiLM
 from graftlm.grafts.heads import task_key
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, build, host, random_model, real, targets
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.conditional_tasks.modules import ConditionalBias, RowTasks, TokenPositions
 from graftlm.grafts.heads import TaskSpec
 from tiny import ENCODERS, tiny_ids, tiny_model, tiny_tokenizer

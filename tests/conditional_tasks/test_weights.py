@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertModel
 
 from conditional_tasks.tools import OFF, TASK, TASKS, batch, build, host, random_model, targets
-from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, RecipeError
-from graftlm.grafts import GraftedModel, default_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import default_config
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
+from graftlm.store.artifact import load_graft, save_graft
 from graftlm.training import TrainingConfig
 from graftlm.training.loop import declared, make_optimizer
 from tiny import tiny_model

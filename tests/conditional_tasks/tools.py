@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec
 from tiny import tiny_ids, tiny_model, tiny_tokenizer

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
 from graftlm.data.chats import ChatExample, chat_tokens, read_chat, render_chat
-from graftlm.data.packing import IGNORED, collate, mark_chat, unmark
+from graftlm.data.chunks import mark_chat
+from graftlm.data.marked_ids import IGNORED, unmark
+from graftlm.data.rows import collate
 from graftlm.errors import DataError, GraftError
 from graftlm.evaluation.metrics import cut_windows
 from tiny import tiny_tokenizer

@@ -143,7 +143,7 @@ def streaming_mixture() -> Mixture:
 @pytest.mark.parametrize("group", [1, 60, 10**6])
 @pytest.mark.parametrize("stop", [0, 1, 7, 30])
 def test_a_stream_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
+    monkeypatch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", group)
     unbroken, broken = streaming_mixture(), streaming_mixture()
     expected = [unbroken.batch(step) for step in range(40)]
     for step in range(stop):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.data import Batch, Document, TokenBlocks, pack, packing
-from graftlm.data.packing import check_boundaries, collate
+from graftlm.data.boundaries import check_boundaries
+from graftlm.data.rows import collate
 from graftlm.errors import DataError, RecipeError
 from tiny import tiny_model, tiny_tokenizer
 

@@ -119,7 +119,7 @@ def test_plain_text_has_no_prompts(tmp_path: Path) -> None:
 def test_a_document_longer_than_a_row_is_named(
     tmp_path: Path, streaming: bool, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
+    monkeypatch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", group)
     monkeypatch.setattr(packing, "GROUP_CHARACTERS", group)
     monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 6)
     path = write(tmp_path / "rows.jsonl", [{"text": "abc", "prompt": "d"}, {"text": "a b\n" * 9, "prompt": "zz"}])

@@ -23,7 +23,7 @@ from graftlm.data import (
     pack,
     packing,
 )
-from graftlm.data.packing import collate
+from graftlm.data.rows import collate
 from graftlm.errors import DataError
 from tiny import BOS, EOS, SPECIAL, tiny_tokenizer
 
@@ -166,7 +166,7 @@ def test_a_stream_gives_the_rows_of_the_packed_documents(
 ) -> None:
     twice = [*corpus, *corpus]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
+        patch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", group)
         patch.setattr(packing, "CHUNK_CHARACTERS", chunk)
         stream = streaming(lambda: corpus, LENGTH, boundaries, buffer_rows=1)
         if boundaries != "whole" and sum(len(literal(document, PLAIN)[0]) for document in twice) < LENGTH:
@@ -177,7 +177,7 @@ def test_a_stream_gives_the_rows_of_the_packed_documents(
 
 @pytest.mark.parametrize("size", range(1, 16))
 def test_a_stream_waits_for_the_end_of_an_example(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", 1)
+    monkeypatch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", 1)
     monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 3)
     corpus = [Document("0" * size), Document("1" * 12, prompt="22")]
     stream = streaming(lambda: corpus, 16, "whole", buffer_rows=1)
@@ -195,7 +195,7 @@ def streamed() -> Mixture:
 @pytest.mark.parametrize("group", [1, 100])
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_stream_of_prompts_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlm.data.packing.STREAM_GROUP_CHARACTERS", group)
+    monkeypatch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", group)
     unbroken, broken, resumed = streamed(), streamed(), streamed()
     expected = [unbroken.batch(step) for step in range(12)]
     for step in range(stop):

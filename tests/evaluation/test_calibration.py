@@ -15,7 +15,7 @@ from sklearn.calibration import calibration_curve
 
 from graftlm.data.labelled import AnswerSpan, LabelledRow
 from graftlm.evaluation import Results, Row
-from graftlm.evaluation.labelled import Prediction, TaskScore, calibration, task_diagnostics
+from graftlm.evaluation.label_metrics import Prediction, TaskScore, calibration, task_diagnostics
 from graftlm.evaluation.report import write_report
 from graftlm.grafts.heads import TaskSpec
 

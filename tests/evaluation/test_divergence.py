@@ -17,9 +17,10 @@ from graftlm.data import SelfSourceConfig
 from graftlm.data.own_text import OwnText, sample_own_text
 from graftlm.errors import EvaluationError
 from graftlm.evaluation import Scores, value_of
+from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
 from graftlm.evaluation.metrics import learning_and_forgetting, own_windows, score, score_windows
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 
 VOCABULARY, LENGTH = 5, 3

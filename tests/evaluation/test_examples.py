@@ -31,7 +31,8 @@ from graftlm.evaluation import (
 )
 from graftlm.evaluation.examples import chrf_counts, chrf_of
 from graftlm.generation.generate import Decoding, generate_text
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from stories import convert_stories
 from tiny import BOS, EOS, PAD, tiny_model
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import EvaluationError, MissingExtraError
 from graftlm.evaluation import harness, run_lm_eval
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.store.artifact import save_graft
 from graftlm.testing import randomise
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
@@ -164,6 +165,6 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     def absent(name: str, *_: Any) -> Any:
         raise ModuleNotFoundError(name=name.split(".")[0])
 
-    monkeypatch.setattr("graftlm.io.import_module", absent)
+    monkeypatch.setattr("graftlm.files.extras.import_module", absent)
     with pytest.raises(MissingExtraError, match=r"graftlm\[harness\]"):
         run_lm_eval(tiny_model("llama"), tiny_tokenizer(), ["hellaswag"])

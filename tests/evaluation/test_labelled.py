@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from graftlm.data.labelled import AnswerSpan, LabelledRow
 from graftlm.data.labelled_batches import EncodedRow
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.labelled import (
+from graftlm.evaluation.label_metrics import (
     Prediction,
     TaskScore,
     decode_prediction,

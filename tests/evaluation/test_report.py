@@ -22,7 +22,7 @@ from graftlm.evaluation import (
     print_table,
     write_report,
 )
-from graftlm.evaluation.tables import format_metric, render_markdown
+from graftlm.evaluation.result_tables import format_metric, render_markdown
 
 PNG = b"\x89PNG"
 

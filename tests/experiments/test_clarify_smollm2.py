@@ -18,7 +18,8 @@ from experiments.clarify_smollm2.scoring import sequence_nats
 from graftlm.backbone import load_backbone
 from graftlm.evaluation import value_of
 from graftlm.evaluation.examples import Example, score_answers
-from graftlm.grafts import GraftedModel, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import graft_config
 
 LANGUAGES = {"de": "deu", "es": "spa", "fr": "fra"}
 

@@ -30,7 +30,8 @@ from experiments.parents import write_examples
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import DataError
 from graftlm.evaluation.examples import Example, chrf
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.composition.augmenting import AugmentingModel
 
 

@@ -17,7 +17,7 @@ from experiments.parents import DOCUMENTS, ENGLISH, FRENCH, PretrainRun, prose
 from graftlm.data import SourceConfig
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results, value_of
-from graftlm.runs.run import execute
+from graftlm.runs.execute import execute
 
 composed = import_module("experiments.composed")
 code = import_module("experiments.composition_code.run")

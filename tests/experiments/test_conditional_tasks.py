@@ -31,7 +31,8 @@ from experiments.conditional_tasks.study import FULL, ConditionalTasksStudy
 from graftlm.backbone import Backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Interval, Row, value_of
-from graftlm.grafts import GraftedModel, build_graft
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft
 from graftlm.grafts.conditional_tasks import ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec, pooled, task_key
 from graftlm.runs.task_run import with_tasks

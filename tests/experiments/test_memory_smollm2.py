@@ -16,8 +16,9 @@ from experiments.memory_smollm2.texts import PARTS, RecallMaker, Sizes, modules,
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError
 from graftlm.evaluation import Row
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.runs.run import Measurement
+from graftlm.evaluation.measurement import Measurement
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 
 
 def write_data(folder: Path) -> Path:

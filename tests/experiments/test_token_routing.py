@@ -17,7 +17,8 @@ from experiments.token_routing.runs import load_arrow, load_xlora
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from routing_data import words, write_data
 
 run = import_module("experiments.token_routing.run")

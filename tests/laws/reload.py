@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone, load_backbone
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.store.artifact import load_graft
 from graftlm.testing import logits
 from laws.examples import backbone
 from tiny import ENCODERS, tiny_ids

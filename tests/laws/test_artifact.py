@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graftlm.artifact import backbone_of, load_graft, read_manifest, save_graft
 from graftlm.backbone import FAMILIES, Backbone, load_backbone, register_family
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.store.artifact import backbone_of, load_graft, save_graft
+from graftlm.store.manifest import read_manifest
 from graftlm.testing import logits, randomise
 from laws.examples import HOSTED, Example, backbone, examples
 from laws.tools import graft_onto

@@ -11,7 +11,8 @@ from torch.nn import functional
 from transformers import StaticCache
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.testing.laws import (
     digest,
     generate,

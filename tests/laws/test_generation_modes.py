@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError, TapError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.testing import logits, randomise
 from graftlm.testing.laws import NEW_TOKENS, attach_graft, generate, pad_rows, positions_of, recompute
 from laws.examples import EXPERTS, Example, augmenting_folder, backbone, examples

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Backbone, Site, Sites
-from graftlm.grafts import GraftedModel, build_graft, graft_config, kinds
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config, kinds
 from graftlm.testing import GraftLaws, decoders_only, logits, randomise
 from graftlm.testing.laws import DOMAIN, NEW_TOKENS, gradients
 from laws.examples import Example, backbone, examples

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from graftlm.testing import attach_graft
 from laws.examples import Example
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.memory.window import WindowLayer, WindowShape
 from graftlm.models.delta_rule import delta_rule
 from graftlm.testing import logits

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.memory import MemoryConfig, WindowedMemory
 from graftlm.testing import randomise
 from memory import reference

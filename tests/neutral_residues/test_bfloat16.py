@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import Graft, GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.testing import randomise
 from tiny import tiny_ids, tiny_model
 

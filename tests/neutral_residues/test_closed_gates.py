@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.errors import RecipeError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.neutral_residues import GatedAdapter, NeutralResidues, NeutralResiduesConfig
 from tiny import DECODERS, FAMILIES, tiny_ids, tiny_model
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from graftlm.backbone import Backbone
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.base import Graft
 from graftlm.grafts.baselines import LoRABaseline, LoRABaselineConfig
-from graftlm.grafts.model import GraftedModel
 from graftlm.grafts.neutral_residues import (
     NeutralResidues,
     NeutralResiduesConfig,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.neutral_residues import NeutralResidues, NeutralResiduesConfig
 from neutral_residues import reference
 from tiny import tiny_ids, tiny_model

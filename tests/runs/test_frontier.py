@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm.artifact import load_graft
 from graftlm.backbone import load_backbone
 from graftlm.errors import RecipeError
 from graftlm.evaluation import value_of
-from graftlm.grafts import GraftedModel
-from graftlm.runs.graft_run import BackboneEvaluator, load_tests, weights_moved_back
+from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests, weights_moved_back
+from graftlm.grafted.model import GraftedModel
 from graftlm.runs.recipe import Recipe, compare_recipe, run_recipe
+from graftlm.store.artifact import load_graft
 from tests.runs.test_recipe import values
 
 

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm.artifact import load_graft, load_grafts, read_manifest
 from graftlm.backbone import load_backbone
 from graftlm.errors import ArtifactError, ForgettingBudgetError, RecipeError, TrainingError
 from graftlm.evaluation import Results, value_of
+from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
 from graftlm.generation.inspect import evaluate_graft
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.runs.graft_run import BackboneEvaluator, load_tests
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.recipe import GrowthRecipe, compare_recipe, grow_recipe, parse_recipe, run_recipe
+from graftlm.store.artifact import load_graft, load_grafts
+from graftlm.store.manifest import read_manifest
 from tests.runs.test_recipe import values
 
 DANISH = "den gamle have sov under den hvide måne. "

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from graftlm.artifact import load_graft, read_manifest
 from graftlm.backbone import load_backbone
 from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeError
 from graftlm.evaluation import Results, value_of
-from graftlm.grafts import GraftedModel
-from graftlm.runs.graft_run import BackboneEvaluator, load_tests
+from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
+from graftlm.grafted.model import GraftedModel
 from graftlm.runs.recipe import Recipe, compare_recipe, recipe_schema, run_recipe
+from graftlm.store.artifact import load_graft
+from graftlm.store.manifest import read_manifest
 
 OLD, NEW = "the river ran under the old house and the garden. ", "le vieux jardin dormait sous la lune blanche. "
 

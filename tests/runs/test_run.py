@@ -11,8 +11,10 @@ from filelock import FileLock
 
 from graftlm.errors import EvaluationError, RecipeError
 from graftlm.evaluation import Row
-from graftlm.io import fill_once
-from graftlm.runs.run import Measurement, Run, RunContext, execute
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import fill_once
+from graftlm.runs.execute import execute
+from graftlm.runs.run import Run, RunContext
 
 
 class SumRun(Run):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import Row
@@ -17,6 +16,7 @@ from graftlm.serving.protocol import EngineStats, Finish, GenerationRequest, Req
 from graftlm.serving.service import Service
 from graftlm.serving.store import GraftStore
 from graftlm.serving.tokenization import ServingTokenizer
+from graftlm.store.artifact import save_graft
 from serving.web import web_service
 from tiny import tiny_model, tiny_tokenizer
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from langchain_openai import OpenAIEmbeddings
 
-from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.serving.protocol import EngineLimits
 from graftlm.serving.service import open_service
 from graftlm.serving.settings import ApiKeys
+from graftlm.store.artifact import save_graft
 from graftlm.testing import randomise
 from graftlm.version import __version__
 from serving.web import ScriptedEngine, running, web_service

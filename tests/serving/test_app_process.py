@@ -19,13 +19,13 @@ import openai
 import pytest
 import torch
 
-from graftlm.artifact import save_graft
 from graftlm.backbone import load_backbone
-from graftlm.backbone.load import quantize_weights
+from graftlm.backbone.formats import quantize_weights
 from graftlm.errors import GraftError
 from graftlm.grafts import build_graft, graft_config
 from graftlm.serving.protocol import EngineLimits, GenerationRequest
 from graftlm.serving.service import open_service
+from graftlm.store.artifact import save_graft
 from serving.engines import complete
 from serving.web import until
 from tiny import BackboneFolder

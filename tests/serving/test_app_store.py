@@ -11,15 +11,15 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
-from graftlm.backbone.load import quantize_weights
+from graftlm.backbone.formats import quantize_weights
 from graftlm.errors import GraftError
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.app import _watch
 from graftlm.serving.service import checked_name, open_service, served_name
 from graftlm.serving.settings import ServerSettings
 from graftlm.serving.store import GraftStore
+from graftlm.store.artifact import save_graft
 from tiny import tiny_model, tiny_tokenizer
 
 CONFIG = graft_config({"kind": "adapter", "width": 4})

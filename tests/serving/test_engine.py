@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.serial_engine import SerialEngine
 from graftlm.backbone import Backbone, Call
-from graftlm.backbone.packing import PackedLinear, can_pack
+from graftlm.backbone.prepack import PackedLinear, can_pack
 from graftlm.errors import BackboneError, GraftError
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.engine import BatchingEngine

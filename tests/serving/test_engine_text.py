@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import serial_engine as reference
 from graftlm.backbone import Backbone
-from graftlm.grafts.graft_set import GraftSet
+from graftlm.grafted.graft_set import GraftSet
 from graftlm.serving.engine import RequestQueue, ScheduledRequest
 from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, TokenOutput
 from graftlm.serving.sampling import RowSampling, sample

@@ -12,11 +12,11 @@ from types import FrameType
 from starlette.testclient import TestClient
 
 import graftlm
-from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone
 from graftlm.grafts import build_graft, graft_config
 from graftlm.serving.app import create_app
 from graftlm.serving.service import open_service
+from graftlm.store.artifact import save_graft
 from tiny import tiny_model, tiny_tokenizer
 
 MOST_MODULES = 15

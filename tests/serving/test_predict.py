@@ -18,7 +18,7 @@ from graftlm.backbone import load_backbone, max_sequence_length
 from graftlm.backbone.load import served_kind
 from graftlm.errors import EvaluationError
 from graftlm.generation.predict import TaskGraft, load_task_graft, predict_rows, read_question
-from graftlm.grafts.model import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.runs.recipe import run_recipe
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.serving import predicting

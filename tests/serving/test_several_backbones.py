@@ -16,7 +16,6 @@ import torch
 from playwright.sync_api import Browser, expect
 from prometheus_client import generate_latest
 
-from graftlm.artifact import save_graft
 from graftlm.backbone import Backbone, BackboneKind, load_backbone
 from graftlm.backbone.load import inspect_model
 from graftlm.cli.serve import split_model
@@ -29,6 +28,7 @@ from graftlm.serving.router import EngineRouter
 from graftlm.serving.service import Service, load_backbones, name_models, open_service
 from graftlm.serving.settings import ServerSettings
 from graftlm.serving.store import GraftStore
+from graftlm.store.artifact import save_graft
 from serving.browsing import generate, opened, view
 from serving.web import running
 from tiny import BackboneFolder, tiny_model, tiny_tokenizer

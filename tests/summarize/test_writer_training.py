@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from graftlm.data.packing import PADDING, collate
+from graftlm.data.marked_ids import PADDING
+from graftlm.data.rows import collate
 from graftlm.errors import DataError, RecipeError
 from graftlm.pipelines.summarize import (
     Budget,

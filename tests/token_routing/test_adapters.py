@@ -17,13 +17,14 @@ from peft.tuners.lora import config as lora
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, RecipeError, TapError
 from graftlm.generation.inspect import inspect_adapter
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.grafts.graft_set import GraftSet, MultiGraftModel
+from graftlm.grafted.graft_set import GraftSet, MultiGraftModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing.experts import PLAIN_FIELDS
+from graftlm.store.artifact import load_graft, save_graft
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import change_config
 

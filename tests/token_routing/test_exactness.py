@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, RecipeError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing.mixture import RouteWeights
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import (

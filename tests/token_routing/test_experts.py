@@ -12,12 +12,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing.config import ExpertConfig
 from graftlm.grafts.token_routing.experts import new_factors
+from graftlm.store.artifact import load_graft, save_graft
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 from token_routing.tools import backbone, change_config, peft_logits, randomise, routing, write_adapters
 

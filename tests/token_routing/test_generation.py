@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache
 from typer.testing import CliRunner
 
 from graftlm import load_recipe, run_recipe
-from graftlm.artifact import save_graft
 from graftlm.cli import app
 from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.evaluation import Results
 from graftlm.generation.generate import Decoding, Generation, TracedToken, generate_text
 from graftlm.generation.traces import print_trace, trace_page
+from graftlm.store.artifact import save_graft
 from tiny import BackboneFolder, tiny_ids
 from token_routing.tools import NEW, backbone, generate, recomputed, routing, write_adapters
 

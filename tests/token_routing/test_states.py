@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.artifact import load_graft, save_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting, embedders
 from graftlm.grafts.token_routing.embedders import SilentPass
 from graftlm.grafts.token_routing.policy import fit_whitener, whiten
+from graftlm.store.artifact import load_graft, save_graft
 from tiny import ENCODERS, FAMILIES, tiny_ids, tiny_model, tiny_tokenizer
 from token_routing import reference
 from token_routing.tools import NEW, backbone, generate, recomputed, routing

@@ -13,7 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from graftlm.backbone import Backbone
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 
 # Module names of attention, FFN, embedding and output layer, for PEFT.

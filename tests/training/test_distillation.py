@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
-from graftlm.grafts import GraftedModel, build_graft, graft_config
-from graftlm.grafts.model import language_modelling_loss
+from graftlm.grafted.model import GraftedModel, language_modelling_loss
+from graftlm.grafts import build_graft, graft_config
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
 ROWS = torch.tensor([0, 1, 0, 1])

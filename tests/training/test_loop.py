@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 import graftlm.training.loop as loop_module
 from graftlm.errors import GraftError, RecipeError, TrainingError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.training import train
 from graftlm.training.checkpoint import newest_checkpoint, read_history
 from graftlm.training.loop import learning_rate, make_optimizer

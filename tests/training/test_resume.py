@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import graftlm.io as io_module
+import graftlm.files.writing as writing_module
 import graftlm.training.checkpoint as checkpoint_module
 from graftlm.errors import TrainingError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
 from graftlm.training import train
 from graftlm.training.checkpoint import newest_checkpoint, read_history
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model, weights
@@ -179,7 +179,7 @@ def full_disk_to_safetensors(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("fail", [full_disk, pytest.param(full_disk_to_safetensors, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("module", "step_name"), [(checkpoint_module, "save_file"), (io_module, "sync")])
+@pytest.mark.parametrize(("module", "step_name"), [(checkpoint_module, "save_file"), (writing_module, "sync")])
 def test_a_full_disk_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None], module: Any, step_name: str
 ) -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graftlm.artifact import read_manifest
 from graftlm.errors import RecipeError
 from graftlm.evaluation import value_of
 from graftlm.generation.predict import evaluate_rows, load_task_graft
 from graftlm.runs.recipe import Recipe, compare_recipe, load_recipe, recipe_schema, run_recipe
 from graftlm.runs.task_run import TaskRecipe
+from graftlm.store.manifest import read_manifest
 from tiny import BackboneFolder
 from training.tasks import task_recipe, tasks_of, write_rows
 

@@ -13,10 +13,10 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
-from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, TrainingError
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.store.artifact import load_graft
 from graftlm.training.trainers import DomainCollator, DomainTrainer
 from tiny import PAD, TOKENS, tiny_ids, tiny_model, tiny_tokenizer
 from training.toy import toy_model, weights

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from graftlm.artifact import graft_tensors
 from graftlm.backbone import Backbone
 from graftlm.data import Mixture, TokenBlocks
-from graftlm.grafts import GraftedModel, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.store.artifact import graft_tensors
 from graftlm.training import TrainingConfig, train
 from laws import examples
 from tiny import TOKENS, tiny_model

@@ -1,21 +1,18 @@
 """Frozen models: loading, families, taps, cache layers and fingerprints."""
 
+from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, need_backbone
 from graftlm.backbone.cache import GrowingLayer, StateLayer, slots
-from graftlm.backbone.families import FAMILIES, Family, Site, Sites, Sublayer, register_family
-from graftlm.backbone.load import (
+from graftlm.backbone.families import FAMILIES, Family, Sublayer, register_family
+from graftlm.backbone.fingerprint import Fingerprint, fingerprint
+from graftlm.backbone.load import load_backbone
+from graftlm.backbone.sites import Site, Sites
+from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, left_padded, may_read
+from graftlm.backbone.tokens import (
     UNLIMITED,
-    Backbone,
-    BackboneKind,
-    Fingerprint,
-    default_device,
     end_ids,
-    fingerprint,
     generate_rows,
     leading_bos,
-    load_backbone,
     max_sequence_length,
-    need_backbone,
     padding_id,
     token_texts,
 )
-from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, left_padded, may_read

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from graftlm.backbone.families import Site, Sites
+from graftlm.backbone.sites import Site, Sites
 from graftlm.backbone.taps import Call, Tap, TapHooks, TokenCount
 from graftlm.errors import TapError
 

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from graftlm.backbone import families
-from graftlm.backbone.families import Family, Sublayer, has_module, linear_sizes
+from graftlm.backbone.families import Family, Sublayer
+from graftlm.backbone.modules import architecture, ffn_activation, has_experts, has_module, linear_sizes, same_function
 from graftlm.errors import UnknownFamilyError, first_line
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Structure:
     def _find(self) -> Family:
         layers = self._layers()
         attention, ffn = self._attention(layers), _common([self._ffn(layer) for layer in layers])
-        dense = next((m for m in layers if not families.has_experts(m.get_submodule(ffn.entry))), None)
+        dense = next((m for m in layers if not has_experts(m.get_submodule(ffn.entry))), None)
         ffn_in, ffn_out, gated = ((), "", True) if dense is None else self._linears(dense, ffn)
         owner = next(m for m in layers if has_module(m, attention.entry)).get_submodule(attention.entry)
         norms = self._children(layers[-1], lambda name, m: _is_norm(m) and self._maps(m))
@@ -192,7 +192,7 @@ class Structure:
         roots = [layer.get_submodule(path) for path in (ffn.entry, ffn.exit or ffn.entry)]
         *readers, writer = [m for m in self._in_order(*roots) if linear_sizes(m)]
         readers = [m for m in readers if self._is_hidden(self._visits[m].entering)]
-        own = families.ffn_activation(layer, ffn)
+        own = ffn_activation(layer, ffn)
         activated = self._visits[own].entering if own in self._visits else None
         readers.sort(key=lambda m: self._visits[m].leaving is not activated)
         if len(readers) != 1 and (len(readers) != 2 or self._visits[readers[0]].leaving is not activated):
@@ -209,11 +209,11 @@ class Structure:
         """The config field that names the activation, or its name in ACT2FN."""
         from transformers.activations import ACT2FN
 
-        own, named = families.ffn_activation(layer, ffn), self._text.to_dict()
+        own, named = ffn_activation(layer, ffn), self._text.to_dict()
         names = [*(key for key, value in named.items() if isinstance(value, str) and value in ACT2FN), *ACT2FN]
         if own is None:
             return names[0]
-        return next((name for name in names if families.same_function(ACT2FN[named.get(name, name)], own)), "")
+        return next((name for name in names if same_function(ACT2FN[named.get(name, name)], own)), "")
 
     def _last_norm(self, layers: Any) -> str | None:
         last, inside = self._visits[layers[-1]].number, set(layers.modules())
@@ -250,13 +250,13 @@ class Structure:
             norms = [m for m in self._in_order(layers[-1]) if _is_norm(m) and self._maps(m)]
             paths = {m: path for path, m in layers[-1].named_modules() if f"{row.attention.entry}." not in path}
             actual["norms"] = tuple(paths[norm] for norm in norms if norm in paths)
-        dense = next((m for m in layers if not families.has_experts(m.get_submodule(row.ffn.entry))), None)
+        dense = next((m for m in layers if not has_experts(m.get_submodule(row.ffn.entry))), None)
         if dense is not None:
             inside = _modules(dense, row.ffn)
             for path in (*row.ffn_in, row.ffn_out):
                 if not has_module(dense, path) or dense.get_submodule(path) not in inside:
                     raise _MisfitError(f"ffn_in and ffn_out name {path!r}, which is not in {row.ffn.entry}")
-            if families.ffn_activation(dense, row.ffn) in self._visits:
+            if ffn_activation(dense, row.ffn) in self._visits:
                 actual |= dict(zip(("ffn_in", "ffn_out", "gated"), self._linears(dense, row.ffn), strict=True))
         for name, value in actual.items():
             if getattr(row, name) != value:
@@ -315,7 +315,7 @@ _STRUCTURES: dict[tuple[type, str], Structure] = {}
 
 def structure_of(model: PreTrainedModel) -> Structure:
     """The structure of a live model; computed once for each architecture."""
-    key = type(model), families.architecture(model.config)
+    key = type(model), architecture(model.config)
     if key not in _STRUCTURES:
         _STRUCTURES[key] = Structure(type(model), model.config)
     return _STRUCTURES[key]

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 from graftlm.backbone.cache import counted_tokens, is_static_layer
-from graftlm.backbone.families import Site, Sites
+from graftlm.backbone.sites import Site, Sites
 from graftlm.errors import TapConflictError, TapError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graftlm.evaluation.tables import ABSENT, format_metric, metric_title, print_columns
+from graftlm.evaluation.result_tables import ABSENT, format_metric, metric_title, print_columns
+from graftlm.files.model_files import named_model
 from graftlm.generation.inspect import AdapterInspection, Inspection, Method, TensorGroup
-from graftlm.io import named_model
 
 _MAX_ITEMS = 6  # of a list
 

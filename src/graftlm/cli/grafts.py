@@ -25,7 +25,7 @@ from graftlm.cli.inputs import (
     option,
 )
 from graftlm.errors import ArtifactError, DataError
-from graftlm.io import has_report
+from graftlm.files.hub import has_report
 
 
 def evaluate(
@@ -69,10 +69,10 @@ def evaluate(
     """Measure a graft and its backbone on texts, examples or tasks."""
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import write_report
-    from graftlm.evaluation.tables import print_side_by_side
+    from graftlm.evaluation.evaluator import EvaluationConfig
+    from graftlm.evaluation.result_tables import print_side_by_side
     from graftlm.generation.inspect import evaluate_graft, files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft
-    from graftlm.runs.graft_run import EvaluationConfig
 
     model: dict[str, Any] = {"backbone": backbone, "changes": changes or (), "device": device}
     model |= {"trust_remote_code": trust_remote_code}
@@ -170,9 +170,9 @@ def generate(
 ) -> None:
     """Continue a prompt with a grafted model, or with a model."""
     from graftlm.cli.display import stdout_console
+    from graftlm.files.writing import write_atomically
     from graftlm.generation.generate import Decoding, generate_text, load_model, read_prompt
     from graftlm.generation.traces import print_trace, trace_page
-    from graftlm.io import write_atomically
 
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "seed": seed}
     options |= {"sample": sample, "temperature": temperature, "top_p": top_p}
@@ -286,8 +286,9 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write backbone and graft as one model for transformers."""
-    from graftlm.artifact import backbone_of, is_model, load_graft, read_manifest
     from graftlm.export import export_graft, export_model
+    from graftlm.store.artifact import backbone_of, is_model, load_graft
+    from graftlm.store.manifest import read_manifest
 
     if not is_model(graft):
         read_manifest(graft).check_alone(graft, "an export")
@@ -308,7 +309,7 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Upload a graft to the Hugging Face hub."""
-    from graftlm.artifact import push_to_hub
+    from graftlm.store.upload import push_to_hub
 
     url = push_to_hub(folder, repository, private=not public)
     print_result({"url": url}, as_json, lambda: typer.echo(f"wrote {url}"))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from graftlm.cli.common import configure_logging, log
 from graftlm.cli.inputs import Device, DtypeName, Quantization, Quiet, Trust, flag, option
 from graftlm.errors import GraftError, MissingExtraError
-from graftlm.io import find_model
+from graftlm.files.model_files import find_model
 
 
 def serve(

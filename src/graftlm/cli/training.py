@@ -79,7 +79,7 @@ def schema(
     as_json: Annotated[bool, flag("--json", "The schema is printed as JSON in any case.")] = False,
 ) -> None:
     """Print the JSON schema of recipes, for editors."""
-    from graftlm.io import write_atomically
+    from graftlm.files.writing import write_atomically
     from graftlm.runs.recipe import recipe_schema
 
     if out is None:

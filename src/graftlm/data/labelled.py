@@ -17,10 +17,10 @@ import numpy as np
 from pydantic import Field
 
 from graftlm.config import Config
-from graftlm.data.tables import check_columns, check_text, is_table, read_values, type_name
+from graftlm.data.table_files import check_columns, check_text, is_table, read_values, type_name
 from graftlm.errors import DataError, did_you_mean
+from graftlm.files.reading import read_text
 from graftlm.grafts.heads import FEWEST_LABELS, TaskSpec, TaskType
-from graftlm.io import read_text
 
 OUTSIDE = "O"
 Split = Literal["train", "test", "validation"]

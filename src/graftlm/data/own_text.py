@@ -26,10 +26,11 @@ from rich.progress import MofNCompleteColumn
 
 from graftlm.backbone import Backbone, end_ids, generate_rows, leading_bos, max_sequence_length
 from graftlm.data.chats import render_question
-from graftlm.data.packing import PROMPT
+from graftlm.data.marked_ids import PROMPT
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.errors import DataError, first_line
-from graftlm.io import progress_bar, write_errors
+from graftlm.files.writing import write_errors
+from graftlm.progress import progress_bar
 
 _DOCUMENT_SEPARATOR = "<|endoftext|>"
 _CONTENT = "the-content-of-the-user"  # a stand-in, in whose place the model writes

@@ -14,9 +14,10 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from graftlm.config import Config
 from graftlm.data.chats import ChatExample, read_chat
-from graftlm.data.tables import JSON_SUFFIXES, TABLE_SUFFIXES, check_columns, check_text, read_values, values_of
+from graftlm.data.table_files import JSON_SUFFIXES, TABLE_SUFFIXES, check_columns, check_text, read_values, values_of
 from graftlm.errors import DataError, did_you_mean, first_line
-from graftlm.io import read_text, walk
+from graftlm.files.digests import walk
+from graftlm.files.reading import read_text
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files that are read of a folder

@@ -22,7 +22,6 @@ import torch
 from pydantic import Field
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from graftlm.artifact import load_graft
 from graftlm.backbone import Backbone, default_device, end_ids, generate_rows, load_backbone
 from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
@@ -30,10 +29,11 @@ from graftlm.data.chats import render_question
 from graftlm.demo.corpus import deal, read_installation, write_documents
 from graftlm.errors import DataError
 from graftlm.evaluation import Results
-from graftlm.grafts import GraftedModel
-from graftlm.io import fill_once, write_atomically
+from graftlm.files.writing import fill_once, write_atomically
+from graftlm.grafted.model import GraftedModel
 from graftlm.runs.recipe import Recipe, compare_recipe
 from graftlm.runs.run import Log
+from graftlm.store.artifact import load_graft
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel, new_model, train_tokenizer
 

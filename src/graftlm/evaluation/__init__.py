@@ -21,6 +21,6 @@ from graftlm.evaluation.metrics import (
     share_interval,
 )
 from graftlm.evaluation.report import write_report
+from graftlm.evaluation.result_tables import print_table
 from graftlm.evaluation.results import Aim, Interval, Machine, Metric, PaperRow, Results, Row, combine_seeds, value_of
-from graftlm.evaluation.tables import print_table
 from graftlm.evaluation.tasks import Task, TaskConfig, TaskResult, measure_task, read_task

@@ -10,7 +10,7 @@ from typing import Any
 
 from graftlm.errors import EvaluationError, did_you_mean, first_line
 from graftlm.evaluation.metrics import evaluation_mode
-from graftlm.io import import_extra
+from graftlm.files.extras import import_extra
 
 
 def run_lm_eval(
@@ -35,7 +35,7 @@ def run_lm_eval(
 
     Raises MissingExtraError if lm-eval is not installed, and EvaluationError if a task is unknown or can't be loaded.
     """
-    from graftlm.grafts import GraftedModel  # takes seconds to import
+    from graftlm.grafted.model import GraftedModel
 
     names = list(tasks)
     evaluator, task_index, adapters = (

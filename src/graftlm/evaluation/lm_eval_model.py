@@ -10,8 +10,8 @@ import torch
 from lm_eval.api.registry import register_model
 from torch import Tensor
 
-from graftlm.artifact import backbone_of, load_grafts
-from graftlm.grafts import GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.store.artifact import backbone_of, load_grafts
 
 HFLM: Any = import_module("lm_eval.models.huggingface").HFLM  # Any: its decorators hide its attributes
 

@@ -40,9 +40,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graftlm.backbone import leading_bos, max_sequence_length, padding_id
+from graftlm.data.boundaries import window_bounds
 from graftlm.data.chats import ChatExample, chat_tokens, render_chat
 from graftlm.data.own_text import OwnText
-from graftlm.data.packing import window_bounds
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.results import Interval
 
@@ -351,7 +351,7 @@ def window_batch(
 
     A label stands at the position that predicts it.
     """
-    from graftlm.grafts.model import GraftedModel
+    from graftlm.grafted.model import GraftedModel
 
     shape = (len(batch), max(len(window.ids) for window in batch))
     ids = torch.full(shape, padding_id(tokenizer))

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from graftlm.evaluation.results import Interval, Metric, Row, value_of
-from graftlm.io import write_atomically
+from graftlm.files.writing import write_atomically
 
 # Okabe and Ito's palette, which readers with colour blindness can tell apart.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")

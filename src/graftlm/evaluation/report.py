@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graftlm.errors import DataError
+from graftlm.evaluation.result_tables import render_markdown
 from graftlm.evaluation.results import FILE_NAME, Results
-from graftlm.evaluation.tables import render_markdown
-from graftlm.io import write_atomically
+from graftlm.files.writing import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from pydantic import Field, JsonValue
 
 from graftlm.config import Config
 from graftlm.errors import EvaluationError, did_you_mean
-from graftlm.io import write_atomically
+from graftlm.files.writing import write_atomically
 
 FILE_NAME = "results.json"
 

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from graftlm.config import Config
-from graftlm.data.tables import read_rows
+from graftlm.data.table_files import read_rows
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.examples import (
     Example,

@@ -28,8 +28,8 @@ from torch import Tensor
 from graftlm.backbone import Backbone
 from graftlm.backbone.families import Family
 from graftlm.errors import ArtifactError, first_line
+from graftlm.files.writing import staged_folder
 from graftlm.grafts import Exportable, ExportedAdapter, ExportsAdapter, Graft
-from graftlm.io import staged_folder
 from graftlm.version import __version__
 
 _CARD = Template(Path(__file__).with_name("card.txt").read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
     """How far five tokens' logits of the saved model are from the grafted one's, if it is more than rounding."""
     from transformers import AutoModelForCausalLM
 
-    from graftlm.grafts.model import GraftedModel
+    from graftlm.grafted.model import GraftedModel
 
     ids = torch.arange(1, 6, device=backbone.device)[None] * backbone.config.get_text_config().vocab_size // 6
     bare = backbone.bare_model(input_ids=ids, use_cache=False).logits

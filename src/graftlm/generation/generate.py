@@ -17,14 +17,14 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from graftlm.artifact import backbone_of, is_model, load_grafts
 from graftlm.backbone import max_sequence_length, padding_id, token_texts
 from graftlm.config import Config
 from graftlm.data.chats import Message, render_question
 from graftlm.errors import DataError, GraftError
-from graftlm.grafts import GraftedModel
-from graftlm.grafts.graft_set import trace_values
-from graftlm.io import decode_utf8
+from graftlm.files.reading import decode_utf8
+from graftlm.grafted.graft_set import trace_values
+from graftlm.grafted.model import GraftedModel
+from graftlm.store.artifact import backbone_of, is_model, load_grafts
 
 HELP = "Write a message. /reset begins anew, /system TEXT sets the system's message, /exit or Ctrl-D ends.\n"
 

@@ -12,21 +12,24 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from graftlm.artifact import Manifest, backbone_of, load_graft, load_grafts, read_manifest, read_tensors
 from graftlm.backbone import Backbone, Fingerprint
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, DataError
 from graftlm.evaluation.results import Metric, Results
+from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.hub import fetch_folder
+from graftlm.files.reading import read_text
 from graftlm.grafts import Graft, graft_class, kinds
 from graftlm.grafts.base import ReadsPeft
-from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, read_adapter_config, read_text
+from graftlm.store.artifact import backbone_of, load_graft, load_grafts, read_tensors
+from graftlm.store.manifest import Manifest, read_manifest
 
 # Models and training take seconds to import, so functions that run models import them.
 if TYPE_CHECKING:
     from graftlm.data import Document
     from graftlm.evaluation import TaskConfig
-    from graftlm.runs.graft_run import EvaluationConfig
-    from graftlm.runs.run import Measurement
+    from graftlm.evaluation.evaluator import EvaluationConfig
+    from graftlm.evaluation.measurement import Measurement
 
 LENGTH = 256
 _MAX_RANKED_VALUES = 2**24  # the effective rank of a larger matrix takes seconds
@@ -225,8 +228,8 @@ def _inspect_layers(
     layers: dict[str, dict[str, list[float]]],
 ) -> dict[str, Any]:
     """What a graft describes given its backbone; per-layer quantities are added to `layers`."""
-    from graftlm.grafts.model import GraftedModel
-    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
+    from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
+    from graftlm.grafted.model import GraftedModel
 
     described = dict(graft.describe(backbone))
     for name, spectra in described.pop("spectrum", {}).items():
@@ -276,9 +279,9 @@ def evaluate_graft(
     is not a complete graft, or belongs to another backbone, and BackboneError if the backbone can't be loaded, and
     MissingExtraError if tasks need lm-eval, which is not installed.
     """
+    from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
     from graftlm.evaluation.harness import run_lm_eval
-    from graftlm.grafts.model import GraftedModel
-    from graftlm.runs.graft_run import BackboneEvaluator, EvaluationConfig
+    from graftlm.grafted.model import GraftedModel
 
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)
     if not texts and not tasks and not evaluation.tasks:

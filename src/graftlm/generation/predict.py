@@ -10,18 +10,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from graftlm.artifact import Manifest, backbone_of, load_graft, read_manifest
 from graftlm.backbone import Backbone
 from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, check_not_empty, read_held_out_rows
 from graftlm.data.labelled_batches import RowEncoder
-from graftlm.data.tables import check_text, is_table, read_values
+from graftlm.data.table_files import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
-from graftlm.evaluation.labelled import measure_labelled, predict_labelled, predictor, summary_metrics
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.evaluation.label_metrics import measure_labelled, predict_labelled, predictor, summary_metrics
+from graftlm.files.reading import decode_utf8, read_text
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from graftlm.grafts.heads import TaskSpec
-from graftlm.io import decode_utf8, read_text
 from graftlm.runs.task_run import row_encoder, task_tests, tasks_of
+from graftlm.store.artifact import backbone_of, load_graft
+from graftlm.store.manifest import Manifest, read_manifest
 
 _CHUNK_ROWS = 1024  # rows in memory at a time
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from graftlm.evaluation.plots import PALETTE
+from graftlm.files.templates import fill_page
 from graftlm.generation.generate import Generation, TracedToken
-from graftlm.io import fill_page
 
 _GREY = "#8A8A8A"  # of the label `none`
 

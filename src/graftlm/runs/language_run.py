@@ -12,15 +12,16 @@ from pydantic import BeforeValidator, Field
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import fingerprint
-from graftlm.backbone.load import move
+from graftlm.backbone.backbone import move
 from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
-from graftlm.data.packing import build_blocks
+from graftlm.data.mixture import build_blocks
 from graftlm.data.sources import read_documents
 from graftlm.evaluation import Interval, Metric, Results, Row, score
-from graftlm.io import fill_once
-from graftlm.runs.graft_run import count_parameters, load_tests
-from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
+from graftlm.evaluation.evaluator import count_parameters, load_tests
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import fill_once
+from graftlm.runs.run import RunContext, Trainee, TrainingRun
 from graftlm.training import language_model
 from graftlm.training.config import TrainingConfig
 from graftlm.training.language_model import MIN_VOCAB_SIZE

@@ -16,23 +16,17 @@ from graftlm.data import DataConfig
 from graftlm.data.sources import check_sources
 from graftlm.errors import ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation.evaluator import BACKBONE_ROW, NEW_SET, OLD_SET, EvaluationConfig
 from graftlm.evaluation.frontier import Frontier
+from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.report import write_report
+from graftlm.files.writing import write_atomically
 from graftlm.grafts import default_config, graft_class, kinds
 from graftlm.grafts.base import ReplacesModel
-from graftlm.io import write_atomically
-from graftlm.runs.graft_run import (
-    BACKBONE_ROW,
-    GRAFT_NAME,
-    NEW_SET,
-    OLD_SET,
-    AnyGraft,
-    EvaluationConfig,
-    GraftRun,
-    check_sections,
-)
+from graftlm.runs.execute import execute, locked
+from graftlm.runs.graft_run import GRAFT_NAME, AnyGraft, GraftRun, check_sections
 from graftlm.runs.language_run import LanguageModelRecipe
-from graftlm.runs.run import Log, Measurement, Run, execute, locked
+from graftlm.runs.run import Log, Run
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.training.config import TrainingConfig
 from graftlm.training.distributed import check_tracker

@@ -14,7 +14,6 @@ from accelerate.utils import broadcast, set_seed
 from pydantic import Field
 from torch import Tensor, nn
 
-from graftlm.artifact import read_manifest, save_graft
 from graftlm.backbone import Backbone, max_sequence_length
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
@@ -23,12 +22,17 @@ from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, Score, Ta
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
-from graftlm.evaluation.labelled import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
-from graftlm.grafts import Graft, GraftConfig, GraftedModel, HasHeads
+from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.label_metrics import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.measurement import Measurement
+from graftlm.files.writing import write_atomically
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft, GraftConfig, HasHeads
 from graftlm.grafts.heads import TaskSpec, learnability, uncertainty
-from graftlm.io import write_atomically
-from graftlm.runs.graft_run import AnyGraft, count_parameters
-from graftlm.runs.run import Measurement, RunContext, Trainee, TrainingRun
+from graftlm.runs.graft_run import AnyGraft
+from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.store.artifact import save_graft
+from graftlm.store.manifest import read_manifest
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary
 

@@ -20,11 +20,11 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import end_ids
 from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache, slots_of
-from graftlm.backbone.packing import pack_weights, unpack_weights
+from graftlm.backbone.prepack import pack_weights, unpack_weights
 from graftlm.errors import GraftError
+from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
+from graftlm.grafted.row_groups import MixedBatch
 from graftlm.grafts import Graft
-from graftlm.grafts.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
-from graftlm.grafts.row_groups import MixedBatch
 from graftlm.serving.protocol import (
     EngineError,
     EngineFinishReason,

@@ -17,9 +17,10 @@ from graftlm.config import Config
 from graftlm.data.labelled import TaskRows
 from graftlm.data.labelled_batches import batches_by_length
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.labelled import decode_prediction
+from graftlm.evaluation.label_metrics import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question
-from graftlm.grafts import Graft, GraftedModel
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from graftlm.grafts.heads import pooled
 from graftlm.runs.task_run import tasks_of
 from graftlm.serving.engine import ScheduledRequest, ThreadedEngine

@@ -20,8 +20,8 @@ from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
 from graftlm.backbone.taps import check_conflicts
 from graftlm.config import Config
 from graftlm.errors import BackboneError, GraftError, TapConflictError
+from graftlm.grafted.graft_set import supports_row_groups
 from graftlm.grafts import Graft
-from graftlm.grafts.graft_set import supports_row_groups
 
 EngineFinishReason = Literal["stop", "length", "time", "cancelled"]
 

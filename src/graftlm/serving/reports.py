@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, JsonValue, OnErrorOmit, StrictFloat, StrictInt, TypeAdapter
 
-from graftlm.artifact import Manifest
 from graftlm.backbone import UNLIMITED
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
@@ -18,6 +17,7 @@ from graftlm.evaluation.results import FILE_NAME, Metric, Row
 from graftlm.serving.middleware import DOCUMENT_FACTOR
 from graftlm.serving.service import Service
 from graftlm.serving.store import StoredGraft
+from graftlm.store.manifest import Manifest
 
 _GRAFT_FOLDER = "graft"  # name of a graft's folder inside of a run's folder
 _MAX_REPORT_BYTES = 32 * 2**20

@@ -10,11 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from graftlm.artifact import read_manifest
 from graftlm.backbone import Backbone, BackboneKind, default_device, end_ids, load_backbone
-from graftlm.backbone.load import check_memory, inspect_model, quantize_weights, served_kind
+from graftlm.backbone.formats import quantize_weights
+from graftlm.backbone.load import inspect_model, served_kind
+from graftlm.backbone.memory import check_memory
 from graftlm.errors import GraftError
-from graftlm.io import fetch_folder
+from graftlm.files.hub import fetch_folder
 from graftlm.serving.engine import BatchingEngine, ThreadedEngine
 from graftlm.serving.grammars import GrammarCompiler
 from graftlm.serving.middleware import ServerMetrics
@@ -24,6 +25,7 @@ from graftlm.serving.router import EngineRouter
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.store import NAME, GraftStore
 from graftlm.serving.tokenization import ServingTokenizer
+from graftlm.store.manifest import read_manifest
 
 
 class Service:

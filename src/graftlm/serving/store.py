@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from graftlm.artifact import JSON_NAME, TENSORS_NAME, Manifest, load_graft, read_manifest
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError
 from graftlm.grafts import Graft
+from graftlm.store.artifact import load_graft
+from graftlm.store.manifest import JSON_NAME, TENSORS_NAME, Manifest, read_manifest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LOG = logging.getLogger("graftlm.serving")

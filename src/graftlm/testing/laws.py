@@ -26,12 +26,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
-from graftlm.artifact import graft_tensors, load_graft, save_graft
 from graftlm.backbone import Backbone, GenerationPrompt, Site, Sites
 from graftlm.backbone.taps import COUNT_KEY
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
 from graftlm.export import export_graft
-from graftlm.grafts import Exportable, ExportsAdapter, Graft, GraftedModel, HasHeads, build_graft, graft_config
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Exportable, ExportsAdapter, Graft, HasHeads, build_graft, graft_config
+from graftlm.store.artifact import graft_tensors, load_graft, save_graft
 from graftlm.testing.tiny import ENCODERS, WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 5e-5}  # logits of about 5 in float32, added in another order

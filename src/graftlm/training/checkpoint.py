@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers.utils.generic import flatten_dict
 
-from graftlm.data.packing import Batches
+from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
-from graftlm.io import file_digest, staged_folder, write_errors
+from graftlm.files.digests import file_digest
+from graftlm.files.writing import staged_folder, write_errors
 from graftlm.training.config import FREE_ON_RESUME, TrainingConfig
 from graftlm.training.distributed import DistributedContext, full_tensor, graft_buffers, shard_like
 

@@ -21,10 +21,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from graftlm.backbone import leading_bos, max_sequence_length
-from graftlm.data.packing import Boundaries, check_boundaries
+from graftlm.data.boundaries import Boundaries, check_boundaries
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean, first_line
-from graftlm.grafts.model import GraftedOutput, language_modelling_loss
-from graftlm.io import staged_folder
+from graftlm.files.writing import staged_folder
+from graftlm.grafted.model import GraftedOutput, language_modelling_loss
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
 

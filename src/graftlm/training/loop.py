@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from graftlm.data import Batch
-from graftlm.data.packing import Batches
+from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
-from graftlm.io import progress_bar
+from graftlm.progress import progress_bar
 from graftlm.training.checkpoint import (
     HISTORY,
     History,

@@ -16,9 +16,9 @@ from accelerate import PartialState
 from torch import Tensor
 
 from graftlm.data import NEW, Batch, Mixture, TokenBlocks
-from graftlm.data.packing import collate
+from graftlm.data.rows import collate
 from graftlm.errors import DataError, RecipeError
-from graftlm.grafts.model import GraftedModel, GraftedOutput
+from graftlm.grafted.model import GraftedModel, GraftedOutput
 
 
 @dataclass(frozen=True)

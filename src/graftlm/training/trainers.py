@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
-from graftlm.data.packing import Batch
+from graftlm.data.rows import Batch
 from graftlm.errors import TrainingError
 
 

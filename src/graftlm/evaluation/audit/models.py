@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graftlm.artifact import backbone_of, load_grafts, read_manifest
 from graftlm.backbone import Backbone, default_device, load_backbone
-from graftlm.backbone.load import Quantization, load_tokenizer, quantize_weights
+from graftlm.backbone.formats import Quantization, quantize_weights
+from graftlm.backbone.load import load_tokenizer
 from graftlm.errors import ArtifactError, BackboneError, EvaluationError, WrongBackboneError, first_line
-from graftlm.grafts import GraftedModel
-from graftlm.io import ADAPTER_CONFIG, ModelFiles, fetch_folder, holds, read_adapter_config
+from graftlm.files.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from graftlm.files.hub import fetch_folder, holds
+from graftlm.files.model_files import ModelFiles
+from graftlm.grafted.model import GraftedModel
+from graftlm.store.artifact import backbone_of, load_grafts
+from graftlm.store.manifest import read_manifest
 
 Auditable = str | Path | Backbone | GraftedModel
 _CONVERSATION = (("user", "Where?"), ("assistant", "There."), ("user", "Why?"))

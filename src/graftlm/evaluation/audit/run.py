@@ -24,10 +24,13 @@ from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compar
 from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.metrics import cut_windows, limit_scored, own_windows, paired_difference, score
 from graftlm.evaluation.report import write_report
+from graftlm.evaluation.result_tables import format_metric, metric_names, metric_title, print_side_by_side
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
-from graftlm.evaluation.tables import format_metric, metric_names, metric_title, print_side_by_side
 from graftlm.evaluation.tasks import Task, TaskConfig, TaskResult, measure_task, read_task
-from graftlm.io import by_content, digest, fill_page, progress_bar, write_atomically
+from graftlm.files.digests import by_content, digest
+from graftlm.files.templates import fill_page
+from graftlm.files.writing import write_atomically
+from graftlm.progress import progress_bar
 
 PAGE_NAME = "audit.html"
 _SHARE = "{task.percentage:>3.0f}%"  # of a progress bar

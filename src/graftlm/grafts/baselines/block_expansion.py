@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Site, Sites
-from graftlm.backbone.families import RUNTIME_FIELDS, linear_sizes
+from graftlm.backbone.modules import RUNTIME_FIELDS, linear_sizes
 from graftlm.errors import BackboneError, RecipeError, TapConflictError, first_line
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.trained_copy import check_plain

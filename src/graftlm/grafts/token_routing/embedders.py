@@ -15,12 +15,12 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
+from graftlm.backbone.backbone import clone_without_hooks
 from graftlm.backbone.cache import join_columns, slots
-from graftlm.backbone.load import clone_without_hooks
 from graftlm.errors import BackboneError, GraftError, first_line
+from graftlm.files.extras import import_extra
 from graftlm.grafts.token_routing.config import EmbedderConfig
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
-from graftlm.io import import_extra
 
 PROBE = "The quick brown fox asks how much 12 + 30 is."
 """Its embedding is saved beside the centroids, to detect another embedder."""

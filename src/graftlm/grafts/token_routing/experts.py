@@ -23,11 +23,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Site
-from graftlm.backbone.families import linear_sizes
+from graftlm.backbone.modules import linear_sizes
 from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, GraftError, WrongBackboneError, first_line
+from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.digests import file_digest
+from graftlm.files.hub import fetch_folder
+from graftlm.files.model_files import named_model
 from graftlm.grafts.token_routing.config import ExpertConfig
-from graftlm.io import ADAPTER_CONFIG, ADAPTER_TENSORS, fetch_folder, file_digest, named_model, read_adapter_config
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_([AB])|([AB])\.weight)")
 _ADAPTERS: dict[str, Any] = read_yaml(Path(__file__).with_name("adapters.yaml"))

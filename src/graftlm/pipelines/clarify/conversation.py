@@ -24,7 +24,8 @@ from pydantic import Field
 
 from graftlm.config import Config, read_yaml
 from graftlm.errors import DataError, RecipeError
-from graftlm.io import read_text, write_atomically
+from graftlm.files.reading import read_text
+from graftlm.files.writing import write_atomically
 from graftlm.pipelines.clarify.prompts import Exchange
 from graftlm.pipelines.clarify.templates import load_template
 

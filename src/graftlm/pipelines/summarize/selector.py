@@ -30,7 +30,8 @@ from transformers import PreTrainedTokenizerFast
 from graftlm.backbone import default_device
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, BackboneError, DataError, GraftError, first_line
-from graftlm.io import import_extra, staged_folder
+from graftlm.files.extras import import_extra
+from graftlm.files.writing import staged_folder
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract

@@ -11,11 +11,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from graftlm import io
 from graftlm.config import read_yaml
 from graftlm.errors import DataError, RecipeError
+from graftlm.files import extras
 
-import_extra = partial(io.import_extra, "summarize")
+import_extra = partial(extras.import_extra, "summarize")
 _LINE_BREAK = re.compile(r"[\r\n]")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # a CJK character is a word
 MAX_SENTENCE = 1000  # characters

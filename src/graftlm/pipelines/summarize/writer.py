@@ -25,11 +25,11 @@ from graftlm.backbone import end_ids, generate_rows, leading_bos, max_sequence_l
 from graftlm.config import Config
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
+from graftlm.data.boundaries import split_rows
 from graftlm.data.chats import render_question
-from graftlm.data.packing import split_rows
 from graftlm.errors import DataError, RecipeError
+from graftlm.files.writing import write_atomically
 from graftlm.generation.generate import load_model
-from graftlm.io import write_atomically
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.selection import Extract
 from graftlm.pipelines.summarize.text import split_sentences, split_words

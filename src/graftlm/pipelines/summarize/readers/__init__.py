@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from graftlm.errors import DataError
-from graftlm.io import BYTE_ORDER_MARK, decode_utf8, read_errors
+from graftlm.files.reading import BYTE_ORDER_MARK, decode_utf8, read_errors
 from graftlm.pipelines.summarize.document import SourceDocument, TextBlock, build_document
 from graftlm.pipelines.summarize.readers.latex import latex_blocks
 from graftlm.pipelines.summarize.readers.markdown import markdown_blocks

@@ -1,0 +1,31 @@
+"""The measured result of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graftlm.evaluation import Row
+
+
+@dataclass
+class Measurement:
+    """The measured result of one run: its metrics as a row of a report, and details as plain JSON values.
+
+    The details are `statistics`, `losses`, `tasks` and others.
+    """
+
+    row: Row
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"row": self.row.model_dump(mode="json"), "details": self.details}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Measurement:
+        return cls(Row.model_validate(values["row"]), dict(values["details"]))
+
+    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the row."""
+        self.row = self.row.model_copy(update={"metrics": {**self.row.metrics, **metrics}})

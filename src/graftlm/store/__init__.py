@@ -1,0 +1,1 @@
+"""Artefacts on disk: grafts, their manifests, and exported models."""
