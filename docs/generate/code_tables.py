@@ -33,16 +33,21 @@ def keys(name: str, page: Path) -> str:
     rows = []
     for key, field in config.model_fields.items():
         if key != "kind":
-            rows.append(_key(key, field, field.description or described.get(key, "")))
-    return table(["key", "value", "default", "meaning"], rows)
+            rows.append([f"`{key}`", _value(field), field.description or described.get(key, "")])
+    return table(["key", "value", "meaning"], rows)
 
 
-def _key(key: str, field: FieldInfo, meaning: str) -> list[str]:
+def _value(field: FieldInfo) -> str:
+    """Return the default of a key, or the kind of its value; of several words the default is bold."""
+    kind = _type(field.annotation)
     if field.is_required():
-        default = "required"
-    else:
-        default = _default(field.get_default(call_default_factory=True))
-    return [f"`{key}`", _type(field.annotation), default, meaning]
+        return f"{kind}, required"
+    default = _default(field.get_default(call_default_factory=True))
+    if not default:
+        return kind
+    if default in kind:
+        return kind.replace(default, f"**{default}**", 1)
+    return default
 
 
 def _described_arguments(config: type) -> dict[str, str]:

@@ -28,11 +28,13 @@ def families(part: str, page: Path) -> str:
     if part == "reasons":
         return "\n".join(f"{number}. {reason}" for number, reason in enumerate(_reasons(), 1))
     kinds = list(next(iter(_cells().values())))
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for family, row in _cells().items():
         if _is_encoder(row) == (part == "encoders"):
-            rows.append([family, *(_entry(row[kind]) for kind in kinds)])
-    return table(["family", *kinds], rows)
+            entries = tuple(_entry(row[kind]) for kind in kinds)
+            alike.setdefault(entries, []).append(family)
+    rows = [[", ".join(names), *entries] for entries, names in alike.items()]
+    return table(["families", *kinds], rows)
 
 
 def _is_encoder(row: Mapping[str, Uses]) -> bool:

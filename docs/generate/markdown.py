@@ -14,4 +14,4 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     escaped = [cell.replace("|", "\\|") for cell in cells]
-    return f"| {' | '.join(escaped)} |"
+    return f"|{'|'.join(escaped)}|"
