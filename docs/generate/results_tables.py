@@ -68,11 +68,11 @@ def _number(value: float, spec: str) -> str:
 
 
 def results(arguments: str, page: Path) -> str:
-    """Return rows and metrics of the `results.json` of an experiment.
+    """Return rows and metrics of the `results.json` of an experiment or a benchmark.
 
     Args:
-        arguments: Folder of the experiment, then names of metrics, each with an optional format after a colon, such as
-            `self_replay learned:.3fi own_kl:.3fi`. After the word `rows` follow the ids of the rows; without it all
+        arguments: Folder of the results, then names of metrics, each with an optional format after a colon, such as
+            `experiments/self_replay learned:.3fi own_kl:.3fi`. After the word `rows` follow the ids of the rows; without it all
             rows with one of the metrics are shown.
         page: The page that shows the table.
     """
@@ -84,7 +84,7 @@ def results(arguments: str, page: Path) -> str:
         columns.append((name, spec or ".3fi"))
     ids = rows_part.split()
     rows = []
-    for row in load_results(ROOT / "experiments" / folder)["rows"]:
+    for row in load_results(ROOT / folder)["rows"]:
         metrics = row["metrics"]
         has_value = any(name in metrics for name, _ in columns)
         if has_value and (not ids or row["id"] in ids):
