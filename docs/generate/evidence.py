@@ -67,13 +67,16 @@ def evidence_table(selection: str, page: Path) -> str:
         selection: `front`, `all`, or the name of a method's page.
         page: The page that shows the table.
     """
-    chosen = []
-    for claim in claims().values():
-        if selection == "all" or (selection == "front" and claim.front) or selection in claim.methods:
-            chosen.append(claim)
-    if not chosen:
+    rows = [_row(claim, page) for claim in claims().values() if _is_chosen(claim, selection)]
+    if not rows:
         raise ValueError(f"{page}: there is no claim for {selection!r}.")
-    return table(HEAD, [_row(claim, page) for claim in chosen])
+    return table(HEAD, rows)
+
+
+def _is_chosen(claim: Claim, selection: str) -> bool:
+    if selection == "front":
+        return claim.front
+    return selection == "all" or selection in claim.methods
 
 
 def _row(claim: Claim, page: Path) -> list[str]:

@@ -72,8 +72,8 @@ def results(arguments: str, page: Path) -> str:
 
     Args:
         arguments: Folder of the results, then names of metrics, each with an optional format after a colon, such as
-            `experiments/self_replay learned:.3fi own_kl:.3fi`. After the word `rows` follow the ids of the rows; without it all
-            rows with one of the metrics are shown.
+            `experiments/self_replay learned:.3fi own_kl:.3fi`. After the word `rows` follow the ids of the rows;
+            without it all rows with one of the metrics are shown.
         page: The page that shows the table.
     """
     folder, _, selection = arguments.partition(" ")

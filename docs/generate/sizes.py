@@ -145,12 +145,17 @@ def time(arguments: str, page: Path) -> str:
     rows = []
     for shape in SHAPES:
         needs = requirements(shape)
-        row = [shape.name, f"{needs.flops_per_token / 1e9:.1f}"]
-        for rate in (1e11, 1e14):
-            row.append(_duration(1e7 * needs.flops_per_token / rate / 3600))
-        for bandwidth in (50 * GB, 1000 * GB):
-            row.append(f"{needs.decode_rate(bandwidth):,.0f} tokens/s")
-        rows.append(row)
+        hours = 1e7 * needs.flops_per_token / 3600
+        rows.append(
+            [
+                shape.name,
+                f"{needs.flops_per_token / 1e9:.1f}",
+                _duration(hours / 1e11),
+                _duration(hours / 1e14),
+                f"{needs.decode_rate(50 * GB):,.0f} tokens/s",
+                f"{needs.decode_rate(1000 * GB):,.0f} tokens/s",
+            ]
+        )
     return table(head, rows)
 
 

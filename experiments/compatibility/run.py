@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from experiments.study import Study, aim
 from graftlm.errors import UnknownFamilyError
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.measurement import Measurement
-from graftlm.files.writing import write_atomically
 from graftlm.grafts import kinds
 from graftlm.runs.run import Run, RunContext
 
 TESTS = Path(__file__).parents[2] / "tests"
 VERDICTS = ("right", "refused", "wrong", "not applicable")
 QUICK = ("llama", "lfm2", "bert")
-Cells = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 class CompatibilityRun(Run):
@@ -50,7 +47,7 @@ class CompatibilityRun(Run):
 
 
 def run(options: Options) -> Results:
-    """Measure all cells; also writes the page `families.md`."""
+    """Measure all cells; `python -m docs.generate` makes the tables of the page on families from the results."""
     study, tiny = Study(options), _test_module("tiny")
     families = QUICK if options.quick else (*tiny.FAMILIES, *tiny.MORE_FAMILY_CONFIGS)
     runs = [CompatibilityRun(id=family, label=family, family=family) for family in families]
@@ -63,47 +60,7 @@ def run(options: Options) -> Results:
     rows.append(Row(id="mutations", label="mutations that the tests see", metrics=dict(counts)))
     cells: Any = json.loads(json.dumps({family: measured[family].details["cells"] for family in families}))
     aims = [aim("No cell is wrong.", "cells_wrong", 1, wrong)]
-    results = study.write("compatibility", rows, aims=aims, details={"cells": cells}, seeds=[0])
-    write_atomically(options.out / "families.md", page(cells).encode())
-    return results
-
-
-def page(cells: Mapping[str, Cells]) -> str:
-    """The page of the documentation: families by kinds, and the sentences of all refusals."""
-    template = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
-    encoders, sentences = _test_module("tiny").ALL_ENCODERS, list[str]()
-    decoding = [_line(family, row, sentences) for family, row in cells.items() if family not in encoders]
-    encoding = [_line(family, row, sentences) for family, row in cells.items() if family in encoders]
-    first = next(iter(cells.values()))
-    head = f"| family | {' | '.join(first)} |\n|{'---|' * (1 + len(first))}\n"
-    numbered = "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, 1))
-    parts = {"decoders": head + "\n".join(decoding), "encoders": head + "\n".join(encoding), "sentences": numbered}
-    for name, text in parts.items():
-        template = template.replace(f"{{{name}}}", text)
-    return template
-
-
-def _line(family: str, row: Cells, sentences: list[str]) -> str:
-    """A row of the table; new sentences are added to those that are numbered."""
-    return f"| {family} | {' | '.join(_entry(cells, sentences) for cells in row.values())} |"
-
-
-def _entry(cells: Mapping[str, Sequence[str]], sentences: list[str]) -> str:
-    """`right`, or what is refused or wrong and the number of the sentence."""
-    other: dict[tuple[str, int], list[str]] = {}
-    for use, (verdict, sentence) in cells.items():
-        if verdict in ("refused", "wrong"):
-            if sentence not in sentences:
-                sentences.append(sentence)
-            other.setdefault((verdict, sentences.index(sentence) + 1), []).append(use)
-    applicable = sum(verdict != "not applicable" for verdict, _ in cells.values())
-    return (
-        "; ".join(
-            f"{verdict} [{number}]" if len(uses) == applicable else f"{', '.join(uses)} {verdict} [{number}]"
-            for (verdict, number), uses in other.items()
-        )
-        or "right"
-    )
+    return study.write("compatibility", rows, aims=aims, details={"cells": cells}, seeds=[0])
 
 
 def _test_module(name: str) -> Any:

@@ -262,8 +262,6 @@ def test_the_committed_results_have_every_row() -> None:
     ("page", "least"),
     [
         ("experiments/block_state/README.md", 250),
-        ("src/graftlm/models/block_state/README.md", 20),
-        ("docs/methods/block-state.md", 20),
     ],
 )
 def test_the_intervals_of_the_pages_are_those_of_the_results(page: str, least: int) -> None:
