@@ -20,6 +20,8 @@ from graftlm.config import Config
 
 ROOT = Path(__file__).parents[2]
 SHARED_BY = 5  # an option that at least as many verbs have with the same help is listed once, for all of them
+_ARGUMENTS = re.compile(r"^Args:\n(?P<arguments>.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_ARGUMENT = re.compile(r"^ {4}(?P<name>\w+): (?P<meaning>.*(?:\n {5,}.*)*)", re.MULTILINE)
 _TYPES = {str: "text", int: "number", float: "number", bool: "`true`, `false`"}
 
 
@@ -55,11 +57,11 @@ def _described_arguments(config: type) -> dict[str, str]:
     described: dict[str, str] = {}
     for base in reversed(config.__mro__):
         text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
-        section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+        section = _ARGUMENTS.search(text)
         if section is None:
             continue
-        for argument in re.finditer(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1], re.MULTILINE):
-            described[argument[1]] = " ".join(argument[2].split())
+        for argument in _ARGUMENT.finditer(section["arguments"]):
+            described[argument["name"]] = " ".join(argument["meaning"].split())
     return described
 
 
@@ -82,12 +84,16 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(_type(argument) for argument in arguments if argument is not NoneType)
+        kinds = [_type(argument) for argument in arguments if argument is not NoneType]
+        return " or ".join(kinds)
     if origin is list:
         item = _type(arguments[0])
-        return f"list of {item}" if item.startswith("list") else f"list of {item}s"
+        if item.startswith("list"):
+            return f"list of {item}"
+        return f"list of {item}s"
     if origin is tuple:
-        return f"list of {len(arguments)} {_type(arguments[0])}s"
+        item = _type(arguments[0])
+        return f"list of {len(arguments)} {item}s"
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Config):
@@ -117,15 +123,12 @@ def options(verb: str, page: Path) -> str:
     """Return the options of a verb; those of `shared` are the options that many verbs have."""
     shared = _shared_options()
     if verb == "shared":
-        found: dict[tuple[str, str], str] = {}
-        for command in commands().values():
-            for option in _options(command):
-                if _identity(option) in shared:
-                    found.setdefault(_identity(option), _option_row(option)[0])
-        rows = [[name, text] for (_, text), name in found.items()]
-        return table(["option", "meaning"], rows)
-    own = [option for option in _options(commands()[verb]) if _identity(option) not in shared]
-    return table(["option", "meaning"], [_option_row(option) for option in own])
+        chosen = list(shared.values())
+    else:
+        own = _options(commands()[verb])
+        chosen = [option for option in own if _identity(option) not in shared]
+    rows = [_option_row(option) for option in chosen]
+    return table(["option", "meaning"], rows)
 
 
 def _options(command: Any) -> list[Any]:
@@ -136,9 +139,15 @@ def _identity(option: Any) -> tuple[str, str]:
     return option.opts[0], option.help or ""
 
 
-def _shared_options() -> set[tuple[str, str]]:
-    counts = Counter(_identity(option) for command in commands().values() for option in _options(command))
-    return {identity for identity, count in counts.items() if count >= SHARED_BY}
+def _shared_options() -> dict[tuple[str, str], Any]:
+    """Return the options that many verbs have, by their names and help texts."""
+    counts: Counter[tuple[str, str]] = Counter()
+    options_by_identity: dict[tuple[str, str], Any] = {}
+    for command in commands().values():
+        for option in _options(command):
+            counts[_identity(option)] += 1
+            options_by_identity.setdefault(_identity(option), option)
+    return {identity: option for identity, option in options_by_identity.items() if counts[identity] >= SHARED_BY}
 
 
 def _option_row(option: Any) -> list[str]:
@@ -165,11 +174,13 @@ def grafts(arguments: str, page: Path) -> str:
 def extras(arguments: str, page: Path) -> str:
     """Return the extras with the comment above each in pyproject.toml, and their packages."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
     rows = []
-    for extra, requirements in tomllib.loads(text)["project"]["optional-dependencies"].items():
+    for extra, requirements in project["optional-dependencies"].items():
         comment = re.search(rf"^# (.+)\n{extra} = ", text, re.MULTILINE)
-        packages = ", ".join(re.split(r"[<>=~!\[ ;]", requirement)[0] for requirement in requirements)
-        rows.append([f"`graftlm[{extra}]`", comment[1] if comment else "", packages])
+        purpose = comment[1] if comment else ""
+        packages = [re.split(r"[<>=~!\[ ;]", requirement)[0] for requirement in requirements]
+        rows.append([f"`graftlm[{extra}]`", purpose, ", ".join(packages)])
     return table(["extra", "for", "packages"], rows)
 
 
@@ -177,7 +188,8 @@ def experiments(arguments: str, page: Path) -> str:
     """Return the experiments with the titles of their READMEs."""
     rows = []
     for readme in sorted((ROOT / "experiments").glob("*/README.md")):
-        title = readme.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        first_line, _, _ = readme.read_text(encoding="utf-8").partition("\n")
+        title = first_line.removeprefix("# ")
         name = readme.parent.name.replace("_", "-")
         link = os.path.relpath(readme, page.parent)
         rows.append([f"[`{name}`]({link})", title])

@@ -26,20 +26,27 @@ def _cells() -> Cells:
 def families(part: str, page: Path) -> str:
     """Return the table of `decoders` or `encoders`, or the list of `reasons`."""
     if part == "reasons":
-        return "\n".join(f"{number}. {reason}" for number, reason in enumerate(_reasons(), 1))
+        numbered = [f"{number}. {reason}" for number, reason in enumerate(_reasons(), 1)]
+        return "\n".join(numbered)
     kinds = list(next(iter(_cells().values())))
     alike: dict[tuple[str, ...], list[str]] = {}
     for family, row in _cells().items():
         if _is_encoder(row) == (part == "encoders"):
             entries = tuple(_entry(row[kind]) for kind in kinds)
-            alike.setdefault(entries, []).append(family)
+            names = alike.setdefault(entries, [])
+            names.append(family)
     rows = [[", ".join(names), *entries] for entries, names in alike.items()]
     return table(["families", *kinds], rows)
 
 
 def _is_encoder(row: Mapping[str, Uses]) -> bool:
     """Whether no kind of graft can generate on this family."""
-    return all(uses[use][0] == "not applicable" for uses in row.values() for use in GENERATION)
+    for uses in row.values():
+        for use in GENERATION:
+            verdict, _ = uses[use]
+            if verdict != "not applicable":
+                return False
+    return True
 
 
 def _entry(uses: Uses) -> str:
@@ -57,9 +64,10 @@ def _entry(uses: Uses) -> str:
         return "yes"
     entries = []
     for (verdict, number), names in other.items():
-        word = "no" if verdict == "refused" else "wrong"
-        where = "" if len(names) == applicable else f"{', '.join(names)}: "
-        entries.append(f"{where}{word} [{number}]")
+        entry = f"no [{number}]" if verdict == "refused" else f"wrong [{number}]"
+        if len(names) < applicable:
+            entry = f"{', '.join(names)}: {entry}"
+        entries.append(entry)
     return "; ".join(entries)
 
 

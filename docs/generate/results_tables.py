@@ -88,6 +88,11 @@ def results(arguments: str, page: Path) -> str:
         metrics = row["metrics"]
         has_value = any(name in metrics for name, _ in columns)
         if has_value and (not ids or row["id"] in ids):
-            cells = [show(metrics[name], spec) if name in metrics else "" for name, spec in columns]
+            cells = [_cell(metrics, name, spec) for name, spec in columns]
             rows.append([row["label"], *cells])
-    return table(["row", *(name for name, _ in columns)], rows)
+    names = [name for name, _ in columns]
+    return table(["row", *names], rows)
+
+
+def _cell(metrics: Mapping[str, Any], name: str, spec: str) -> str:
+    return show(metrics[name], spec) if name in metrics else ""
