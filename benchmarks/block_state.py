@@ -1,18 +1,20 @@
-"""The cost of a block-state layer beside block-recurrent, sliding window, full attention and the public package.
+"""The cost of a block-state layer, compared with block-recurrent, sliding-window and full attention layers.
 
     python benchmarks/block_state.py --out DIR [--quick] [--device DEVICE] [--clock wall|cpu]
 
 All layers run in one process, in rounds of alternating order, so that other load on the machine affects both sides of a
 ratio. A `ratio` is the block-recurrent layer's time over that of single-head S4D: the median over rounds, with the
-smallest and the largest as its interval. All layers have random weights, one width and one FFN.
+smallest and the largest as its interval. All layers have random weights, the same width and the same FFN. The package
+block-recurrent-transformer-pytorch is measured too, if it is installed.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +26,26 @@ from turns import Clock, Turns, command, interval, rounds, seconds
 
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.models.block_state import BlockStateConfig, BlockStateModel
+from graftlm.models.block_state.cache import LayerCache
 
 NAME = "bench-block-state"
 NAMES = ("1k", "4k", "16k", "65k")
-GROWTH, DECODE = 1.15, 1.1
+GROWTH = 1.15
+DECODE = 1.1
 HOW = {
-    "forward": "seconds of one layer's forward pass without gradients, one row of text, hidden states in and out. "
-    "ratio: of block_recurrent over bst_sh, round by round; over_NAME: the same over another block-state layer; "
-    "NAMEover: of another layer over bst_sh",
+    "forward": "seconds of the forward pass of one layer without gradients, for one row of hidden states. ratio: "
+    "block_recurrent over bst_sh, in each round; over_NAME: block_recurrent over another block-state layer; "
+    "NAME_over: another layer over bst_sh",
     "training": "forward and backward pass with gradients of weights and inputs: ratio_training",
-    "growth_exponent": "slope of log(seconds) on log(length), from the second length to the longest",
+    "growth_exponent": "slope of log(seconds) over log(length), from the second length to the longest",
     "decode_65k_vs_1k": "seconds of a cached step of one token after the longer text over those after the shorter; "
-    "cache_bytes: the size of the caches",
+    "cache_bytes: size of the caches",
     "public_package": "block-recurrent-transformer-pytorch, one recurrent layer with as many state vectors as the "
-    "window has tokens; its embedding and its output of 16 tokens are part of its time",
+    "window has tokens; its time includes its embedding and its output of 16 tokens",
 }
-OURS, RECURRENT, PUBLIC = "bst_sh", "block_recurrent", "public_package"
+OURS = "bst_sh"
+RECURRENT = "block_recurrent"
+PUBLIC = "public_package"
 MIXERS: dict[str, dict[str, Any]] = {
     OURS: {"mixer": "block-state", "context": "sh"},
     "bst_mh": {"mixer": "block-state", "context": "mh"},
@@ -52,7 +58,24 @@ MIXERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LayerBenchmarkConfig:
-    """Sizes of the layers and of the work."""
+    """Sizes of the layers and of the measurements.
+
+    Args:
+        width: hidden size d.
+        ffn: hidden size of the FFN.
+        heads: attention heads.
+        window: window length in tokens.
+        state: state size of the state-space models.
+        lengths: lengths of the texts, one for each of `NAMES`; the aims apply from the second on.
+        full_up_to: longest text for full attention.
+        others_up_to: longest text for all layers but single-head, block-recurrent and sliding window.
+        training_up_to: longest text for training.
+        forward_rounds: rounds of forward passes.
+        training_rounds: rounds of training.
+        decode: lengths of the texts before a decode step.
+        decode_rounds: rounds of decoding.
+        steps: number of tokens decoded in a measurement.
+    """
 
     width: int = 512
     ffn: int = 2048
@@ -60,22 +83,36 @@ class LayerBenchmarkConfig:
     window: int = 128
     state: int = 16
     lengths: tuple[int, ...] = (1024, 4096, 16_384, 65_536)
-    """One for each of `NAMES`; the aims hold from the second on."""
     full_up_to: int = 4096
-    """The longest text for full attention."""
     others_up_to: int = 16_384
-    """The longest text for all layers but single-head, block-recurrent and sliding window."""
     training_up_to: int = 4096
     forward_rounds: int = 7
     training_rounds: int = 5
     decode: tuple[int, int] = (1024, 65_536)
     decode_rounds: int = 9
     steps: int = 16
-    """Tokens of a measurement of decoding."""
+
+
+QUICK = LayerBenchmarkConfig(
+    width=32,
+    ffn=64,
+    heads=2,
+    window=8,
+    state=4,
+    lengths=(16, 32, 48, 64),
+    full_up_to=32,
+    others_up_to=48,
+    training_up_to=32,
+    forward_rounds=3,
+    training_rounds=3,
+    decode=(32, 64),
+    decode_rounds=3,
+    steps=2,
+)
 
 
 class FullAttention(nn.Module):
-    """A layer with full causal attention by torch's fused kernels, with the same norms and FFN."""
+    """A layer with full causal attention by PyTorch's fused kernels, with the same norms and FFN."""
 
     def __init__(self, size: LayerBenchmarkConfig) -> None:
         super().__init__()
@@ -87,13 +124,19 @@ class FullAttention(nn.Module):
         self.down = nn.Linear(size.ffn, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d)."""
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        """Apply the layer to hidden states (B, T, d)."""
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        out = functional.scaled_dot_product_attention(
+            self._split_heads(q),
+            self._split_heads(k),
+            self._split_heads(v),
+            is_causal=True,
         )
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(out.transpose(1, 2).flatten(2))
         return x + self.down(functional.relu(self.up(self.norms[1](x))))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class BlockStateModelLayer(nn.Module):
@@ -118,14 +161,14 @@ class BlockStateModelLayer(nn.Module):
         self.model = BlockStateModel(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d)."""
+        """Apply the layer to hidden states (B, T, d)."""
         return self.model(inputs_embeds=x, use_cache=False).last_hidden_state
 
 
 class PublicPackageLayer(nn.Module):
-    """The layer of the public package, which reads token ids."""
+    """A layer of the public package, which reads token ids."""
 
-    def __init__(self, size: LayerBenchmarkConfig, model_class: Any) -> None:
+    def __init__(self, size: LayerBenchmarkConfig, model_class: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.model = model_class(
             num_tokens=16,
@@ -141,61 +184,70 @@ class PublicPackageLayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, 16) for hidden states (B, T, d), of which only the shape is used: all token ids are zero."""
-        return self.model(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device))[0]
+        """Compute logits (B, T, 16) for hidden states (B, T, d), whose shape alone is used: all token ids are zero."""
+        ids = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+        logits, *_ = self.model(ids)
+        return logits
 
 
 def public_layer(size: LayerBenchmarkConfig) -> PublicPackageLayer | None:
-    """The layer of the public package; None, with a message, if it is not installed."""
+    """Build the layer of the public package; prints a message and returns None if it is not installed."""
     try:
         from block_recurrent_transformer_pytorch import BlockRecurrentTransformer  # type: ignore[import-not-found]
     except ImportError:
         print(
-            "The public package is not installed, so its figures are left out: "
+            "The public package is not installed, so it is not measured: "
             "run `pip install block-recurrent-transformer-pytorch`."
         )
         return None
     return PublicPackageLayer(size, BlockRecurrentTransformer)
 
 
-QUICK = LayerBenchmarkConfig(32, 64, 2, 8, 4, (16, 32, 48, 64), 32, 48, 32, 3, 3, (32, 64), 3, 2)
-
-
 class LayerBenchmark:
     """All compared layers, and their measurements."""
 
     def __init__(self, size: LayerBenchmarkConfig, device: torch.device, clock: Clock) -> None:
-        self.size, self.device, self.clock = size, device, clock
+        self.size = size
+        self.device = device
+        self.clock: Clock = clock
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         torch.manual_seed(0)
         named: dict[str, nn.Module] = {name: BlockStateModelLayer(size, values) for name, values in MIXERS.items()}
         named["full_attention"] = FullAttention(size)
-        if (public := public_layer(size)) is not None:
+        public = public_layer(size)
+        if public is not None:
             named[PUBLIC] = public
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.named = {name: layer.to(device) for name, layer in named.items()}
 
     def at(self, length: int) -> dict[str, nn.Module]:
-        """The layers that are timed at a length."""
-        limits = dict.fromkeys((OURS, RECURRENT, "slide"), length) | {"full_attention": self.size.full_up_to}
-        return {n: layer for n, layer in self.named.items() if length <= limits.get(n, self.size.others_up_to)}
+        """Return the layers that are measured at a length."""
+        return {name: layer for name, layer in self.named.items() if self._is_measured(name, length)}
+
+    def _is_measured(self, name: str, length: int) -> bool:
+        if name in (OURS, RECURRENT, "slide"):
+            return True
+        if name == "full_attention":
+            return length <= self.size.full_up_to
+        return length <= self.size.others_up_to
 
     def forward(self, length: int) -> Turns:
-        """Seconds of forward passes."""
+        """Measure the seconds of forward passes."""
         x = torch.randn(1, length, self.size.width, device=self.device)
 
-        @torch.no_grad()  # not inference_mode: the public package keeps tensors of one pass for the next
+        # Not inference_mode, since the public package keeps tensors of one pass for the next.
+        @torch.no_grad()
         def work(layer: nn.Module) -> None:
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+            with self._autocast():
                 layer(x)
 
         return self._rounds(work, length, self.size.forward_rounds)
 
     def training(self, length: int) -> Turns:
-        """Seconds of forward and backward passes."""
+        """Measure the seconds of forward and backward passes."""
         x = torch.randn(1, length, self.size.width, device=self.device, requires_grad=True)
 
         def work(layer: nn.Module) -> None:
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+            with self._autocast():
                 out = layer(x)
             out.float().square().mean().backward()
             layer.zero_grad()
@@ -203,16 +255,22 @@ class LayerBenchmark:
 
         return self._rounds(work, length, self.size.training_rounds)
 
-    def _rounds(self, work: Callable[[nn.Module], None], length: int, count: int) -> Turns:
-        def turn(layer: nn.Module) -> Callable[[], float]:
-            return lambda: seconds(lambda: work(layer), self.device, self.clock)
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16)
 
-        return rounds({name: turn(layer) for name, layer in self.at(length).items()}, count)
+    def _rounds(self, work: Callable[[nn.Module], None], length: int, count: int) -> Turns:
+        """Measure the seconds of `work` for all layers at a length."""
+        turns = {name: partial(self._seconds, partial(work, layer)) for name, layer in self.at(length).items()}
+        return rounds(turns, count)
+
+    def _seconds(self, work: Callable[[], None]) -> float:
+        return seconds(work, self.device, self.clock)
 
     def decode(self) -> tuple[Turns, dict[str, int]]:
-        """Seconds of a step after the shorter and the longer text, and the bytes of their caches."""
-        model: Any = self.named[OURS].model
-        model.eval()
+        """Measure the seconds of a decode step after the shorter and the longer text, and the bytes of their caches."""
+        layer = self.named[OURS]
+        assert isinstance(layer, BlockStateModelLayer)
+        model = layer.model.eval()
         caches = {str(length): self._read(model, length) for length in self.size.decode}
         token = torch.randn(1, 1, self.size.width, device=self.device)
 
@@ -221,60 +279,72 @@ class LayerBenchmark:
             for _ in range(self.size.steps):
                 model(inputs_embeds=token, past_key_values=cache, use_cache=True)
 
-        def turn(cache: DynamicCache) -> Callable[[], float]:
-            return lambda: seconds(lambda: work(cache), self.device, self.clock) / self.size.steps
+        def turn(cache: DynamicCache) -> float:
+            return self._seconds(partial(work, cache)) / self.size.steps
 
-        timed = rounds({name: turn(cache) for name, cache in caches.items()}, self.size.decode_rounds)
+        turns = {name: partial(turn, cache) for name, cache in caches.items()}
+        timed = rounds(turns, self.size.decode_rounds)
         return timed, {name: bytes_of(cache) for name, cache in caches.items()}
 
     @torch.inference_mode()
-    def _read(self, model: Any, length: int) -> DynamicCache:
+    def _read(self, model: BlockStateModel, length: int) -> DynamicCache:
+        """Return the cache after a random text."""
         cache = DynamicCache()
-        model(
-            inputs_embeds=torch.randn(1, length, self.size.width, device=self.device),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        x = torch.randn(1, length, self.size.width, device=self.device)
+        model(inputs_embeds=x, past_key_values=cache, use_cache=True)
         return cache
 
 
 def bytes_of(cache: DynamicCache) -> int:
-    """The size of a cache."""
-    layers: list[Any] = cache.layers
-    return sum(tensor.numel() * tensor.element_size() for layer in layers for tensor in layer.tensors.values())
+    """Return the size of a cache in bytes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_of(cache))
+
+
+def _tensors_of(cache: DynamicCache) -> Iterator[Tensor]:
+    for layer in cache.layers:
+        assert isinstance(layer, LayerCache)
+        yield from layer.tensors.values()
 
 
 def benchmark(size: LayerBenchmarkConfig, device: torch.device, clock: Clock) -> Results:
-    """All rows, with their aims and details."""
+    """Measure all rows, with their aims and details."""
     load = [os.getloadavg()[0]]
     layers = LayerBenchmark(size, device, clock)
     forward = {length: layers.forward(length) for length in size.lengths}
-    named = zip(NAMES, size.lengths, strict=True)
-    rows = [row_of(name, length, forward[length], layers) for name, length in named]
-    exponents, ends = growth(forward)
-    rows.append(Row(id="growth_exponent", label=f"growth exponent from {ends[0]:,} to {ends[1]:,}", metrics=exponents))
+    rows = []
+    for name, length in zip(NAMES, size.lengths, strict=True):
+        rows.append(row_of(name, length, forward[length], layers))
+    exponents = growth(forward, size)
+    label = f"growth exponent from {size.lengths[1]:,} to {size.lengths[-1]:,}"
+    rows.append(Row(id="growth_exponent", label=label, metrics=exponents))
     decoded, cache_bytes = layers.decode()
     short, long = (decoded[str(length)] for length in size.decode)
-    step = interval([a / b for a, b in zip(long, short, strict=True)])
+    step = ratios(long, short)
     rows.append(Row(id="decode_65k_vs_1k", label="a decode step after long text, over short", metrics={"value": step}))
     print(f"decode step: {step.mean:.3f}; growth exponent: {value_of(exponents['value']):.3f}", flush=True)
     load.append(os.getloadavg()[0])
+    timed: dict[str, Turns] = {str(length): turns for length, turns in forward.items()}
+    timed["decode"] = decoded
     details = {
-        "size": asdict(size) | {"lengths": list(size.lengths), "decode": list(size.decode)},
+        "size": {**asdict(size), "lengths": list(size.lengths), "decode": list(size.decode)},
         "dtype": str(layers.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "clock": clock,
         "load_average": load,
-        "parameters": {name: sum(p.numel() for p in layer.parameters()) for name, layer in layers.named.items()},
-        "seconds": {str(length): turns for length, turns in forward.items()} | {"decode": decoded},
+        "parameters": {name: _count_parameters(layer) for name, layer in layers.named.items()},
+        "seconds": timed,
         "cache_bytes": cache_bytes,
         "how": HOW,
     }
     return Results.here(NAME, rows, aims=aims(rows, size, device), details=details)
 
 
+def _count_parameters(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())
+
+
 def row_of(name: str, length: int, forward: Turns, layers: LayerBenchmark) -> Row:
-    """The row of one length: ratios of forward passes and, up to a length, of training."""
+    """Return the row of one length: ratios of forward passes and, up to `training_up_to`, of training."""
     metrics: dict[str, Metric] = {"ratio": ratios(forward[RECURRENT], forward[OURS])}
     if length <= layers.size.training_up_to:
         training = layers.training(length)
@@ -291,52 +361,70 @@ def row_of(name: str, length: int, forward: Turns, layers: LayerBenchmark) -> Ro
 
 
 def ratios(over: list[float], under: list[float]) -> Interval:
-    """Ratios round by round."""
+    """Return the interval of the ratios of all rounds."""
     return interval([a / b for a, b in zip(over, under, strict=True)])
 
 
-def growth(forward: Mapping[int, Turns]) -> tuple[dict[str, Metric], tuple[int, int]]:
-    """Slopes of log time over log length of every layer with both ends; `value` is that of single-head S4D."""
-    _, first, *_, last = forward
+def growth(forward: Mapping[int, Turns], size: LayerBenchmarkConfig) -> dict[str, Metric]:
+    """Return the slopes of log time over log length of all layers measured at both ends.
+
+    Args:
+        forward: seconds of forward passes, by length.
+        size: sizes, whose second and last lengths are the ends.
+
+    Returns:
+        Slopes by the names of layers; `value` is the slope of single-head S4D.
+    """
+    first = size.lengths[1]
+    last = size.lengths[-1]
 
     def slope(name: str) -> Interval:
         pairs = zip(forward[last][name], forward[first][name], strict=True)
         return interval([math.log(a / b) / math.log(last / first) for a, b in pairs])
 
-    names = [name for name in forward[first] if name in forward[last] and name != OURS]
-    return {"value": slope(OURS)} | {name: slope(name) for name in names}, (first, last)
+    slopes: dict[str, Metric] = {"value": slope(OURS)}
+    for name in forward[first]:
+        if name in forward[last] and name != OURS:
+            slopes[name] = slope(name)
+    return slopes
 
 
 def aims(rows: list[Row], size: LayerBenchmarkConfig, device: torch.device) -> list[Aim]:
-    """The aims for layers of full size; the quick size does not measure them."""
+    """Return the aims for layers of full size; the quick size does not measure them."""
     by_id = {row.id: row for row in rows}
+    is_measured = size != QUICK
     least = 6.0 if device.type == "cuda" else 1.5
-    specs: list[tuple[str, str, float, str, bool]] = [
-        (f"{row.label}: at least {least:g} times as fast as block-recurrent", "ratio", least, row.id, True)
-        for row in rows[1 : len(NAMES)]
-    ]
-    specs.append((f"growth exponent at most {GROWTH:g}", "value", GROWTH, "growth_exponent", False))
-    specs.append(
-        (f"a decode step after long text at most {DECODE:g} times", "value", DECODE, "decode_65k_vs_1k", False)
-    )
     checked = []
-    for text, metric, aim, row_id, at_least in specs:
-        value = value_of(by_id[row_id].metrics[metric])
-        met = value >= aim if at_least else value <= aim
-        outcome: dict[str, Any] = {} if size == QUICK else {"measured": value, "met": met}
-        checked.append(Aim(text=text, metric=metric, aim=aim, **outcome))
+    for row in rows[1 : len(NAMES)]:
+        text = f"{row.label}: at least {least:g} times as fast as block-recurrent"
+        value = value_of(row.metrics["ratio"])
+        checked.append(_aim(text, "ratio", least, value, value >= least, is_measured))
+    exponent = value_of(by_id["growth_exponent"].metrics["value"])
+    text = f"growth exponent at most {GROWTH:g}"
+    checked.append(_aim(text, "value", GROWTH, exponent, exponent <= GROWTH, is_measured))
+    step = value_of(by_id["decode_65k_vs_1k"].metrics["value"])
+    text = f"a decode step after long text at most {DECODE:g} times"
+    checked.append(_aim(text, "value", DECODE, step, step <= DECODE, is_measured))
     return checked
 
 
+def _aim(text: str, metric: str, aim: float, value: float, met: bool, is_measured: bool) -> Aim:
+    if is_measured:
+        return Aim(text=text, metric=metric, aim=aim, measured=value, met=met)
+    return Aim(text=text, metric=metric, aim=aim)
+
+
 def draw(results: Results) -> Figure:
-    """Seconds over length, one line for each layer."""
+    """Plot the seconds over the length, with a line for each layer."""
     figure = Figure(figsize=(6.8, 4.6), layout="constrained")
     axes = figure.subplots()
     details: Any = results.details
-    timed, lengths = details["seconds"], details["size"]["lengths"]
+    timed: dict[str, Turns] = details["seconds"]
+    lengths: list[int] = details["size"]["lengths"]
     for name in timed[str(lengths[0])]:
-        points = [(length, timed[str(length)][name]) for length in lengths if name in timed[str(length)]]
-        axes.plot([length for length, _ in points], [sorted(t)[len(t) // 2] for _, t in points], marker="o", label=name)
+        measured = [length for length in lengths if name in timed[str(length)]]
+        medians = [_upper_median(timed[str(length)][name]) for length in measured]
+        axes.plot(measured, medians, marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")
@@ -345,10 +433,18 @@ def draw(results: Results) -> Figure:
     return figure
 
 
+def _upper_median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _measure(quick: bool, device: torch.device, clock: Clock) -> Results:
+    size = QUICK if quick else LayerBenchmarkConfig()
+    return benchmark(size, device, clock)
+
+
+def _plots(results: Results) -> dict[str, Figure]:
+    return {"seconds": draw(results)}
+
+
 if __name__ == "__main__":
-    command(
-        NAME,
-        "The cost of a block-state layer beside others, in ratios.",
-        lambda quick, device, clock: benchmark(QUICK if quick else LayerBenchmarkConfig(), device, clock),
-        lambda results: {"seconds": draw(results)},
-    )
+    command(NAME, "The cost of a block-state layer compared with others, as ratios.", _measure, _plots)

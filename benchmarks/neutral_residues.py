@@ -1,22 +1,23 @@
-"""How fast neutral residues are: training beside LoRA of equal size, decoding beside the bare backbone.
+"""Speed of neutral residues: training compared with LoRA of equal size, decoding compared with the bare backbone.
 
     python benchmarks/neutral_residues.py --out DIR [--quick] [--device DEVICE]
 
-What is compared runs in one process, turn by turn, in rounds of alternating order, so that whatever else the machine
-does falls on both sides of a ratio. A row's `ratio` is the median over rounds, its interval the smallest and the
-largest. The backbone is a random Llama: what is timed does not depend on what its weights say.
+Both sides of a ratio run in the same process, in alternating turns, so that other load of the machine affects both. A
+row's `ratio` is the median over rounds, and its interval is the smallest and the largest ratio. The backbone is a Llama
+with random weights, since the speed does not depend on their values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from turns import Turns, command, interval, rounds, seconds
+from turns import Clock, Turns, command, interval, rounds, seconds
 
 from graftlm.backbone import Backbone
 from graftlm.evaluation import Aim, Interval, Results, Row
@@ -33,16 +34,16 @@ ROWS = {  # row id -> label, aim
     "decode_open": ("decoding with open gates, over the bare backbone", 0.8),
 }
 HOW = {
-    "training": "one update: forward, loss with the local loss, backward, AdamW; bfloat16 autocast; gated: as training "
-    "starts; open: all gates held open; parameters: those trained",
-    "decoding": "greedy, one sequence, with a cache, prefill included; a bias holds all gates closed or open, and they "
-    "are computed all the same; bound_open: weights read by the bare backbone over those read with open gates",
+    "training": "one update: forward, loss with the local loss, backward, AdamW; bfloat16 autocast; gated: gates as at "
+    "the start of training; open: all gates held open; parameters: number of trained parameters",
+    "decoding": "greedy, one sequence, with a cache, prefill included; a bias holds all gates closed or open, and the "
+    "gates are still computed; bound_open: weights of the bare backbone over weights read with open gates",
 }
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the backbone and the work are; one row of a batch in ten is of the old domain."""
+    """Sizes of the backbone and of the work. One row of a batch in ten belongs to the old domain."""
 
     width: int = 768
     ffn: int = 2048
@@ -57,11 +58,23 @@ class Size:
     decode_rounds: int = 25
 
 
-QUICK = Size(64, 128, 2, 4, 512, rows=10, length=16, prompt=4, new_tokens=8, train_rounds=3, decode_rounds=3)
+QUICK = Size(
+    width=64,
+    ffn=128,
+    layers=2,
+    heads=4,
+    vocabulary=512,
+    rows=10,
+    length=16,
+    prompt=4,
+    new_tokens=8,
+    train_rounds=3,
+    decode_rounds=3,
+)
 
 
 class Training:
-    """Training of one graft on a backbone of its own, in bfloat16 autocast."""
+    """Training of a graft on its own backbone, with bfloat16 autocast."""
 
     def __init__(self, config: GraftConfig, size: Size, device: torch.device) -> None:
         backbone = random_backbone(size, device)
@@ -74,7 +87,7 @@ class Training:
         self.batch = random_batch(size, device)
 
     def speed(self) -> float:
-        """Tokens per second of one update."""
+        """Run an update, and return its tokens per second."""
         return self.batch["input_ids"].numel() / seconds(self._step, self.model.device)
 
     def _step(self) -> None:
@@ -86,12 +99,21 @@ class Training:
 
 
 def decoding_speed(backbone: Backbone, graft: Graft | None, prompt: Tensor, new_tokens: int) -> float:
-    """New tokens per second of greedy decoding of one sequence with a cache, prefill included; None: the bare model."""
+    """Decode a sequence greedily with a cache, and return its new tokens per second, prefill included.
+
+    Without a graft the bare backbone is measured.
+    """
+    model: Any = backbone.model
 
     def decode() -> None:
-        mask = torch.ones_like(prompt)
-        options: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
-        backbone.model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=new_tokens, **options)  # type: ignore[operator]
+        model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+        )
 
     if graft is None:
         return new_tokens / seconds(decode, backbone.device)
@@ -100,7 +122,7 @@ def decoding_speed(backbone: Backbone, graft: Graft | None, prompt: Tensor, new_
 
 
 def random_backbone(size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> Backbone:
-    """A Llama with tied embeddings, as models of this size have; it never ends a text."""
+    """Return a Llama with tied embeddings, as usual for models of this size, which never ends a text."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=size.vocabulary,
@@ -116,7 +138,7 @@ def random_backbone(size: Size, device: torch.device, dtype: torch.dtype = torch
 
 
 def random_batch(size: Size, device: torch.device) -> dict[str, Tensor]:
-    """Random tokens and their domain marks."""
+    """Return random tokens and their domain marks."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(size.vocabulary, (size.rows, size.length), generator=generator).to(device)
     domain = torch.ones(size.rows, dtype=torch.long, device=device)
@@ -125,13 +147,13 @@ def random_batch(size: Size, device: torch.device) -> dict[str, Tensor]:
 
 
 def gated(**changes: Any) -> GraftConfig:
-    """Neutral residues at the capacity that is measured."""
+    """Return the config of neutral residues at the measured capacity."""
     return graft_config({"kind": "neutral-residues", "capacity": CAPACITY} | changes)
 
 
 @torch.no_grad()
 def hold(graft: Graft, bias: float) -> None:
-    """Let a bias decide all gates, which are computed all the same."""
+    """Hold all gates open or closed by a bias; the gates are still computed."""
     for name, parameter in graft.named_parameters():
         if name.endswith("gate.bias"):
             parameter.fill_(bias)
@@ -139,7 +161,7 @@ def hold(graft: Graft, bias: float) -> None:
 
 @torch.no_grad()
 def held_graft(backbone: Backbone, bias: float) -> Graft:
-    """An adapter with random weights everywhere, in the backbone's own precision, its gates held open or closed."""
+    """Return an adapter with random weights, in the backbone's precision, with its gates held open or closed."""
     graft = build_graft(gated(init="he"), backbone)
     for name, parameter in graft.named_parameters():
         if name.endswith("w_o.weight"):
@@ -149,57 +171,66 @@ def held_graft(backbone: Backbone, bias: float) -> Graft:
 
 
 def open_share(model: GraftedModel, ids: Tensor) -> float:
-    """The share of open gates, over tokens and layers."""
-    return model.observe(input_ids=ids, use_cache=False)["graft"]["open_share"].mean().item()
+    """Return the share of open gates, over tokens and layers."""
+    statistics = model.observe(input_ids=ids, use_cache=False)
+    return statistics["graft"]["open_share"].mean().item()
 
 
 def measure_training(size: Size, device: torch.device) -> tuple[Turns, dict[str, Any]]:
-    """Speeds of `lora`, of `gated` as training starts, and of `open`: the same with all gates held open."""
+    """Measure the speeds of `lora`, of `gated` with gates as at the start, and of `open` with all gates held open."""
     trainings = {
         "lora": Training(graft_config({"kind": "lora", "capacity": CAPACITY}), size, device),
         "gated": Training(gated(gate_init="random"), size, device),
         "open": Training(gated(), size, device),
     }
     hold(trainings["open"].graft, 10.0)
+    gated_model = trainings["gated"].model
     ids = trainings["gated"].batch["input_ids"]
-    shares = {f"open_share_{name}": open_share(trainings[name].model, ids) for name in ("gated", "open")}
-    speeds = rounds({name: training.speed for name, training in trainings.items()}, size.train_rounds)
-    shares["open_share_gated_at_the_end"] = open_share(trainings["gated"].model, ids)
-    sizes = {f"parameters_{name}": training.parameters for name, training in trainings.items()}
-    return speeds, shares | sizes
+    details: dict[str, Any] = {
+        "open_share_gated": open_share(gated_model, ids),
+        "open_share_open": open_share(trainings["open"].model, ids),
+    }
+    turns = {name: training.speed for name, training in trainings.items()}
+    speeds = rounds(turns, size.train_rounds)
+    details["open_share_gated_at_the_end"] = open_share(gated_model, ids)
+    for name, training in trainings.items():
+        details[f"parameters_{name}"] = training.parameters
+    return speeds, details
 
 
 def measure_decoding(size: Size, device: torch.device, dtype: torch.dtype) -> tuple[Turns, dict[str, Any]]:
-    """Speeds of the `bare` backbone, and with all gates `closed` and `open`."""
+    """Measure the speeds of the `bare` backbone, and of the backbone with all gates `closed` and `open`."""
     backbone = random_backbone(size, device, dtype)
     prompt = random_batch(size, device)["input_ids"][:1, : size.prompt]
-    grafts = {"bare": None, "closed": held_graft(backbone, -10.0), "open": held_graft(backbone, 10.0)}
+    closed = held_graft(backbone, -10.0)
+    opened = held_graft(backbone, 10.0)
     details: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
-    for name, graft in grafts.items():
-        if graft is not None:
-            with GraftedModel(backbone, {"graft": graft}) as model:
-                details[f"open_share_{name}"] = open_share(model, prompt)
+    for name, graft in (("closed", closed), ("open", opened)):
+        with GraftedModel(backbone, {"graft": graft}) as model:
+            details[f"open_share_{name}"] = open_share(model, prompt)
     turns = {
-        name: lambda graft=graft: decoding_speed(backbone, graft, prompt, size.new_tokens)
-        for name, graft in grafts.items()
+        "bare": partial(decoding_speed, backbone, None, prompt, size.new_tokens),
+        "closed": partial(decoding_speed, backbone, closed, prompt, size.new_tokens),
+        "open": partial(decoding_speed, backbone, opened, prompt, size.new_tokens),
     }
-    details["bound_open"] = weight_bound(backbone, grafts["open"])
+    details["bound_open"] = weight_bound(backbone, opened)
     return rounds(turns, size.decode_rounds), details
 
 
-def weight_bound(backbone: Backbone, graft: Graft | None) -> float:
-    """The ratio to expect of decoding that waits for weights alone: those of the bare backbone over those of both."""
+def weight_bound(backbone: Backbone, graft: Graft) -> float:
+    """Return the ratio of decoding speeds if reading the weights is all that takes time."""
     bare = sum(parameter.numel() for parameter in backbone.model.parameters())
-    return bare / (bare + sum(parameter.numel() for parameter in graft.parameters())) if graft is not None else 1.0
+    added = sum(parameter.numel() for parameter in graft.parameters())
+    return bare / (bare + added)
 
 
 def ratios(speeds: Turns, over: str, under: str) -> list[float]:
-    """Round by round."""
+    """Return the ratio of each round."""
     return [a / b for a, b in zip(speeds[over], speeds[under], strict=True)]
 
 
 def benchmark(size: Size, device: torch.device) -> Results:
-    """All rows, with their aims and what belongs to them."""
+    """Run the benchmark."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     training, of_training = measure_training(size, device)
     decoding, of_decoding = measure_decoding(size, device, dtype)
@@ -222,21 +253,27 @@ def benchmark(size: Size, device: torch.device) -> Results:
 
 
 def aims(found: Mapping[str, Interval], size: Size) -> list[Aim]:
-    """What the ratios should be, of a backbone of this size; a small one says nothing about them."""
-    if size == QUICK:
-        return [Aim(text=text, metric="ratio", aim=aim) for text, aim in ROWS.values()]
-    medians = {name: ratio.mean for name, ratio in found.items()}
-    return [
-        Aim(text=text, metric="ratio", aim=aim, measured=medians[name], met=medians[name] >= aim)
-        for name, (text, aim) in ROWS.items()
-    ]
+    """Return the aims; a quick run does not decide them, since its backbone is too small."""
+    made = []
+    for name, (text, aim) in ROWS.items():
+        if size == QUICK:
+            made.append(Aim(text=text, metric="ratio", aim=aim))
+        else:
+            median = found[name].mean
+            made.append(Aim(text=text, metric="ratio", aim=aim, measured=median, met=median >= aim))
+    return made
+
+
+def run(quick: bool, device: torch.device, clock: Clock) -> Results:
+    """Run the benchmark at full or at quick size."""
+    return benchmark(QUICK if quick else Size(), device)
 
 
 if __name__ == "__main__":
     command(
         "bench-neutral-residues",
         "How fast neutral residues are, in ratios.",
-        lambda quick, device, clock: benchmark(QUICK if quick else Size(), device),
+        run,
         {name: aim for name, (_, aim) in ROWS.items()},
         options=("device",),
     )

@@ -41,13 +41,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.fsync = lambda descriptor: None
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
-settings.register_profile("exhaustive", deadline=None, derandomize=True)
+settings.register_profile("slow", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A default run tries few examples of each property."""
-    profile = "default" if config.option.markexpr else "exhaustive"
+    profile = "default" if "not slow" in config.option.markexpr else "slow"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", profile))
 
 

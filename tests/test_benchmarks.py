@@ -64,7 +64,7 @@ AIMS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_quick_run_writes_results(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(tmp_path), "--quick"]

@@ -356,7 +356,7 @@ def folder(reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[] if page.parent == ROOT else pytest.mark.exhaustive) for page in COMMAND_PAGES],
+    [pytest.param(page, marks=[] if page.parent == ROOT else pytest.mark.slow) for page in COMMAND_PAGES],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_blocks_run(page: Path, folder: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_graft_of_ones_own_is_trained_by_a_recipe(recipe: Path, monkeypatch: p
     assert all(linear.weight.abs().max() > 0 for linear in graft.u), "no step was taken"  # type: ignore[union-attr]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_example_runs_as_a_script(recipe: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(ROOT / "examples" / "my_graft.py"), "recipe.yaml", "out"]
@@ -74,22 +74,28 @@ def test_the_example_runs_as_a_script(recipe: Path) -> None:
 
 def test_a_kind_is_registered_once_and_with_a_class_that_fits() -> None:
     register_graft("low-rank-bias", LowRankBias)  # a second time, as when a notebook's cell runs again
-    with pytest.raises(GraftError, match=r"'finetune' belongs to graftlm\.grafts\.baselines:FineTuning: register"):
+    with pytest.raises(GraftError) as error:
         register_graft("finetune", LowRankBias)
-    with pytest.raises(GraftError, match="has the kind 'low-rank-bias', but is registered as 'other': write"):
+    assert "graftlm.grafts.baselines:FineTuning" in str(error.value)
+    with pytest.raises(GraftError) as error:
         register_graft("other", LowRankBias)
-    with pytest.raises(GraftError, match="is no subclass of Graft with a Config: give one"):
+    assert "'low-rank-bias'" in str(error.value)
+    with pytest.raises(GraftError) as error:
         register_graft("other", GraftConfig)  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(GraftError, match="'my_package' is not of the form module:Class"):
+    assert "subclass of Graft" in str(error.value)
+    with pytest.raises(GraftError) as error:
         register_graft("other", "my_package")
+    assert "'my_package'" in str(error.value)
 
 
 def test_a_registered_name_that_can_not_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlm.grafts.registry.REGISTRY", {"gone": "my_package.gone:Gone", "away": "json:Away"})
-    with pytest.raises(GraftError, match=r"gone can't be imported from my_package\.gone:Gone \(No module named"):
+    with pytest.raises(GraftError) as error:
         graft_class("gone")
-    with pytest.raises(GraftError, match="away can't be imported from json:Away"):
+    assert "my_package.gone:Gone" in str(error.value)
+    with pytest.raises(GraftError) as error:
         graft_config({"kind": "away"})
+    assert "json:Away" in str(error.value)
 
 
 def test_the_contract_is_narrow() -> None:

@@ -29,7 +29,7 @@ print(json.dumps(model(ids).logits[0, -1, :8].tolist()))
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_exported_graft_needs_transformers_alone(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:
     backbone = load_backbone(tiny_backbone("llama"))
     ids = backbone.need_tokenizer()("The quick brown fox", return_tensors="pt")["input_ids"]

@@ -224,7 +224,7 @@ def logits_of(model: Any, **kwargs: Any) -> torch.Tensor:
     return model(tiny_ids(1, 8), use_cache=False, **kwargs).last_hidden_state
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_more_families(tmp_path: Path) -> None:
     exports = {family: exported(KINDS["neutral-residues"], tiny(family), tmp_path / family) for family in MORE}
     checks = {family: ["saved_again", "checkpointed"] for family in MORE}
@@ -279,7 +279,7 @@ def test_graftlm_loads_what_it_exports_as_a_backbone(family: str, tmp_path: Path
     with GraftedModel(backbone, {"graft": second}) as model:
         assert not torch.allclose(logits(model.eval(), tiny_ids()), bare, rtol=0.1)
     assert torch.equal(logits(backbone.model, tiny_ids()), bare)
-    with pytest.raises(ArtifactError, match="has its own code, which is neither transformers' nor GraftLM's"):
+    with pytest.raises(ArtifactError, match="grafted_"):
         export_graft(second, backbone, tmp_path / "again")
 
 
@@ -366,7 +366,7 @@ def test_a_mixture_is_fixed_at_its_export(tiny_backbone: BackboneFolder, tmp_pat
 @pytest.mark.parametrize(
     ("fixed", "problem"),
     [
-        ({"englsh": 0.5}, r"fixed names englsh, and there is no such expert.*english"),
+        ({"englsh": 0.5}, r"fixed names englsh.*english"),
         ({"english": 0.8, "code": 0.3}, r"add up to more than 1: lower them"),
         ({"english": -0.1}, "fixed"),
     ],
@@ -415,7 +415,7 @@ def test_a_backbone_with_code_of_its_own(tmp_path: Path) -> None:
     backbone = tiny("llama")
     backbone.model.__class__ = type("MyLlama", (LlamaForCausalLM,), {"__module__": "transformers_modules.mine"})
     graft = detached(KINDS["neutral-residues"], backbone)
-    with pytest.raises(ArtifactError, match="has its own code, which is neither transformers' nor GraftLM's"):
+    with pytest.raises(ArtifactError, match="grafted_"):
         export_graft(graft, backbone, tmp_path / "model")
 
 

@@ -42,7 +42,7 @@ def test_the_converted_model_knows_stories(stories: Path) -> None:
     assert score(backbone.model, tokenizer, [gibberish]).value("nats_per_token") > 4
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_it_learns_german_and_keeps_its_stories(stories: Path, data_dir: Path, tmp_path: Path) -> None:
     german = str(data_dir / "lm_text" / "eltec_deu.jsonl")

@@ -1,8 +1,7 @@
-"""Eleven English tasks, read from the data folder and written as the files that a recipe of tasks names.
+"""Eleven English tasks, read from the data folder and written as files for a recipe of tasks.
 
-Test and validation rows are the same for every seed. Training rows are drawn by the seed. A set without a test or
-validation split takes it from its training rows. Within a task, no text of the test is in validation, and none of both
-in training.
+Test and validation rows are the same for every seed, and training rows are drawn with the seed. If a data set has no
+test or validation split, the rows are taken from its training split. Within a task, the splits share no text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from graftlm.files.writing import write_atomically
 Record = dict[str, Any]
 Splits = dict[str, list[Record]]
 SPLITS = ("train", "validation", "test")
-MIN_CLASS_ROWS = 2  # a class with fewer training rows can't be learned
+MIN_CLASS_ROWS = 2  # training rows of every class
 FILES = (
     "cls/clinc150/data_full.json",
     "cls/banking77/train.csv",
@@ -40,11 +39,11 @@ class TaskSource(NamedTuple):
     """A task and its data set.
 
     Args:
-        label: name for readers.
+        label: name in tables.
         read: reads all rows by split from the data folder.
-        columns: the columns of text and label, as a recipe names them.
+        columns: the columns of text and label, in the form of a recipe.
         type: type of the task.
-        metric: the task's score.
+        metric: the score of the task.
     """
 
     label: str
@@ -55,7 +54,10 @@ class TaskSource(NamedTuple):
 
 
 class SplitSizes(NamedTuple):
-    """Number of rows of each split; for training a share such as 1% of all rows as well, but not fewer than `least`."""
+    """The number of rows of each split.
+
+    For training it may also be a share of all rows, such as 1%, which gives at least `least` rows.
+    """
 
     train: int | str
     validation: int
@@ -70,61 +72,117 @@ def _clinc150(folder: Path) -> Splits:
 
 
 def _snips(folder: Path) -> Splits:
-    """A file for each intent, in UTF-8 or Latin-1."""
-
-    def read(pattern: str) -> list[Record]:
-        rows = []
-        for file in sorted((folder / "cls/snips").glob(pattern)):
-            content = file.read_bytes()
-            try:
-                queries = json.loads(content)
-            except UnicodeDecodeError:
-                queries = json.loads(content.decode("latin-1"))
-            for intent, examples in queries.items():
-                rows += [_labelled("".join(span["text"] for span in query["data"]), intent) for query in examples]
-        return rows
-
-    return {"train": read("train_*_full.json"), "test": read("validate_*.json")}
-
-
-def _wnut17(folder: Path) -> Splits:
-    names = {"train": "wnut17train.conll", "validation": "emerging.dev.conll", "test": "emerging.test.annotated"}
-    sentences = {split: read_conll(folder / "ner/wnut17" / name, {}) for split, name in names.items()}
+    """Read a file for each intent, in UTF-8 or Latin-1."""
     return {
-        split: [{"words": [word.strip() or "_" for word in words], "tags": tags} for (words, tags), _ in of_split]
-        for split, of_split in sentences.items()
+        "train": _snips_files(folder, "train_*_full.json"),
+        "test": _snips_files(folder, "validate_*.json"),
     }
 
 
-def _lines(files: Mapping[str, str]) -> Callable[[Path], Splits]:
-    """Reads files of "label text" lines, in UTF-8 or Latin-1."""
-
-    def read(file: Path) -> list[Record]:
+def _snips_files(folder: Path, pattern: str) -> list[Record]:
+    rows = []
+    for file in sorted((folder / "cls/snips").glob(pattern)):
         content = file.read_bytes()
         try:
-            text = content.decode("utf-8")
+            queries = json.loads(content)
         except UnicodeDecodeError:
-            text = content.decode("latin-1")
-        pairs = (line.partition(" ") for line in text.split("\n") if line.strip())
-        return [_labelled(words, f"class {label}") for label, _, words in pairs]
+            queries = json.loads(content.decode("latin-1"))
+        for intent, examples in queries.items():
+            for query in examples:
+                text = "".join(span["text"] for span in query["data"])
+                rows.append(_labelled(text, intent))
+    return rows
 
-    return lambda folder: {split: read(folder / "cls" / name) for split, name in files.items()}
+
+def _decoded(file: Path) -> str:
+    """Return the text of a file in UTF-8 or Latin-1."""
+    content = file.read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+def _wnut17(folder: Path) -> Splits:
+    names = {
+        "train": "wnut17train.conll",
+        "validation": "emerging.dev.conll",
+        "test": "emerging.test.annotated",
+    }
+    splits: Splits = {}
+    for split, name in names.items():
+        splits[split] = []
+        for (words, tags), _ in read_conll(folder / "ner/wnut17" / name, {}):
+            named_words = [word.strip() or "_" for word in words]
+            splits[split].append({"words": named_words, "tags": tags})
+    return splits
+
+
+def _lines(files: Mapping[str, str]) -> Callable[[Path], Splits]:
+    """Return a reader of files with lines of the form "label text", in UTF-8 or Latin-1."""
+
+    def read(file: Path) -> list[Record]:
+        rows = []
+        for line in _decoded(file).split("\n"):
+            if line.strip():
+                label, _, words = line.partition(" ")
+                rows.append(_labelled(words, f"class {label}"))
+        return rows
+
+    return _split_reader("cls", files, read)
 
 
 def _sick(column: str, change: Callable[[str], Any]) -> Callable[[Path], Splits]:
-    """Pairs of sentences and one of their two judgements."""
-    files = {"train": "SICK_train.txt", "validation": "SICK_trial.txt", "test": "SICK_test_annotated.txt"}
+    """Return a reader of pairs of sentences with one of their two judgements.
+
+    Args:
+        column: the judgement.
+        change: converts the judgement to a label.
+    """
+    files = {
+        "train": "SICK_train.txt",
+        "validation": "SICK_trial.txt",
+        "test": "SICK_test_annotated.txt",
+    }
 
     def read(file: Path) -> list[Record]:
         header, *lines = file.read_text(encoding="utf-8").splitlines()
-        cells = (dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines if line.strip())
-        return [{"first": c["sentence_A"], "second": c["sentence_B"], "label": change(c[column])} for c in cells]
+        columns = header.split("\t")
+        rows = []
+        for line in lines:
+            if not line.strip():
+                continue
+            cells = dict(zip(columns, line.split("\t"), strict=True))
+            row = {
+                "first": cells["sentence_A"],
+                "second": cells["sentence_B"],
+                "label": change(cells[column]),
+            }
+            rows.append(row)
+        return rows
 
-    return lambda folder: {split: read(folder / "cls/sick" / name) for split, name in files.items()}
+    return _split_reader("cls/sick", files, read)
+
+
+def _split_reader(
+    subfolder: str,
+    files: Mapping[str, str],
+    read: Callable[[Path], list[Record]],
+) -> Callable[[Path], Splits]:
+    """Return a function that reads a file for each split."""
+
+    def read_splits(folder: Path) -> Splits:
+        return {split: read(folder / subfolder / name) for split, name in files.items()}
+
+    return read_splits
 
 
 def _labelled(text: str, label: str) -> Record:
     return {"text": " ".join(text.split()), "label": label}
+
+
+def _scored(text: str, score: str) -> Record:
+    return {"text": text, "score": float(score)}
 
 
 def _tables(
@@ -133,28 +191,53 @@ def _tables(
     change: Callable[..., Record] = _labelled,
     header: Sequence[str] = (),
 ) -> Callable[[Path], Splits]:
-    """Reads a CSV, TSV or JSON file for each split: `change` makes a record of the columns, given by name."""
+    """Return a reader of a CSV, TSV or JSON file for each split.
+
+    Args:
+        files: the file of each split.
+        columns: the columns by the names of `change`'s arguments.
+        change: makes a record from the values of a row.
+        header: the names of the columns, if the files have no header.
+    """
 
     def read(file: Path) -> list[Record]:
-        rows = read_values(file, columns, header=header)
-        return [change(**dict(zip(columns, values, strict=True))) for values, _ in rows]
+        records = []
+        for values, _ in read_values(file, columns, header=header):
+            arguments = dict(zip(columns, values, strict=True))
+            records.append(change(**arguments))
+        return records
 
-    return lambda folder: {split: read(folder / "cls" / name) for split, name in files.items()}
+    return _split_reader("cls", files, read)
 
 
 _TEXT = {"text": "text", "label": "label"}
 _PAIR = {"text": ["first", "second"], "label": "label"}
-_QNLI = _tables({"train": "qnli/dev.tsv"}, {name: name for name in ("question", "sentence", "label")}, dict)
+_QNLI = _tables(
+    {"train": "qnli/dev.tsv"},
+    columns={"question": "question", "sentence": "sentence", "label": "label"},
+    change=dict,
+)
 _WELLFORMED = _tables(
-    {split: f"query_wellformedness/{name}.tsv" for split, name in zip(SPLITS, ("train", "dev", "test"), strict=True)},
-    {"text": "text", "score": "score"},
-    lambda text, score: {"text": text, "score": float(score)},
+    {
+        "train": "query_wellformedness/train.tsv",
+        "validation": "query_wellformedness/dev.tsv",
+        "test": "query_wellformedness/test.tsv",
+    },
+    columns={"text": "text", "score": "score"},
+    change=_scored,
     header=("text", "score"),
 )
 _BANKING77 = _tables(
-    {"train": "banking77/train.csv", "test": "banking77/test.csv"}, {"text": "text", "label": "category"}
+    {"train": "banking77/train.csv", "test": "banking77/test.csv"},
+    columns={"text": "text", "label": "category"},
 )
-_SST2 = _lines({"train": "sst2/train.txt", "validation": "sst2/dev.txt", "test": "sst2/test.txt"})
+_SST2 = _lines(
+    {
+        "train": "sst2/train.txt",
+        "validation": "sst2/dev.txt",
+        "test": "sst2/test.txt",
+    }
+)
 _TREC = _lines({"train": "trec/train.txt", "test": "trec/test.txt"})
 TASKS: dict[str, TaskSource] = {
     "clinc150": TaskSource("CLINC150", _clinc150, _TEXT),
@@ -176,18 +259,20 @@ TASKS: dict[str, TaskSource] = {
 
 
 def write_splits(splits: Splits, out: Path, task: str) -> dict[str, Path]:
-    """Write the splits of a task as JSON Lines, or CoNLL for tagging; gives the files by split."""
+    """Write the splits of a task as JSON Lines, or as CoNLL for tagging, and return the files by split."""
     suffix = "conll" if TASKS[task].type == "tagging" else "jsonl"
     files = {split: out / f"{task}-{split}.{suffix}" for split in splits}
     for split, rows in splits.items():
-        write_atomically(files[split], _format(rows).encode(errors="replace"))  # SNIPS has halves of emoji
+        # SNIPS has unpaired surrogates, which can't be encoded.
+        write_atomically(files[split], _format(rows).encode(errors="replace"))
     return files
 
 
 def draw_splits(splits: Mapping[str, list[Record]], sizes: SplitSizes, seed: int) -> Splits:
-    """Rows of training, validation and test.
+    """Draw the rows of training, validation and test.
 
-    The seed draws training rows only. Training has at least `MIN_CLASS_ROWS` rows of every class, where the set has.
+    Only the training rows depend on the seed. Training has at least `MIN_CLASS_ROWS` rows of every class, as far as the
+    data set has them.
     """
     splits = {split: shuffled(rows, "parts") for split, rows in splits.items()}
     test, splits = _held_out(splits, "test", sizes.test)
@@ -197,36 +282,62 @@ def draw_splits(splits: Mapping[str, list[Record]], sizes: SplitSizes, seed: int
 
 
 def _held_out(splits: Mapping[str, list[Record]], split: str, count: int) -> tuple[list[Record], Splits]:
-    """The first rows of a split, and of all splits the rows that share no text with them."""
+    """Return the first rows of a split, and all splits without the rows that share a text with those."""
     held = splits.get(split, splits["train"])[:count]
     texts = {text_of(row) for row in held}
-    return held, {name: [row for row in rows if text_of(row) not in texts] for name, rows in splits.items()}
+    others: Splits = {}
+    for name, rows in splits.items():
+        others[name] = [row for row in rows if text_of(row) not in texts]
+    return held, others
 
 
 def _with_every_class(rows: Sequence[Record], size: int | str, least: int) -> list[Record]:
-    """The first rows, `size` of them, among them the first `MIN_CLASS_ROWS` of every class."""
-    count = size if isinstance(size, int) else max(least, round(len(rows) * float(size.rstrip("%")) / 100))
+    """Return the first `size` rows, which include the first `MIN_CLASS_ROWS` rows of every class."""
+    if isinstance(size, int):
+        count = size
+    else:
+        share = float(size.rstrip("%"))
+        count = max(least, round(len(rows) * share / 100))
     seen: Counter[str] = Counter()
-    first, others = [], []
+    first = []
+    others = []
     for row in rows:
-        classes = set(row.get("tags", [row["label"]] if isinstance(row.get("label"), str) else []))
+        classes = _classes_of(row)
         is_rare = any(seen[label] < MIN_CLASS_ROWS for label in classes)
         seen.update(classes)
-        (first if is_rare else others).append(row)
+        if is_rare:
+            first.append(row)
+        else:
+            others.append(row)
     return [*first, *others][: max(len(first), count)]
 
 
+def _classes_of(row: Record) -> set[str]:
+    """Return the tags of a row, or its label unless that is a number."""
+    if "tags" in row:
+        return set(row["tags"])
+    label = row.get("label")
+    return {label} if isinstance(label, str) else set()
+
+
 def text_of(row: Mapping[str, Any]) -> str:
-    """What two rows share if they are the same example, in any case: of QNLI the sentence, of SICK the pair."""
-    parts = row.get("words") or [row[name] for name in ("sentence", "text", "first", "second") if name in row]
-    return " ".join(" ".join(parts if "words" in row else sorted(parts)).lower().split())
+    """Return a lower-case key that two forms of an example share: for QNLI the sentence, for SICK the pair."""
+    if row.get("words"):
+        text = " ".join(row["words"])
+    else:
+        parts = [row[name] for name in ("sentence", "text", "first", "second") if name in row]
+        text = " ".join(sorted(parts))
+    return " ".join(text.lower().split())
 
 
 def _format(rows: Iterable[Record]) -> str:
-    """A line of JSON for each row; for tagging a line for each word and an empty line after each sentence."""
-    return "".join(
-        "".join(f"{word}\t{tag}\n" for word, tag in zip(row["words"], row["tags"], strict=True)) + "\n"
-        if "words" in row
-        else json.dumps(row, ensure_ascii=False) + "\n"
-        for row in rows
-    )
+    """Return a line of JSON per row; for tagging a line per word, and an empty line after each sentence."""
+    lines = []
+    for row in rows:
+        if "words" not in row:
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            continue
+        for word, tag in zip(row["words"], row["tags"], strict=True):
+            lines.append(f"{word}\t{tag}\n")
+        lines.append("\n")
+    return "".join(lines)

@@ -1,8 +1,8 @@
-"""A rival that trains no encoder: ridge regression on its states, and for the relatedness of two texts their cosine."""
+"""A baseline without training of the encoder: ridge regression on its states, and the cosine of two texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +12,98 @@ from sklearn.linear_model import Ridge, RidgeClassifier
 
 from experiments.conditional_tasks.corpora import SPLITS, TASKS
 from experiments.conditional_tasks.study import ConditionalTasksStudy
+from graftlm.data.labelled import LabelledConfig
 from graftlm.data.table_files import read_values
 
 PENALTIES = tuple(10.0**power for power in range(-3, 3))
 
 
 def probe_scores(study: ConditionalTasksStudy, seed: int) -> dict[str, float]:
-    """The test score of each task but tagging, whose penalty the validation rows choose; and that of the cosine."""
-    embed, scores = TextEmbedder(study), {}
+    """Return the test score of every task except tagging, and the score of the cosine for relatedness.
+
+    The penalty of the regression is the best on the validation rows.
+    """
+    embed = TextEmbedder(study)
+    scores: dict[str, float] = {}
     for task, source in TASKS.items():
         if source.type == "tagging":
             continue
         files = study.task(task, seed)
-        columns: Any = dict(enumerate([*files.texts, files.label_column]))
-        rows = {split: [row for row, _ in read_values(Path(getattr(files, split)), columns)] for split in SPLITS}
-        *texts, labels = ({split: [row[n] for row in rows[split]] for split in SPLITS} for n in columns)
-        x = {split: _features([embed(column[split]) for column in texts]) for split in SPLITS}
-        kind: Any = Ridge if source.type == "regression" else RidgeClassifier
-        models = [kind(alpha=penalty).fit(x["train"], labels["train"]) for penalty in PENALTIES]
-        best = max(models, key=lambda model: _score(model.predict(x["validation"]), labels["validation"]))
-        scores[task] = _score(best.predict(x["test"]), labels["test"])
+        features: dict[str, np.ndarray] = {}
+        labels: dict[str, list[Any]] = {}
+        for split in SPLITS:
+            texts, labels[split] = _read_columns(files, split)
+            features[split] = _features([embed(column) for column in texts])
+        best = _best_model(source.type == "regression", features, labels)
+        scores[task] = _score(best.predict(features["test"]), labels["test"])
         if task == "sick_relatedness":
-            scores["sick_relatedness_cosine"] = _score(x["test"][:, -1], labels["test"])
+            cosine = features["test"][:, -1]
+            scores["sick_relatedness_cosine"] = _score(cosine, labels["test"])
     return scores
 
 
+def _read_columns(files: LabelledConfig, split: str) -> tuple[list[list[str]], list[Any]]:
+    """Return the columns of texts, and the labels, of a split."""
+    columns: Any = dict(enumerate([*files.texts, files.label_column]))
+    rows = [row for row, _ in read_values(Path(getattr(files, split)), columns)]
+    *texts, labels = ([row[number] for row in rows] for number in columns)
+    return texts, labels
+
+
+def _best_model(
+    is_regression: bool,
+    features: Mapping[str, np.ndarray],
+    labels: Mapping[str, Sequence[Any]],
+) -> Ridge | RidgeClassifier:
+    """Return the model with the penalty that is best on the validation rows."""
+    kind: Any = Ridge if is_regression else RidgeClassifier
+    models = [kind(alpha=penalty).fit(features["train"], labels["train"]) for penalty in PENALTIES]
+
+    def validation_score(model: Any) -> float:
+        return _score(model.predict(features["validation"]), labels["validation"])
+
+    return max(models, key=validation_score)
+
+
 class TextEmbedder:
-    """The mean of a text's last states in the encoder as it is, of length 1."""
+    """The mean of a text's last hidden states in the untrained encoder, at length 1."""
 
     def __init__(self, study: ConditionalTasksStudy) -> None:
         backbone = study.backbone.load(kind="encoder")
-        self._model, self._tokenizer, self._length = backbone.model, backbone.need_tokenizer(), study.size.length
+        self._model = backbone.model
+        self._tokenizer = backbone.need_tokenizer()
+        self._length = study.size.length
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         means = []
         for first in range(0, len(texts), 64):
-            options: Any = {"padding": True, "truncation": True, "max_length": self._length, "return_tensors": "pt"}
-            inputs = self._tokenizer(list(texts[first : first + 64]), **options).to(self._model.device)
+            inputs = self._tokenizer(
+                list(texts[first : first + 64]),
+                padding=True,
+                truncation=True,
+                max_length=self._length,
+                return_tensors="pt",
+            ).to(self._model.device)
             states = self._model(**inputs, output_hidden_states=True).hidden_states[-1]
             mask = inputs["attention_mask"][..., None].to(states.dtype)
-            means.append(torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
+            mean = (states * mask).sum(1) / mask.sum(1)
+            means.append(torch.nn.functional.normalize(mean, dim=-1))
         return torch.cat(means).cpu().numpy()
 
 
 def _features(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """A text's vector; of two |u - v|, u * v and, last, u . v."""
+    """Return the vector of a text; for two texts |u - v|, u * v and, in the last column, u . v."""
     if len(texts) == 1:
         return texts[0]
     u, v = texts
-    return np.concatenate([abs(u - v), u * v, (u * v).sum(1, keepdims=True)], axis=1)
+    product = u * v
+    cosine = product.sum(1, keepdims=True)
+    return np.concatenate([abs(u - v), product, cosine], axis=1)
 
 
 def _score(predicted: np.ndarray, labels: Sequence[Any]) -> float:
-    """Accuracy in percent; of numbers Pearson's correlation."""
+    """Return the accuracy, or for numbers Pearson's correlation, in percent."""
     if isinstance(labels[0], float):
         return 100 * float(np.corrcoef(predicted, labels)[0, 1])
     return 100 * float(np.mean(predicted == np.array(labels)))

@@ -1,4 +1,4 @@
-"""The rows of the experiment: modules and samplers, their controls and rivals, and the table that each stands in."""
+"""The rows of the experiment: modules and samplers, their controls and rivals, and the table of each row."""
 
 from __future__ import annotations
 
@@ -7,28 +7,46 @@ from typing import Any
 from graftlm.data.samplers import SCORED
 
 TABLES = ("1", "rivals", "uncertainty", "learnability", "samplers", "few", "rows", "probe")
-OFF: dict[str, Any] = {"attention": "none", "alignment": False, "norm": False, "bottleneck": "none", "lora_rank": 0}
-FINE_TUNING = OFF | {"frozen": 0}
-ALL = OFF | {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base"}
-MODULES: dict[str, dict[str, Any]] = {"none": OFF} | {
-    name: OFF | {key: ALL[key]}
-    for name, key in (
-        ("attention", "attention"),
-        ("bottleneck", "bottleneck"),
-        ("alignment", "alignment"),
-        ("cln", "norm"),
-    )
+OFF: dict[str, Any] = {
+    "attention": "none",
+    "alignment": False,
+    "norm": False,
+    "bottleneck": "none",
+    "lora_rank": 0,
 }
-MODULES["all"] = ALL
-EVERYWHERE, FASTER, LORA = UNIFORM = ("cln_all_layers", "cln_all_layers_faster", "lora_per_task")  # uniform alone
-MODULES[EVERYWHERE] = MODULES["cln"] | {"modulated": 1.0}
-MODULES[FASTER] = MODULES[EVERYWHERE] | {"module_rate": 3.0}
-MODULES[LORA] = OFF | {"frozen": 1.0, "modulated": 1.0, "lora_rank": 3, "module_rate": 3.0}  # as large as all modules
-NAMES = {"none": "multi_task", "all": "ca_mtl"}  # of rows, as of the modules' other names
+FINE_TUNING = {**OFF, "frozen": 0}
+ALL = {
+    **OFF,
+    "attention": "blocks",
+    "alignment": True,
+    "norm": True,
+    "bottleneck": "base",
+}
+EVERYWHERE = "cln_all_layers"
+FASTER = "cln_all_layers_faster"
+LORA = "lora_per_task"
+UNIFORM = (EVERYWHERE, FASTER, LORA)  # the modules that are combined only with uniform sampling
+MODULES: dict[str, dict[str, Any]] = {
+    "none": OFF,
+    "attention": {**OFF, "attention": "blocks"},
+    "bottleneck": {**OFF, "bottleneck": "base"},
+    "alignment": {**OFF, "alignment": True},
+    "cln": {**OFF, "norm": True},
+    "all": ALL,
+    EVERYWHERE: {**OFF, "norm": True, "modulated": 1.0},
+    FASTER: {**OFF, "norm": True, "modulated": 1.0, "module_rate": 3.0},
+    # With this rank the LoRAs are as large as all modules.
+    LORA: {**OFF, "frozen": 1.0, "modulated": 1.0, "lora_rank": 3, "module_rate": 3.0},
+}
+NAMES = {"none": "multi_task", "all": "ca_mtl"}  # names of rows that differ from the names of their modules
 SAMPLERS = ("uniform", *SCORED)
-OTHER_SAMPLERS = ("size", "temperature", "entropy")  # without modules alone
-CONTROLS = {f"{name}_one_vector": (name, "first") for name in ("cln", EVERYWHERE)}  # what conditions them is missing
-CONTROLS["lora_by_row"] = (LORA, "row")
+OTHER_SAMPLERS = ("size", "temperature", "entropy")  # combined only with no modules
+# Controls whose modules do not depend on the task, and how modules are chosen instead.
+CONTROLS = {
+    "cln_one_vector": ("cln", "first"),
+    f"{EVERYWHERE}_one_vector": (EVERYWHERE, "first"),
+    "lora_by_row": (LORA, "row"),
+}
 RIVALS: dict[str, dict[str, Any]] = {
     "adapters": {"form": "bottleneck", "frozen": 1},
     "adapters_half": {"form": "bottleneck"},
@@ -36,7 +54,7 @@ RIVALS: dict[str, dict[str, Any]] = {
     "lora_rank3": {"form": "lora", "shared": True, "frozen": 1, "inner": 3},
     "hyper": {"form": "hyper", "frozen": 1},
 }
-PLAIN = {"heads": OFF | {"frozen": 1}, "all_layers": FINE_TUNING}  # the same without modules, and what trains
+PLAIN = {"heads": {**OFF, "frozen": 1}, "all_layers": FINE_TUNING}  # rows without modules
 FEW: dict[str, tuple[str, dict[str, Any]]] = {
     "few_added": ("added to a trained graft: what is its own trains", {"adapts": "added"}),
     "few_whole": ("added to a trained graft: the whole model trains", {"adapts": "all"}),
@@ -46,11 +64,13 @@ SIMILAR = ("multi_task", "ca_mtl")
 
 
 def cell_id(modules: str, sampler: str) -> str:
-    """The row of a combination: multi_task and ca_mtl_uniform sample uniformly, ca_mtl by uncertainty as published."""
-    if modules == "all":
-        return {"uniform": "ca_mtl_uniform", "uncertainty": "ca_mtl"}.get(sampler, f"ca_mtl_{sampler}")
+    """Return the row of a combination of modules and sampler.
+
+    The name without a sampler means uniform sampling, except for ca_mtl, which samples by uncertainty as published.
+    """
+    default = "uncertainty" if modules == "all" else "uniform"
     name = NAMES.get(modules, modules)
-    return name if sampler == "uniform" else f"{name}_{sampler}"
+    return name if sampler == default else f"{name}_{sampler}"
 
 
 CELLS = {
@@ -87,11 +107,13 @@ LABELS = {
 
 
 def table_of(row: str) -> str:
-    """The table that a row stands in."""
+    """Return the table of a row."""
     if row.removeprefix("multi_task_") in OTHER_SAMPLERS:
         return "samplers"
     if row in ("adapters", "hyper", "lora_rank3", "lora_by_row", FASTER, *PLAIN):
         return "rivals"
-    if row in (f"{name}_uncertainty" for name in ("attention", "bottleneck", "alignment")):
+    if row in ("attention_uncertainty", "bottleneck_uncertainty", "alignment_uncertainty"):
         return "uncertainty"
-    return "learnability" if row.endswith("learnability") else "1"
+    if row.endswith("learnability"):
+        return "learnability"
+    return "1"

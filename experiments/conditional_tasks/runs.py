@@ -1,4 +1,4 @@
-"""The runs of the experiment: runs of tasks that measure their cost and the similarity of their tasks as well."""
+"""The runs of the experiment, which also measure their cost and the similarity of their tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graftlm.backbone import Backbone, Site
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows
@@ -28,14 +28,21 @@ from graftlm.store.artifact import load_graft
 from graftlm.training.loop import TrainingSummary
 
 SIMILARITY_ROWS = 64  # training rows of each task
-_ENCODED: dict[tuple[Any, ...], EncodedTask] = {}  # what the runs of this process have read
+_ENCODED: dict[tuple[Any, ...], EncodedTask] = {}  # the tasks that runs of this process have encoded
 
 
 class SharedEncoder(RowEncoder):
-    """A row encoder that reads the rows of a task once in a process: its runs train on the same files."""
+    """A row encoder that encodes the rows of a task once per process, since several runs train on the same files."""
 
     def encode(self, task: TaskRows, *, training: bool = False) -> EncodedTask:
-        key = task.rows[0].where, task.rows[-1].where, len(task), self.length, training, str(task.spec)
+        key = (
+            task.rows[0].where,
+            task.rows[-1].where,
+            len(task),
+            self.length,
+            training,
+            str(task.spec),
+        )
         if key not in _ENCODED:
             _ENCODED[key] = super().encode(task, training=training)
         return _ENCODED[key]
@@ -45,9 +52,9 @@ class ConditionalTasksRun(TaskRun):
     """Train on tasks; measure scores, seconds, the sampler's choices and the similarity of the tasks' inputs.
 
     Args:
-        old_tasks: tasks of the graft that `graft.extends` names: their score, and the predictions that changed.
-        keep_graft: write the trained graft to the run's folder.
-        similarity: measure the covariance similarity of the tasks' inputs.
+        old_tasks: tasks of the graft that is extended, whose scores and changed predictions are measured.
+        keep_graft: whether the trained graft is written to the run's folder.
+        similarity: whether the covariance similarity of the tasks' inputs is measured.
     """
 
     old_tasks: dict[str, LabelledConfig] = {}
@@ -58,7 +65,7 @@ class ConditionalTasksRun(TaskRun):
         return super().artefacts() if self.keep_graft else ()
 
     def measure(self, context: RunContext) -> Measurement:
-        """As of a run of tasks; one that diverges, as some rates of a search do, has the largest error."""
+        """Train and measure; a run that diverges, as with some rates of a search, gets the largest error."""
         try:
             return super().measure(context)
         except (TrainingError, EvaluationError) as error:
@@ -81,10 +88,18 @@ class ConditionalTasksRun(TaskRun):
         measurement = super().evaluate(replace(trainee, tests=tests))
         mixture: Any = trainee.batches
         report = mixture.sampler.report()
-        measurement.add_metrics({"seconds": seconds, "rows_trained": report["picked"], "rows_scored": report["scored"]})
-        measurement.add_metrics({"validation_error": 100 - value_of(measurement.row.metrics["average_validation"])})
-        picked = {task: sum(step.get(task, 0) for step in report["steps"]) for task in mixture.tasks}
-        measurement.details |= {"picked": picked, "data_share_by_task": report["data_share_by_task"]}
+        metrics = {
+            "seconds": seconds,
+            "rows_trained": report["picked"],
+            "rows_scored": report["scored"],
+            "validation_error": 100 - value_of(measurement.row.metrics["average_validation"]),
+        }
+        measurement.add_metrics(metrics)
+        picked = {}
+        for task in mixture.tasks:
+            picked[task] = sum(step.get(task, 0) for step in report["steps"])
+        measurement.details["picked"] = picked
+        measurement.details["data_share_by_task"] = report["data_share_by_task"]
         if self.similarity:
             measurement.details["similarity"] = task_similarities(trainee.model, mixture)
         if self.old_tasks:
@@ -94,16 +109,19 @@ class ConditionalTasksRun(TaskRun):
     def save(
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
     ) -> None:
-        """Write the graft if it is kept."""
+        """Write the graft if `keep_graft` is set."""
         if self.keep_graft:
             super().save(trainee, context, summary, measurement)
 
     def _old_metrics(self, model: GraftedModel) -> dict[str, float]:
-        """The average of the old tasks' test scores, and how many predictions of validation rows have changed."""
-        specs, encoder = tasks_of(model.grafts["graft"]), self.encoder(model.backbone)
-        rows = {name: read_held_out_rows(name, task, specs[name]) for name, task in self.old_tasks.items()}
-        tests, size = task_tests(specs, self.old_tasks, rows), self.evaluation.batch_size
-        scores = measure_labelled(predictor(model), encoder, tests, batch_size=size)
+        """Return the average test score of the old tasks, and the number of changed predictions of validation rows."""
+        specs = tasks_of(model.grafts["graft"])
+        encoder = self.encoder(model.backbone)
+        rows = {}
+        for name, task in self.old_tasks.items():
+            rows[name] = read_held_out_rows(name, task, specs[name])
+        tests = task_tests(specs, self.old_tasks, rows)
+        scores = measure_labelled(predictor(model), encoder, tests, batch_size=self.evaluation.batch_size)
         after = self._old_predictions(model)
         backbone = self.backbone.load(kind="encoder")
         folder: str = self.graft.extends  # type: ignore[attr-defined]  # a graft with old tasks extends another
@@ -112,61 +130,94 @@ class ConditionalTasksRun(TaskRun):
         return {"old_average": summary_metrics(scores)["average"], "old_changed": changed}
 
     def _old_predictions(self, model: GraftedModel) -> dict[str, list[Tensor]]:
-        """Predictions for the validation rows of each old task."""
-        predict, encoder = predictor(model), self.encoder(model.backbone)
+        """Return the predictions for the validation rows of each old task."""
+        predict = predictor(model)
+        encoder = self.encoder(model.backbone)
         predictions: dict[str, list[Tensor]] = {}
         for number, (name, spec) in enumerate(tasks_of(model.grafts["graft"]).items()):
-            if name in self.old_tasks:
-                rows = encoder.encode(read_held_out_rows(name, self.old_tasks[name], spec, "validation")).rows
-                batches = batches_by_length([(row, spec, number) for row in rows], self.training.batch_size, 0)
-                predictions[name] = [prediction.cpu() for _, batch in batches for prediction in predict(batch)]
+            if name not in self.old_tasks:
+                continue
+            rows = read_held_out_rows(name, self.old_tasks[name], spec, "validation")
+            encoded = [(row, spec, number) for row in encoder.encode(rows).rows]
+            predictions[name] = []
+            for _, batch in batches_by_length(encoded, self.training.batch_size, 0):
+                predictions[name] += [prediction.cpu() for prediction in predict(batch)]
         return predictions
 
 
 def count_changed(before: Mapping[str, Sequence[Tensor]], after: Mapping[str, Sequence[Tensor]]) -> int:
-    """The number of predicted values that differ."""
-    return sum(int((old != new).sum()) for name in before for old, new in zip(before[name], after[name], strict=True))
+    """Return the number of predicted values that differ."""
+    changed = 0
+    for name in before:
+        for old, new in zip(before[name], after[name], strict=True):
+            changed += int((old != new).sum())
+    return changed
 
 
 def task_similarities(model: GraftedModel, mixture: LabelledMixture) -> dict[str, Any]:
-    """CovSim_i of each task: the mean covariance similarity of its first layer's inputs to every other task's.
+    """Compute CovSim_i of each task i.
 
-    Beside it stands its range: `same_task`, of a task's rows to other rows of it, and `isotropic`, of random vectors of
-    as many tokens and dimensions to others.
+    Returns:
+        `by_task`, the mean covariance similarity of the task's first-layer inputs to those of every other task;
+        `same_task`, the mean similarity between two halves of a task's rows, as an upper reference; `isotropic`, the
+        similarity of random vectors of the same shape, as a lower reference.
     """
     batches = {name: mixture.sample(name, 2 * SIMILARITY_ROWS) for name in mixture.tasks}
-    halves = {  # every other row, as a batch has its longest first
-        name: [first_layer_inputs(model, batch.rows(slice(start, None, 2))) for start in (0, 1)]
-        for name, batch in batches.items()
-    }
-    factors = {name: [covariance_factor(half) for half in pair] for name, pair in halves.items()}
-    chance, shape = torch.Generator().manual_seed(0), next(iter(halves.values()))[0].shape
-    noise = [covariance_factor(torch.randn(shape, generator=chance, dtype=torch.double)) for _ in range(2)]
-    pairs = {(a, b): similarity_of(factors[a][0], factors[b][0]) for a, b in combinations(factors, 2)}
+    # The halves are every other row, because the rows of a batch are sorted by length.
+    even_rows = slice(0, None, 2)
+    odd_rows = slice(1, None, 2)
+    halves = {}
+    for name, batch in batches.items():
+        first = first_layer_inputs(model, batch.rows(even_rows))
+        second = first_layer_inputs(model, batch.rows(odd_rows))
+        halves[name] = (first, second)
+    factors = {}
+    for name, (first, second) in halves.items():
+        factors[name] = (covariance_factor(first), covariance_factor(second))
+    shape = next(iter(halves.values()))[0].shape
+    similarities = {}
+    for a, b in combinations(factors, 2):
+        similarities[a, b] = similarity_of(factors[a][0], factors[b][0])
     others = len(factors) - 1
+    by_task = {}
+    for name in factors:
+        by_task[name] = sum(value for pair, value in similarities.items() if name in pair) / others
     return {
-        "by_task": {name: sum(value for pair, value in pairs.items() if name in pair) / others for name in factors},
-        "same_task": mean(similarity_of(*pair) for pair in factors.values()),
-        "isotropic": similarity_of(*noise),
+        "by_task": by_task,
+        "same_task": mean(similarity_of(first, second) for first, second in factors.values()),
+        "isotropic": _isotropic_similarity(shape),
     }
+
+
+def _isotropic_similarity(shape: torch.Size) -> float:
+    """Return the covariance similarity of two sets of random vectors."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(shape, generator=generator, dtype=torch.double)
+    second = torch.randn(shape, generator=generator, dtype=torch.double)
+    return similarity_of(covariance_factor(first), covariance_factor(second))
 
 
 def first_layer_inputs(model: GraftedModel, batch: TaskBatch) -> Tensor:
-    """(n, d): the first layer's input at each token without padding, after the graft's changes."""
+    """Return the first layer's inputs (n, d) at all tokens except padding, after the graft's changes."""
     layer, _ = Backbone.wrap(model.model, kind="encoder").sites.module(Site("layer", 0))
     inputs: list[Tensor] = []
-    # Hooks run in the order of registration, so this one sees what the graft's hooks return.
-    hook = layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+
+    def record(_layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        inputs.append(arguments[0])
+
+    # Hooks run in the order of registration, so this hook receives what the graft's hooks return.
+    hook = layer.register_forward_pre_hook(record)
     try:
         with evaluation_mode(model), torch.no_grad():
             model.predict(**batch.to(model.device).prediction_inputs())
     finally:
         hook.remove()
-    return inputs[0].cpu()[batch.attention_mask.bool()].double()
+    real = batch.attention_mask.bool()
+    return inputs[0].cpu()[real].double()
 
 
 def covariance_similarity(first: Tensor, second: Tensor, share: float = 0.99) -> float:
-    """|F_i^T F_j| / (|F_i| |F_j|) in Frobenius norms (equation 3.7), from 0 to 1.
+    """Compute |F_i^T F_j| / (|F_i| |F_j|) in Frobenius norms (equation 3.7), from 0 to 1.
 
     F = U D^(1/2) of X^T X = U D U^T, cut to the fewest directions whose D sum up to `share` of all. The similarity is
     0 for orthogonal inputs and 1 for inputs with the same single direction.
@@ -174,20 +225,23 @@ def covariance_similarity(first: Tensor, second: Tensor, share: float = 0.99) ->
     Args:
         first: (m, d) vectors of one task.
         second: (n, d) vectors of another.
-        share: of the sum of singular values that is kept.
+        share: the share of the sum of singular values that is kept.
     """
     return similarity_of(covariance_factor(first, share), covariance_factor(second, share))
 
 
 def similarity_of(a: Tensor, b: Tensor) -> float:
-    """The covariance similarity of two factors F."""
-    return float((a.T @ b).norm() / (a.norm() * b.norm()).clamp(min=1e-30))
+    """Return the covariance similarity of two factors F."""
+    product = a.T @ b
+    norms = a.norm() * b.norm()
+    return float(product.norm() / norms.clamp(min=1e-30))
 
 
 def covariance_factor(vectors: Tensor, share: float = 0.99) -> Tensor:
-    """(d, r): F."""
+    """Return the factor F (d, r) of vectors (n, d)."""
     # X^T X = R^T R for X = Q R, so R has the same covariance with fewer rows.
-    _, root, directions = torch.linalg.svd(torch.linalg.qr(vectors.double())[1], full_matrices=False)
+    _, r = torch.linalg.qr(vectors.double())
+    _, root, directions = torch.linalg.svd(r, full_matrices=False)
     weights = root.square()  # the singular values of X^T X
     cumulative = weights.cumsum(0) / weights.sum().clamp(min=1e-30)
     kept = int((cumulative < share).sum()) + 1

@@ -1,4 +1,4 @@
-"""Sizes and runs of the experiment: one function from a row, a rate and a seed to its runs, and the search of rates."""
+"""Sizes and runs of the experiment: the runs of a row, a learning rate and a seed, and the search of rates."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class ConditionalTasksSize(Config):
     """Sizes of data, training and tables.
 
     Args:
-        train: training rows of each task, as a share of its set.
-        least: the fewest training rows of a task.
+        train: training rows of each task, as a share of its data set.
+        least: minimum number of training rows of a task.
         validation: validation rows of each task.
         test: test rows of each task.
-        length: maximum tokens of a row; longer texts are cut.
-        training: its steps are those of all tasks together, and of all single tasks added up.
-        rates: learning rates to choose from.
-        graft: what the configs of all rows share.
-        rival_rate: the learning rate of adapters and LoRA over that of the encoder's layers.
-        sampler: the settings of samplers with scores.
+        length: maximum number of tokens of a row; longer texts are truncated.
+        training: training settings; the steps are those of all tasks together, and the sum over single tasks.
+        rates: learning rates of the search.
+        graft: settings that the configs of all rows share.
+        rival_rate: learning rate of adapters and LoRA, as a factor on that of the encoder's layers.
+        sampler: settings of samplers with scores.
         held_out: the task that is added later.
-        shares: the shares of its rows that it is learned from, with the steps of each.
-        rows: the shares of all steps after which the default is compared with uniform sampling.
+        shares: shares of the added task's training rows, with the number of steps for each.
+        rows: shares of all steps after which the default is compared with uniform sampling.
     """
 
     train: str = "10%"
@@ -68,7 +68,7 @@ class ConditionalTasksSize(Config):
     training: TrainingConfig = TrainingConfig(
         steps=200,
         batch_size=64,
-        micro_batch_size=16,  # rows of like length: less padding
+        micro_batch_size=16,  # rows of similar length need less padding
         schedule="linear",
         betas=(0.9, 0.99),
         precision="bf16",
@@ -100,9 +100,19 @@ QUICK = ConditionalTasksSize(
     validation=8,
     test=8,
     length=16,
-    training=TrainingConfig(steps=len(TASKS), batch_size=4, schedule="linear", keep_checkpoints=0),
+    training=TrainingConfig(
+        steps=len(TASKS),
+        batch_size=4,
+        schedule="linear",
+        keep_checkpoints=0,
+    ),
     rates=(1e-3,),
-    graft=FULL.graft | {"bottleneck_width": 4, "task_width": 4, "block": 8},
+    graft={
+        **FULL.graft,
+        "bottleneck_width": 4,
+        "task_width": 4,
+        "block": 8,
+    },
     shares={"0.1%": 1, "1%": 1},
     rows=(0.5,),
 )
@@ -112,9 +122,9 @@ class ConditionalTasksStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        labels: of the rows of the chosen tables.
-        samplers: of the combinations among them.
-        rates: the learning rate of each row.
+        labels: labels of the rows in the chosen tables.
+        samplers: samplers of the combinations among those rows.
+        rates: learning rate of each row.
     """
 
     def __init__(self, options: Options) -> None:
@@ -130,17 +140,33 @@ class ConditionalTasksStudy(Study):
         self._inner: dict[str, int] = {}
 
     def task(self, task: str, seed: int, share: str = "") -> LabelledConfig:
-        """A task and its files, with its share of training rows, or with another, such as 1%."""
-        key = task, seed, share
+        """Return a task with its files, which are written on the first call.
+
+        Args:
+            task: the name of the task.
+            seed: the seed of the training rows.
+            share: the share of training rows, such as 1%; by default that of the size.
+        """
+        key = (task, seed, share)
         if key not in self._files:
-            size, source = self.size, TASKS[task]
-            sizes = SplitSizes(share or size.train, size.validation, size.test, 0 if share else size.least)
-            splits = draw_splits(source.read(self.options.data), sizes, seed)
-            folder = self.options.out / "texts" / (f"few_{share}_s{seed}" if share else f"s{seed}")
-            files = {split: str(file) for split, file in write_splits(splits, folder, task).items()}
-            values = {"type": source.type, "metric": source.metric, **files, **source.columns}
-            self._files[key] = LabelledConfig.parse(values)
+            self._files[key] = self._write_task(task, seed, share)
         return self._files[key]
+
+    def _write_task(self, task: str, seed: int, share: str) -> LabelledConfig:
+        source = TASKS[task]
+        sizes = SplitSizes(
+            train=share or self.size.train,
+            validation=self.size.validation,
+            test=self.size.test,
+            least=0 if share else self.size.least,
+        )
+        splits = draw_splits(source.read(self.options.data), sizes, seed)
+        name = f"few_{share}_s{seed}" if share else f"s{seed}"
+        files = write_splits(splits, self.options.out / "texts" / name, task)
+        values: dict[str, Any] = {"type": source.type, "metric": source.metric}
+        for split, file in files.items():
+            values[split] = str(file)
+        return LabelledConfig.parse({**values, **source.columns})
 
     def run(
         self,
@@ -154,53 +180,92 @@ class ConditionalTasksStudy(Study):
         share: str = "",
         **fields: Any,
     ) -> ConditionalTasksRun:
-        """One run, by default of the tasks' part of all steps; of a share of the task's rows where there is one."""
-        training, size = self.size.training, self.size
+        """Return a run.
+
+        Args:
+            name: the beginning of the run's id.
+            tasks: the names of the tasks.
+            graft: the config of the graft.
+            rate: the learning rate.
+            seed: the seed of training and of the training rows.
+            steps: number of steps; by default the share of all steps that corresponds to the number of tasks.
+            share: the share of the tasks' training rows; by default that of the size.
+            **fields: further fields of the run.
+        """
+        training = self.size.training
         steps = steps or max(1, training.steps * len(tasks) // len(TASKS))
-        update = {"steps": steps, "checkpoint_every": steps, "warmup_steps": max(1, steps // 10)}
+        changes = {
+            "steps": steps,
+            "checkpoint_every": steps,
+            "warmup_steps": max(1, steps // 10),
+            "learning_rate": rate,
+            "seed": seed,
+        }
         return ConditionalTasksRun(
             id=f"{name}_lr{rate:g}_s{seed}",
             backbone=self.backbone,
             graft=graft,
             tasks={task: self.task(task, seed, share) for task in tasks},
-            training=training.model_copy(update=update | {"learning_rate": rate, "seed": seed}),
+            training=training.model_copy(update=changes),
             evaluation=TaskEvaluationConfig(batch_size=2 * training.batch_size, precision=training.precision),
-            length=size.length,
+            length=self.size.length,
             **fields,
         )
 
     def graft(self, values: Mapping[str, Any]) -> GraftConfig:
-        """The config of a graft with these modules."""
+        """Return the config of a graft with these modules."""
         return graft_config({"kind": "conditional-tasks", **self.size.graft, **values})
 
     def rival(self, row: str) -> GraftConfig:
-        """The config of adapters, as large as all modules without heads, or of the width that it says."""
+        """Return the config of adapters, by default with as many parameters as all modules without heads."""
         values = RIVALS[row]
         if row not in self._inner:
-            specs = {f"task {n}": TaskSpec(type="regression") for n in range(len(TASKS))}
-            backbone = self.backbone.model_copy(update={"device": "cpu"}).load(kind="encoder")
-            sites: Any = backbone.sites
-            parameters = build_graft(with_tasks(self.graft(ALL), specs), backbone).named_parameters()
-            added = sum(parameter.numel() for name, parameter in parameters if not name.startswith("heads"))
-            tasks = 1 if values.get("shared") else len(TASKS)
-            unit = parameters_per_width(
-                values["form"], sites.n_layers, sites.width, sites.config.intermediate_size, tasks
-            )
-            self._inner[row] = max(1, round(added / unit))
-        settings = {"kind": "task-adapters", **self.size.graft, "inner": self._inner[row], **values}
-        settings["module_rate"] = self.size.rival_rate
+            self._inner[row] = self._inner_width(values["form"], values.get("shared", False))
+        settings = {
+            "kind": "task-adapters",
+            **self.size.graft,
+            "inner": self._inner[row],
+            **values,
+            "module_rate": self.size.rival_rate,
+        }
         return TaskAdaptersConfig.parse({key: value for key, value in settings.items() if key not in ALL})
 
+    def _inner_width(self, form: str, shared: bool) -> int:
+        """Return the inner width at which adapters have as many parameters as all modules without heads."""
+        specs = {f"task {n}": TaskSpec(type="regression") for n in range(len(TASKS))}
+        backbone = self.backbone.model_copy(update={"device": "cpu"}).load(kind="encoder")
+        graft = build_graft(with_tasks(self.graft(ALL), specs), backbone)
+        added = 0
+        for name, parameter in graft.named_parameters():
+            if not name.startswith("heads"):
+                added += parameter.numel()
+        sites: Any = backbone.sites
+        unit = parameters_per_width(
+            form=form,
+            layers=sites.n_layers,
+            width=sites.width,
+            ffn=sites.config.intermediate_size,
+            tasks=1 if shared else len(TASKS),
+        )
+        return max(1, round(added / unit))
+
     def sampler(self, policy: str, share: float = 1.0) -> SamplerConfig:
-        """A sampler; of a part of all steps its candidates make a part of all passes."""
-        scored = self.size.sampler if policy in SCORED else {}
-        if scored:
-            scored = scored | {"passes": scored["passes"] * share}
-        return SamplerConfig.parse({"policy": policy, **scored})
+        """Return the config of a sampler.
+
+        Args:
+            policy: the name of the sampler.
+            share: the share of all steps; candidates are the same share of all passes.
+        """
+        values: dict[str, Any] = {"policy": policy}
+        if policy in SCORED:
+            values.update(self.size.sampler)
+            values["passes"] *= share
+        return SamplerConfig.parse(values)
 
     def row_runs(self, row: str, seed: int, rate: float | None = None) -> list[ConditionalTasksRun]:
-        """The runs of a row: one, or one for each task. The rate is by default the chosen one."""
-        rate, tasks = rate or self.rates[row], list(TASKS)
+        """Return the runs of a row: one, or one for each task. The learning rate is by default the chosen one."""
+        rate = rate or self.rates[row]
+        tasks = list(TASKS)
         if row == "single_task":
             return [self.run(f"single_{task}", [task], self.graft(FINE_TUNING), rate, seed) for task in tasks]
         if row in PLAIN:
@@ -209,43 +274,68 @@ class ConditionalTasksStudy(Study):
             return [self.run(row, tasks, self.rival(row), rate, seed)]
         if row in CONTROLS:
             modules, by = CONTROLS[row]
-            graft = BlindConfig.parse({"kind": "blind", "by": by, **self.size.graft, **MODULES[modules]})
-            return [self.run(row, tasks, graft, rate, seed)]
+            values = {"kind": "blind", "by": by, **self.size.graft, **MODULES[modules]}
+            return [self.run(row, tasks, BlindConfig.parse(values), rate, seed)]
         modules, policy = CELLS.get(row, ("none", row.removeprefix("multi_task_")))
-        fields = {"sampler": self.sampler(policy), "similarity": row in SIMILAR}
-        return [self.run(row, tasks, self.graft(MODULES[modules]), rate, seed, **fields)]
+        run = self.run(
+            row,
+            tasks,
+            self.graft(MODULES[modules]),
+            rate,
+            seed,
+            sampler=self.sampler(policy),
+            similarity=row in SIMILAR,
+        )
+        return [run]
 
     def scores(self, runs: Sequence[ConditionalTasksRun], split: str = "test") -> dict[str, float]:
-        """The scores of all tasks of some runs."""
+        """Return the scores of all tasks of some runs."""
         suffix = "" if split == "test" else f"_{split}"
-        return {task: metric(self.measured[run.id], task + suffix) for run in runs for task in run.tasks}
+        scores = {}
+        for run in runs:
+            for task in run.tasks:
+                scores[task] = metric(self.measured[run.id], task + suffix)
+        return scores
+
+    def row_scores(self, row: str, seed: int, split: str = "test") -> dict[str, float]:
+        """Return the scores of all tasks of a row."""
+        return self.scores(self.row_runs(row, seed), split)
 
     def average(self, row: str, seed: int, split: str = "test") -> float:
-        """The mean of a row's scores."""
-        return mean(self.scores(self.row_runs(row, seed), split).values())
+        """Return the mean of a row's scores."""
+        return mean(self.row_scores(row, seed, split).values())
 
     def choose_rates(self) -> None:
-        """Choose each row's learning rate, all by the same search."""
-        rates = self.size.rates
-        tries = {(row, rate): self.row_runs(row, SEARCH_SEED, rate) for row in self.labels for rate in rates}
-        self.execute([run for row_runs in tries.values() for run in row_runs], "learning rates")
-
-        def error(row: str, rate: float) -> float:
-            return mean(metric(self.measured[run.id], "validation_error") for run in tries[row, rate])
-
+        """Choose the learning rate of each row, all by the same search."""
+        tries: dict[str, dict[float, list[ConditionalTasksRun]]] = {}
         for row in self.labels:
-            errors = {rate: error(row, rate) for rate in rates}
-            self.searched[row] = {f"{rate:g}": round(value, 4) for rate, value in errors.items()}
-            self.rates[row] = min(errors, key=lambda rate, of=errors: of[rate])
+            tries[row] = {rate: self.row_runs(row, SEARCH_SEED, rate) for rate in self.size.rates}
+        runs = [run for by_rate in tries.values() for row_runs in by_rate.values() for run in row_runs]
+        self.execute(runs, "learning rates")
+        for row, by_rate in tries.items():
+            errors = {rate: self._validation_error(row_runs) for rate, row_runs in by_rate.items()}
+            self.searched[row] = {f"{rate:g}": round(error, 4) for rate, error in errors.items()}
+            self.rates[row] = min(errors, key=errors.__getitem__)
+
+    def _validation_error(self, runs: Sequence[ConditionalTasksRun]) -> float:
+        return mean(metric(self.measured[run.id], "validation_error") for run in runs)
 
     def best_cell(self, cells: Iterable[str]) -> str:
-        """The row with the best validation rows over all seeds."""
-        return max(cells, key=lambda row: mean(self.average(row, seed, "validation") for seed in self.seeds))
+        """Return the row with the best validation scores over all seeds."""
+
+        def validation_score(row: str) -> float:
+            return mean(self.average(row, seed, "validation") for seed in self.seeds)
+
+        return max(cells, key=validation_score)
 
     def differences(self, first: str, second: str, task: str | None = None) -> Interval:
-        """A row's average, or its score of a task, less another's: paired by seed."""
+        """Return the difference of two rows' averages, or of their scores of a task, paired by seed."""
         values = []
         for seed in self.seeds:
-            a, b = (self.scores(self.row_runs(row, seed)) for row in (first, second))
-            values.append(a[task] - b[task] if task else mean(a.values()) - mean(b.values()))
+            scores = self.row_scores(first, seed)
+            other_scores = self.row_scores(second, seed)
+            if task is None:
+                values.append(mean(scores.values()) - mean(other_scores.values()))
+            else:
+                values.append(scores[task] - other_scores[task])
         return combine_seeds(values)

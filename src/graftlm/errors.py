@@ -86,23 +86,34 @@ class MissingExtraError(GraftError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message without its full stop; the error's type where there is no message.
+    """Return the first line of an error's message without its full stop, at most 200 characters.
 
-    Of a line that ends in a colon, as in validation errors, it is the next one, which has the cause.
+    If it ends in a colon, as in validation errors, the next line is returned, which has the cause. An error without a
+    message gives the name of its type.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[lines[0].endswith(":") and len(lines) > 1].rstrip(".: ")[:200]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    line = lines[0]
+    if line.endswith(":") and len(lines) > 1:
+        line = lines[1]
+    return line.rstrip(".: ")[:200]
 
 
 def shorten(text: str, most: int = 80) -> str:
-    """`text`, shortened in the middle to about `most` characters."""
-    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[1 - most // 2 :]}"
+    """Shorten a text in the middle to about `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2 - 1
+    return f"{text[:half]}…{text[-half:]}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: ` (did you mean X?)`, or all known words when none is close."""
+    """Return a hint for an unknown word: ` (did you mean X?)`, or all known words if none is similar."""
     names = sorted(known)
     if not names:
         return ""
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else f" (known: {', '.join(names)})"
+    similar = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if similar:
+        return f" (did you mean {similar[0]}?)"
+    return f" (known: {', '.join(names)})"

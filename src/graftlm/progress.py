@@ -1,22 +1,100 @@
-"""Progress bars of long work."""
+"""Progress of long work: a bar in a terminal, and a line now and then where the output is piped."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+
+SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
 def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: Any) -> Iterator[Callable[..., None]]:
-    """Show a bar while the block runs; yields what changes it, as in `update(advance=1)`.
+    """Show the progress of the work in the block, with the time left.
 
-    `columns` are rich's before the time that is left; words stand for themselves, with `fields` filled in.
+    Args:
+        title: name of the work.
+        total: number of steps.
+        columns: columns of rich before the time left. A string is a template such as `"loss {task.fields[loss]}"`.
+        show: whether to show anything.
+        fields: initial values of the templates' fields, and of `completed`.
+
+    Yields:
+        A function that changes the progress: `update(advance=1)`, or `update(completed=10, loss="2.31")`.
     """
+    from rich import get_console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    extra = [TextColumn(column) if isinstance(column, str) else column for column in columns]
-    shown = (TextColumn("{task.description}"), BarColumn(), *extra, TimeRemainingColumn())
-    with Progress(*shown, disable=not show) as progress:
-        yield partial(progress.update, progress.add_task(title, total=total, **fields))
+    console = get_console()  # which the command line directs to stderr
+    if show and not console.is_terminal:
+        templates = [column for column in columns if isinstance(column, str)]
+        lines = _ProgressLines(title, total, templates, console.print, **fields)
+        yield lines.update
+        lines.finish()
+        return
+    inner = [TextColumn(column) if isinstance(column, str) else column for column in columns]
+    all_columns = (TextColumn("{task.description}"), BarColumn(), *inner, TimeRemainingColumn())
+    with Progress(*all_columns, console=console, disable=not show) as progress:
+        task = progress.add_task(title, total=total, **fields)
+        yield partial(progress.update, task)
+
+
+class _ProgressLines:
+    """Prints progress as lines, at most one in `SECONDS_BETWEEN_LINES` seconds, and one at the end."""
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        templates: list[str],
+        write: Callable[[str], None],
+        *,
+        completed: float = 0,
+        **fields: str,
+    ) -> None:
+        self._title = title
+        self._total = total
+        self._templates = templates
+        self._write = write
+        self._start = completed
+        self._completed = completed
+        self._fields = fields
+        self._started_at = time.monotonic()
+        self._written_at = self._started_at
+
+    def update(self, *, advance: float = 0, completed: float | None = None, **fields: str) -> None:
+        """Change the progress as `rich.progress.Progress.update` does."""
+        self._completed = self._completed + advance if completed is None else completed
+        self._fields.update(fields)
+        now = time.monotonic()
+        if now - self._written_at >= SECONDS_BETWEEN_LINES and self._completed < self._total:
+            self._written_at = now
+            self._write_line(f"{_minutes(self._seconds_left(now))} left")
+
+    def finish(self) -> None:
+        """Print the last line."""
+        self._write_line(f"{_minutes(time.monotonic() - self._started_at)} in all")
+
+    def _seconds_left(self, now: float) -> float | None:
+        done = self._completed - self._start
+        if done <= 0:
+            return None
+        return (now - self._started_at) / done * (self._total - self._completed)
+
+    def _write_line(self, duration: str) -> None:
+        task = SimpleNamespace(fields=self._fields)
+        details = [template.format(task=task) for template in self._templates if "{" in template]
+        count = f"{self._completed:,.0f}/{self._total:,}"
+        self._write(f"{self._title} {', '.join([count, *details, duration])}")
+
+
+def _minutes(seconds: float | None) -> str:
+    """Format a duration as minutes and seconds."""
+    if seconds is None:
+        return "unknown time"
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d}"

@@ -292,7 +292,7 @@ def test_encoders_have_no_last_norm() -> None:
         tapped("bert", Tap(Site("norm"), "after", "replace", zeros))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_structure_that_is_found_equals_the_row(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[model(family).config.model_type]
     monkeypatch.delitem(ROWS, model(family).config.model_type)
@@ -332,7 +332,7 @@ def test_a_row_that_does_not_fit_is_refused(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.exhaustive) for f in (*FAMILIES[1:], *MORE_FAMILIES))]
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in (*FAMILIES[1:], *MORE_FAMILIES))]
 )
 def test_a_row_that_a_user_repeats_is_taken(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     live = tiny_model(family)

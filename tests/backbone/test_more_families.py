@@ -12,7 +12,7 @@ from graftlm.testing import attach_graft, logits, randomise
 from tiny import ALL_ENCODERS, MORE_FAMILIES, tiny_ids, tiny_model, tiny_tokenizer
 
 DEFAULT = ("phi3", "gpt_oss", "opt", "bloom", "lfm2", "xlm-roberta")
-PARAMS = [pytest.param(f, marks=[] if f in DEFAULT else [pytest.mark.exhaustive]) for f in MORE_FAMILIES]
+PARAMS = [pytest.param(f, marks=[] if f in DEFAULT else [pytest.mark.slow]) for f in MORE_FAMILIES]
 PADDED = torch.tensor([[0] * 3 + [1] * 9, [1] * 12])
 
 
@@ -63,7 +63,7 @@ def test_documents_that_a_family_can_not_keep_apart_are_refused() -> None:
         logits(model, tiny_ids(1, 6), position_ids=positions)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["lora", "finetune"])
 def test_baselines_train_on_mixtures_of_experts(family: str, kind: str) -> None:
     backbone = Backbone.wrap(tiny_model(family), tiny_tokenizer(), family)

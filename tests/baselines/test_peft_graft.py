@@ -100,7 +100,7 @@ def test_tables_have_the_methods_name() -> None:
     assert graft_config({"kind": "lora"}).label == "LoRA on the FFN"
 
 
-@pytest.mark.parametrize("method", ["BOFT", "LN_TUNING", pytest.param("SHIRA", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("method", ["BOFT", "LN_TUNING", pytest.param("SHIRA", marks=pytest.mark.slow)])
 def test_methods_that_read_weights_while_they_are_built(method: str, tmp_path: Path) -> None:
     """Their tensors are known before they are attached, and building them changes nothing, flags included."""
     host = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "llama")
@@ -121,46 +121,48 @@ def test_methods_that_read_weights_while_they_are_built(method: str, tmp_path: P
 def test_what_peft_can_not_merge_is_not_exported(tmp_path: Path) -> None:
     with attach_graft(backbone("llama"), of_peft("lily")) as model:
         graft: Any = model.grafts["graft"]
-    with pytest.raises(ArtifactError, match=r"PEFT can't merge LILY into the backbone's weights .*: load the graft"):
+    with pytest.raises(ArtifactError) as error:
         export_graft(graft, backbone("llama"), tmp_path / "model")
+    assert "LILY" in str(error.value)
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "peft"}, "the key method is missing"),
-    (of_peft("OFTT"), r"graft: PEFT [\d.]+ has no method OFTT \(did you mean OFT\?\)"),
-    (of_peft("prefix_tuning"), "the method PREFIX_TUNING can't be a graft, since it puts trained states before"),
-    (of_peft("AdaLoRA"), "the method ADALORA can't be a graft, since its ranks are chosen by calls"),
-    (of_peft("oft", oft_blocksize=4), r"options: unknown key oft_blocksize \(did you mean oft_block_size\?\)"),
-    (of_peft("oft", r=4, oft_block_size=4), "options: PEFT refuses them .*; correct them"),
-    (of_peft("oft", task_type="CAUSAL_LM"), "options: unknown key task_type"),
-    (of_peft("oft", module_dropout=0.1), "module_dropout is 0.1, which has no effect, as a frozen backbone stays"),
-    (of_peft("lora", init_lora_weights="pissa"), "init_lora_weights is 'pissa', which takes the start out of"),
-    (of_peft("lora", layer_replication=[[0, 2]]), "which changes the backbone's layers; set it to None"),
+    ({"kind": "peft"}, "method"),
+    (of_peft("OFTT"), "did you mean OFT?"),
+    (of_peft("prefix_tuning"), "PREFIX_TUNING"),
+    (of_peft("AdaLoRA"), "ADALORA"),
+    (of_peft("oft", oft_blocksize=4), "did you mean oft_block_size?"),
+    (of_peft("oft", r=4, oft_block_size=4), "options"),
+    (of_peft("oft", task_type="CAUSAL_LM"), "task_type"),
+    (of_peft("oft", module_dropout=0.1), "module_dropout is 0.1"),
+    (of_peft("lora", init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+    (of_peft("lora", layer_replication=[[0, 2]]), "layer_replication"),
 ]
 
 
-@pytest.mark.parametrize(("values", "sentence"), MISTAKES, ids=[sentence[:40] for _, sentence in MISTAKES])
-def test_mistakes_in_a_config(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+@pytest.mark.parametrize(("values", "named"), MISTAKES, ids=[named for _, named in MISTAKES])
+def test_mistakes_in_a_config(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(RecipeError) as error:
         graft_config(values)
+    assert named in str(error.value)
 
 
 REFUSED: list[tuple[str, dict[str, Any], type[GraftError], str]] = [
-    ("llama", of_peft("oft", target_modules=["nope"]), BackboneError, "PEFT can't put OFT on this llama model .*nope"),
-    ("llama", of_peft("ia3", target_modules="nope"), BackboneError, "PEFT can't put IA3 on this llama model"),
-    ("llama", of_peft("fourierft"), BackboneError, "changes the logits of the backbone by .* before training"),
-    ("llama", of_peft("lora", modules_to_save=["lm_head"]), BackboneError, "trains copies of whole modules"),
-    ("llama+bfloat16", of_peft("ln_tuning"), BackboneError, "LN_TUNING can't run on this llama model .*same dtype"),
-    ("gpt2", of_peft("lora", bias="all"), BackboneError, "changes the backbone's own weights"),
-    ("gpt2", of_peft("oft", oft_block_size=4), BackboneError, r"Target module Conv1D.* is not supported\): choose"),
-    ("gpt2", of_peft("osf"), BackboneError, "OSF on this gpt2 model finds no module that it can train"),
-    ("mixtral", of_peft("oft", oft_block_size=4), TapError, "is a mixture of experts: choose the attention"),
+    ("llama", of_peft("oft", target_modules=["nope"]), BackboneError, "nope"),
+    ("llama", of_peft("ia3", target_modules="nope"), BackboneError, "IA3"),
+    ("llama", of_peft("fourierft"), BackboneError, "logits"),
+    ("llama", of_peft("lora", modules_to_save=["lm_head"]), BackboneError, "modules_to_save"),
+    ("llama+bfloat16", of_peft("ln_tuning"), BackboneError, "same dtype"),
+    ("gpt2", of_peft("lora", bias="all"), BackboneError, "own weights"),
+    ("gpt2", of_peft("oft", oft_block_size=4), BackboneError, "Conv1D"),
+    ("gpt2", of_peft("osf"), BackboneError, "OSF"),
+    ("mixtral", of_peft("oft", oft_block_size=4), TapError, "mixture of experts"),
 ]
 
 
-@pytest.mark.parametrize(("family", "values", "error", "sentence"), REFUSED, ids=[r[3][:40] for r in REFUSED])
-def test_what_a_backbone_can_not_have(family: str, values: Any, error: type[GraftError], sentence: str) -> None:
+@pytest.mark.parametrize(("family", "values", "error", "reason"), REFUSED, ids=[refused[3] for refused in REFUSED])
+def test_what_a_backbone_can_not_have(family: str, values: Any, error: type[GraftError], reason: str) -> None:
     before = state_of(backbone(family).model)
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=reason):
         GraftedModel(backbone(family), {"graft": build_graft(graft_config(values), backbone(family))})
     assert state_of(backbone(family).model) == before

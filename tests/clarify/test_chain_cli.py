@@ -149,7 +149,7 @@ def test_a_failed_run_resumes(server: ChatServer, tmp_path: Path) -> None:
     assert len(server.requests) == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_interrupted_run_resumes(server: ChatServer, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     command = [sys.executable, "-m", "graftlm", "clarify", TEXT, "--to", "fr", "--resume", str(path)]

@@ -29,7 +29,7 @@ def wait_for_steps(history: Path, steps: int, process: subprocess.Popen[str]) ->
         time.sleep(0.02)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start, home: Path) -> None:
     settings = ("training.schedule=constant", "training.checkpoint_every=1", "training.keep_checkpoints=1")
@@ -60,7 +60,7 @@ def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start,
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_pipe_that_is_closed_is_no_error(new_process: Start) -> None:
     process = new_process("schema")
@@ -71,7 +71,7 @@ def test_a_pipe_that_is_closed_is_no_error(new_process: Start) -> None:
     process.wait(600)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_two_launched_processes_print_once(fresh_graft: Graft, home: Path) -> None:
     options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"

@@ -66,7 +66,7 @@ def test_a_line_that_was_not_read_to_its_end_says_so(graft: Graft, served: Path)
     assert [json.loads(text).get("truncated") for text in outcome.out.splitlines()] == [True, None]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_file_and_stdin_in_a_new_process_say_the_same(graft: Graft, served: Path, fresh_graft: Graft) -> None:
     folder, rows = str(served / "run/graft"), served / "rows/topic.jsonl"
     of_table = graft("predict", folder, str(rows), "--task", "topic")

@@ -37,12 +37,12 @@ def trained_loss(steps: int = 250) -> float:
     return sum(losses[-50:]) / 50
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_loss_stays_at_the_entropy() -> None:
     assert FLOOR - 0.03 < trained_loss() < FLOOR + 0.3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_mask_that_shows_the_future_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def everything(self: alignment.PositionAlignment, call: alignment.Call, past: int) -> Visibility:
         assert call.input_ids is not None

@@ -25,7 +25,7 @@ MASKS = {
 }
 # Each padding and each kind of positions is in the default run once; the other pairs run with -m "".
 PADDINGS_AND_POSITIONS = [
-    pytest.param(padding, kind, marks=[] if number == index else pytest.mark.exhaustive)
+    pytest.param(padding, kind, marks=[] if number == index else pytest.mark.slow)
     for number, padding in enumerate(MASKS)
     for index, kind in enumerate(("none", "rotary", "local"))
 ]
@@ -130,7 +130,7 @@ ONE_TOKENIZER = [
         for param in PADDINGS_AND_POSITIONS
     ),
     *(
-        pytest.param(family, norm, *param.values, marks=pytest.mark.exhaustive)
+        pytest.param(family, norm, *param.values, marks=pytest.mark.slow)
         for family, norm in (("gpt2", "none"), ("gemma3", "pre"))
         for param in PADDINGS_AND_POSITIONS
         if not param.marks

@@ -1,4 +1,4 @@
-"""Conditional tasks as the equations define them: one row, one token and one block at a time. For tests only.
+"""Conditional tasks as in the equations: one row, one token and one block at a time. For tests only.
 
     z               = v / |v| for a task's trained vector v
     film(y, z)      = gamma(z) * y + beta(z),   gamma(z) = 1 + G z,   beta(z) = B z              (definition 1)
@@ -61,32 +61,41 @@ class ConditionalWeights:
 
 
 def film(y: Tensor, z: Tensor, weights: Film) -> Tensor:
-    """gamma(z) * y + beta(z), along y's last dimension."""
-    return (1 + weights[0] @ z) * y + weights[1] @ z
+    """Compute gamma(z) * y + beta(z), along y's last dimension."""
+    scale, shift = weights
+    gamma = 1 + scale @ z
+    beta = shift @ z
+    return gamma * y + beta
 
 
 def direct_sum(a: Tensor, b: Tensor) -> Tensor:
-    """A matrix with the blocks a and b along its diagonal, and zeros elsewhere."""
-    right, left = a.new_zeros(a.shape[0], b.shape[1]), a.new_zeros(b.shape[0], a.shape[1])
-    return torch.cat([torch.cat([a, right], 1), torch.cat([left, b], 1)])
+    """Return a matrix with the blocks a and b along its diagonal, and zeros elsewhere."""
+    upper_right = a.new_zeros(a.shape[0], b.shape[1])
+    lower_left = a.new_zeros(b.shape[0], a.shape[1])
+    upper = torch.cat([a, upper_right], 1)
+    lower = torch.cat([lower_left, b], 1)
+    return torch.cat([upper, lower])
 
 
 def bias(blocks: Tensor, weights: Film, z: Tensor, length: int) -> Tensor:
     """M(z), (T, T)."""
     matrix = blocks.new_zeros(0, 0)
     for block_WW in blocks:
-        matrix = direct_sum(matrix, film(block_WW.reshape(-1), z, weights).reshape(block_WW.shape))
+        modulated = film(block_WW.reshape(-1), z, weights)
+        matrix = direct_sum(matrix, modulated.reshape(block_WW.shape))
     return matrix[:length, :length]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    """One head, (T, d)."""
-    return torch.softmax(m + q @ k.T / math.sqrt(q.shape[-1]), -1) @ v
+    """Compute a head of attention, (T, d)."""
+    scores = q @ k.T / math.sqrt(q.shape[-1])
+    return torch.softmax(m + scores, -1) @ v
 
 
 def align(x_D: Tensor, matrix: Tensor, weights: Film, z: Tensor) -> Tensor:
-    """The alignment of one token, (D,)."""
-    return film(x_D @ (torch.eye(len(x_D), dtype=x_D.dtype) + matrix), z, weights)
+    """Compute the alignment of a token, (D,)."""
+    r = torch.eye(len(x_D), dtype=x_D.dtype) + matrix
+    return film(x_D @ r, z, weights)
 
 
 def literal_alignment(x_D: Tensor, r: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -95,18 +104,22 @@ def literal_alignment(x_D: Tensor, r: Tensor, gamma: Tensor, beta: Tensor) -> Te
 
 
 def normalised(a_D: Tensor, eps: float) -> Tensor:
-    """(a - mean) / deviation."""
-    return (a_D - a_D.mean()) / torch.sqrt((a_D - a_D.mean()).square().mean() + eps)
+    """Compute (a - mean) / deviation."""
+    centred = a_D - a_D.mean()
+    variance = centred.square().mean()
+    return centred / torch.sqrt(variance + eps)
 
 
 def literal_norm(a_D: Tensor, own: tuple[Tensor, Tensor], gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     """n * (gamma' gamma + beta') + beta, with the norm's `own` gamma' and beta'."""
-    return normalised(a_D, eps) * (own[0] * gamma + own[1]) + beta
+    own_gamma, own_beta = own
+    return normalised(a_D, eps) * (own_gamma * gamma + own_beta) + beta
 
 
 def bottleneck(x_D: Tensor, neck: BottleneckWeights, z: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """(D,)."""
-    return film(neck.up @ activation(film(neck.down @ x_D, z, neck.inner)), z, neck.outer)
+    """Compute the bottleneck of a token, (D,)."""
+    inner = activation(film(neck.down @ x_D, z, neck.inner))
+    return film(neck.up @ inner, z, neck.outer)
 
 
 def _by_token(function: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
@@ -130,11 +143,15 @@ def _linear(x_TD: Tensor, layer: Any, number: int, path: str, modules: Condition
 
 def _self_attention(x_TD: Tensor, layer: Any, number: int, modules: ConditionalWeights, m: Tensor) -> Tensor:
     attention = layer.attention.self
-    heads, size = attention.num_attention_heads, attention.attention_head_size
-    paths = [f"attention.self.{part}" for part in ("query", "key", "value")]
-    q, k, v = (_linear(x_TD, layer, number, path, modules) for path in paths)
-    slices = [slice(head * size, (head + 1) * size) for head in range(heads)]
-    return torch.cat([attend(q[:, part], k[:, part], v[:, part], m) for part in slices], -1)
+    size = attention.attention_head_size
+    q = _linear(x_TD, layer, number, "attention.self.query", modules)
+    k = _linear(x_TD, layer, number, "attention.self.key", modules)
+    v = _linear(x_TD, layer, number, "attention.self.value", modules)
+    outputs = []
+    for head in range(attention.num_attention_heads):
+        part = slice(head * size, (head + 1) * size)
+        outputs.append(attend(q[:, part], k[:, part], v[:, part], m))
+    return torch.cat(outputs, -1)
 
 
 def encode(

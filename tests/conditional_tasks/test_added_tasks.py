@@ -1,4 +1,4 @@
-"""Tasks that a trained graft gets later: the old ones stay as they are to the bit, and the nearest gives the start."""
+"""Tasks that are added to a trained graft: old predictions stay bit-identical, and the best old task is the start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backbone() -> Backbone:
 
 @pytest.fixture(scope="module")
 def folder(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained graft's."""
+    """The folder of a trained graft."""
     with random_model(backbone) as model:
         path = tmp_path_factory.mktemp("trained") / "graft"
         return save_graft(model.grafts["graft"], backbone, path)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def old_predictions(model: GraftedModel) -> list[Tensor]:
 
 
 def rows(task: int, labels: list[int]) -> dict[str, Any]:
-    """Of a classification task."""
+    """Rows of a classification task, with one label per row."""
     ids, mask = batch()
     extras = {"task": torch.full((len(ids),), task)}
     return {
@@ -74,11 +74,13 @@ def test_training_a_new_task_leaves_no_bit_of_the_old_ones(
     with_old = load_graft(folder, backbone)
     trained = extended.trainable_parameters()
     own = ["embeddings.task:news", "heads.linears.task:news.weight", "heads.linears.task:news.bias"]
-    own += [f"loras.{key}.{factor}.{len(TASKS)}" for key in graft.loras for factor in "ab"]
+    for key in graft.loras:
+        own += [f"loras.{key}.a.{len(TASKS)}", f"loras.{key}.b.{len(TASKS)}"]
     assert len(own) == 3 + 12, "six Linears in the layer with modules"
     assert set(trained) == {f"grafts.graft.{name}" for name in own}
     optimiser = torch.optim.AdamW(trained.values(), lr=0.02, weight_decay=0.1)
-    before, losses = old_predictions(extended), []
+    before = old_predictions(extended)
+    losses = []
     for _ in range(5):
         optimiser.zero_grad()
         loss = extended.train()(**rows(5, [0, 1, 2, 0, 1, 2])).loss
@@ -162,8 +164,10 @@ def test_the_old_task_that_answers_best_gives_its_embedding_and_head(backbone: B
             assert choices["news"]["losses"][wanted] < choices["news"]["chance"] == pytest.approx(math.log(3))
             assert torch.equal(made.embeddings["task:news"], made.embeddings[f"task:{wanted}"])
             assert torch.equal(made.heads.linear("news").weight, made.heads.linear(wanted).weight)
-            for factors in (factors for lora in made.loras.values() for factors in (lora.a, lora.b)):
-                assert torch.equal(factors[3], factors[list(tasks).index(wanted)])
+            old = list(tasks).index(wanted)
+            for lora in made.loras.values():
+                assert torch.equal(lora.a[3], lora.a[old])
+                assert torch.equal(lora.b[3], lora.b[old])
             assert model.training
 
 
@@ -211,12 +215,14 @@ def test_other_settings_than_the_trained_ones_are_refused_by_name(backbone: Back
     values = {"tasks": {"news": TOPICS}, "extends": str(folder)}
     same = ConditionalTasks(ConditionalTasksConfig.parse(values | {"lora_rank": 2, "pooling": "first"}), backbone)
     assert same.config.lora_rank == 2
-    with pytest.raises(RecipeError, match="trained with lora_rank 2, and what extends it says 3: leave lora_rank out"):
+    with pytest.raises(RecipeError) as error:
         ConditionalTasks(ConditionalTasksConfig.parse(values | {"lora_rank": 3}), backbone)
+    assert "lora_rank" in str(error.value)
     config = ConditionalTasksConfig.parse({"tasks": {"old": TOPICS}})
     save_graft(ConditionalTasks(config, backbone), backbone, folder.parent / "shares-nothing")
-    with pytest.raises(RecipeError, match="adapts is all, but the tasks of .* share nothing that trains"):
+    with pytest.raises(RecipeError) as error:
         extend(backbone, folder.parent / "shares-nothing", adapts="all")
+    assert "adapts" in str(error.value)
 
 
 def test_the_config_may_name_the_old_task(backbone: Backbone, folder: Path) -> None:
@@ -224,9 +230,10 @@ def test_the_config_may_name_the_old_task(backbone: Backbone, folder: Path) -> N
     assert torch.equal(made.embeddings["task:news"], made.embeddings["task:topics"])
     with GraftedModel(backbone, {"graft": made}) as model:
         assert made.start_tasks(model, {"news": rows(5, [0] * 6)}) == {}, "it has its start"
-    with pytest.raises(GraftError, match="no task topic to start news from: name one of topics, quality,"):
+    with pytest.raises(GraftError) as error:
         extend(backbone, folder, like="topic")
-    with pytest.raises(GraftError, match="no task news to start news from"):
+    assert all(name in str(error.value) for name in ("news", "topic", "topics, quality"))
+    with pytest.raises(GraftError):
         extend(backbone, folder, like="news")
 
 
@@ -236,43 +243,48 @@ def test_a_graft_that_extends_none_has_nothing_to_start(backbone: Backbone) -> N
 
 
 def test_what_can_not_be_extended(backbone: Backbone, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="which is to be extended, is not a whole graft .FileNotFoundError."):
+    with pytest.raises(ArtifactError) as error:
         extend(backbone, tmp_path)
-    with pytest.raises(RecipeError, match="has a task topics already: name the new one another way"):
+    assert "FileNotFoundError" in str(error.value)
+    with pytest.raises(RecipeError) as error:
         extend(backbone, folder, {"topics": TOPICS})
-    with pytest.raises(WrongBackboneError, match="was trained on another backbone than distilbert"):
+    assert "topics" in str(error.value)
+    with pytest.raises(WrongBackboneError):
         extend(host("distilbert"), folder)
     from graftlm.grafts import build_graft, graft_config
 
     save_graft(build_graft(graft_config({"kind": "adapter"}), backbone), backbone, tmp_path / "adapter")
-    with pytest.raises(ArtifactError, match="is a graft of the kind adapter: name a conditional-tasks"):
+    with pytest.raises(ArtifactError) as error:
         extend(backbone, tmp_path / "adapter")
-    with pytest.raises(GraftError, match="The task name 'topics' is there already"):
+    assert "kind adapter" in str(error.value)
+    with pytest.raises(GraftError) as error:
         build(backbone).add_task("topics", TOPICS)
+    assert "'topics'" in str(error.value)
 
 
 def test_a_graft_from_before_unit_embeddings_is_refused(backbone: Backbone, folder: Path, tmp_path: Path) -> None:
-    """It would load, and predict something else."""
+    """It could be loaded, but would predict something else."""
     shutil.copytree(folder, tmp_path / "old")
     manifest = json.loads((tmp_path / "old" / "graft.json").read_text())
     del manifest["config"]["module_rate"]
     (tmp_path / "old" / "graft.json").write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="has the key module_rate in its config; this one was saved before"):
+    with pytest.raises(ArtifactError, match="module_rate"):
         load_graft(tmp_path / "old", backbone)
-    with pytest.raises(RecipeError, match="would predict something else: train it again"):
+    with pytest.raises(RecipeError, match="module_rate"):
         extend(backbone, tmp_path / "old")
 
 
 def test_targets_are_what_the_tools_say() -> None:
-    """Guards the rows that other tests here rely on."""
+    """Guard the rows on which other tests of this module rely."""
     assert [tuple(target.shape) for target in targets()] == [(13,), (), (), (2,), (2,), ()]
 
 
 def test_whole_model_adaptation_trains_what_the_base_did(backbone: Backbone, folder: Path) -> None:
-    """`adapts: all`: the copy, the modules and every task's own tensors train, from the trained values on."""
+    """With `adapts: all`, the copy, the modules and the tensors of every task train, from the trained values on."""
     base = load_graft(folder, backbone)
     with GraftedModel(backbone, {"graft": base}) as trained:
-        names, before = set(trained.trainable_parameters()), old_predictions(trained)
+        names = set(trained.trainable_parameters())
+        before = old_predictions(trained)
     with GraftedModel(backbone, {"graft": extend(backbone, folder, adapts="all")}) as model:
         for first, second in zip(old_predictions(model), before, strict=True):
             torch.testing.assert_close(first, second, rtol=0, atol=0)

@@ -30,14 +30,16 @@ def test_pooling_reads_the_real_tokens() -> None:
 
 def test_every_row_goes_to_its_head() -> None:
     heads = Heads(TASKS, 4).eval()
-    hidden, task = torch.randn(6, 5, 4), torch.tensor([4, 0, 3, 1, 2, 0])
+    hidden = torch.randn(6, 5, 4)
+    task = torch.tensor([4, 0, 3, 1, 2, 0])
     actual = heads(hidden, None, task)
     assert [tuple(prediction.shape) for prediction in actual] == [(5, 2), (3,), (), (5, 2), (2,), (3,)]
     linear = heads.linear("topics")
     torch.testing.assert_close(actual[5], linear(hidden[5, 0]))
     torch.testing.assert_close(actual[3], heads.linear("names")(hidden[3]))
-    with pytest.raises(GraftError, match="no task number 5"):
+    with pytest.raises(GraftError) as error:
         heads(hidden, None, task + 1)
+    assert "task number 5" in str(error.value)
 
 
 def test_only_heads_of_rows_have_gradients() -> None:
@@ -51,7 +53,8 @@ def test_only_heads_of_rows_have_gradients() -> None:
 
 def test_dropout_is_in_training_alone() -> None:
     heads = Heads(TASKS, 4, dropout=0.5)
-    hidden, task = torch.randn(1, 5, 4), torch.tensor([0])
+    hidden = torch.randn(1, 5, 4)
+    task = torch.tensor([0])
     assert not torch.equal(heads(hidden, None, task)[0], heads(hidden, None, task)[0])
     heads.eval()
     assert torch.equal(heads(hidden, None, task)[0], heads(hidden, None, task)[0])
@@ -97,11 +100,16 @@ def test_uncertainty_by_hand() -> None:
 
 
 def test_uncertainty_of_tags_is_that_of_the_most_uncertain_labelled_token() -> None:
-    """A sentence of certain words outside entities and a doubtful one is doubtful, however long it is."""
-    half = 0.5004
-    tags = torch.tensor([[math.log(8.0), 0.0], [50.0, 0.0], [0.0, 0.0]])  # 1/9 and 8/9, certain, even
+    """A single uncertain word makes a sentence uncertain, however many certain words outside entities it has."""
+    tags = torch.tensor([[math.log(8.0), 0.0], [50.0, 0.0], [0.0, 0.0]])  # 8/9 and 1/9, certain, even
     names = [TASKS["names"]]
-    for targets, wanted in (([0, 1, -100], half * 1.0055), ([-100, 0, 1], 1.0), ([-100, 0, -100], 0.0)):
+    entropy_of_first = 0.5032
+    cases = [
+        ([0, 1, -100], entropy_of_first),
+        ([-100, 0, 1], 1.0),
+        ([-100, 0, -100], 0.0),
+    ]
+    for targets, wanted in cases:
         (value,) = uncertainty([tags], names, [torch.tensor(targets)])
         assert float(value) == pytest.approx(wanted, abs=1e-3)  # type: ignore[arg-type]
     assert float(uncertainty([tags], names)[0]) == pytest.approx(1)  # type: ignore[arg-type]
@@ -109,30 +117,40 @@ def test_uncertainty_of_tags_is_that_of_the_most_uncertain_labelled_token() -> N
 
 def test_the_uncertainty_of_numbers_is_their_error_over_the_range() -> None:
     grades = TaskSpec(type="regression", range=(1.0, 5.0))
-    values = uncertainty([torch.tensor(3.0), torch.tensor(9.0)], [grades] * 2, [torch.tensor(4.0), torch.tensor(2.0)])
+    predictions = [torch.tensor(3.0), torch.tensor(9.0)]
+    targets = [torch.tensor(4.0), torch.tensor(2.0)]
+    values = uncertainty(predictions, [grades, grades], targets)
     assert [float(value) for value in values] == [0.25, 1.0]  # type: ignore[arg-type]
 
 
 def test_learnability_by_hand() -> None:
     """4 p (1 - p): 1 where p is a half, near 0 for what is known and for what contradicts the model."""
-    third = torch.zeros(3)
-    predictions = [third, torch.tensor([50.0, 0, 0]), torch.tensor([50.0, 0, 0]), torch.tensor(0.75), torch.zeros(4, 2)]
-    names: tuple[str, ...] = ("topics", "topics", "topics", "marks", "answers")
-    targets = [torch.tensor(1), torch.tensor(0), torch.tensor(2), torch.tensor(1.0), torch.tensor([0, 1])]
-    values = learnability(predictions, [TASKS[name] for name in names], targets)
+    rows = [
+        ("topics", torch.zeros(3), torch.tensor(1)),
+        ("topics", torch.tensor([50.0, 0, 0]), torch.tensor(0)),
+        ("topics", torch.tensor([50.0, 0, 0]), torch.tensor(2)),
+        ("marks", torch.tensor(0.75), torch.tensor(1.0)),
+        ("answers", torch.zeros(4, 2), torch.tensor([0, 1])),
+    ]
+    predictions = [prediction for _, prediction, _ in rows]
+    targets = [target for _, _, target in rows]
+    values = learnability(predictions, [TASKS[name] for name, _, _ in rows], targets)
     assert values[4] is None
     assert [float(value) for value in values[:4]] == pytest.approx([8 / 9, 0, 0, 0.75], abs=1e-6)  # type: ignore[arg-type]
-    moods, tags = torch.tensor([math.log(3.0), math.log(3.0)]), torch.tensor([[50.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    values = learnability(
-        [moods, tags], [TASKS["moods"], TASKS["names"]], [torch.tensor([1.0, 0.0]), torch.tensor([0, 1, -100])]
-    )
+    moods = torch.tensor([math.log(3.0), math.log(3.0)])
+    tags = torch.tensor([[50.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    targets = [torch.tensor([1.0, 0.0]), torch.tensor([0, 1, -100])]
+    values = learnability([moods, tags], [TASKS["moods"], TASKS["names"]], targets)
     assert [float(value) for value in values] == pytest.approx([0.75, 1.0])  # type: ignore[arg-type]
 
 
 def test_scaled_losses_are_1_at_chance() -> None:
     """Even predictions of classes, and uniform targets around the middle of the range, lose 1 on average."""
-    tasks = {"many": TaskSpec(type="classification", labels=[f"{n}" for n in range(150)])}
-    tasks |= {"grades": TaskSpec(type="regression", range=(1.0, 5.0)), "moods": TASKS["moods"]}
+    tasks = {
+        "many": TaskSpec(type="classification", labels=[f"{n}" for n in range(150)]),
+        "grades": TaskSpec(type="regression", range=(1.0, 5.0)),
+        "moods": TASKS["moods"],
+    }
     heads = Heads(tasks, 4)
     grades = torch.linspace(1, 5, 1001)
     predictions = [torch.zeros(150), torch.zeros(2), *torch.full((1001,), 3.0)]
@@ -149,11 +167,13 @@ def test_a_number_is_predicted_within_the_range_of_training() -> None:
         heads.linear("grades").bias.fill_(0.5)
     (value,) = heads(torch.zeros(1, 3, 4), None, None)
     assert value.item() == pytest.approx(3)
-    with pytest.raises(RecipeError, match=r"range is \[5.0, 1.0\]: give two numbers, the smaller first"):
+    with pytest.raises(RecipeError) as error:
         TaskSpec(type="regression", range=(5.0, 1.0))
+    assert "[5.0, 1.0]" in str(error.value)
 
 
-def test_names_of_heads() -> None:
-    for name, why in (("topics", "is there already"), ("a.b", "has a dot in it"), ("", "is empty")):
-        with pytest.raises(GraftError, match=f"The task name '{name}' {why}: name the task another way"):
-            Heads(TASKS, 4).add(name, TASKS["topics"])
+@pytest.mark.parametrize("name", ["topics", "a.b", ""])
+def test_names_that_no_head_can_have(name: str) -> None:
+    with pytest.raises(GraftError) as error:
+        Heads(TASKS, 4).add(name, TASKS["topics"])
+    assert repr(name) in str(error.value)

@@ -1,4 +1,4 @@
-"""What a row is predicted to be depends on the row and its task alone, on every kind of encoder and on a decoder."""
+"""The prediction of a row depends only on the row and its task, on every kind of encoder and on a decoder."""
 
 from __future__ import annotations
 
@@ -118,12 +118,17 @@ def test_losses_of_parts_add_up_to_that_of_the_batch() -> None:
     with random_model(host(double=True)) as model:
         ids, mask = batch()
         whole = model(ids, mask, extras={"task": TASK}, targets=targets()).loss
-        totals = torch.tensor([6.0, 58.0])
-        parts = [
-            model(ids[i : i + 2], mask[i : i + 2], extras={"task": TASK[i : i + 2]}, targets=targets()[i : i + 2],
-                  totals=totals).loss
-            for i in (0, 2, 4)
-        ]  # fmt: skip
+        parts = []
+        for first in (0, 2, 4):
+            rows = slice(first, first + 2)
+            output = model(
+                ids[rows],
+                mask[rows],
+                extras={"task": TASK[rows]},
+                targets=targets()[rows],
+                totals=torch.tensor([6.0, 58.0]),
+            )
+            parts.append(output.loss)
         torch.testing.assert_close(torch.stack(parts).sum(), whole, rtol=1e-5, atol=1e-6)
 
 
@@ -161,14 +166,18 @@ def test_a_single_task_is_the_default() -> None:
 def test_what_a_batch_must_say() -> None:
     with random_model(host()) as model:
         ids, mask = batch()
-        with pytest.raises(GraftError, match="has 5 tasks .topics, quality, .* does not say which"):
+        with pytest.raises(GraftError) as error:
             model.predict(ids, mask)
+        assert "topics, quality" in str(error.value)
         for wrong in (7, -1):
-            with pytest.raises(GraftError, match=f"no task number {wrong}: the graft has 5, counted from 0"):
+            with pytest.raises(GraftError) as error:
                 model.predict(ids, mask, {"task": TASK.clamp(max=3).index_fill(0, torch.tensor([2]), wrong)})
-        long, ones = tiny_ids(6, 40), torch.ones(6, 40, dtype=torch.long)
-        with pytest.raises(GraftError, match="A row has 40 tokens, and conditional attention was built for 30: cut"):
+            assert f"task number {wrong}" in str(error.value)
+        long = tiny_ids(6, 40)
+        ones = torch.ones(6, 40, dtype=torch.long)
+        with pytest.raises(GraftError) as error:
             model.predict(long, ones, {"task": TASK})
+        assert "40 tokens" in str(error.value)
         ones[:, 30:] = 0
         assert len(model.predict(long, ones, {"task": TASK})) == 6, "padding counts for nothing"
         ones = ones.flip(1)
@@ -182,15 +191,17 @@ def test_a_graft_without_heads_says_so() -> None:
     ids, mask = batch()
     with (
         GraftedModel(backbone, {"plain": build_graft(graft_config({"kind": "adapter"}), backbone)}) as model,
-        pytest.raises(GraftError, match=r"None of the attached grafts \(plain\) has heads"),
+        pytest.raises(GraftError) as error,
     ):
         model.predict(ids, mask)
+    assert "(plain)" in str(error.value)
     both = {name: build(backbone, **OFF, frozen=1.0) for name in ("one", "two")}
     with (
         GraftedModel(backbone, both) as model,
-        pytest.raises(GraftError, match=r"2 of the attached grafts \(one, two\) have heads .* one is expected"),
+        pytest.raises(GraftError) as error,
     ):
         model.predict(ids, mask, {"task": TASK})
+    assert "(one, two)" in str(error.value)
 
 
 class TestBias:
@@ -205,7 +216,8 @@ class TestBias:
         return made
 
     def test_both_ways_give_the_same(self) -> None:
-        made, tasks = self.bias(), RowTasks(torch.tensor([0, 1]), torch.randn(2, 2), torch.tensor([0, 1, 0]))
+        made = self.bias()
+        tasks = RowTasks(torch.tensor([0, 1]), torch.randn(2, 2), torch.tensor([0, 1, 0]))
         for total, queries in ((10, 10), (7, 7), (9, 2), (10, 1)):
             for seen in (slice(0, total), slice(2, total), slice(0, total + 3)):
                 straight = made(tasks, TokenPositions(total, queries), seen)
@@ -215,7 +227,8 @@ class TestBias:
                 torch.testing.assert_close(straight, anywhere)
 
     def test_blocks_lie_on_the_diagonal_and_the_last_is_cut(self) -> None:
-        made, tasks = self.bias(), RowTasks(torch.tensor([0]), torch.randn(1, 2), None)
+        made = self.bias()
+        tasks = RowTasks(torch.tensor([0]), torch.randn(1, 2), None)
         m = made(tasks, TokenPositions(10, 10), slice(0, 10))[0, 0]
         block = torch.arange(10) // 4
         assert (m[block[:, None] != block[None]] == 0).all()
@@ -223,7 +236,9 @@ class TestBias:
         torch.testing.assert_close(m[8:, 8:], made.matrices(tasks, 3)[0, 2, :2, :2])
 
     def test_gradients_are_the_same_both_ways(self) -> None:
-        made, tasks, w = self.bias(), RowTasks(torch.tensor([0]), torch.randn(1, 2), None), torch.randn(9, 9)
+        made = self.bias()
+        tasks = RowTasks(torch.tensor([0]), torch.randn(1, 2), None)
+        w = torch.randn(9, 9)
         actual = []
         for keys in (9, torch.arange(9)[None]):
             loss = (made(tasks, TokenPositions(keys, 9), slice(0, 9))[0, 0] * w).sum()

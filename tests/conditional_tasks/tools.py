@@ -70,10 +70,12 @@ def random_model(backbone: Backbone, **config: Any) -> GraftedModel:
 
 def batch(side: str = "right", length: int = 13, pad: int = 0) -> tuple[Tensor, Tensor]:
     """Ids and mask of a row for each of `LENGTHS`."""
-    ids, mask = torch.full((len(LENGTHS), length), pad), torch.zeros(len(LENGTHS), length, dtype=torch.long)
+    ids = torch.full((len(LENGTHS), length), pad)
+    mask = torch.zeros(len(LENGTHS), length, dtype=torch.long)
     for row, size in enumerate(LENGTHS):
         columns = slice(length - size, None) if side == "left" else slice(None, size)
-        ids[row, columns], mask[row, columns] = tiny_ids(1, size, seed=row)[0], 1
+        ids[row, columns] = tiny_ids(1, size, seed=row)[0]
+        mask[row, columns] = 1
     return ids, mask
 
 
@@ -87,8 +89,9 @@ def targets(length: int = 13) -> list[Tensor]:
 
 def real(predictions: list[Tensor], mask: Tensor) -> list[Tensor]:
     """Predictions without those of padding."""
-    whole = mask.shape[1]
-    return [
-        p[row_mask.bool()] if p.dim() == 2 and len(p) == whole else p
-        for p, row_mask in zip(predictions, mask, strict=True)
-    ]
+    length = mask.shape[1]
+    without_padding = []
+    for prediction, row_mask in zip(predictions, mask, strict=True):
+        of_tokens = prediction.dim() == 2 and len(prediction) == length
+        without_padding.append(prediction[row_mask.bool()] if of_tokens else prediction)
+    return without_padding

@@ -136,7 +136,7 @@ MORE_ENDLESS = [
 
 
 @pytest.mark.parametrize(
-    "program", [*ENDLESS, *(pytest.param(program, marks=pytest.mark.exhaustive) for program in MORE_ENDLESS)]
+    "program", [*ENDLESS, *(pytest.param(program, marks=pytest.mark.slow) for program in MORE_ENDLESS)]
 )
 def test_endless_programs_are_stopped(program: str, isolation: str) -> None:
     start = time.monotonic()

@@ -123,7 +123,7 @@ def test_other_sizes_and_windows_differ_in_nothing_else(data: Path, tmp_path: Pa
         assert model[key] == value
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_rows_are_searched_and_measured_on_words(data: Path, tmp_path: Path) -> None:
     options = options_for(data, tmp_path / "out", tables=("attribution", "window"))
     results = reproduce("block-state", options)

@@ -84,7 +84,7 @@ def test_known_mistakes_give_known_figures(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "figure-4.6.png").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_resumes_after_a_server_failure(data: Path, tmp_path: Path) -> None:
     script = scripted_server(one for examples in read_sets(data).values() for one in examples)
     calls = 0

@@ -31,7 +31,7 @@ def test_every_family_and_kind_has_its_cells_and_none_is_wrong() -> None:
     assert by_id["mutations"] == {"caught": len(MUTATIONS), "missed": 0}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_some_families_have_the_committed_cells_again(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["compatibility", "--quick", "--out", str(tmp_path), "--jobs", "1"])
     assert outcome.exit_code == 0, outcome.output

@@ -46,7 +46,7 @@ def write_data(folder: Path, lines: int = 40) -> Path:
     return folder
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_three_specialists_in_the_one_form(tmp_path: Path, tiny_backbone) -> None:
     options = Options(

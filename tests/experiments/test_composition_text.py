@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
     out = runs / "language"
@@ -95,7 +95,7 @@ def test_language_in_the_one_form(folder: Path, runs: Path) -> None:
     assert again.row("cross").metrics["new"] == results.row("cross").metrics["new"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_code_in_the_one_form(folder: Path, runs: Path) -> None:
     results = reproduce("composition-code", Options(data=folder, out=runs / "code", quick=True, jobs=1))

@@ -342,7 +342,7 @@ def test_similarity_has_a_range() -> None:
     assert similarity_of(first, second) == pytest.approx(1 / 2, abs=0.02), "1 / sqrt(d): F has d columns"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
     quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")))

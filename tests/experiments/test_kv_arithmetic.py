@@ -195,7 +195,7 @@ def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
     assert (batch.labels[batch.prompt] == -100).all()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_every_row_in_the_one_form(tmp_path: Path) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=1)
     results = reproduce("kv-arithmetic", options)

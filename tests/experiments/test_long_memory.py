@@ -251,7 +251,7 @@ def test_a_row_with_too_many_parameters_is_refused() -> None:
         model_config("slide", shape, 100)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_quick_run_has_every_row_and_is_cached(tmp_path: Path) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=1)
     results = reproduce("long-memory", options)
@@ -270,7 +270,7 @@ def test_a_quick_run_has_every_row_and_is_cached(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in before} == before, "finished runs are read from the cache"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_single_task_can_be_run(tmp_path: Path) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=1, tables=("copy",))
     assert all("recall" not in row.metrics for row in reproduce("long-memory", options).rows)

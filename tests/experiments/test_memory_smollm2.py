@@ -30,7 +30,7 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_every_row_has_every_metric(tmp_path: Path, tiny_backbone) -> None:
     data, out = write_data(tmp_path / "data"), tmp_path / "out"

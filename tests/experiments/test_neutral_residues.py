@@ -37,7 +37,7 @@ def folder(tmp_path: Path, tiny_backbone) -> Path:
     return data
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_every_table_in_the_one_form(folder: Path, tmp_path: Path, tiny_backbone) -> None:
     out = tmp_path / "out"

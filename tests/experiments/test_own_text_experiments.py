@@ -19,7 +19,7 @@ from graftlm.evaluation import value_of
 
 WORDS = ["the", "a", "river", "house", "that", "walked", "under", "morning", "old", "said", "her", "garden", "letter"]
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.slow]
 
 
 def novels(count: int, words: int = 400) -> str:

@@ -151,7 +151,7 @@ def test_x_lora_with_a_cache_is_pefts(tiny_backbone, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat([first.logits, later], 1), peft(ids).logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_quick_run_has_every_row(data: Path, tmp_path: Path, tiny_backbone) -> None:
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(tiny_backbone("llama")))

@@ -11,7 +11,8 @@ import torch
 from experiments import Options, reproduce, summarize_smollm2
 from experiments.summarize.corpora import CORPORA, Sample, sample_of
 from experiments.summarize_smollm2.prompts import PromptMaker, PromptSizes, gold_sentences, unlike
-from experiments.summarize_smollm2.run import LAYOUTS, RIVALS, WRITTEN, abstract_nats, tabulate, text_scores
+from experiments.summarize_smollm2.run import RIVALS, abstract_nats
+from experiments.summarize_smollm2.tables import LAYOUTS, WRITTEN, tabulate, text_scores
 from graftlm.backbone import Backbone
 from graftlm.evaluation import Results, value_of
 from proposals import proposal
@@ -121,7 +122,7 @@ def test_differences_are_paired_over_documents_and_seeds_averaged() -> None:
     assert value_of(metrics["i"]["abstract_nll"]) == 23, "46 nats of 2 tokens: of the second document alone"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_every_row_is_measured(tmp_path: Path) -> None:
     data, model = tmp_path / "data", tmp_path / "model"

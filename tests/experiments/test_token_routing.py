@@ -70,7 +70,7 @@ def test_peft_methods_mix_the_same_experts(tmp_path: Path, tiny_backbone) -> Non
     assert (arrow - bare).abs().max() > 1e-2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_quick_run_gives_every_row_and_is_read_back(folder: Path, tmp_path: Path) -> None:
     options = Options(data=folder, out=tmp_path / "out", quick=True, jobs=1)
     results = run.run(options)

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -79,11 +78,6 @@ class Example:
         others = [kind for kind in kinds() if kind != "neutral-residues" and not _all_examples(kind)[0].hosts]
         turn = {family: others[number % len(others)] for number, family in enumerate(MORE_FAMILIES)}
         return (*BACKBONES, *(name for name in MORE_FAMILIES if self.kind in ("neutral-residues", turn[name])))
-
-    def marks(self, name: str) -> list[Any]:
-        """The marks of a test on a backbone: the default run takes a few families, and one example of each kind."""
-        default = name in DEFAULT_FAMILIES and self is _all_examples(self.kind)[0]
-        return [] if default else [pytest.mark.exhaustive]
 
 
 _PACKED, _CROPPED, _SAVED, _WAITS, _RECOMPUTED = (
@@ -386,6 +380,11 @@ def examples() -> list[Example]:
     return [example for kind in kinds() for example in _all_examples(kind)]
 
 
+def first_example(kind: str) -> Example:
+    """The example of a kind that default runs take."""
+    return _all_examples(kind)[0]
+
+
 @functools.cache
 def _all_examples(kind: str) -> list[Example]:
     return EXAMPLES.get(kind) or [Example(kind)]
@@ -424,7 +423,6 @@ HALF = ("llama+bfloat16", "gemma3+bfloat16", "gpt2+bfloat16", "block-state+bfloa
 CAUSAL = (*DECODERS, *HOSTED)
 BACKBONES = (*CAUSAL, *ENCODERS, *HALF)
 FEW_BACKBONES = ("llama", "gemma3", "gpt2", "qwen3", "block-state", "llama+int8", "qwen3+adapted", "bert", "modernbert")
-DEFAULT_FAMILIES = ("llama", "gemma3", "bert")  # of a default run; the others run with -m ""
 
 
 @functools.cache

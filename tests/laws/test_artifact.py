@@ -22,6 +22,7 @@ from graftlm.grafts import build_graft, graft_config
 from graftlm.store.artifact import backbone_of, load_graft, save_graft
 from graftlm.store.manifest import read_manifest
 from graftlm.testing import logits, randomise
+from laws.cover import marks
 from laws.examples import HOSTED, Example, backbone, examples
 from laws.tools import graft_onto
 from tiny import LAW_DECODERS, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model
@@ -34,7 +35,7 @@ def _cases() -> Iterator[Any]:
     for example in examples():
         for name in NAMES:
             if example.exception(name) is None:
-                yield pytest.param(example, name, id=f"{example}-{name}", marks=example.marks(name))
+                yield pytest.param(example, name, id=f"{example}-{name}", marks=marks(example, name, "reloaded"))
 
 
 @pytest.fixture(scope="module")

@@ -66,13 +66,13 @@ def grafted(compiled: Any, example: Example) -> GraftedModel:
     return randomise(graft_onto(host, example), example.spread).eval()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "family", "way"),
     [
         (GATED, "llama", in_place),
-        pytest.param(GATED, "gpt2", wrapped, marks=pytest.mark.exhaustive),
-        pytest.param(REPLACING, "llama", in_place, marks=pytest.mark.exhaustive),
+        pytest.param(GATED, "gpt2", wrapped, marks=pytest.mark.slow),
+        pytest.param(REPLACING, "llama", in_place, marks=pytest.mark.slow),
     ],
     ids=["gated-llama-in-place", "gated-gpt2-wrapped", "replacing-llama-in-place"],
 )
@@ -95,7 +95,7 @@ def test_grafts_come_and_go_after_compilation(example: Example, family: str, way
     assert digest(tensors_of(model)) == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [GATED, REPLACING], ids=str)
 def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> None:
     batch = {"input_ids": tiny_ids(), "labels": tiny_ids(), "domain": DOMAIN}
@@ -112,7 +112,7 @@ def test_gradients_and_losses_are_those_of_the_eager_model(example: Example) -> 
         )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_cached_decoding_equals_recomputation(family: str) -> None:
     with grafted(in_place(frozen(family), "eager"), GATED) as model:
@@ -122,7 +122,7 @@ def test_cached_decoding_equals_recomputation(family: str) -> None:
     torch.testing.assert_close(torch.stack(out.logits, 1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
     ids = tiny_ids()
     changed = ids.clone()
@@ -135,7 +135,7 @@ def test_tokens_see_no_later_one_and_padding_does_not_matter() -> None:
         torch.testing.assert_close(padded[0, 5:], logits(model, ids[:1, 5:])[0], rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_model_compiled_with_its_graft_is_bare_once_detached() -> None:
     bare = logits(frozen("llama"), tiny_ids())
     model = grafted(frozen("llama"), GATED)
@@ -146,7 +146,7 @@ def test_a_model_compiled_with_its_graft_is_bare_once_detached() -> None:
     assert torch.equal(logits(live, tiny_ids()), bare)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_exception_in_a_tap_leaves_no_trace() -> None:
     model = in_place(frozen("llama"), "eager")
     bare = logits(model, tiny_ids())
@@ -161,7 +161,7 @@ def test_an_exception_in_a_tap_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(e, id=str(e), marks=[] if e is GATED else pytest.mark.exhaustive) for e in WHOLE]
+    "example", [pytest.param(e, id=str(e), marks=[] if e is GATED else pytest.mark.slow) for e in WHOLE]
 )
 def test_decode_steps_compile_as_one_graph_that_reads_nothing(example: Example) -> None:
     graphs: list[Any] = []
@@ -178,7 +178,7 @@ def test_decode_steps_compile_as_one_graph_that_reads_nothing(example: Example) 
     assert len(graphs) <= 2, "the second is for lengths that change"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_decode_steps_compile_to_machine_code() -> None:
     with grafted(frozen("llama"), GATED) as model:
         expected = decode(model, model)

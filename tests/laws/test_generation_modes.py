@@ -16,6 +16,7 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.testing import logits, randomise
 from graftlm.testing.laws import NEW_TOKENS, attach_graft, generate, pad_rows, positions_of, recompute
+from laws.cover import is_covered, marks
 from laws.examples import EXPERTS, Example, augmenting_folder, backbone, examples
 from tiny import WINDOW, tiny_ids, tiny_model, tiny_tokenizer
 
@@ -30,28 +31,22 @@ PADDINGS = {"no padding": (12, 12), "left padding": (2 * WINDOW, 5)}
 
 
 def cases() -> list[Any]:
-    """By default each example runs on llama with a static cache, and one on BLOOM's wide masks; -m "" runs all.
+    """The modes of generation as laws of the pairwise cover.
 
-    The longest row of a padded batch has no padding, so a batch without any runs on llama alone.
+    The longest row of a padded batch has no padding, so a batch without any padding runs on llama alone.
     """
-    default = {"static", "no-cache"}
-    return [
-        pytest.param(
-            example,
-            family,
-            mode,
-            padding,
-            marks=[]
-            if mode in default and (family == "llama" or (family, str(example)) == ("bloom", "token-routing"))
-            else pytest.mark.exhaustive,
-            id=f"{example}-{family}-{mode}-{padding}",
-        )
-        for example in examples()
-        for family in FAMILIES
-        for mode in MODES
-        for padding in (PADDINGS if family == "llama" else ("left padding",))
-        if not example.exception(family) and not (str(example) == "recomputing" and mode.startswith("static"))
-    ]
+    params = []
+    for example in examples():
+        for family in FAMILIES:
+            for mode in MODES:
+                is_refused = str(example) == "recomputing" and mode.startswith("static")
+                if is_refused or example.exception(family):
+                    continue
+                for padding in PADDINGS if family == "llama" else ("left padding",):
+                    case_marks = marks(example, family, f"{mode} {padding}", decoders_only=True)
+                    name = f"{example}-{family}-{mode}-{padding}"
+                    params.append(pytest.param(example, family, mode, padding, marks=case_marks, id=name))
+    return params
 
 
 @pytest.mark.parametrize(("example", "family", "mode", "padding"), cases())
@@ -69,20 +64,20 @@ def test_generation_equals_recomputation(example: Example, family: str, mode: st
 
 
 def attention_cases() -> list[Any]:
-    """By default two examples run; -m "" runs all."""
-    return [
-        pytest.param(
-            example,
-            family,
-            attention,
-            marks=[] if str(example) == "token-routing" and family == "llama" else pytest.mark.exhaustive,
-            id=f"{example}-{family}-{attention}",
-        )
-        for example in examples()
-        for family in ("llama", "gemma3")
-        for attention in ("eager", "flex_attention")
-        if not example.exception(family)
-    ]
+    """The implementations of attention as laws of the pairwise cover; one example is in the default run."""
+    params = []
+    for example in examples():
+        for family in ("llama", "gemma3"):
+            if example.exception(family):
+                continue
+            for attention in ("eager", "flex_attention"):
+                is_default = str(example) == "token-routing" and family == "llama"
+                is_slow = is_covered(example, family, attention, decoders_only=True)
+                tier = [] if is_default else [pytest.mark.slow if is_slow else pytest.mark.matrix]
+                params.append(
+                    pytest.param(example, family, attention, marks=tier, id=f"{example}-{family}-{attention}")
+                )
+    return params
 
 
 @pytest.mark.parametrize(("example", "family", "attention"), attention_cases())

@@ -16,11 +16,10 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config, kinds
 from graftlm.testing import GraftLaws, decoders_only, logits, randomise
 from graftlm.testing.laws import DOMAIN, NEW_TOKENS, gradients
+from laws import cover
 from laws.examples import Example, backbone, examples
 from laws.tools import FailingGraft, active_calls
 from tiny import tiny_ids
-
-WAITS_BY_DEFAULT = [("llama", next(example for example in examples() if example.kind == kind)) for kind in kinds()]
 
 
 class ExampleLaws(GraftLaws):
@@ -39,9 +38,8 @@ class ExampleLaws(GraftLaws):
 
     def param(self, law: str, family: str) -> Any:
         values = super().param(law, family)
-        marks = self.example.marks(family)
-        if law == "decode_step_waits_for_no_accelerator" and (family, self.example) not in WAITS_BY_DEFAULT:
-            marks = [pytest.mark.exhaustive]
+        decoders_only = getattr(getattr(self, f"test_{law}"), "decoders_only", False)
+        marks = cover.marks(self.example, family, law, decoders_only=decoders_only)
         return pytest.param(family, marks=[*values.marks, *marks])
 
     def test_exception_in_a_tap_ends_the_pass(self, family: str) -> None:

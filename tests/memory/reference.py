@@ -1,6 +1,6 @@
-"""Memory as the README writes it: one row, one token, one head at a time.
+"""Memory by its equations, slow and literal: a single row, token by token and head by head.
 
-Shape suffixes: T tokens, D the backbone's width, K width of a head.
+Shape suffixes: T tokens, D the backbone's width, K width of a head's keys, V of its values, C mixed tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class StateWeights(NamedTuple):
-    """One layer, as matrices that multiply from the right; `mix` (C, 2 heads K), rates (D, heads)."""
+    """The weights of one layer, as matrices that multiply from the right; `mix` (C, 2 heads K), rates (D, heads)."""
 
     w_qk: Tensor
     u_qk: Tensor
@@ -30,44 +30,60 @@ class StateWeights(NamedTuple):
 
 
 def update(x_TD: Tensor, y_TD: Tensor, e_TD: Tensor, weights: StateWeights, heads: int) -> Tensor:
-    """(T, D) what is added to the layer's output y, for one document; x is its input, e has the tokens."""
-    inner, values = weights.w_qk.shape[1] // 2, weights.w_v.shape[1]
-    width, deep = inner // heads, values // heads
-    x, e = ([row / rms(row) for row in rows] for rows in (x_TD, e_TD))
+    """Compute the addend (T, D) of a layer's output y for one document; x is the layer's input, e has the tokens."""
+    keys = weights.w_qk.shape[1] // 2
+    values = weights.w_v.shape[1]
+    key_width = keys // heads
+    value_width = values // heads
+    x = [row / rms(row) for row in x_TD]
+    e = [row / rms(row) for row in e_TD]
+    states = [x_TD.new_zeros(key_width, value_width) for _ in range(heads)]
     added = []
-    states = [x_TD.new_zeros(width, deep) for _ in range(heads)]
     for t in range(len(x)):
+        z = mixed(x, e, t, weights)
+        v = e[t] @ weights.w_v
+        a = 1 / (1 + torch.exp(x[t] @ weights.rate_a + weights.bias_a))
+        b = 1 / (1 + torch.exp(-(x[t] @ weights.rate_b + weights.bias_b)))
+        g = 1 / (1 + torch.exp(-(x[t] @ weights.rate_g + weights.bias_g)))
         reads = []
         for head in range(heads):
-            keys, own = slice(head * width, (head + 1) * width), slice(head * deep, (head + 1) * deep)
-            z = torch.zeros(2 * inner, dtype=x_TD.dtype)
-            for j in range(min(t + 1, len(weights.mix))):
-                z = z + weights.mix[j] * (e[t - j] @ weights.w_qk + x[t - j] @ weights.u_qk)
-            q, k = z[:inner][keys], z[inner:][keys]
-            q, k = (vector / torch.sqrt(vector @ vector + 0.01) for vector in (q, k))
-            v = (e[t] @ weights.w_v)[own]
-            a = 1 / (1 + torch.exp(x[t] @ weights.rate_a[:, head] + weights.bias_a[head]))
-            b = 1 / (1 + torch.exp(-(x[t] @ weights.rate_b[:, head] + weights.bias_b[head])))
-            g = 1 / (1 + torch.exp(-(x[t] @ weights.rate_g[:, head] + weights.bias_g[head])))
-            state = a * states[head]
-            states[head] = state + b * torch.outer(k, v - k @ state)
-            reads.append(weights.gain[own] * g * (q @ states[head]))
+            of_keys = slice(head * key_width, (head + 1) * key_width)
+            of_values = slice(head * value_width, (head + 1) * value_width)
+            q = shortened(z[:keys][of_keys])
+            k = shortened(z[keys:][of_keys])
+            state = a[head] * states[head]
+            states[head] = state + b[head] * torch.outer(k, v[of_values] - k @ state)
+            reads.append(weights.gain[of_values] * g[head] * (q @ states[head]))
         added.append(30 * rms(y_TD[t]) * (torch.cat(reads) @ weights.w_o))
     return torch.stack(added)
 
 
+def mixed(x: list[Tensor], e: list[Tensor], t: int, weights: StateWeights) -> Tensor:
+    """(2 heads K): queries and keys of all heads, mixed from token t and the tokens before it."""
+    z = torch.zeros(weights.w_qk.shape[1], dtype=x[0].dtype)
+    for j in range(min(t + 1, len(weights.mix))):
+        z = z + weights.mix[j] * (e[t - j] @ weights.w_qk + x[t - j] @ weights.u_qk)
+    return z
+
+
+def shortened(vector: Tensor) -> Tensor:
+    """Divide a vector by about its length."""
+    return vector / torch.sqrt(vector @ vector + 0.01)
+
+
 def rms(x_D: Tensor) -> Tensor:
-    """The root mean square of a vector."""
+    """Return the root mean square of a vector."""
     return torch.sqrt((x_D * x_D).mean() + 1e-6)
 
 
 def visible(t: int, window: int, sinks: int) -> list[int]:
-    """The tokens that token t of a document sees."""
+    """Return the tokens that token t of a document sees."""
     return [s for s in range(t + 1) if t - s < window or s < sinks]
 
 
 def key_position(t: int, s: int, window: int, sinks: int, reach: int) -> int:
-    """The position at which token t reads the key of token s."""
+    """Return the position at which token t reads the key of token s."""
     if t - s < window or t < reach:
         return s
-    return s + (reach - window - sinks) * math.ceil((t + 1 - reach) / (reach - window - sinks))
+    step = reach - window - sinks
+    return s + step * math.ceil((t + 1 - reach) / step)

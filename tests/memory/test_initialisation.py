@@ -1,4 +1,4 @@
-"""The initial values: a wrong variance or time fails here, since no law depends on it."""
+"""The initial values, whose variances and times no other test depends on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_nothing_is_added_and_keys_have_variance_1_over_inputs() -> None:
 
 @pytest.mark.parametrize(("mixed", "offsets"), [(1, 1), (2, 1), (3, 2), (4, 3)])
 def test_heads_find_what_followed_one_of_the_last_tokens(mixed: int, offsets: int) -> None:
-    """A head's key is its query one token before; by turns it is of the newest token, or of one before it."""
+    """The key of a head is its query one token before; heads alternate between the last tokens."""
     with memory_model(live(), spread=0, heads=6, mixed=mixed) as model:
         block = memory_of(model).blocks[0]
         mix = block.mix.detach().unflatten(1, (2, 6, 8))
@@ -48,6 +48,8 @@ def test_heads_forget_in_1_to_128_windows_write_half_and_read_half() -> None:
     with memory_model(live(), spread=0, heads=8, window=6) as model:
         block = memory_of(model).blocks[0]
         a, b, g = block.rates(torch.randn(1, 48)).double()[0].chunk(3)
-    times = 1 / torch.nn.functional.softplus(a)  # a state falls to 1/e in so many tokens
-    torch.testing.assert_close(times, 6.0 * torch.logspace(0, math.log10(128), 8).flip(0).double(), rtol=1e-3, atol=0)
-    assert [*b.sigmoid().tolist(), *g.sigmoid().tolist()] == [0.5] * 16
+    times = 1 / torch.nn.functional.softplus(a)  # tokens in which a state decays to 1/e
+    expected = 6.0 * torch.logspace(0, math.log10(128), 8).flip(0).double()
+    torch.testing.assert_close(times, expected, rtol=1e-3, atol=0)
+    assert b.sigmoid().tolist() == [0.5] * 8
+    assert g.sigmoid().tolist() == [0.5] * 8

@@ -25,11 +25,13 @@ CUTS = {"pieces of 7": range(0, 61, 7), "tokens": range(51), "uneven": (0, 3, 10
 
 def in_pieces(model: GraftedModel, ids: Tensor, ends: Any, mask: Tensor | None = None) -> Tensor:
     """(B, T, V) from passes on one cache."""
-    outputs, cache = [], None
-    positions = None if mask is None else positions_of(mask)
+    outputs = []
+    cache = None
     for start, end in pairwise(ends):
         end = min(end, ids.shape[1])
-        inputs = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}  # type: ignore[index]
+        inputs = {}
+        if mask is not None:
+            inputs = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
         with torch.no_grad():
             output = model(ids[:, start:end], past_key_values=cache, use_cache=True, **inputs)
         cache = output.past_key_values
@@ -39,13 +41,15 @@ def in_pieces(model: GraftedModel, ids: Tensor, ends: Any, mask: Tensor | None =
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_one_pass_equals_the_reference_in_logits_and_gradients(sinks: int) -> None:
-    backbone, ids = live(), tiny_ids(1, 15)
+    backbone = live()
+    ids = tiny_ids(1, 15)
     with memory_model(backbone, sinks=sinks) as model:
-        graft, parameters = memory_of(model), model.trainable_parameters()
-        slow = slow_logits(backbone, graft, ids[0])
+        parameters = model.trainable_parameters()
+        slow = slow_logits(backbone, memory_of(model), ids[0])
         torch.testing.assert_close(logits(model, ids)[0], slow, **CLOSE)
         loss = torch.nn.functional.cross_entropy(slow[:-1], ids[0, 1:])
-        expected = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+        slow_gradients = torch.autograd.grad(loss, list(parameters.values()))
+        expected = dict(zip(parameters, slow_gradients, strict=True))
         actual = gradients(model.train(), input_ids=ids, labels=ids)
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -54,7 +58,8 @@ def test_one_pass_equals_the_reference_in_logits_and_gradients(sinks: int) -> No
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_passes_beyond_the_reach_equal_the_reference(cut: str) -> None:
-    backbone, ids = live(), tiny_ids(1, 50)
+    backbone = live()
+    ids = tiny_ids(1, 50)
     with memory_model(backbone, reach=REACH) as model:
         expected = slow_logits(backbone, memory_of(model), ids[0])
         torch.testing.assert_close(in_pieces(model, ids, CUTS[cut])[0], expected, **CLOSE)
@@ -73,7 +78,8 @@ def test_padded_rows_beyond_the_reach_equal_the_reference(cut: str) -> None:
 
 
 def test_generation_beyond_the_reach_equals_the_reference() -> None:
-    backbone, ids = live(), tiny_ids(1, 12)
+    backbone = live()
+    ids = tiny_ids(1, 12)
     decoding = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     with memory_model(backbone, reach=REACH) as model:
         output: Any = model.generate(ids, **decoding, return_dict_in_generate=True, output_logits=True)
@@ -82,17 +88,22 @@ def test_generation_beyond_the_reach_equals_the_reference() -> None:
 
 
 def test_sinks_are_rotated_when_they_move_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step far from the sinks does what a near one does; of two layers, only a step into a new block rotates."""
+    """Only a decode step into a new block rotates the sinks, in both layers."""
     calls: list[int] = []
     rotate = WindowShape.moved
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(length)
+        return rotate(*args)
+
     ids = tiny_ids(2, REACH - 2)
     with memory_model(live(), reach=REACH) as model, torch.no_grad():
-        monkeypatch.setattr(WindowShape, "moved", lambda *args: calls.append(length) or rotate(*args))
+        monkeypatch.setattr(WindowShape, "moved", counted)
         output = model(ids, attention_mask=torch.ones_like(ids), use_cache=True)
         for length in range(REACH - 1, REACH + 18):
             mask = torch.ones(2, length, dtype=torch.long)
             output = model(ids[:, :1], attention_mask=mask, past_key_values=output.past_key_values, use_cache=True)
-    assert calls == [length for length in (REACH + 1, REACH + 9, REACH + 17) for _ in range(2)]
+    assert calls == [REACH + 1, REACH + 1, REACH + 9, REACH + 9, REACH + 17, REACH + 17]
 
 
 def test_rows_that_change_places_beyond_the_reach_keep_their_sinks() -> None:
@@ -132,7 +143,8 @@ def test_a_cache_that_is_reset_or_saved_knows_nothing_of_the_text_before(padded:
 
 
 def test_an_untrained_memory_is_transformers_own_sliding_window() -> None:
-    backbone, ids = live(), tiny_ids(2, 40)
+    backbone = live()
+    ids = tiny_ids(2, 40)
     values = backbone.model.config.to_dict() | {"sliding_window": 6, "model_type": "mistral"}
     windowed = MistralForCausalLM(MistralConfig(**values)).eval()
     windowed.load_state_dict(backbone.model.state_dict())
@@ -177,15 +189,27 @@ def test_the_delta_rule_is_its_recurrence(chunk: int, packed: bool) -> None:
     a, b = (torch.rand(2, 3, 150, generator=generator, dtype=torch.float64) for _ in range(2))
     document = torch.zeros(2, 150, dtype=torch.long)
     if packed:
-        document[0, 40:], document[0, 100:], document[1, 70:] = 1, 2, 1
-    state, outputs = torch.zeros(2, 3, 8, 5, dtype=torch.float64), []
-    for t in range(150):
+        document[0, 40:] = 1
+        document[0, 100:] = 2
+        document[1, 70:] = 1
+    expected, expected_state = recurrence(q, k, v, a, b, document)
+    actual, state = delta_rule(q, k, v, a.log(), b, None, document if packed else None, chunk)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(state, expected_state, rtol=1e-9, atol=1e-10)
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, document: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (B, H, T, V) and the last state (B, H, K, V) of the delta rule, token by token."""
+    rows, heads, length, width = q.shape
+    state = torch.zeros(rows, heads, width, v.shape[-1], dtype=q.dtype)
+    outputs = []
+    for t in range(length):
         if t:
-            state = state * (document[:, t] == document[:, t - 1])[:, None, None, None]
+            same_document = document[:, t] == document[:, t - 1]
+            state = state * same_document[:, None, None, None]
         state = a[..., t, None, None] * state
-        answer = (state.transpose(-1, -2) @ k[:, :, t, :, None])[..., 0]
-        state = state + k[:, :, t, :, None] * (b[..., t, None] * (v[:, :, t] - answer))[:, :, None]
+        read = (state.transpose(-1, -2) @ k[:, :, t, :, None])[..., 0]
+        correction = b[..., t, None] * (v[:, :, t] - read)
+        state = state + k[:, :, t, :, None] * correction[:, :, None]
         outputs.append((state.transpose(-1, -2) @ q[:, :, t, :, None])[..., 0])
-    actual, last = delta_rule(q, k, v, a.log(), b, None, document if packed else None, chunk)
-    torch.testing.assert_close(actual, torch.stack(outputs, 2), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(last, state, rtol=1e-9, atol=1e-10)
+    return torch.stack(outputs, 2), state

@@ -1,4 +1,4 @@
-"""A tiny Llama with a memory, token by token, by `reference.py`."""
+"""A tiny Llama with a memory, computed token by token with `reference.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def live(family: str = "llama", **changes: Any) -> Backbone:
 
 
 def memory_model(backbone: Backbone, *, spread: float = 0.2, **config: Any) -> GraftedModel:
-    """A memory on its backbone, with noise in place of training."""
+    """A memory on its backbone, with random noise instead of trained weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         graft = WindowedMemory(MemoryConfig(**{**SIZES, **config}), backbone)
@@ -37,26 +37,40 @@ def memory_of(model: GraftedModel) -> WindowedMemory:
     return graft
 
 
-def weights_of(block: Any) -> Any:
+def weights_of(block: Any) -> reference.StateWeights:
     """The same leaves that the graft trains."""
-    matrices: Any = [linear.weight.T for linear in (block.w_qk, block.u_qk, block.w_v, block.w_o)]
-    rates: Any = [*block.rates.weight.T.chunk(3, -1), *block.rates.bias.chunk(3)]
-    leaves: list[Any] = [*matrices, block.mix, block.gain, *rates]
-    return reference.StateWeights(*leaves)
+    rate_a, rate_b, rate_g = block.rates.weight.T.chunk(3, -1)
+    bias_a, bias_b, bias_g = block.rates.bias.chunk(3)
+    return reference.StateWeights(
+        w_qk=block.w_qk.weight.T,
+        u_qk=block.u_qk.weight.T,
+        w_v=block.w_v.weight.T,
+        w_o=block.w_o.weight.T,
+        mix=block.mix,
+        gain=block.gain,
+        rate_a=rate_a,
+        rate_b=rate_b,
+        rate_g=rate_g,
+        bias_a=bias_a,
+        bias_b=bias_b,
+        bias_g=bias_g,
+    )
 
 
 def slow_logits(backbone: Backbone, graft: WindowedMemory, ids_T: Tensor) -> Tensor:
     """(T, V): Llama's equations for one document, with reference windows and states."""
     model: Any = backbone.model
-    x, head = model.model.embed_tokens.weight[ids_T], model.lm_head.weight.detach()
+    head = model.lm_head.weight.detach()
+    x = model.model.embed_tokens.weight[ids_T]
     e = head[ids_T] - head.mean(0)
     blocks = dict(zip(graft.config.layers, graft.blocks, strict=True))  # type: ignore[arg-type]
     for number, layer in enumerate(model.model.layers):
         h = _rms(x, layer.input_layernorm)
         y = x + _attention(h, layer.self_attn, model.config, graft.config)
-        h, mlp = _rms(y, layer.post_attention_layernorm), layer.mlp
-        gate = h @ mlp.gate_proj.weight.T
-        y = y + (gate * torch.sigmoid(gate) * (h @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        h = _rms(y, layer.post_attention_layernorm)
+        gate = h @ layer.mlp.gate_proj.weight.T
+        up = h @ layer.mlp.up_proj.weight.T
+        y = y + (gate * torch.sigmoid(gate) * up) @ layer.mlp.down_proj.weight.T
         if number in blocks:
             y = y + reference.update(x, y, e, weights_of(blocks[number]), graft.config.heads)
         x = y
@@ -64,28 +78,41 @@ def slow_logits(backbone: Backbone, graft: WindowedMemory, ids_T: Tensor) -> Ten
 
 
 def _attention(h_TD: Tensor, attention: Any, model: Any, memory: MemoryConfig) -> Tensor:
-    width, shared = model.head_dim, model.num_attention_heads // model.num_key_value_heads
-    q, k, v = (h_TD @ getattr(attention, f"{name}_proj").weight.T for name in "qkv")
-    base, sizes = model.rope_parameters["rope_theta"], (memory.window, memory.sinks)
-    assert memory.reach is not None
+    width = model.head_dim
+    shared = model.num_attention_heads // model.num_key_value_heads
+    q = h_TD @ attention.q_proj.weight.T
+    k = h_TD @ attention.k_proj.weight.T
+    v = h_TD @ attention.v_proj.weight.T
+    base = model.rope_parameters["rope_theta"]
     heads = []
     for head in range(model.num_attention_heads):
-        own, other = (slice(n * width, (n + 1) * width) for n in (head, head // shared))
-        rows = []
-        for t in range(len(h_TD)):
-            query = _rotated(q[t, own], t, base)
-            seen = reference.visible(t, *sizes)
-            keys = [_rotated(k[s, other], reference.key_position(t, s, *sizes, memory.reach), base) for s in seen]
-            shares = torch.softmax(torch.stack([query @ key for key in keys]) / width**0.5, 0)
-            rows.append(sum(share * v[s, other] for share, s in zip(shares, seen, strict=True)))
-        heads.append(torch.stack(rows))
+        of_queries = slice(head * width, (head + 1) * width)
+        group = head // shared
+        of_keys = slice(group * width, (group + 1) * width)
+        heads.append(_attention_head(q[:, of_queries], k[:, of_keys], v[:, of_keys], base, memory))
     return torch.cat(heads, -1) @ attention.o_proj.weight.T
+
+
+def _attention_head(q_TK: Tensor, k_TK: Tensor, v_TK: Tensor, base: float, memory: MemoryConfig) -> Tensor:
+    assert memory.reach is not None
+    rows = []
+    for t in range(len(q_TK)):
+        query = _rotated(q_TK[t], t, base)
+        seen = reference.visible(t, memory.window, memory.sinks)
+        scores = []
+        for s in seen:
+            position = reference.key_position(t, s, memory.window, memory.sinks, memory.reach)
+            scores.append(query @ _rotated(k_TK[s], position, base))
+        weights = torch.softmax(torch.stack(scores) / q_TK.shape[1] ** 0.5, 0)
+        rows.append(weights @ v_TK[seen])
+    return torch.stack(rows)
 
 
 def _rotated(x_K: Tensor, position: int, base: float) -> Tensor:
     half = len(x_K) // 2
     angle = torch.tensor([position * base ** (-i / half) for i in range(half)])
-    a, b = x_K[:half], x_K[half:]
+    a = x_K[:half]
+    b = x_K[half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
 

@@ -29,7 +29,7 @@ def test_the_results_are_those_of_this_table_and_none_is_missed() -> None:
     assert [name for name, row in results.items() if not row["caught"]] == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gain in nats"])
 def test_a_mutation_is_caught_and_its_suite_passes_without_it(name: str) -> None:
     command = [sys.executable, str(Path(__file__).parent / "run.py"), "--no-write", name]

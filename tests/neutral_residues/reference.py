@@ -1,4 +1,4 @@
-"""Neutral residues as the paper writes them: one token, one layer and one row at a time. For tests only.
+"""Neutral residues as in the equations of the paper: one token, one layer and one row at a time. For tests only.
 
     r(x) = g(x) * A(x)                        the block's output, added to the FFN's
     g(x) = act_g(w . x + b)                   act_g: ReLU, sigmoid, or 1 where there is no gate
@@ -56,9 +56,11 @@ def gate(x_D: Tensor, weights: Weights, kind: str) -> Tensor:
 
 def residue(x_BTD: Tensor, weights: Weights, activation: Callable[[Tensor], Tensor], kind: str) -> Tensor:
     """r(x) of every token, (B, T, D)."""
-    return torch.stack(
-        [torch.stack([gate(x_D, weights, kind) * adapter(x_D, weights, activation) for x_D in x_TD]) for x_TD in x_BTD]
-    )
+    rows = []
+    for x_TD in x_BTD:
+        tokens = [gate(x_D, weights, kind) * adapter(x_D, weights, activation) for x_D in x_TD]
+        rows.append(torch.stack(tokens))
+    return torch.stack(rows)
 
 
 def l1_loss(residues: Sequence[Tensor], mask_BT: Tensor, domain_B: Tensor, tokens: float | None = None) -> Tensor:
@@ -70,14 +72,16 @@ def l1_loss(residues: Sequence[Tensor], mask_BT: Tensor, domain_B: Tensor, token
         domain_B: 0 for the old domain, 1 for the new.
         tokens: the divisor; None counts the old domain's tokens.
     """
-    total, count = torch.zeros((), dtype=residues[0].dtype), 0
+    total = torch.zeros((), dtype=residues[0].dtype)
+    count = 0
     for row, domain in enumerate(domain_B.tolist()):
         for position in range(mask_BT.shape[1]):
             if domain == OLD and mask_BT[row, position]:
                 count += 1
                 for r_BTD in residues:
                     total = total + r_BTD[row, position].abs().sum() / r_BTD.shape[-1]
-    return total / (len(residues) * max(count if tokens is None else tokens, 1))
+    divisor = count if tokens is None else tokens
+    return total / (len(residues) * max(divisor, 1))
 
 
 def cross_entropy_loss(
@@ -90,7 +94,8 @@ def cross_entropy_loss(
         blocks: each layer's weights.
         mask_BT, domain_B, tokens: as in `l1_loss`, for both domains.
     """
-    total, count = torch.zeros((), dtype=inputs[0].dtype), 0
+    total = torch.zeros((), dtype=inputs[0].dtype)
+    count = 0
     for row, domain in enumerate(domain_B.tolist()):
         for position in range(mask_BT.shape[1]):
             if mask_BT[row, position]:
@@ -98,15 +103,19 @@ def cross_entropy_loss(
                 for x_BTD, weights in zip(inputs, blocks, strict=True):
                     p = torch.sigmoid(score(x_BTD[row, position], weights))
                     total = total - torch.log(p if domain == NEW else 1 - p)
-    return total / (len(blocks) * max(count if tokens is None else tokens, 1))
+    divisor = count if tokens is None else tokens
+    return total / (len(blocks) * max(divisor, 1))
 
 
 def language_modelling_loss(logits_BTV: Tensor, labels_BT: Tensor, targets: float | None = None) -> Tensor:
     """Nats per target: the mean of -log p(label at t | tokens before t); a label of -100 is no target."""
-    total, count = torch.zeros((), dtype=logits_BTV.dtype), 0
+    total = torch.zeros((), dtype=logits_BTV.dtype)
+    count = 0
     for logits_TV, labels_T in zip(logits_BTV, labels_BT, strict=True):
         for position in range(1, len(labels_T)):
             if labels_T[position] != -100:
                 count += 1
-                total = total - torch.log(torch.softmax(logits_TV[position - 1], 0)[labels_T[position]])
-    return total / max(count if targets is None else targets, 1)
+                probabilities_V = torch.softmax(logits_TV[position - 1], 0)
+                total = total - torch.log(probabilities_V[labels_T[position]])
+    divisor = count if targets is None else targets
+    return total / max(divisor, 1)

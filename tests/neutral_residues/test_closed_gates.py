@@ -1,4 +1,4 @@
-"""Closed gates run no adapter, and logits are the backbone's to the bit."""
+"""Closed gates run no adapter, and the logits are those of the backbone, bit for bit."""
 
 from __future__ import annotations
 
@@ -68,9 +68,15 @@ def test_closed_gates_generate_what_the_backbone_generates(
     family: str, closed: tuple[GraftedModel, Backbone], adapted: list[int]
 ) -> None:
     model, _ = closed
-    decoding = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    decoding |= {"return_dict_in_generate": True, "output_logits": True}
-    actual, expected = model.generate(tiny_ids(), **decoding), tiny_model(family).generate(tiny_ids(), **decoding)
+    decoding = {
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    actual = model.generate(tiny_ids(), **decoding)
+    expected = tiny_model(family).generate(tiny_ids(), **decoding)
     assert torch.equal(torch.stack(actual.logits), torch.stack(expected.logits))
     assert adapted == []
 
@@ -94,7 +100,7 @@ def test_only_open_tokens_are_computed(family: str, adapted: list[int]) -> None:
 
 
 def test_one_open_token_changes_only_its_own_logits() -> None:
-    """One token opens a gate in the last layer; all other logits are the backbone's to the bit."""
+    """One token opens a gate in the last layer; all other logits are those of the backbone, bit for bit."""
     host = Backbone.wrap(tiny_model("llama"))
     graft = random_graft(host)
     with torch.no_grad():
@@ -115,5 +121,6 @@ def test_one_open_token_changes_only_its_own_logits() -> None:
 
 
 def test_a_cross_entropy_needs_a_gate() -> None:
-    with pytest.raises(RecipeError, match="gate is none"):
+    with pytest.raises(RecipeError) as error:
         NeutralResiduesConfig.parse({"gate": "none", "local_loss": "cross-entropy"})
+    assert "cross-entropy" in str(error.value)

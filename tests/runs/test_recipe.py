@@ -144,7 +144,7 @@ def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_b
     assert len(losses["quick"]) == 2  # type: ignore[index, arg-type, call-overload]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_comparison_on_a_backbone_in_half_precision(tmp_path: Path, tiny_backbone) -> None:
     methods = {name: {"graft": {"kind": name}} for name in ("neutral-residues", "lora", "finetune")}
     backbone = {"name": str(tiny_backbone("llama")), "dtype": "bfloat16"}
@@ -186,7 +186,7 @@ def examples(path: Path, answer: str) -> str:
     return str(path)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone) -> None:
     file = examples(tmp_path / "words.jsonl", "vieux jardin")
     tasks = {

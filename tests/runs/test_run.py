@@ -168,7 +168,7 @@ def test_a_lost_artefact_or_a_torn_measurement_is_done_again(tmp_path: Path) -> 
     assert json.loads((tmp_path / "measurements" / "a.json").read_text())["key"] == run.key()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_processes_measure_what_one_does(tmp_path: Path) -> None:
     runs = [SumRun(id=f"r{n}", number=n, depends_on=("r0",) if n else ()) for n in range(4)]
     one = execute(runs, tmp_path / "one", progress=False)

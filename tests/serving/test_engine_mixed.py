@@ -123,7 +123,7 @@ def _tolerance(graft_set: GraftSet) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.exhaustive) for name in LAW_DECODERS]
+    "family", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in LAW_DECODERS]
 )
 def test_a_row_is_what_it_is_alone(family: str) -> None:
     known = graft_sets(family)
@@ -147,7 +147,7 @@ def test_a_row_is_what_it_is_alone(family: str) -> None:
     law()
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("block-state", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("block-state", marks=pytest.mark.slow)])
 def test_the_prompts_of_all_graft_sets_are_read_in_one_pass(family: str) -> None:
     known, model = graft_sets(family), MultiGraftModel(backbone(family))
     rows = [Row(n, 17 + 7 * n % 5, 2 + n % 3, comes=0) for n in range(len(known))]
@@ -166,7 +166,7 @@ def test_the_prompts_of_all_graft_sets_are_read_in_one_pass(family: str) -> None
         )
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_longer_neighbour_that_leaves_ends_nobody(family: str) -> None:
     """Own columns begin in its padding, and a layer that had read nothing can't lose columns any more."""
     by_name = {str(graft_set): graft_set for graft_set in graft_sets(family)}
@@ -279,7 +279,7 @@ def test_the_backbone_is_given_back_bit_for_bit() -> None:
     before = host.model(input_ids=ids).logits
     model = MultiGraftModel(host)
     model.prefill(graft_set, [prompt(4)], [0])
-    with pytest.raises(TapConflictError, match="carries grafts already"):
+    with pytest.raises(TapConflictError):
         MultiGraftModel(host)
     assert torch.equal(host.model(input_ids=ids).logits, before)  # a pass that is announced by nobody is bare
     model.detach()
@@ -291,7 +291,7 @@ def test_the_backbone_is_given_back_bit_for_bit() -> None:
 def test_what_brings_modules_of_its_own_is_refused(kind: str) -> None:
     graft_set = GraftSet((("own", _untrained(kind)),))
     model = MultiGraftModel(backbone("llama"))
-    with pytest.raises(GraftError, match="own brings modules of its own"):
+    with pytest.raises(GraftError):
         model.wire([graft_set])
     model.detach()
 

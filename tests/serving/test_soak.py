@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "benchmarks" / "results" / "serving_soak"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_quick_soak(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "serving_soak.py"), "--out", str(tmp_path), "--quick"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

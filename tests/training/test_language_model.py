@@ -124,7 +124,7 @@ def test_resume_is_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     training = {"steps": 60, "batch_size": 4, "learning_rate": 0.01, "checkpoint_every": 1}
@@ -186,7 +186,7 @@ def test_the_recurrent_state_continues_a_text_as_one_longer_pass_does() -> None:
     assert torch.equal(again.logits, second.logits)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_whose_rows_go_on_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"model": BLOCK_STATE, "data": values(tmp_path)["data"] | {"stream": True}}
     changes["training"] = values(tmp_path)["training"] | {"micro_batch_size": 2}
@@ -208,7 +208,7 @@ def test_a_run_whose_rows_go_on_resumes_bit_for_bit(tmp_path: Path, monkeypatch:
     assert not same(weights(tmp_path / "whole"), weights(tmp_path / "apart")), apart
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_model_goes_on_from_its_folder(tmp_path: Path) -> None:
     run(tmp_path)
     before = weights(tmp_path / "run")
@@ -291,7 +291,7 @@ def test_pieces_write_every_text() -> None:
             "evaluation.lengths has 128, but the model has 64 positions: lower it, or",
         ),
         ({"training": {"steps": 0}}, "a language model learns by steps: set training.steps to 1 or more"),
-        ({"model": BLOCK_STATE | {"window": 32}}, "Rows of 32 tokens are no longer than the window of 32, so"),
+        ({"model": BLOCK_STATE | {"window": 32}}, "data.length gives rows of 32 tokens"),
         (
             {"model": BLOCK_STATE, "separate": True},
             "A model of the type block-state takes no position ids, so it can't keep the documents of a row apart: set",
@@ -308,7 +308,7 @@ def test_pieces_write_every_text() -> None:
             {"stream": True, "model": BLOCK_STATE, "training": {"steps": 1, "gradient_checkpointing": True}},
             "data.stream and training.gradient_checkpointing are both true, but a streaming model",
         ),
-        ({"model": BLOCK_STATE | {"num_attention_heads": 3}}, "block-state: 3 heads don't divide a width of 16"),
+        ({"model": BLOCK_STATE | {"num_attention_heads": 3}}, "num_attention_heads, 3"),
         ({"device": "meat"}, r"The device meat can't be used \("),
     ],
 )

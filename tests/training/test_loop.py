@@ -24,9 +24,9 @@ from training.toy import toy_config, toy_mixture, toy_model, weights
 
 
 @pytest.mark.parametrize(
-    "graft", ["neutral-residues", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("adapter", "lora"))]
+    "graft", ["neutral-residues", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adapter", "lora"))]
 )
-@pytest.mark.parametrize("micro", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("micro", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_micro_batches_equal_one_big_batch(tmp_path: Path, graft: str, micro: int) -> None:
     results = []
     for size in (None, micro):

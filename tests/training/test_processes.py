@@ -66,7 +66,7 @@ def launch(folder: Path, jobs: list[dict]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_equal_one(alone: Path, together: Path, name: str) -> None:
@@ -78,7 +78,7 @@ def test_two_processes_equal_one(alone: Path, together: Path, name: str) -> None
             assert two[key] == pytest.approx(one[key], rel=TOLERANCE, abs=1e-6), (one["step"], key)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_graft_of_two_processes_is_whole(alone: Path, together: Path, name: str) -> None:
@@ -89,7 +89,7 @@ def test_the_graft_of_two_processes_is_whole(alone: Path, together: Path, name: 
         assert (theirs[key] - tensor).abs().max() <= TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_checkpoint_of_two_processes_is_whole(alone: Path, together: Path, name: str) -> None:
@@ -101,7 +101,7 @@ def test_the_checkpoint_of_two_processes_is_whole(alone: Path, together: Path, n
             assert (theirs[key] - tensor).abs().max() <= 10 * TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_one_process_resumes_what_two_sharded_ones_began(alone: Path, together: Path) -> None:
     jobs = [{"name": "fsdp", "training": {"steps": toy_config().steps + 2}}]

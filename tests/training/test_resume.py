@@ -62,13 +62,13 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("graft", "steps"),
     [
-        pytest.param("neutral-residues", range(STEPS), marks=pytest.mark.exhaustive),
+        pytest.param("neutral-residues", range(STEPS), marks=pytest.mark.slow),
         ("neutral-residues", (1, STEPS - 1)),
         ("lora", (5,)),
-        pytest.param("lora", (1,), marks=pytest.mark.exhaustive),
+        pytest.param("lora", (1,), marks=pytest.mark.slow),
         ("finetune", (3,)),
-        pytest.param("finetune", (0,), marks=pytest.mark.exhaustive),
-        pytest.param("osf", (3,), marks=pytest.mark.exhaustive),
+        pytest.param("finetune", (0,), marks=pytest.mark.slow),
+        pytest.param("osf", (3,), marks=pytest.mark.slow),
         ("llama-pro", (3,)),
         ("memory", (3,)),
     ],
@@ -84,7 +84,7 @@ def test_resume_is_bit_for_bit(
         assert read_history(out / "history.jsonl") == read_history(tmp_path / "whole/history.jsonl")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_summary_says_where_it_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_at(5, tmp_path, "neutral-residues", monkeypatch)
     model = toy_model()
@@ -95,7 +95,7 @@ def test_the_summary_says_where_it_resumed(tmp_path: Path, monkeypatch: pytest.M
     assert train(toy_model(), toy_mixture(), toy_config(), tmp_path, progress=False, resume=False).resumed_from is None
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_random_numbers_go_on_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(self: Any, **inputs: Any) -> Any:
         output = forward(self, **inputs)
@@ -145,7 +145,7 @@ def empty(folder: Path) -> None:
         path.unlink()
 
 
-MORE_DAMAGE = [pytest.param(damage, marks=pytest.mark.exhaustive) for damage in (tear_state, lose_file, empty)]
+MORE_DAMAGE = [pytest.param(damage, marks=pytest.mark.slow) for damage in (tear_state, lose_file, empty)]
 
 
 @pytest.mark.parametrize("damage", [tear_tensors, flip_bit, *MORE_DAMAGE])
@@ -178,7 +178,7 @@ def full_disk_to_safetensors(*_: Any) -> None:
     raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
-@pytest.mark.parametrize("fail", [full_disk, pytest.param(full_disk_to_safetensors, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("fail", [full_disk, pytest.param(full_disk_to_safetensors, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("module", "step_name"), [(checkpoint_module, "save_file"), (writing_module, "sync")])
 def test_a_full_disk_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None], module: Any, step_name: str
@@ -209,7 +209,7 @@ def test_a_history_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             {"learning_rate": 0.5},
             r"has training.learning_rate = 0.01, but now it is 0.5: set it back to resume, or choose",
         ),
-        pytest.param({"betas": (0.8, 0.9)}, r"has training.betas", marks=pytest.mark.exhaustive),
+        pytest.param({"betas": (0.8, 0.9)}, r"has training.betas", marks=pytest.mark.slow),
         ({"steps": 3}, r"has done 6 steps, but steps is 3: raise it, or choose another"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_checkpoint_of_another_graft(tmp_path: Path) -> None:
         run(tmp_path, "neutral-residues")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_longer_run_goes_on(tmp_path: Path) -> None:
     run(tmp_path, schedule="constant", checkpoint_every=3)
     longer = run(tmp_path, schedule="constant", checkpoint_every=4, steps=9, log_every=2, micro_batch_size=8)
@@ -265,7 +265,7 @@ def kill_at(process: Any, history: Path, line: int, delay: float) -> None:
     assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.slow
 def test_kill_nine_at_ten_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where the server of processes finds this:

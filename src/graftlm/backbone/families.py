@@ -1,6 +1,6 @@
 """Model families: where each architecture keeps its layers, attention, FFN, embedding and head.
 
-A family whose structure `structure.py` cannot find has a row in `families.yaml`. Paths are relative to
+Families whose structure `structure.py` cannot find have a row in `families.yaml`. Paths are relative to
 `model.base_model`; paths of a layer's modules are relative to the layer.
 """
 
@@ -20,10 +20,14 @@ from graftlm.errors import UnknownFamilyError
 
 @dataclass(frozen=True)
 class Sublayer:
-    """An attention or FFN sublayer: its input is the first input of `entry`, its output the output of `exit`.
+    """An attention or FFN sublayer.
 
-    In most decoders both are one module, and `exit` may be left out. BERT's FFN enters at `intermediate` and leaves at
-    `output.dense`, before the residual sum.
+    In most decoders entry and exit are one module, and `exit` may be left out. BERT's FFN enters at `intermediate` and
+    leaves at `output.dense`, before the residual sum.
+
+    Attributes:
+        entry: path of the module whose first input is the sublayer's input.
+        exit: path of the module whose output is the sublayer's output; empty if it is `entry`.
     """
 
     entry: str
@@ -35,22 +39,28 @@ class Family:
     """Where one architecture keeps the modules that grafts need.
 
     Args:
+        layers: the list of layers.
+        embedding: the embedding of tokens.
         norm: the norm after the last layer; None for encoders that normalise inside each layer.
-        attention, ffn: the sublayers of one layer.
-        ffn_in: the Linears that read the FFN's input; the gating one is first in a gated linear unit. Layers with a
-            mixture of experts need none.
+        attention: the attention sublayer of a layer.
+        ffn: the FFN sublayer of a layer.
+        ffn_in: the Linears that read the FFN's input; in a gated linear unit the activated one comes first. Layers with
+            a mixture of experts need none.
         ffn_out: the Linear that writes the FFN's output.
-        gated: the FFN is W_o(act(W_g x) * W_i x) rather than W_o act(W_i x).
-        activation: the config field that names the activation, or the activation's own name.
+        gated: whether the FFN is W_o(act(W_g x) * W_i x) rather than W_o act(W_i x).
+        activation: the config field that names the activation, or the name of the activation itself.
         text_config: the config field that holds the text model's config in multimodal models.
-        causal: no token attends to a later one.
-        norms: the norms of one layer over the model's width, in the order in which they act.
-        counts_positions: the model derives positions from the ids that are not padding, and reserves the first
+        causal: whether no token attends to a later one.
+        norms: the norms of a layer over the model's width, in the order in which they act.
+        counts_positions: whether the model derives positions from the ids that are not padding, and reserves the first
             `pad_token_id + 1` positions, as RoBERTa does.
-        body: the module that the head calls, where it is not `model.base_model` itself, as in OPT.
-        one_stream: a layer maps (B, T, d) to (B, T, d). Gemma 3n's layers pass several streams of hidden states.
-        separates_documents: where `position_ids` restart in a row, attention stays inside each document.
+        body: the module that the head calls, if it is not `model.base_model` itself, as in OPT.
+        one_stream: whether a layer maps (B, T, d) to (B, T, d). Layers of Gemma 3n pass several streams.
+        separates_documents: whether attention stays inside each document where `position_ids` restart in a row.
         reads_positions: Linears of a layer that also read embeddings of relative positions, which belong to no token.
+
+    Raises:
+        UnknownFamilyError: a name contains other characters than letters, digits, underscores and dots.
     """
 
     layers: str
@@ -72,65 +82,97 @@ class Family:
     reads_positions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for text in _texts(vars(self)):  # they come from files, and stand in the code of exported models
+        # The names come from files, and are written into the code of exported models.
+        for text in _texts(vars(self)):
             if not re.fullmatch(r"[\w.]*", text):
                 raise UnknownFamilyError(
-                    f"A family has {text!r}, but names of modules and fields are expected: letters, digits, _ and dots."
+                    f"A family has {text!r}, but names of modules and fields are expected: use letters, digits, "
+                    "underscores and dots."
                 )
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in nested fields."""
-    fields = vars(value) if isinstance(value, Sublayer) else value
-    if isinstance(fields, str):
-        yield fields
-    elif isinstance(fields, Mapping | Iterable):
-        for inner in fields.values() if isinstance(fields, Mapping) else fields:
+    """Yield all strings in nested fields."""
+    if isinstance(value, Sublayer):
+        value = vars(value)
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, Iterable):
+        for inner in value:
             yield from _texts(inner)
 
 
 def register_family(model_type: str, family: Family | Mapping[str, Any] | str) -> None:
-    """Add an architecture to `FAMILIES`; `model_type` is the one in its config.
+    """Add an architecture to `FAMILIES`.
 
-    `family` is a row, a dict of its fields where a path stands for a sublayer, or another model type that has the row.
+    Args:
+        model_type: the `model_type` of the architecture's config.
+        family: a `Family`; a dict of its fields, where a path may replace a sublayer; or another model type that has a
+            row.
+
+    Raises:
+        UnknownFamilyError: the model type has no row, or the fields do not describe a family.
     """
-    if isinstance(family, str) and family not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise UnknownFamilyError(
-            f"There is no row for the model type {family!r} (other models' parts are found without one): name one of "
-            f"{known}, or give fields."
-        )
-    FAMILIES[model_type] = FAMILIES[family] if isinstance(family, str) else family_row(family)
+    if isinstance(family, str):
+        if family not in FAMILIES:
+            known = ", ".join(sorted(FAMILIES))
+            raise UnknownFamilyError(
+                f"There is no row for the model type {family!r} (the modules of other models are found without one): "
+                f"name one of {known}, or give fields."
+            )
+        FAMILIES[model_type] = FAMILIES[family]
+    else:
+        FAMILIES[model_type] = family_row(family)
 
 
 def user_row(model_type: str) -> dict[str, Any] | None:
-    """The row that a user gave a model type, as a recipe writes it; None for a row of GraftLM's own and for no row."""
+    """Return the row that a user registered for a model type, as a recipe writes it.
+
+    None for model types without a row, and for rows that GraftLM ships.
+    """
     row = FAMILIES.get(model_type)
-    return (
-        None
-        if row is None or row is PROVEN_FAMILIES.get(model_type)
-        else json.loads(json.dumps(dataclasses.asdict(row)))
-    )
+    if row is None or row is PROVEN_FAMILIES.get(model_type):
+        return None
+    fields = dataclasses.asdict(row)
+    return json.loads(json.dumps(fields))  # tuples become lists
 
 
 def family_row(family: Family | Mapping[str, Any]) -> Family:
-    """A row from a dict of its fields."""
+    """Build a `Family` from a dict of its fields.
+
+    Raises:
+        UnknownFamilyError: the fields do not describe a family.
+    """
     if isinstance(family, Family):
         return family
     if not isinstance(family, Mapping):
-        raise UnknownFamilyError(f"The family is {type(family).__name__}: give a model type, or fields in a dict.")
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in family.items()}
+        raise UnknownFamilyError(
+            f"The family is {type(family).__name__}, but a model type or a dict of fields is expected: give one."
+        )
+    values: dict[str, Any] = {}
+    for name, value in family.items():
+        values[name] = tuple(value) if isinstance(value, list) else value
     try:
-        for name in {"attention", "ffn"} & values.keys():
-            path = values[name]
-            values[name] = Sublayer(**path) if isinstance(path, Mapping) else Sublayer(path)
+        for name in ("attention", "ffn"):
+            if name in values:
+                path = values[name]
+                values[name] = Sublayer(**path) if isinstance(path, Mapping) else Sublayer(path)
         return Family(**values)
     except TypeError as error:
         fields = ", ".join(field.name for field in dataclasses.fields(Family))
-        raise UnknownFamilyError(f"The fields {family} describe no family ({error}): give {fields}.") from None
+        raise UnknownFamilyError(f"The fields {family} do not describe a family ({error}): give {fields}.") from None
 
 
-FAMILIES: dict[str, Family] = {
-    model_type: family_row(values) for model_type, values in read_yaml(Path(__file__).with_suffix(".yaml")).items()
-}
-PROVEN_FAMILIES = dict(FAMILIES)  # tests prove these rows; others are checked by a pass without weights
+def _read_families() -> dict[str, Family]:
+    rows = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return {model_type: family_row(values) for model_type, values in rows.items()}
+
+
+FAMILIES: dict[str, Family] = _read_families()
+"""Rows by model type; `register_family` adds to them."""
+
+PROVEN_FAMILIES = dict(FAMILIES)
+"""Rows that the tests check. Other rows are checked in a pass on tensors without storage."""

@@ -7,69 +7,95 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import nn
 
+from graftlm.backbone.patching import replaced_attributes
 from graftlm.errors import BackboneError, MissingExtraError, first_line
 
-# transformers' models take seconds to import, so functions import them.
-
 Quantization = Literal["int8", "int4"]
+
 _INT4_GROUP = 32
-_PATCHING = threading.RLock()  # one load at a time changes the module gguf
+"""Number of weights that share a scale in int4."""
+
+_PATCHING = threading.RLock()
+"""Held while functions of the package gguf are replaced: loads in other threads wait."""
 
 
 @contextmanager
-def _read_once() -> Iterator[None]:
-    """Read the header of a GGUF file once, which transformers reads four times, with a map of its names per module."""
+def reading_gguf_once() -> Iterator[None]:
+    """Read the header of a GGUF file once while the block runs.
+
+    transformers reads it four times and builds the map of tensor names once per module, which takes a minute for a
+    vocabulary of 262,144 tokens.
+    """
     import gguf
     import numpy
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    with _PATCHING:  # and the originals are looked up while no other load has replaced them
+    # The originals are looked up under the lock, when no other load has replaced them.
+    with _PATCHING:
 
         class Reader(gguf.GGUFReader):
-            """A reader that cuts a header into plain arrays, in a third of the time of memory-mapped ones."""
+            """Slices the header into plain arrays, in a third of the time of memory-mapped ones."""
 
-            data: Any = property(
-                lambda self: self._data, lambda self, data: setattr(self, "_data", numpy.asarray(data))
-            )
+            @property
+            def data(self) -> Any:
+                return self._data
 
-        values: dict[int, tuple[Any, Any]] = {}  # by the address of the part, which is kept with its value
-        parse: Any = reading._gguf_parse_value
+            @data.setter
+            def data(self, value: Any) -> None:
+                self._data = numpy.asarray(value)
+
+        parse = reading._gguf_parse_value
+        # By the address of the part. The part is kept with its value, so that no other object gets the address.
+        parsed: dict[int, tuple[Any, Any]] = {}
 
         def parse_once(part: Any, types: Any) -> Any:
-            if id(part) not in values:
-                values[id(part)] = part, parse(part, types)
-            return values[id(part)][1]
+            if id(part) not in parsed:
+                parsed[id(part)] = (part, parse(part, types))
+            _, value = parsed[id(part)]
+            return value
 
-        once: Any = {"GGUFReader": cache(Reader), "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
-        with mock.patch.multiple(gguf, **once), mock.patch.object(reading, "_gguf_parse_value", parse_once):
+        cached_names = replaced_attributes(
+            gguf,
+            GGUFReader=cache(Reader),
+            get_tensor_name_map=cache(gguf.get_tensor_name_map),
+        )
+        cached_values = replaced_attributes(reading, _gguf_parse_value=parse_once)
+        with cached_names, cached_values:
             yield
 
 
 def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
-    """Put the weights of a model's linear layers into int8 or int4, in place; `name` is the model's in errors.
+    """Quantise the weights of a model's linear layers in place.
 
-    Raises MissingExtraError without torchao, and BackboneError if the kind is unknown or does not fit the weights.
+    Args:
+        model: the model.
+        quantization: `int8`, or `int4` in groups of 32 weights.
+        name: name of the model in messages.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        BackboneError: the quantisation is unknown, or does not fit the shapes of the weights.
     """
     try:
         from torchao import quantization as torchao
     except ImportError:
         raise MissingExtraError("torchao", "quantised", "Quantising a model") from None
-    configs = {
-        "int8": lambda: torchao.Int8WeightOnlyConfig(),
-        "int4": lambda: torchao.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4,  # type: ignore[attr-defined]  # which torch's stubs lack
+    if quantization == "int8":
+        config = torchao.Int8WeightOnlyConfig()
+    elif quantization == "int4":
+        config = torchao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4,  # type: ignore[attr-defined]  # missing from torch's stubs
             granularity=torchao.PerGroup(_INT4_GROUP),
-        ),
-    }
-    if quantization not in configs:
-        raise BackboneError(f"There is no quantisation {quantization!r}: int8 and int4 are known.")
+        )
+    else:
+        raise BackboneError(f"There is no quantisation {quantization!r}: choose int8 or int4.")
     try:
-        torchao.quantize_(model, configs[quantization]())
-    except (AssertionError, RuntimeError, NotImplementedError) as error:  # of widths that its kernels don't take
-        why = f"{name} can't be quantised to {quantization} ({first_line(error)}): leave --quantize out."
-        raise BackboneError(why) from error
+        torchao.quantize_(model, config)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise BackboneError(
+            f"{name} can't be quantised to {quantization} ({first_line(error)}): omit --quantize."
+        ) from error

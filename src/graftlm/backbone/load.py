@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
+from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, find_sites
 from graftlm.backbone.families import FAMILIES, register_family
+from graftlm.backbone.fingerprint import fingerprint
+from graftlm.backbone.formats import reading_gguf_once
 from graftlm.config import Config
 from graftlm.errors import BackboneError, first_line
 from graftlm.files.model_files import ModelFiles, find_model
 from graftlm.models import register
 
-# transformers' models take seconds to import, so functions import them.
+# Importing models of transformers takes seconds, so functions import them.
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from graftlm.backbone.backbone import Backbone, BackboneKind, _sites, default_device
-from graftlm.backbone.fingerprint import fingerprint
-from graftlm.backbone.formats import _read_once
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _LOADERS: dict[BackboneKind, str] = {
     "causal-lm": "AutoModelForCausalLM",
@@ -40,30 +40,29 @@ def load_backbone(
     tokenizer_required: bool = True,
     family: str | Mapping[str, Any] | None = None,
 ) -> Backbone:
-    """Load a model and its tokenizer: by a name on the Hugging Face hub, from a folder, or from a GGUF file.
+    """Load a model and its tokenizer by a name on the Hugging Face hub, from a folder, or from a GGUF file.
 
-    Weights of a GGUF file are dequantised: the model is a plain one in `dtype`, and needs the memory of one.
+    Weights of a GGUF file are dequantised: the model is a plain one in `dtype`, and needs the memory of a plain one.
 
     Args:
-        name: the name, the folder, the file's path (or OWNER/REPOSITORY/FILE.gguf), or `smollm2-135m-instruct`, which
-            the extra smollm2 brings.
-        dtype: `auto` keeps the checkpoint's.
+        name: the name on the hub; a folder; the path of a GGUF file, or OWNER/REPOSITORY/FILE.gguf; or
+            `smollm2-135m-instruct`, which the extra smollm2 installs.
+        kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.
+        dtype: dtype of the weights; `auto` keeps that of the checkpoint.
         device: where to put the model; None leaves it on the CPU.
         trust_remote_code: run model code that comes with the checkpoint.
-        tokenizer_required: raise here, rather than when text is read, where the tokenizer is missing.
-        family: where the architecture keeps its parts, as `register_family` takes it; None where GraftLM knows.
+        tokenizer_required: raise here, rather than when text is first read, if the tokenizer is missing.
+        family: where the architecture keeps its modules, as `register_family` takes it; None for known architectures.
 
-    Raises BackboneError if the model does not exist, its files are broken or pickled, or the tokenizer is missing, and
-    MissingExtraError for a GGUF file without the package gguf, and UnknownFamilyError before any weights are loaded if
-    its architecture has an unknown structure.
+    Raises:
+        BackboneError: the model does not exist, its files are broken or pickled, or the tokenizer is missing.
+        MissingExtraError: the name is a GGUF file, and the package gguf is not installed.
+        UnknownFamilyError: the architecture has an unknown structure. No weights have been loaded then.
     """
-    if kind not in _LOADERS:
-        raise BackboneError(f"There is no kind of backbone {kind!r}: give one of {', '.join(_LOADERS)}.")
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype != "auto" and not isinstance(named, torch.dtype):
-        raise BackboneError(f"There is no dtype {dtype!r}: give auto, float32, bfloat16 or float16.")
-    files = find_model(name := str(name))
-    with _read_once() if files.gguf_file else nullcontext():
+    name = str(name)
+    _check_options(kind, dtype)
+    files = find_model(name)
+    with reading_gguf_once() if files.gguf_file else nullcontext():
         _check_structure(files, kind, trust_remote_code, family)
         model = _load_model(name, files, kind, dtype, trust_remote_code)
         tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
@@ -75,61 +74,111 @@ def load_backbone(
     return backbone
 
 
-def _empty_model(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool) -> tuple[Any, Any]:
-    """A model's config, and the model without weights."""
-    import transformers
-
-    register()
-    options = files.options | {"trust_remote_code": trust_remote_code}
-    config = transformers.AutoConfig.from_pretrained(files.source, **options)
-    with torch.device("meta"):
-        return config, getattr(transformers, _LOADERS[kind]).from_config(config, trust_remote_code=trust_remote_code)
+def _check_options(kind: str, dtype: str | torch.dtype) -> None:
+    if kind not in _LOADERS:
+        raise BackboneError(f"There is no kind of backbone {kind!r}: choose one of {', '.join(_LOADERS)}.")
+    if dtype == "auto":
+        return
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
+        raise BackboneError(f"There is no dtype {dtype!r}: choose auto, float32, bfloat16 or float16.")
 
 
 def inspect_model(
     name: str, kind: BackboneKind, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[int, str]:
-    """The bytes of a model's weights, and its fingerprint's architecture; 0 and "" where its config doesn't tell."""
+    """Return the size of a model's weights in bytes and the architecture of its fingerprint, without loading weights.
+
+    The size is 0 for quantised checkpoints. Both are empty (0 and "") if the config can't be read.
+    """
     named = getattr(torch, dtype, None)
     try:
         config, model = _empty_model(find_model(name), kind, trust_remote_code)
-    except Exception:  # loading the weights says what is wrong
+    except Exception:  # Loading the weights reports what is wrong.
         return 0, ""
-    packed = getattr(config, "quantization_config", None) is not None
-    size = sum(tensor.numel() * (named or tensor.dtype).itemsize for tensor in model.parameters())
-    return 0 if packed else size, fingerprint(model).architecture
+    size = 0
+    if getattr(config, "quantization_config", None) is None:
+        for tensor in model.parameters():
+            element_type = named or tensor.dtype
+            size += tensor.numel() * element_type.itemsize
+    return size, fingerprint(model).architecture
 
 
 def served_kind(name: str, *, trust_remote_code: bool = False, **_: Any) -> BackboneKind:
-    """`encoder` for a model whose masked tokens are predicted from both sides; else, or if unknown, `causal-lm`."""
+    """Return the kind of backbone that a server loads a model as.
+
+    `encoder` for models that predict masked tokens from both sides, `causal-lm` for others and for unknown ones.
+    """
     import transformers
 
     register()
     try:
-        if (files := find_model(name)).gguf_file:  # slow to read, and decoders
+        files = find_model(name)
+        if files.gguf_file:  # slow to read, and always a decoder
             return "causal-lm"
         config: Any = transformers.AutoConfig.from_pretrained(files.source, trust_remote_code=trust_remote_code)
-    except Exception:  # loading the weights says what is wrong
+    except Exception:  # Loading the weights reports what is wrong.
         return "causal-lm"
-    family, decodes = FAMILIES.get(config.model_type), config.is_encoder_decoder or getattr(config, "is_decoder", False)
-    encodes = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not decodes
-    return "encoder" if encodes and not (family and family.causal) else "causal-lm"
+    family = FAMILIES.get(config.model_type)
+    is_causal = family is not None and family.causal
+    is_decoder = config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    predicts_masked_tokens = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    if predicts_masked_tokens and not is_decoder and not is_causal:
+        return "encoder"
+    return "causal-lm"
 
 
-def _check_structure(files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: Any) -> None:
-    """Find the sites of a model without weights, made from its config."""
+def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer among a model's files; None if there is none.
+
+    Raises:
+        BackboneError: the tokenizer's files are broken.
+    """
+    from transformers import AutoTokenizer
+
+    if files.is_local and not files.gguf_file:
+        folder = Path(files.source)
+        has_files = any(folder.glob("*token*")) or any(folder.glob("*.model"))
+        if not has_files:
+            return None
+    try:
+        return AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackboneError(
+            f"The tokenizer of {name} can't be loaded ({first_line(error)}): restore its files."
+        ) from error
+
+
+def _empty_model(
+    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool
+) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """Return a model's config, and the model without weights."""
+    import transformers
+
+    register()
+    config = transformers.AutoConfig.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
+    loader = getattr(transformers, _LOADERS[kind])
+    with torch.device("meta"):
+        model = loader.from_config(config, trust_remote_code=trust_remote_code)
+    return config, model
+
+
+def _check_structure(
+    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, Any] | None
+) -> None:
+    """Find the sites of a model without weights, made from its config. A row that does not fit is removed again."""
     try:
         config, model = _empty_model(files, kind, trust_remote_code)
-    except Exception:  # loading the weights says what is wrong
+    except Exception:  # Loading the weights reports what is wrong.
         return
-    row = FAMILIES.get(config.model_type)
+    registered = FAMILIES.get(config.model_type)
     try:
         if family is not None:
             register_family(config.model_type, family)
-        _sites(model, files.source)
+        find_sites(model, files.source)
     except BaseException:
-        if row is not None:
-            FAMILIES[config.model_type] = row
+        if registered is not None:
+            FAMILIES[config.model_type] = registered
         else:
             FAMILIES.pop(config.model_type, None)
         raise
@@ -140,30 +189,26 @@ def _load_model(
 ) -> PreTrainedModel:
     import transformers
 
-    register()  # transformers' Auto classes load our own architectures
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust_remote_code}
-    options |= {"output_loading_info": True, **files.options}
+    register()  # makes the Auto classes of transformers load our own architectures
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "trust_remote_code": trust_remote_code,
+        "output_loading_info": True,
+        **files.options,
+    }
     if files.gguf_file:
-        from transformers import modeling_gguf_pytorch_utils
-        from transformers.utils import logging
-
-        modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # which is silent where transformers' other bars are
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        _silence_gguf_bars()
+    loader = getattr(transformers, _LOADERS[kind])
     try:
-        model, info = getattr(transformers, _LOADERS[kind]).from_pretrained(files.source, **options)
-    except Exception as error:  # transformers, safetensors and the hub share no base class
-        problem, remedy = f"The model {name} can't be loaded", "restore its files, or name another model"
-        if files.gguf_file and "not supported" in str(error):
-            remedy = "transformers reads no GGUF file of this architecture; name the model's safetensors checkpoint"
-        elif files.gguf_file:
-            remedy = "the file is cut off or damaged; copy it again, or name another model"
-        elif not files.is_local and isinstance(error, OSError):
-            problem, remedy = f"The hub has no model {name}", "check name and connection, or give a folder"
-        elif "Unrecognized configuration class" in str(error):
-            raise BackboneError(f"The model {name} has no head of the kind {kind}: load it as another kind.") from error
-        raise BackboneError(f"{problem} ({first_line(error)}): {remedy}.") from error
-    # transformers fills missing weights with random numbers. Only an encoder's pooler may be missing: nothing reads it.
-    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
+        model, info = loader.from_pretrained(files.source, **options)
+    except Exception as error:  # transformers, safetensors and the hub share no base class.
+        raise _loading_error(name, files, kind, error) from error
+    # transformers fills missing weights with random numbers. Only the pooler of an encoder may be missing: nothing
+    # reads it.
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+    if missing:
         raise BackboneError(
             f"The model {name} lacks the weight {missing[0]} (and {len(missing) - 1} more): restore its files, or load "
             f"it as another kind than {kind}."
@@ -171,18 +216,29 @@ def _load_model(
     return model
 
 
-def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer among a model's files, or None. Raises BackboneError if its files are broken."""
-    from transformers import AutoTokenizer
+def _silence_gguf_bars() -> None:
+    """Make the progress bars of GGUF files silent where transformers' other bars are."""
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging
 
-    folder = Path(files.source)
-    has_files = bool(files.gguf_file) or any(folder.glob("*token*")) or any(folder.glob("*.model"))
-    if files.is_local and not has_files:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackboneError(f"{name}'s tokenizer can't be loaded ({first_line(error)}): restore its files.") from error
+    modeling_gguf_pytorch_utils.tqdm = logging.tqdm
+
+
+def _loading_error(name: str, files: ModelFiles, kind: BackboneKind, error: Exception) -> BackboneError:
+    """Return the error that tells why a model can't be loaded, and what to do."""
+    problem = f"The model {name} can't be loaded"
+    if files.gguf_file and "not supported" in str(error):
+        remedy = "transformers can't read GGUF files of this architecture; name the model's safetensors checkpoint"
+    elif files.gguf_file:
+        remedy = "the file is truncated or damaged; copy it again, or name another model"
+    elif not files.is_local and isinstance(error, OSError):
+        problem = f"The hub has no model {name}"
+        remedy = "check the name and the connection, or name a folder"
+    elif "Unrecognized configuration class" in str(error):
+        return BackboneError(f"The model {name} has no head of the kind {kind}: load it as another kind.")
+    else:
+        remedy = "restore its files, or name another model"
+    return BackboneError(f"{problem} ({first_line(error)}): {remedy}.")
 
 
 class BackboneConfig(Config):
@@ -192,17 +248,23 @@ class BackboneConfig(Config):
         min_length=1,
         description="A name on the Hugging Face hub, a folder, a GGUF file, or smollm2-135m-instruct (extra smollm2).",
     )
-    gguf_file: str | None = Field(None, description="The GGUF file in that folder or in that repository of the hub.")
+    gguf_file: str | None = Field(None, description="The GGUF file in that folder or repository.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str | None = Field(None, description="Such as cuda; by default the fastest there is.")
+    device: str | None = Field(None, description="Such as cuda; the accelerator by default.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the checkpoint.")
     family: str | dict[str, Any] | None = Field(
-        None, description="Where a model of an unknown family keeps its parts: another's model type, or a row's fields."
+        None,
+        description="Where a model of an unknown family keeps its modules: another model type, or the fields of a row.",
     )
 
     def load(self, kind: BackboneKind = "causal-lm") -> Backbone:
-        """The backbone, with the head that `kind` names."""
-        values: dict[str, Any] = dict(self) | {"device": self.device or default_device()}
-        if file := values.pop("gguf_file"):
-            values["name"] = f"{self.name.rstrip('/')}/{file}"
-        return load_backbone(**values, kind=kind)
+        """Load the backbone with the head that `kind` names."""
+        name = f"{self.name.rstrip('/')}/{self.gguf_file}" if self.gguf_file else self.name
+        return load_backbone(
+            name,
+            kind=kind,
+            dtype=self.dtype,
+            device=self.device or default_device(),
+            trust_remote_code=self.trust_remote_code,
+            family=self.family,
+        )

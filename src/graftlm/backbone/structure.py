@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from graftlm.backbone.families import Family, Sublayer
 from graftlm.backbone.modules import architecture, ffn_activation, has_experts, has_module, linear_sizes, same_function
+from graftlm.backbone.patching import replaced_attributes
 from graftlm.errors import UnknownFamilyError, first_line
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Structure:
 
     def __init__(self, model_class: Callable[[Any], PreTrainedModel], config: Any) -> None:
         self._error: str | None = None
+        self._separates = False
         self._visits: dict[nn.Module, _Visit] = {}
         with torch.device("meta"):
             self._model = model_class(copy.deepcopy(config)).eval()
@@ -66,10 +67,15 @@ class Structure:
         for module in self._model.modules():
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave)
-        separate = patch.object(masking_utils, _SEPARATE, wraps=getattr(masking_utils, _SEPARATE))
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"), separate as called:
+        separate_documents = getattr(masking_utils, _SEPARATE)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._separates = True
+            return separate_documents(*args, **kwargs)
+
+        watched = replaced_attributes(masking_utils, **{_SEPARATE: recorded})
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"), watched:
             self._model(input_ids=torch.zeros(_ROWS, _TOKENS, dtype=torch.long), use_cache=False)
-        self._separates = called.called
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = args[0] if args else kwargs.get("hidden_states")

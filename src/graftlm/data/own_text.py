@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from numpy.random import SeedSequence
 from rich.progress import MofNCompleteColumn
 
 from graftlm.backbone import Backbone, end_ids, generate_rows, leading_bos, max_sequence_length
+from graftlm.backbone.patching import replaced_attributes
 from graftlm.data.chats import render_question
 from graftlm.data.marked_ids import PROMPT
 from graftlm.data.sources import SelfSourceConfig
@@ -188,7 +188,7 @@ class _Sampler:
         device = self._model.device
         devices = [] if device.type == "cpu" else [device]
         # Settings of the checkpoint's generation config, such as its penalties, are left out.
-        plain = patch.object(self._live, "generation_config", GenerationConfig())
+        plain = replaced_attributes(self._live, generation_config=GenerationConfig())
         with torch.random.fork_rng(devices, device_type=device.type), plain:
             torch.manual_seed(int(SeedSequence([self._config.seed, number]).generate_state(1)[0]))
             made = list(self._conversations(rows) if is_chat else self._free_texts(rows, number))

@@ -8,34 +8,55 @@ from typing import Any
 
 from graftlm.errors import ArtifactError
 
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # files of a PEFT adapter
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_TENSORS = "adapter_model.safetensors"
 
 
 def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, Any]:
-    """`adapter_config.json` of a PEFT adapter whose weights are in safetensors; `what` names it in messages.
+    """Read `adapter_config.json` of a PEFT adapter whose weights are in safetensors.
 
-    Raises ArtifactError if a file is missing or broken, or the weights are pickled.
+    Args:
+        folder: the adapter's folder.
+        what: name of the adapter in messages.
+
+    Raises:
+        ArtifactError: a file is missing or broken, a value is not finite, or the weights are pickled.
     """
+    values = _read_json(folder, what)
+    for key, value in values.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ArtifactError(
+                f"{folder / ADAPTER_CONFIG} has {value} as {key}, but finite numbers are expected: correct it, or copy "
+                f"the {what} again."
+            ) from None
+    _check_weights(folder, what)
+    return values
+
+
+def _read_json(folder: Path, what: str) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        inner = next(folder.glob(f"*/{ADAPTER_CONFIG}"), None)  # an adapter's own name is a folder
-        remedy = f"name {inner.parent}" if inner else "name a folder that PEFT's save_pretrained wrote"
+        nested = next(folder.glob(f"*/{ADAPTER_CONFIG}"), None)  # PEFT saves named adapters in subfolders.
+        remedy = f"name {nested.parent}" if nested else "name a folder that PEFT's save_pretrained wrote"
         raise ArtifactError(f"The {what} has no {ADAPTER_CONFIG} in {folder}: {remedy}.") from None
     except (OSError, UnicodeDecodeError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise ArtifactError(f"{path} is not a readable JSON object, so the {what} is damaged: copy it again.")
-    for key, value in values.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            why = f"{path} has {value} as {key}, but finite numbers are expected: correct it, or copy the {what} again."
-            raise ArtifactError(why) from None
-    if not (folder / ADAPTER_TENSORS).exists():
-        pickled = (folder / "adapter_model.bin").exists()
-        content = "only a pickled adapter_model.bin, which is never read" if pickled else f"no {ADAPTER_TENSORS}"
-        remedy = "save it again with safe_serialization=True" if pickled else "copy it again"
-        raise ArtifactError(f"The {what} in {folder} has {content}: {remedy}.")
     return values
+
+
+def _check_weights(folder: Path, what: str) -> None:
+    """Raise `ArtifactError` unless the adapter's weights are in safetensors."""
+    if (folder / ADAPTER_TENSORS).exists():
+        return
+    if (folder / "adapter_model.bin").exists():
+        raise ArtifactError(
+            f"The {what} in {folder} has only a pickled adapter_model.bin, which is never read: save it again with "
+            "safe_serialization=True."
+        )
+    raise ArtifactError(f"The {what} in {folder} has no {ADAPTER_TENSORS}: copy it again.")

@@ -1,4 +1,4 @@
-"""Digests of values, files and folders."""
+"""SHA-256 digests of values, files and folders."""
 
 from __future__ import annotations
 
@@ -13,24 +13,34 @@ from typing import Any
 from graftlm.files.model_files import packaged_model
 
 _PATH_LENGTH = 1024
+"""Longer strings are never taken for paths."""
+
 _FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "dataset", "train", "test")
+"""Keys under which a string without a slash may name a folder."""
 
 
 def digest(*values: Any) -> str:
-    """SHA-256 over plain JSON values, in hexadecimal; the order of keys does not matter."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 digest of plain JSON values in hexadecimal. The order of keys does not matter."""
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 over a file's bytes, in hexadecimal."""
+    """Return the SHA-256 digest of a file's bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def by_content(values: Any, key: str = "") -> Any:
-    """Plain JSON values in which every text that names a local file or folder is the digest of its content.
+    """Replace strings that name local files or folders by digests of their content.
 
-    A folder without a slash counts under the keys of `_FOLDER_KEYS` alone: other texts may have its name by chance.
+    Args:
+        values: plain JSON values, nested to any depth.
+        key: the key under which `values` was found. A string without a slash is taken for a folder only under the keys
+            in `_FOLDER_KEYS`, since other strings may match a folder's name by chance.
+
+    Returns:
+        The same structure. A file becomes its digest, a folder a list of [relative path, digest] pairs.
     """
     if isinstance(values, Mapping):
         return {name: by_content(value, name) for name, value in values.items()}
@@ -40,25 +50,32 @@ def by_content(values: Any, key: str = "") -> Any:
         return values
     path = packaged_model(values) or Path(values).expanduser()
     if path.is_file():
-        return _content(path)
-    if not (path.is_dir() and (len(path.parts) > 1 or key in _FOLDER_KEYS)):
+        return _cached_digest(path)
+    names_a_folder = len(path.parts) > 1 or key in _FOLDER_KEYS
+    if not (path.is_dir() and names_a_folder):
         return values
-    return [[str(file.relative_to(path)), _content(file)] for file in sorted(walk(path)) if file.is_file()]
+    files = sorted(file for file in walk(path) if file.is_file())
+    return [[str(file.relative_to(path)), _cached_digest(file)] for file in files]
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """All files below a folder, without hidden ones. Links to folders, which may form a circle, are not followed."""
+    """Yield all files below a folder except hidden ones.
+
+    Links to folders are not followed, since they may be circular.
+    """
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(root, name) for name in names if not name.startswith("."))
+        for name in names:
+            if not name.startswith("."):
+                yield Path(root, name)
 
 
-def _content(path: Path) -> str:
+def _cached_digest(path: Path) -> str:
     status = path.stat()
     return _digest_of(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @lru_cache(maxsize=4096)
 def _digest_of(path: Path, *state: int) -> str:
-    """A file's digest, kept as long as size, time of change and inode stay."""
+    """Digest a file; the cache entry is valid as long as size, modification time and inode stay the same."""
     return file_digest(path)

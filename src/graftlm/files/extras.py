@@ -7,14 +7,26 @@ from typing import Any
 
 from graftlm.errors import MissingExtraError
 
+_PACKAGES = {"markdown_it": "markdown-it-py"}
+"""Packages whose name differs from that of their module by more than a hyphen."""
+
 
 def import_extra(extra: str, module: str, purpose: str) -> Any:
-    """Import a module that an extra of graftlm installs. Raises MissingExtraError where it is not installed."""
+    """Import a module that an extra of graftlm installs.
+
+    Args:
+        extra: name of the extra.
+        module: dotted name of the module.
+        purpose: what needs the module, as the beginning of a sentence.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         root = module.split(".")[0]
         if error.name != root:
             raise
-        package = "markdown-it-py" if root == "markdown_it" else root.replace("_", "-")
+        package = _PACKAGES.get(root, root.replace("_", "-"))
         raise MissingExtraError(package, extra, purpose) from None

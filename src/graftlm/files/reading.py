@@ -16,36 +16,52 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn errors that reading a file raises into a `DataError` that names the file."""
+    """Convert errors raised while a file is read to a `DataError` that names the file."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise DataError(f"{path} is not a whole gzip file: fetch it again, or unpack it first.") from None
+        raise DataError(f"{path} is not a complete gzip file: fetch it again, or unpack it first.") from None
     except OSError as error:
         raise DataError(f"{path} can't be read ({error.strerror or error}): check the file.") from None
 
 
 def open_binary(path: Path) -> BinaryIO:
-    """Open a file for reading; one that ends in `.gz` is decompressed."""
-    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+    """Open a file for reading; a file whose name ends in `.gz` is decompressed."""
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile reads like a BinaryIO
+    return path.open("rb")
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file, without byte order mark and CR; DataError if it can't be read, or is not UTF-8."""
+    """Read a UTF-8 text file. The byte order mark is removed, and CRLF line ends become LF.
+
+    Raises:
+        DataError: the file can't be read, is binary, or is not UTF-8.
+    """
     with read_errors(path), open_binary(path) as file:
         data = file.read()
     if b"\0" in data:
         raise DataError(
             f"{path} is a binary file (a NUL byte at byte {data.index(0)}), but UTF-8 text is expected: "
-            "convert it, or leave it out by the source's pattern."
+            "convert it, or exclude it by the source's pattern."
         )
     return decode_utf8(data, str(path)).replace("\r\n", "\n")
 
 
 def decode_utf8(data: bytes, where: str) -> str:
-    """Decode bytes without a byte order mark. Raises DataError, which begins with `where`, if they are not UTF-8."""
+    """Decode UTF-8 bytes and remove a byte order mark.
+
+    Args:
+        data: the bytes.
+        where: origin of the bytes, for the error message.
+
+    Raises:
+        DataError: the bytes are not UTF-8.
+    """
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        why = f"{where} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): convert it to UTF-8 first."
-        raise DataError(why) from None
+        byte = f"0x{data[error.start]:02x}"
+        raise DataError(
+            f"{where} is not UTF-8 text (byte {error.start} is {byte}): convert it to UTF-8 first."
+        ) from None

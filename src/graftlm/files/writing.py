@@ -16,33 +16,51 @@ from graftlm.files.digests import by_content, digest
 
 
 def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
-    """Fill a folder, unless it was filled with equal settings; what other settings have left is removed.
+    """Fill a folder unless it was already filled with equal settings.
+
+    Content that was written with other settings is removed first. After an interruption `fill` is called again and
+    finds the files that it had written.
 
     Args:
-        settings: plain JSON values that decide the content; paths in them count by content.
-        fill: writes the files. After a kill it is called again, with the files that it left.
+        folder: the folder to fill.
+        settings: plain JSON values that determine the content. Paths in them are compared by content.
+        fill: writes the files into the folder.
 
-    Raises EvaluationError if the folder holds files that this function did not have written.
+    Returns:
+        The folder.
+
+    Raises:
+        EvaluationError: the folder holds files that this function did not write.
     """
-    marker, key = folder / "filled.json", digest(by_content(settings))
-    begun, complete = (json.dumps({"key": key, "complete": value}) for value in (False, True))
+    marker = folder / "filled.json"
+    key = digest(by_content(settings))
+    begun = json.dumps({"key": key, "complete": False}).encode()
+    complete = json.dumps({"key": key, "complete": True}).encode()
     if not marker.exists() and folder.is_dir() and any(folder.iterdir()):
-        raise EvaluationError(f"{folder} holds other files: move them, or choose another output folder.")
+        raise EvaluationError(f"{folder} contains other files: move them, or choose another output folder.")
     state = marker.read_bytes() if marker.exists() else b""
-    if state not in (begun.encode(), complete.encode()):
+    if state == complete:
+        return folder
+    if state != begun:
         shutil.rmtree(folder, ignore_errors=True)
-        write_atomically(marker, begun.encode())
-    if state != complete.encode():
-        fill(folder)
-        write_atomically(marker, complete.encode())
+        write_atomically(marker, begun)
+    fill(folder)
+    write_atomically(marker, complete)
     return folder
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a temporary file, flush it, and rename it to `path`; gives `path`. Raises EvaluationError if that fails."""
+    """Write a file by way of a temporary file that is flushed to disk and renamed.
+
+    Returns:
+        The path.
+
+    Raises:
+        EvaluationError: the file can't be written.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with write_errors(path, EvaluationError, "free some space or name another folder"):
+        with write_errors(path, EvaluationError, "free some space or choose another folder"):
             path.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(content)
             sync(part)
@@ -55,7 +73,13 @@ def write_atomically(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def write_errors(path: Path, kind: type[GraftError], remedy: str) -> Iterator[None]:
-    """Within the block, an OSError becomes an error of a kind, which says that `path` can't be written."""
+    """Convert an `OSError` raised in the block to an error of the given class.
+
+    Args:
+        path: the file or folder that is being written.
+        kind: class of the error to raise.
+        remedy: what the user can do, as the end of a sentence.
+    """
     try:
         yield
     except OSError as error:
@@ -64,26 +88,33 @@ def write_errors(path: Path, kind: type[GraftError], remedy: str) -> Iterator[No
 
 @contextmanager
 def staged_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path for a draft folder. On success the draft is flushed to disk and replaces `folder`.
+    """Write a folder under a temporary name, and rename it when the block has succeeded.
 
-    On an error the draft is removed and `folder` stays as it is.
+    On success the draft is flushed to disk and replaces `folder`. On an error the draft is removed and `folder` is left
+    unchanged.
+
+    Yields:
+        The path of the draft; the block creates it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft, old = (folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.{kind}") for kind in ("part", "old"))
+    unique = uuid.uuid4().hex[:8]
+    draft = folder.with_name(f".{folder.name}.{unique}.part")
+    replaced = folder.with_name(f".{folder.name}.{unique}.old")
     try:
         yield draft
-        for path in (*draft.iterdir(), draft):
+        for path in draft.iterdir():
             sync(path)
+        sync(draft)
         if folder.exists():
-            folder.rename(old)
+            folder.rename(replaced)
         try:
             draft.rename(folder)
         except OSError:
-            if old.exists():
-                old.rename(folder)
+            if replaced.exists():
+                replaced.rename(folder)
             raise
         sync(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

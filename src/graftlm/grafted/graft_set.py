@@ -1,6 +1,8 @@
-"""Generation with several graft sets on one backbone: its own modules run once for the rows of all sets.
+"""Generation with several graft sets on one backbone, whose modules run once for the rows of all sets.
 
-Each row's logits equal those of the row alone. Shape suffixes: B rows, T tokens of this pass, V in the vocabulary.
+The logits of each row equal those of the row in a batch of its own.
+
+Shape suffixes: B rows, T tokens of this pass, V in the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from graftlm.backbone import Backbone, Call, left_padded
+from graftlm.backbone import Backbone, Call, Tap, left_padded
 from graftlm.backbone.cache import GrowingLayer, is_joinable, join, move_own_layers, use_growing_layers
 from graftlm.backbone.row_hooks import RowScope, RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
@@ -29,22 +32,27 @@ from graftlm.grafts.heads import pooled
 
 
 def supports_row_groups(graft: Graft) -> bool:
-    """Whether a graft acts through taps alone, so that other grafts can act on other rows of the same batch."""
+    """Return whether a graft acts through taps only, so that other grafts can act on other rows of the same batch."""
     return not (isinstance(graft, ReplacesModel) and graft.changes_all_rows())
 
 
 @dataclass(frozen=True)
 class GraftSet:
-    """Grafts that act together on the same rows, in the order in which they act; empty for the bare backbone."""
+    """Grafts that act together on the same rows.
+
+    Attributes:
+        grafts: the grafts with their names, in the order in which they act; empty for the bare backbone.
+    """
 
     grafts: tuple[tuple[str, Graft], ...] = ()
 
     def __str__(self) -> str:
-        return "+".join(name for name, _ in self.grafts) or "the bare backbone"
+        names = [name for name, _ in self.grafts]
+        return "+".join(names) or "the bare backbone"
 
 
 class RowGroupError(Exception):
-    """A forward pass failed; the cause is the graft's exception, and the batch is as it was before the pass.
+    """A forward pass failed; the cause is the graft's exception, and the batch is unchanged.
 
     Attributes:
         group: index of the row group whose grafts failed; None if the failure belongs to no group.
@@ -56,50 +64,57 @@ class RowGroupError(Exception):
 
 
 class MultiGraftModel:
-    """A backbone, a causal language model, with several graft sets attached, each acting on its own rows.
+    """A causal language model with several graft sets attached, each of which acts on its own rows.
 
-    It generates. As with `GraftedModel`, nothing else may attach to the backbone until `detach`.
+    As with `GraftedModel`, nothing else may be attached to the backbone until `detach`.
+
+    Args:
+        backbone: the backbone, which stays frozen until `detach`.
 
     Attributes:
         wired: the graft sets whose taps are connected.
     """
 
     def __init__(self, backbone: Backbone) -> None:
-        self._bare = GraftedModel(backbone, {})  # freezes the backbone until `detach`
-        self._model, self._sites, self._device = backbone.model, backbone.sites, backbone.device
+        self._bare = GraftedModel(backbone, {})  # freezes the backbone
+        self._model = backbone.model
+        self._sites = backbone.sites
+        self._device = backbone.device
         self._tap_hooks: RowScopedHooks | None = None
         self.wired: tuple[GraftSet, ...] = ()
 
     def wire(self, graft_sets: Sequence[GraftSet]) -> None:
-        """Connect the taps of these graft sets, and of no others.
+        """Connect the taps of these graft sets, and disconnect all others.
 
-        Raises GraftError if the grafts of a set conflict, or a graft acts on all rows of a batch.
+        Raises:
+            GraftError: The grafts of a set conflict, or a graft acts on all rows of a batch.
         """
         if set(graft_sets) == set(self.wired):
             return
-        taps: dict[Any, list[Any]] = {graft_set: self._taps(graft_set) for graft_set in graft_sets}
+        taps = {graft_set: self._taps(graft_set) for graft_set in graft_sets}
         self._unwire()
         self._tap_hooks = RowScopedHooks(self._model, self._sites, taps, _prepare)
         self.wired = tuple(graft_sets)
 
-    def _taps(self, graft_set: GraftSet) -> list[Any]:
+    def _taps(self, graft_set: GraftSet) -> list[Tap]:
         for name, graft in graft_set.grafts:
             if not supports_row_groups(graft):
                 raise GraftError(
-                    f"The graft {name} brings modules of its own into the model, which act on every row: run it alone."
+                    f"The graft {name} adds its own modules to the model, which act on every row: run it alone."
                 )
             graft.eval()
         taps = {name: graft.taps() for name, graft in graft_set.grafts}
         check_conflicts(self._sites, taps)
-        return [tap for own in taps.values() for tap in own]
+        return [tap for taps_of_graft in taps.values() for tap in taps_of_graft]
 
     def _unwire(self) -> None:
         if self._tap_hooks is not None:
             self._tap_hooks.remove()
-        self._tap_hooks, self.wired = None, ()
+        self._tap_hooks = None
+        self.wired = ()
 
     def detach(self) -> Backbone:
-        """Remove all taps and return the backbone as it was."""
+        """Remove all taps and return the unchanged backbone."""
         self._unwire()
         return self._bare.detach()
 
@@ -111,69 +126,118 @@ class MultiGraftModel:
         tags: Sequence[Any],
         pasts: Sequence[Cache] = (),
     ) -> tuple[MixedBatch, Tensor]:
-        """Read prompts; returns a new batch, and (B, V) the logits of each row's next token.
+        """Read prompts.
 
-        Each prompt may have a graft set of its own; consecutive rows with the same one form a group. `pasts` are for
-        each row a cache with the tokens before the prompt; the prompts then have one length and one graft set.
+        Args:
+            graft_sets: the graft set of all prompts, or one per prompt; consecutive rows with the same set form a
+                group.
+            prompts: token ids.
+            tags: an object of the caller for each prompt.
+            pasts: a cache for each prompt, with the tokens before it. The prompts then have the same length and the
+                same graft set.
 
-        Raises RowGroupError if the pass failed.
+        Returns:
+            A new batch, and the logits (B, V) of each row's next token.
+
+        Raises:
+            RowGroupError: The pass failed.
         """
-        owners = [graft_sets] * len(prompts) if isinstance(graft_sets, GraftSet) else graft_sets
-        batch, inputs = self._new_batch(owners, prompts, tags, pasts)
-        logits = self._forward(batch, *inputs).logits[:, -1]
+        if isinstance(graft_sets, GraftSet):
+            graft_sets = [graft_sets] * len(prompts)
+        ids, mask = self._padded(prompts)
+        batch = self._new_batch(graft_sets, tags, pasts)
+        logits = self._forward(batch, ids, mask).logits
+        assert logits is not None
         batch.separate = not is_joinable(batch.cache)
         for group in batch.groups:
             group.separate = not is_joinable(group.cache)
-        return batch, logits
+        return batch, logits[:, -1]
 
     @torch.inference_mode()
     def embed(self, graft_set: GraftSet, texts: Sequence[Sequence[int]]) -> Tensor:
-        """(B, D) the mean of the last hidden states of each text's tokens. Raises RowGroupError if the pass failed."""
-        batch, inputs = self._new_batch([graft_set] * len(texts), texts, [None] * len(texts), ())
-        h_BTD = self._forward(batch, *inputs, output_hidden_states=True).hidden_states[-1].float()
-        return pooled(h_BTD, inputs[1], "mean")
+        """Compute the mean of the last hidden states of each text's tokens.
 
-    def _new_batch(
-        self, owners: Sequence[GraftSet], prompts: Sequence[Sequence[int]], tags: Sequence[Any], pasts: Sequence[Cache]
-    ) -> tuple[MixedBatch, tuple[Tensor, Tensor]]:
-        """A batch behind `pasts`, and ids and mask (B, T) of the prompts."""
-        self.wire([*self.wired, *(owner for owner in dict.fromkeys(owners) if owner not in self.wired)])
+        Args:
+            graft_set: the graft set of all texts.
+            texts: token ids.
+
+        Returns:
+            (B, D)
+
+        Raises:
+            RowGroupError: The pass failed.
+        """
+        ids, mask = self._padded(texts)
+        owners = [graft_set] * len(texts)
+        batch = self._new_batch(owners, tags=[None] * len(texts), pasts=())
+        output = self._forward(batch, ids, mask, output_hidden_states=True)
+        assert output.hidden_states is not None
+        h_BTD = output.hidden_states[-1].float()
+        return pooled(h_BTD, mask, "mean")
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Return ids and mask (B, T) of prompts."""
         inputs = left_padded(prompts, 0, self._device)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        lengths = [past.get_seq_length() for past in pasts] or [0] * len(prompts)
-        paddings = [max(lengths) - length for length in lengths]
-        known = torch.tensor([[0] * by + [1] * length for by, length in zip(paddings, lengths, strict=True)]).to(ids)
-        empty = use_growing_layers(DynamicCache(config=self._model.config))
-        shared, layers = join(pasts, paddings) if pasts else empty, self._sites.n_layers
-        groups = [RowGroup.create(owner, len(list(rows)), shared, layers) for owner, rows in groupby(owners)]
-        assert len(groups) == 1 or not pasts, "own layers of pasts belong to one graft set"
+        return inputs["input_ids"], inputs["attention_mask"]
+
+    def _new_batch(self, owners: Sequence[GraftSet], tags: Sequence[Any], pasts: Sequence[Cache]) -> MixedBatch:
+        """Return a batch whose rows have the tokens of `pasts`, or none."""
+        new = [owner for owner in dict.fromkeys(owners) if owner not in self.wired]
+        self.wire([*self.wired, *new])
+        lengths = [past.get_seq_length() for past in pasts] or [0] * len(owners)
+        longest = max(lengths)
+        paddings = [longest - length for length in lengths]
+        if pasts:
+            shared = join(pasts, paddings)
+        else:
+            shared = use_growing_layers(DynamicCache(config=self._model.config))
+        layers = self._sites.n_layers
+        groups = []
+        for owner, rows in groupby(owners):
+            groups.append(RowGroup.create(owner, len(list(rows)), shared, layers))
+        assert len(groups) == 1 or not pasts, "the grafts' own layers of pasts belong to a single graft set"
         move_own_layers(shared, groups[0].cache, layers)
-        return MixedBatch(shared, known, groups, list(tags)), (ids, mask)
+        known = [[0] * padding + [1] * length for padding, length in zip(paddings, lengths, strict=True)]
+        mask = torch.tensor(known, dtype=torch.long, device=self._device)
+        return MixedBatch(cache=shared, mask=mask, groups=groups, tags=list(tags))
 
     def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
-        """(B, V) the logits after one more token of each row; errors as of `extend`."""
+        """Append a token to each row, and return the logits (B, V); raises the errors of `extend`."""
         return self.extend(batch, [[token] for token in tokens_B])
 
     @torch.inference_mode()
     def extend(self, batch: MixedBatch, tokens_BT: Sequence[Sequence[int]]) -> Tensor:
-        """(B, V) the logits after T more tokens of each row; RowGroupError if it fails, with the batch as it was."""
+        """Append T tokens to each row.
+
+        Returns:
+            The logits (B, V) of each row's next token.
+
+        Raises:
+            RowGroupError: The pass failed; the batch is unchanged.
+        """
         ids = torch.tensor(tokens_BT, device=self._device)
         with _restored_on_failure(batch):
-            return self._forward(batch, ids, torch.ones_like(ids)).logits[:, -1]
+            logits = self._forward(batch, ids, torch.ones_like(ids)).logits
+        assert logits is not None
+        return logits[:, -1]
 
-    def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> Any:
+    def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> CausalLMOutputWithPast:
         assert self._tap_hooks is not None, "prefill connects the taps"
         batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
-        inputs: dict[str, Any] = {**options}
+        inputs: dict[str, Any] = dict(options)
         if not bool(batch.mask.all()):
             positions = self._sites.positions(batch.mask)
-            new_positions = None if positions is None else positions[:, -ids_BT.shape[1] :]
-            inputs |= {"attention_mask": batch.mask, "position_ids": new_positions}
-        scopes = tuple(RowScope(each.owner, each.span.rows, each.cache, each.span.offset) for each in batch.groups)
+            inputs["attention_mask"] = batch.mask
+            inputs["position_ids"] = None if positions is None else positions[:, -ids_BT.shape[1] :]
+        scopes = tuple(_scope(group) for group in batch.groups)
         try:
             with self._tap_hooks.announce(row_scopes=scopes) as calls:
-                output: Any = self._model(
-                    input_ids=ids_BT, past_key_values=batch.cache, use_cache=True, logits_to_keep=1, **inputs
+                output = self._model(
+                    input_ids=ids_BT,
+                    past_key_values=batch.cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **inputs,
                 )
         except RowScopeError as error:
             raise RowGroupError(scopes.index(error.scope)) from _root_cause(error)
@@ -183,33 +247,49 @@ class MultiGraftModel:
         return output
 
 
+def _scope(group: RowGroup) -> RowScope:
+    return RowScope(
+        owner=group.owner,
+        rows=group.span.rows,
+        cache=group.cache,
+        offset=group.span.offset,
+    )
+
+
 def keeps_columns(batch: MixedBatch, group: RowGroup) -> bool:
-    """Whether all that a new batch remembers of a group are keys and values, with a column for each token."""
+    """Return whether the state of a new batch's group consists of keys and values with a column for each token."""
     layers: list[Any] = [layer for layer, _ in batch.layers_of(group.span.rows.start)]
-    types = {type(layer) for layer in layers} <= {GrowingLayer, DynamicLayer}
-    return types and {layer.get_seq_length() for layer in layers} == {batch.mask.shape[1]}
+    types = {type(layer) for layer in layers}
+    if not layers or not types <= {GrowingLayer, DynamicLayer}:
+        return False
+    lengths = {layer.get_seq_length() for layer in layers}
+    return lengths == {batch.mask.shape[1]}
 
 
 def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str, float]]:
-    """The traces of some rows' newest tokens: row -> label -> value."""
+    """Return the trace values of some rows' newest tokens: row -> label -> value."""
     traces_by_row: dict[int, dict[str, float]] = {}
     for group, call in zip(batch.groups, batch.calls, strict=True):
         span = group.span.rows
-        own = [row for row in rows if span.start <= row < span.stop]
-        if own:
-            assert isinstance(group.owner, GraftSet)
-            traces = forward_traces(dict(group.owner.grafts), call)
-            traces_by_row |= {row: trace_values(traces, row - span.start) for row in own}
+        rows_of_group = [row for row in rows if span.start <= row < span.stop]
+        if not rows_of_group:
+            continue
+        assert isinstance(group.owner, GraftSet)
+        traces = forward_traces(dict(group.owner.grafts), call)
+        for row in rows_of_group:
+            traces_by_row[row] = trace_values(traces, row - span.start)
     return traces_by_row
 
 
 def trace_values(traces: Mapping[str, Trace], row: int, token: int = -1) -> dict[str, float]:
-    """The trace values of one token by label. If several grafts trace, the graft's name precedes the label."""
-    return {
-        f"{name}: {label}" if len(traces) > 1 else label: value
-        for name, trace in traces.items()
-        for label, value in zip(trace.labels, trace.values[row, token].tolist(), strict=True)
-    }
+    """Return the trace values of a token by label. If several grafts trace, the graft's name precedes the label."""
+    values_by_label: dict[str, float] = {}
+    for name, trace in traces.items():
+        prefix = f"{name}: " if len(traces) > 1 else ""
+        values = trace.values[row, token].tolist()
+        for label, value in zip(trace.labels, values, strict=True):
+            values_by_label[prefix + label] = value
+    return values_by_label
 
 
 def _prepare(owner: Hashable, call: Call) -> None:
@@ -218,19 +298,20 @@ def _prepare(owner: Hashable, call: Call) -> None:
         graft.prepare(call)
         if isinstance(call.cache, RowGroupCache) and not _has_views_first(call.cache):
             raise GraftError(
-                f"The graft {name} exchanges what this backbone remembers of a text, which it can't do for some rows "
-                "alone: ask the backbone, or another graft."
+                f"The graft {name} replaces layers of the backbone's cache, which is not possible for some rows of a "
+                "batch only: use the bare backbone, or another graft."
             )
 
 
 def _has_views_first(cache: RowGroupCache) -> bool:
-    """Whether a graft has left the layer views in their positions."""
+    """Return whether the layer views are still the first layers of the cache."""
     is_view = [isinstance(layer, LayerView) for layer in cache.layers]
-    return is_view[:1] == [True] and is_view == sorted(is_view, reverse=True)
+    views = sum(is_view)
+    return views > 0 and all(is_view[:views])
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The exception of the innermost pass."""
+    """Return the exception of the innermost pass."""
     while isinstance(error, RowScopeError) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -240,7 +321,8 @@ def _root_cause(error: BaseException) -> BaseException:
 def _restored_on_failure(batch: MixedBatch) -> Iterator[None]:
     """Restore mask and caches of a batch if a pass fails."""
     mask = batch.mask
-    restores = [_snapshot(cache) for cache in (batch.cache, *(group.cache for group in batch.groups))]
+    caches = [batch.cache, *(group.cache for group in batch.groups)]
+    restores = [_snapshot(cache) for cache in caches]
     try:
         yield
     except RowGroupError:
@@ -251,19 +333,20 @@ def _restored_on_failure(batch: MixedBatch) -> Iterator[None]:
 
 
 def _snapshot(cache: Cache) -> Callable[[], None]:
-    """A function that restores a cache to its current state; tensors are assumed never to be written in place."""
+    """Return a function that restores the current state of a cache, whose tensors are never written in place."""
     own = {name: copy.copy(value) for name, value in vars(cache).items()}
-    layers = [
-        (layer, {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in vars(layer).items()})
-        for layer in cache.layers
-        if not isinstance(layer, LayerView)
-    ]
+    states = [(layer, _state(layer)) for layer in cache.layers if not isinstance(layer, LayerView)]
 
     def restore() -> None:
         vars(cache).clear()
         vars(cache).update(own)
-        for layer, values in layers:
+        for layer, values in states:
             vars(layer).clear()
             vars(layer).update(values)
 
     return restore
+
+
+def _state(layer: object) -> dict[str, Any]:
+    """Return the attributes of a cache layer; everything except tensors is copied."""
+    return {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in vars(layer).items()}

@@ -1,15 +1,17 @@
-"""A batch whose rows carry different grafts, and the caches of its row groups.
+"""A batch whose rows have different grafts, and the caches of its row groups.
 
-Rows are padded on the left, so that their newest tokens are in one column. Consecutive rows with the same grafts form a
-row group. One cache holds the backbone's keys and values of all rows. A group's grafts read it through layer views, and
-keep their own layers in a cache of the group. A group may begin some columns later than the batch: its grafts do not
-see the earlier columns. Shape suffixes: B rows, S columns of the cache.
+Rows are padded on the left, so that their newest tokens are in the same column. Consecutive rows with the same grafts
+form a row group. A single cache holds the backbone's keys and values of all rows. The grafts of a group read it through
+layer views, and keep their own layers in a cache of the group. A group may begin some columns later than the batch: its
+grafts do not see the earlier columns.
+
+Shape suffixes: B rows, S columns of the cache.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,13 @@ from graftlm.errors import GraftError
 
 @dataclass
 class RowSpan:
-    """The position of a row group: its rows, and its first column in the batch's cache."""
+    """The position of a row group in its batch.
+
+    Attributes:
+        shared: the batch's cache.
+        rows: the rows of the group.
+        offset: the first column of the group.
+    """
 
     shared: Cache
     rows: slice
@@ -33,10 +41,17 @@ class RowSpan:
 
 
 class LayerView(DynamicLayer):
-    """A layer of the batch's cache as the grafts of one row group see it: their rows, from their first column on."""
+    """A layer of the batch's cache as the grafts of a row group see it: their rows, from their first column on.
+
+    Args:
+        span: the position of the group.
+        index: the index of the layer in the batch's cache.
+    """
 
     def __init__(self, span: RowSpan, index: int) -> None:
-        self._span, self._index = span, index  # a view has no states, so that DynamicLayer.__init__ is not called
+        # DynamicLayer.__init__ is not called, because a view has no states of its own.
+        self._span = span
+        self._index = index
 
     @property
     def _layer(self) -> Any:
@@ -46,46 +61,67 @@ class LayerView(DynamicLayer):
     def is_initialized(self) -> bool:
         return self._layer.is_initialized
 
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys of the group's rows."""
+        return self._read("keys")
+
+    @keys.setter
+    def keys(self, value: Tensor) -> None:
+        self._write("keys", value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values of the group's rows."""
+        return self._read("values")
+
+    @values.setter
+    def values(self, value: Tensor) -> None:
+        self._write("values", value)
+
     def _read(self, name: str) -> Tensor | None:
         states = getattr(self._layer, name)
         if states is None:
             return None
-        hidden = self._span.offset - (self._layer.get_seq_length() - states.shape[-2])
-        return states[self._span.rows, :, max(0, hidden) :]
+        dropped = self._layer.get_seq_length() - states.shape[-2]
+        first = max(0, self._span.offset - dropped)
+        return states[self._span.rows, :, first:]
 
     def _write(self, name: str, value: Tensor) -> None:
         states = getattr(self._layer, name)
-        if value.shape != states.shape:  # the value covers some rows or columns; the others keep their states
+        if value.shape != states.shape:
+            # The value covers some rows or columns; the others keep their states.
+            first = states.shape[-2] - value.shape[-2]
             merged = states.clone()
-            merged[self._span.rows, :, states.shape[-2] - value.shape[-2] :] = value
+            merged[self._span.rows, :, first:] = value
             value = merged
         setattr(self._layer, name, value)
-
-    keys = property(lambda self: self._read("keys"), lambda self, value: self._write("keys", value))
-    values = property(lambda self: self._read("values"), lambda self, value: self._write("values", value))
 
     def get_seq_length(self) -> int:
         return max(0, self._layer.get_seq_length() - self._span.offset)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length, start = self._layer.get_mask_sizes(query_length)
+        stop = start + length - self._span.offset
         first = max(0, start - self._span.offset)
-        return start + length - self._span.offset - first, first
+        return stop - first, first
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: only the backbone appends to its own layers."""
-        raise GraftError("A graft adds to a layer of the backbone's cache, which is the backbone's to fill: use slots.")
+        """Raise GraftError: only the backbone appends to its own layers."""
+        raise GraftError(
+            "A graft appends to a layer of the backbone's cache, which only the backbone may fill: use slots."
+        )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Do nothing: the batch selects the rows of the shared cache."""
 
     def join(self, layers: Sequence[Any], paddings: Sequence[int]) -> LayerView:
-        """The first view; `RowGroup.replace_cache` then points it at the joined rows."""
+        """Return this view; `RowGroup.replace_cache` then points it at the joined rows."""
         return self
 
 
 class RowGroupCache(Cache):
-    """The cache that a row group's grafts receive: layer views first, then the grafts' own layers."""
+    """The cache that the grafts of a row group receive: first layer views, then the grafts' own layers."""
 
 
 @dataclass
@@ -94,9 +130,10 @@ class RowGroup:
 
     Attributes:
         owner: the grafts whose taps act on these rows.
+        size: number of rows.
         cache: the cache as the grafts see it.
         span: the group's position in the batch.
-        separate: True if the grafts' own layers can not be joined with those of other groups.
+        separate: whether the grafts' own layers can not be joined with those of other groups.
     """
 
     owner: Hashable
@@ -107,9 +144,17 @@ class RowGroup:
 
     @classmethod
     def create(cls, owner: Hashable, size: int, shared: Cache, layers: int) -> RowGroup:
-        """A group of new rows of a batch, which gives it its position, and whose backbone has so many layers."""
+        """Create a group of new rows; the batch sets its position.
+
+        Args:
+            owner: the grafts of the rows.
+            size: number of rows.
+            shared: the batch's cache.
+            layers: number of layers of the backbone.
+        """
         span = RowSpan(shared, slice(0, size))
-        return cls(owner, size, RowGroupCache(layers=[LayerView(span, index) for index in range(layers)]), span)
+        views = [LayerView(span, index) for index in range(layers)]
+        return cls(owner, size, RowGroupCache(layers=views), span)
 
     def replace_cache(self, cache: Cache) -> None:
         """Use another cache, and point its layer views at this group's position."""
@@ -120,28 +165,44 @@ class RowGroup:
                 cache.layers[index] = LayerView(self.span, index)
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows of the group."""
+        """Keep only these rows of the group."""
         if len(rows) < self.size:
             self.cache.batch_select_indices(torch.tensor(rows))
             self.size = len(rows)
 
     def single_row(self, row: int) -> RowGroup:
-        """A new group of one row; this group stays as it is."""
-        group = RowGroup(self.owner, self.size, self.cache, copy.copy(self.span), self.separate)
+        """Return a new group with a single row; this group does not change."""
+        group = RowGroup(
+            owner=self.owner,
+            size=self.size,
+            cache=self.cache,
+            span=copy.copy(self.span),
+            separate=self.separate,
+        )
         group.replace_cache(clone_cache(self.cache))
         group.select([row])
         return group
 
     def absorb(self, other: RowGroup, columns: int) -> bool:
-        """Append another group's rows, if the layers can be joined; `columns` is the width of the batch."""
+        """Append another group's rows, if the layers can be joined.
+
+        Args:
+            other: the group whose rows are appended.
+            columns: number of columns of the batch.
+
+        Returns:
+            Whether the rows were appended.
+        """
         if self.owner != other.owner or self.separate or other.separate:
             return False
-        lengths = [columns - group.span.offset for group in (self, other)]
+        length = columns - self.span.offset
+        other_length = columns - other.span.offset
+        longest = max(length, other_length)
         try:
-            joined = join([self.cache, other.cache], [max(lengths) - length for length in lengths])
+            joined = join([self.cache, other.cache], [longest - length, longest - other_length])
         except JoinError:
             return False
-        self.span.offset = columns - max(lengths)
+        self.span.offset = columns - longest
         self.size += other.size
         self.replace_cache(joined)
         return True
@@ -153,10 +214,10 @@ class MixedBatch:
 
     Attributes:
         cache: the backbone's keys and values of all rows.
-        mask: (B, S) 1 for real tokens.
-        groups: in the order of the rows.
-        tags: the caller's object for each row.
-        separate: True if the backbone's layers can not be joined with those of another batch.
+        mask: (B, S), 1 for real tokens.
+        groups: the row groups, in the order of the rows.
+        tags: an object of the caller for each row.
+        separate: whether the backbone's layers can not be joined with those of another batch.
         calls: the `Call` of each group in the last pass.
     """
 
@@ -174,72 +235,91 @@ class MixedBatch:
         return len(self.tags)
 
     def join(self, other: MixedBatch) -> bool:
-        """Append the rows of another batch, if the caches can be joined; the other batch is used up.
+        """Append the rows of another batch, if the caches can be joined; the other batch must not be used again.
 
         An empty batch absorbs no rows, because its cache still has the states of the rows that left.
+
+        Returns:
+            Whether the rows were appended.
         """
         if self.separate or other.separate or not self.tags:
             return False
         width = max(self.mask.shape[1], other.mask.shape[1])
-        paddings = [width - batch.mask.shape[1] for batch in (self, other)]
+        padding = width - self.mask.shape[1]
+        other_padding = width - other.mask.shape[1]
         try:
-            self.cache = join([self.cache, other.cache], paddings)
+            self.cache = join([self.cache, other.cache], [padding, other_padding])
         except JoinError:
             self.separate = True
             return False
-        for batch, padding in zip((self, other), paddings, strict=True):
-            batch.mask = functional.pad(batch.mask, (padding, 0))
-            for group in batch.groups:
-                group.span.offset += padding
+        self._pad(padding)
+        other._pad(other_padding)
         self.mask = torch.cat([self.mask, other.mask])
         self.tags += other.tags
         self._merge(other.groups)
         return True
 
-    def _merge(self, new_groups: list[RowGroup]) -> None:
+    def _pad(self, columns: int) -> None:
+        """Insert columns of padding on the left."""
+        self.mask = functional.pad(self.mask, (columns, 0))
+        for group in self.groups:
+            group.span.offset += columns
+
+    def _merge(self, new_groups: Sequence[RowGroup]) -> None:
         """Append groups, or merge them into groups of the same owner; then reorder the rows."""
-        row_order, first = [], 0
-        for group in (*self.groups, *new_groups):
-            row_order.append(list(range(first, first + group.size)))
-            first += group.size
-        for group, rows in zip(new_groups, row_order[len(self.groups) :], strict=True):
-            for number, own in enumerate(self.groups):
-                if own.absorb(group, self.mask.shape[1]):
-                    row_order[number] += rows
-                    break
-            else:
-                row_order[len(self.groups)] = rows
+        rows_of_group = [list(rows) for rows in _rows_of([*self.groups, *new_groups])]
+        new_rows = rows_of_group[len(self.groups) :]
+        order = rows_of_group[: len(self.groups)]
+        for group, rows in zip(new_groups, new_rows, strict=True):
+            number = self._absorb(group)
+            if number is None:
                 self.groups.append(group)
-        self._select([row for rows in row_order[: len(self.groups)] for row in rows])
+                order.append(rows)
+            else:
+                order[number] += rows
+        self._select([row for rows in order for row in rows])
+
+    def _absorb(self, group: RowGroup) -> int | None:
+        """Merge a group into an own one, and return the number of the latter; None if no group can absorb it."""
+        columns = self.mask.shape[1]
+        for number, own in enumerate(self.groups):
+            if own.absorb(group, columns):
+                return number
+        return None
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, and drop the columns that are padding in all of them."""
+        """Keep only these rows, and drop the columns that are padding in all of them."""
         if len(rows) == len(self):
             return
         if not rows:
-            self.groups, self.tags, self.mask = [], [], self.mask[:0]
+            self.groups = []
+            self.tags = []
+            self.mask = self.mask[:0]
             return
-        kept, first, groups = set(rows), 0, []
-        for group in self.groups:
-            own = [row for row in range(group.size) if first + row in kept]
-            first += group.size
-            if own:
-                group.select(own)
+        kept = set(rows)
+        groups = []
+        for group, own in zip(self.groups, _rows_of(self.groups), strict=True):
+            kept_of_group = [row - own.start for row in own if row in kept]
+            if kept_of_group:
+                group.select(kept_of_group)
                 groups.append(group)
         self.groups = groups
         self._select(sorted(kept))
         self._trim()
 
     def layers_of(self, row: int) -> list[tuple[Any, int]]:
-        """The layers that a row's columns are in, the backbone's first, each with the row's index there."""
+        """Return the cache layers with columns of a row, the backbone's first, each with the row's index in it."""
         group = next(group for group in self.groups if row < group.span.rows.stop)
-        own = group.cache.layers[len(self.cache.layers) :]
-        return [(layer, row) for layer in self.cache.layers] + [(layer, row - group.span.rows.start) for layer in own]
+        row_of_group = row - group.span.rows.start
+        shared = [(layer, row) for layer in self.cache.layers]
+        own = [(layer, row_of_group) for layer in group.cache.layers[len(shared) :]]
+        return shared + own
 
     def split(self, number: int) -> None:
-        """Make each row of a group a group of its own."""
+        """Replace a group by a group for each of its rows."""
         group = self.groups[number]
-        self.groups[number : number + 1] = [group.single_row(row) for row in range(group.size)]
+        single_rows = [group.single_row(row) for row in range(group.size)]
+        self.groups[number : number + 1] = single_rows
         self._update_spans()
 
     def _select(self, rows: list[int]) -> None:
@@ -250,20 +330,16 @@ class MixedBatch:
         self._update_spans()
 
     def _update_spans(self) -> None:
-        """Give each group the batch's cache and its current rows."""
-        first = 0
-        for group in self.groups:
-            group.span.shared, group.span.rows = self.cache, slice(first, first + group.size)
-            first += group.size
+        """Set the cache and the rows of each group's span."""
+        for group, rows in zip(self.groups, _rows_of(self.groups), strict=True):
+            group.span.shared = self.cache
+            group.span.rows = slice(rows.start, rows.stop)
 
     def _trim(self) -> None:
         """Drop the columns that are padding in all rows, unless a separate group still counts them."""
         if not self.tags or self.separate:
             return
-        columns = int(self.mask.any(0).int().argmax())
-        for group in self.groups:
-            group.separate |= group.span.offset < columns and not is_joinable(group.cache)
-        columns = min([columns, *(group.span.offset for group in self.groups if group.separate)])
+        columns = self._droppable_columns()
         if columns <= 0:
             return
         try:
@@ -278,3 +354,22 @@ class MixedBatch:
                 group.replace_cache(join([group.cache], [group.span.offset]))
                 group.span.offset = 0
         self._update_spans()
+
+    def _droppable_columns(self) -> int:
+        """Return how many columns can be dropped; groups whose layers can't follow become separate."""
+        columns = int(self.mask.any(0).int().argmax())
+        for group in self.groups:
+            if group.span.offset < columns and not is_joinable(group.cache):
+                group.separate = True
+        offsets = [group.span.offset for group in self.groups if group.separate]
+        return min([columns, *offsets])
+
+
+def _rows_of(groups: Iterable[RowGroup]) -> list[range]:
+    """Return the rows of consecutive groups."""
+    ranges = []
+    first = 0
+    for group in groups:
+        ranges.append(range(first, first + group.size))
+        first += group.size
+    return ranges

@@ -1,8 +1,17 @@
 """The contract of a graft.
 
-A method subclasses `Graft`. What only some methods do is a mix-in beside it, which shared code asks for by
-`isinstance`: `HasHeads`, `FitsOnText`, `ReadsModels`, `Traceable`, `ReplacesModel`, `Exportable`, `ExportsAdapter`,
-`HasTensors`.
+A method subclasses `Graft`. Abilities that only some methods have are mix-ins, for which shared code checks with
+`isinstance`:
+
+    HasHeads         predicts the labels of tasks
+    FitsOnText       learns from texts before training
+    ReadsModels      reads the activations of other frozen models
+    Traceable        records a value per token
+    ReplacesModel    runs a changed or copied model
+    Exportable       can be merged into the backbone's architecture
+    ExportsAdapter   can be exported as a module in parallel to each FFN
+    ReadsPeft        accepts PEFT adapters without conversion
+    HasTensors       saves other tensors than its `state_dict`
 """
 
 from __future__ import annotations
@@ -26,14 +35,15 @@ if TYPE_CHECKING:
 
 
 class GraftConfig(Config):
-    """The base of a graft's config.
+    """The base class of a graft's config.
 
     Attributes:
         kind: the name of the method in recipes and in the registry.
         needs_tasks: whether the graft is built for labelled tasks, which a run adds to the config.
-        saved_keys: keys that a saved config must have; without them its tensors were written for another computation.
-        graft_class: the class that the config builds; set by `Graft.__init_subclass__`.
-        label: the method's name in tables and plots; set with it, unless the config has one of its own.
+        saved_keys: keys that a saved config must have; the tensors of a config without them were trained with another
+            computation.
+        graft_class: the class that is built from the config; set by `Graft.__init_subclass__`.
+        label: the method's name in tables and plots; set by `Graft.__init_subclass__` unless the config defines it.
     """
 
     kind: str
@@ -42,90 +52,123 @@ class GraftConfig(Config):
     graft_class: ClassVar[type[Graft]]
     label: ClassVar[str]
 
-    def check_saved(self, values: Mapping[str, Any]) -> Self:
-        """The config that was saved as `values`, from which this one was read; RecipeError if it lacks a saved key."""
-        if missing := sorted(self.saved_keys - values.keys()):
+    def check_saved(self, values: Mapping[str, object]) -> Self:
+        """Return the config to use for a graft whose config was saved.
+
+        Args:
+            values: the saved values, from which this config was parsed.
+
+        Raises:
+            RecipeError: One of `saved_keys` is missing.
+        """
+        missing = sorted(self.saved_keys - values.keys())
+        if missing:
             raise RecipeError(
-                f"a graft of the kind {self.kind} has the key {missing[0]} in its config; this one was saved before "
-                "there was one, and would predict something else: train it again."
+                f"The saved config of a graft of the kind {self.kind} has no key {missing[0]}: it was written by an "
+                "older version, whose grafts would predict something else now. Train the graft again."
             )
         return self
 
     def check_rows(self, length: int) -> None:
-        """Raise RecipeError if training rows of `length` tokens, each read by itself, are too short to learn from."""
+        """Raise RecipeError if independent training rows of `length` tokens are too short to learn from."""
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Whether the graft, as configured, has an auxiliary loss."""
+        """Whether the graft has an auxiliary loss with this config."""
         return self.graft_class.auxiliary_loss is not Graft.auxiliary_loss
 
 
 class Graft(nn.Module):
-    """Trainable capacity attached to a frozen backbone; owns only its own parameters.
+    """Trainable capacity attached to a frozen backbone; it owns only its own parameters.
 
-    A subclass defines `Config` and `__init__(self, config, backbone)`, which keeps `config` and builds the parameters.
-    Construction reads the backbone's shapes and changes nothing of it. All methods below have defaults.
+    A subclass defines `Config` and `__init__(self, config, backbone)`, which sets `self.config` and builds the
+    parameters. The constructor reads the backbone's shapes and changes nothing in the backbone. All methods have
+    defaults.
 
     Attributes:
         label: the method's name in tables and plots; by default the kind.
-        served_in_bfloat16: whether a server casts it on a bfloat16 backbone, which halves the reading of its weights.
+        served_in_bfloat16: whether a server casts the graft on a bfloat16 backbone, which halves the memory traffic of
+            its weights.
     """
 
     Config: ClassVar[type[GraftConfig]]
     label: ClassVar[str] = ""
     served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
-    _fingerprint: Fingerprint | None = None  # of the backbone that `build_graft` had
+    _fingerprint: Fingerprint | None = None  # of the backbone that was passed to `build_graft`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "Config" in cls.__dict__:
-            cls.Config.graft_class = cls
-            if "label" not in vars(cls.Config):
-                cls.Config.label = cls.label or cls.Config.model_fields["kind"].default
+        if "Config" not in cls.__dict__:
+            return
+        cls.Config.graft_class = cls
+        if "label" not in vars(cls.Config):
+            cls.Config.label = cls.label or cls.Config.model_fields["kind"].default
 
     def taps(self) -> list[Tap]:
-        """The places where the graft reads and writes activations."""
+        """Return the places where the graft reads and writes activations."""
         return []
 
     def prepare(self, call: Call) -> None:
         """Run before each forward pass, for example to compute routes or to run another model."""
 
     def auxiliary_loss(self, call: Call) -> Tensor | None:
-        """The weighted loss that the graft adds to the training loss of this pass, a scalar; None adds nothing.
+        """Compute the weighted loss that the graft adds to the training loss of a pass.
 
-        A mean divides by `call.totals`, so that the losses of micro-batches and processes add up.
+        A mean must divide by `call.totals`, so that the losses of micro-batches and processes add up.
+
+        Returns:
+            A scalar, or None to add nothing.
         """
         return None
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Statistics of this pass, as means over its tokens: name -> (layers,)."""
+        """Return statistics of a pass by name, as means over its tokens, (layers,)."""
         return {}
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
-        """Statistics of the parameters, without any text: plain numbers and lists."""
+        """Return statistics of the parameters as plain numbers and lists, without any text."""
         return {}
 
 
 class HasHeads(ABC):
-    """A graft that predicts the labels of tasks, see `grafts.heads`."""
+    """A graft that predicts the labels of tasks; see `grafts.heads`."""
 
     @abstractmethod
     def tasks(self) -> dict[str, TaskSpec]:
-        """The tasks by name, in order. `extras["task"]` (B,) holds each row's index into them."""
+        """Return the tasks by name, in order; `extras["task"]` (B,) of a batch has each row's index in this order."""
 
     @abstractmethod
     def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:
-        """The prediction of each row from the last hidden states (B, T, d)."""
+        """Predict each row.
+
+        Args:
+            call: the pass.
+            hidden: (B, T, D), the backbone's last hidden states.
+        """
 
     @abstractmethod
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
-        """The loss of the predictions: the sum over rows divided by `call.totals[0]`, or the mean without totals."""
+        """Compute the loss of the predictions.
 
-    def start_tasks(self, model: Any, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose the initial values of tasks that were added to a trained graft; returns the choices as plain values.
+        Args:
+            call: the pass.
+            hidden: (B, T, D), the backbone's last hidden states.
+            targets: a target per row.
 
-        `model` is the `GraftedModel`; `rows` has some rows of each task, as its `forward` takes them, with `targets`.
+        Returns:
+            The sum over rows divided by `call.totals[0]`, or the mean over rows without totals.
+        """
+
+    def start_tasks(self, model: nn.Module, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Choose the initial values of tasks that were added to a trained graft.
+
+        Args:
+            model: the `GraftedModel` that this graft is attached to.
+            rows: some rows of each task, as the model's `forward` takes them, with `targets`.
+
+        Returns:
+            The choices as plain values.
         """
         return {}
 
@@ -135,7 +178,7 @@ class FitsOnText(ABC):
 
     @abstractmethod
     def sources(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """The sources of the texts by a name of the graft's own, in the form of a recipe's data."""
+        """Return the sources of the texts, in the form of a recipe's data, by names that the graft chooses."""
 
     @abstractmethod
     def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
@@ -147,85 +190,102 @@ class ReadsModels(ABC):
 
     @abstractmethod
     def frozen_models(self) -> Mapping[str, Backbone]:
-        """The other models by name. An artefact stores their fingerprints."""
+        """Return the other models by name. An artefact stores their fingerprints."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a graft did at each token: values (B, tokens, labels), whose labels may be the names of experts."""
+    """Values of a graft at each token.
+
+    Attributes:
+        labels: the names of the values, for example of experts.
+        values: (B, tokens, labels)
+    """
 
     labels: list[str]
     values: Tensor
 
 
 class Traceable:
-    """A graft that tells what it did at each token, from the cache or from a forward pass."""
+    """A graft that records values at each token, available from the cache or from a forward pass."""
 
     def cache_trace(self, cache: Cache) -> Trace | None:
-        """The trace of all tokens that `cache` holds; None where the cache keeps none."""
+        """Return the trace of all tokens in `cache`; None if the cache does not store it."""
         return None
 
     def forward_trace(self, call: Call) -> Trace | None:
-        """The trace of the tokens of one pass, values (B, T, labels); by default the last T of `cache_trace`."""
-        trace = None if call.cache is None else self.cache_trace(call.cache)
-        if trace is None or call.input_ids is None:
+        """Return the trace of the T tokens of a pass; by default the last T tokens of `cache_trace`."""
+        if call.cache is None or call.input_ids is None:
             return None
-        return Trace(trace.labels, trace.values[:, -call.input_ids.shape[1] :])
+        trace = self.cache_trace(call.cache)
+        if trace is None:
+            return None
+        length = call.input_ids.shape[1]
+        return Trace(trace.labels, trace.values[:, -length:])
 
 
 class ReplacesModel(ABC):
-    """A graft that taps alone can't express: it runs a copy of the backbone, or adds modules to it."""
+    """A graft that can't be expressed by taps alone: it runs a copy of the backbone, or adds modules to it."""
 
     @abstractmethod
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model to run instead of `model`."""
+        """Return the model to run instead of `model`."""
 
     @abstractmethod
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach`; the graft keeps its tensors."""
 
     def sites(self, model: PreTrainedModel) -> Sites:
-        """Where taps find the backbone's parts in the model from `attach`."""
+        """Return where taps find the backbone's parts in the model that `attach` returned."""
         return Sites(model)
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
-        """Modules of the model from `attach` that stay in evaluation mode during training."""
+        """Return modules of the model that `attach` returned which stay in evaluation mode during training."""
         return ()
 
     def changes_all_rows(self) -> bool:
-        """Whether the graft, as configured, acts on every row of a batch, so that it can't share a batch."""
+        """Return whether the graft, as configured, acts on every row of a batch, and so can't share a batch."""
         return True
 
 
 class Exportable(ABC):
-    """A graft whose effect fits into the weights of the backbone's own architecture."""
+    """A graft whose effect can be merged into the weights of the backbone's own architecture."""
 
     @abstractmethod
     def merged(self, backbone: Backbone) -> PreTrainedModel:
-        """A new model of the backbone's class with the same logits as the grafted one; the graft is detached.
+        """Return a new model of the backbone's class with the logits of the grafted model; the graft is detached.
 
-        It is in evaluation mode and shares no weights with the backbone.
+        The model is in evaluation mode, and shares no weights with the backbone.
         """
 
 
 class ReadsPeft(ABC):
-    """A graft that takes PEFT adapters as they are."""
+    """A graft that accepts PEFT adapters without conversion."""
 
     @classmethod
     @abstractmethod
     def adapter_section(cls, name: str, folder: Path) -> dict[str, Any]:
-        """A recipe's `graft` section with the adapter of a folder; no backbone is loaded.
+        """Return a recipe's `graft` section with the adapter of a folder. No backbone is loaded.
 
-        Raises ArtifactError if the graft can't take the adapter; the message says what to do instead.
+        Args:
+            name: the name of the adapter in the graft.
+            folder: the folder that PEFT wrote.
+
+        Raises:
+            ArtifactError: The graft can't use the adapter; the message states an alternative.
         """
 
 
 @dataclass(frozen=True)
 class ExportedAdapter:
-    """A module that an exported model has beside each FFN: adapter(x) is added to the output of the FFN that reads x.
+    """A module in parallel to each FFN of an exported model: adapter(x) is added to the output of the FFN that reads x.
 
-    `source` is the code of `class Adapter(nn.Module)`, built from a config with `adapter_width`; nn and ACT2FN are
-    imported. `tensors` has the state of each layer's. `parallel` says how its Linears are split: colwise or rowwise.
+    Attributes:
+        source: the code of `class Adapter(nn.Module)`, which is built from a config with `adapter_width`. The names nn
+            and ACT2FN are imported.
+        width: the value of `adapter_width`.
+        tensors: the state of the module in each layer.
+        parallel: how tensor parallelism splits the Linears: `colwise` or `rowwise`, by name.
     """
 
     source: str
@@ -239,33 +299,45 @@ class ExportsAdapter(ABC):
 
     @abstractmethod
     def exported_adapter(self, backbone: Backbone) -> ExportedAdapter:
-        """The modules that stand beside the FFNs of an exported model; the graft is detached."""
+        """Return the modules that are parallel to the FFNs of an exported model; the graft is detached."""
 
 
 class HasTensors(ABC):
-    """A graft whose artefact holds other tensors than its `state_dict`."""
+    """A graft whose artefact contains other tensors than its `state_dict`."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that an artefact holds, by name."""
+        """Return the tensors of the artefact by name."""
 
     @abstractmethod
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over tensors of the form that `tensors` returns. Raises ArtifactError if names or shapes differ."""
+        """Load tensors of the form that `tensors` returns.
+
+        Raises:
+            ArtifactError: Names or shapes differ.
+        """
 
 
 def check_tensors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
     """Raise `ArtifactError` unless both have the same names and shapes."""
-    missing, foreign = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
-    if missing or foreign:
-        problem = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which this graft does not know"
-        raise ArtifactError(
-            f"The graft's tensor file {problem} ({len(missing)} missing, {len(foreign)} foreign): it is damaged or of "
-            "another config; train or copy the graft again."
-        )
+    _check_names(expected, actual)
     for name, tensor in expected.items():
-        if tensor.shape != actual[name].shape:
+        shape = tuple(actual[name].shape)
+        expected_shape = tuple(tensor.shape)
+        if shape != expected_shape:
             raise ArtifactError(
-                f"The tensor {name} has the shape {tuple(actual[name].shape)}, but {tuple(tensor.shape)} is expected: "
-                "the graft's files do not belong together; train or copy the graft again."
+                f"The tensor {name} has the shape {shape}, but {expected_shape} is expected: the graft's files do not "
+                "belong together; train or copy the graft again."
             )
+
+
+def _check_names(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
+    missing = sorted(set(expected) - set(actual))
+    foreign = sorted(set(actual) - set(expected))
+    if not missing and not foreign:
+        return
+    problem = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which this graft does not have"
+    raise ArtifactError(
+        f"The graft's tensor file {problem} ({len(missing)} missing, {len(foreign)} unexpected): it is damaged or "
+        "belongs to another config; train or copy the graft again."
+    )

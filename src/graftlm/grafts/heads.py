@@ -1,7 +1,7 @@
 """Heads: predictions of labels from the last hidden states.
 
-`TaskSpec` describes a task. `Heads` holds one dropout and one Linear for each task, and takes rows of several tasks in
-one batch. Predictions and targets are lists with one entry for each row, since their shapes differ:
+`TaskSpec` describes a task. `Heads` holds a dropout and a Linear for each task, and accepts rows of several tasks in
+one batch. Predictions and targets are lists with an entry per row, since their shapes differ:
 
     type             prediction              target            loss of a row
     classification   (C,) logits             () long           cross-entropy
@@ -29,16 +29,22 @@ from graftlm.errors import GraftError
 TaskType = Literal["classification", "regression", "multi-label", "tagging", "span"]
 Pooling = Literal["first", "mean", "last"]
 IGNORED = -100
-FEWEST_LABELS: dict[TaskType, int] = {"classification": 2, "tagging": 2, "multi-label": 1}
+FEWEST_LABELS: dict[TaskType, int] = {
+    "classification": 2,
+    "tagging": 2,
+    "multi-label": 1,
+}
 
 
 class TaskSpec(Config):
-    """A task.
+    """The specification of a labelled task.
 
     Args:
-        type: the type of the prediction; regression and span have no labels.
+        type: the type of the prediction; see the table of this module. Tasks of the types regression and span have no
+            labels.
         labels: the classes, in order.
-        range: of regression, the lowest and the highest target in training: the head's 0 and 1.
+        range: for regression, the lowest and the highest target of the training rows; the head's outputs 0 and 1 are
+            mapped to them.
     """
 
     type: TaskType
@@ -51,48 +57,67 @@ class TaskSpec(Config):
             yield f"a {self.type} task has no labels: leave them out"
         if fewest is not None and len(self.labels) < fewest:
             yield f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}"
-        if not self.range[0] < self.range[1]:
+        lowest, highest = self.range
+        if not lowest < highest:
             yield f"range is {list(self.range)}: give two numbers, the smaller first"
-        if repeated := sorted({label for label in self.labels if self.labels.count(label) > 1}):
+        repeated = sorted({label for label in self.labels if self.labels.count(label) > 1})
+        if repeated:
             yield f"the label {repeated[0]!r} appears twice"
 
     @property
     def outputs(self) -> int:
-        """The number of outputs for a row, or for a token of tagging and span."""
-        return {"regression": 1, "span": 2}.get(self.type, len(self.labels))
+        """The number of outputs per row, or per token for tagging and span."""
+        if self.type == "regression":
+            return 1
+        if self.type == "span":
+            return 2
+        return len(self.labels)
 
     @property
     def unit(self) -> float:
-        """The width of the range."""
-        return self.range[1] - self.range[0]
+        """The width of `range`."""
+        lowest, highest = self.range
+        return highest - lowest
 
     @property
     def chance_loss(self) -> float:
-        """A row's loss when nothing is known: log C nats, or the variance of a uniform target; 1 for span.
+        """The loss of a row for an uninformed prediction.
 
-        Of tagging and multi-label it is log 2, as most labels are absent: most words are outside of all entities.
+        It is log C nats for classification, the variance of a uniform target for regression, and 1 for span. For
+        tagging and multi-label it is log 2, because most labels are absent (most words are outside all entities).
         """
         if self.type == "regression":
             return self.unit**2 / 12
-        return 1.0 if self.type == "span" else math.log(len(self.labels) if self.type == "classification" else 2)
+        if self.type == "span":
+            return 1.0
+        if self.type == "classification":
+            return math.log(len(self.labels))
+        return math.log(2)
 
     @property
     def of_tokens(self) -> bool:
-        """Whether each token has a prediction; otherwise each row has one."""
+        """Whether there is a prediction per token rather than per row."""
         return self.type in ("tagging", "span")
 
 
 class Heads(nn.Module):
-    """One head for each task.
+    """A classification or regression head for each task.
 
     Args:
-        tasks: the tasks by name; a row's task is an index into them.
-        width: D.
-        pooling: the vector of a row: that of its first real token, that of its last, or the mean of all.
-        dropout: of the Linears' inputs, in training.
+        tasks: the tasks by name; a row refers to its task by the index in this order.
+        width: D, the width of the hidden states.
+        pooling: how a row's vector is computed: from its first real token, its last real token, or the mean of all
+            real tokens.
+        dropout: dropout probability of the Linears' inputs during training.
     """
 
-    def __init__(self, tasks: Mapping[str, TaskSpec], width: int, pooling: Pooling = "first", dropout: float = 0.1):
+    def __init__(
+        self,
+        tasks: Mapping[str, TaskSpec],
+        width: int,
+        pooling: Pooling = "first",
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
         self.width = width
         self.pooling: Pooling = pooling
@@ -103,10 +128,14 @@ class Heads(nn.Module):
             self.add(name, spec)
 
     def add(self, name: str, spec: TaskSpec) -> nn.Linear:
-        """A fresh head, the last in order. Raises GraftError if the name is taken, is empty or has a dot."""
-        if name in self.specs or "." in name or not name:
-            problem = "is there already" if name in self.specs else "has a dot in it" if name else "is empty"
-            raise GraftError(f"The task name {name!r} {problem}: name the task another way.")
+        """Append a newly initialised head, and return its Linear.
+
+        Raises:
+            GraftError: The name is empty, contains a dot, or belongs to another task.
+        """
+        problem = self._name_problem(name)
+        if problem:
+            raise GraftError(f"The task name {name!r} {problem}: choose another name.")
         linear = nn.Linear(self.width, spec.outputs)
         nn.init.normal_(linear.weight, std=0.02)
         nn.init.zeros_(linear.bias)
@@ -114,21 +143,35 @@ class Heads(nn.Module):
         self.specs[name] = spec
         return linear
 
+    def _name_problem(self, name: str) -> str:
+        if not name:
+            return "is empty"
+        if name in self.specs:
+            return "is already taken"
+        if "." in name:
+            return "contains a dot"
+        return ""
+
     def linear(self, name: str) -> nn.Linear:
-        """A task's Linear."""
+        """Return a task's Linear."""
         return self.linears[task_key(name)]  # type: ignore[return-value]  # a ModuleDict holds modules
 
     def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor | None) -> list[Tensor]:
-        """Each row's prediction, in the order of the rows.
+        """Predict each row with the head of its task.
 
-        Padding is excluded: its span logits are the lowest of the dtype, and its tagging logits have no meaning.
+        Padding is excluded: its span logits are the lowest value of the dtype. Tagging logits of padding have no
+        meaning.
 
         Args:
-            hidden_BTD: the backbone's last hidden states.
-            token_mask_BT: True for real tokens; None when all are real.
-            task_B: long, each row's task; None for the first.
+            hidden_BTD: (B, T, D), the backbone's last hidden states.
+            token_mask_BT: (B, T), True for real tokens; None when all tokens are real.
+            task_B: (B,) long, the index of each row's task; None when all rows have the first task.
+
+        Returns:
+            A prediction per row, in the order of the rows, with the shapes of the table of this module.
         """
-        hidden_BTD = hidden_BTD.to(next(self.linears.parameters()).dtype)
+        weight = next(self.linears.parameters())
+        hidden_BTD = hidden_BTD.to(weight.dtype)
         if token_mask_BT is None:
             token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
         token_mask_BT = token_mask_BT.bool()
@@ -136,162 +179,261 @@ class Heads(nn.Module):
         predictions: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B, len(hidden_BTD)):
             spec = self.specs[name]
-            out = self.linear(name)(self.dropout(_rows(hidden_BTD if spec.of_tokens else vectors_BD, rows_R)))
+            inputs = _rows(hidden_BTD if spec.of_tokens else vectors_BD, rows_R)
+            out = self.linear(name)(self.dropout(inputs))
             if spec.type == "regression":
-                out = out.squeeze(-1) * spec.unit + spec.range[0]
+                lowest = spec.range[0]
+                out = out.squeeze(-1) * spec.unit + lowest
             elif spec.type == "span":
-                out = out.masked_fill(~_rows(token_mask_BT, rows_R)[..., None], torch.finfo(out.dtype).min)
-            predictions |= zip(rows_R, out.unbind(0), strict=True)
+                padding_RT = ~_rows(token_mask_BT, rows_R)
+                out = out.masked_fill(padding_RT[..., None], torch.finfo(out.dtype).min)
+            predictions.update(zip(rows_R, out.unbind(0), strict=True))
         return [predictions[row] for row in range(len(predictions))]
 
     def losses(
-        self, predictions: Sequence[Tensor], targets: Sequence[Tensor], task_B: Tensor | None, *, scaled: bool = False
+        self,
+        predictions: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        task_B: Tensor | None,
+        *,
+        scaled: bool = False,
     ) -> list[Tensor]:
-        """Each row's loss, scalars in nats or squared units, from the output of `forward`; see the table above.
+        """Compute the loss of each row, as in the table of this module.
 
-        `scaled` divides it by the task's `chance_loss`, so that tasks of all types count alike.
+        Args:
+            predictions: the output of `forward`.
+            targets: a target per row.
+            task_B: (B,) long, the index of each row's task; None when all rows have the first task.
+            scaled: divide each loss by the task's `chance_loss`, so that tasks of all types have the same weight.
+
+        Returns:
+            A scalar per row, in nats or squared units.
         """
         losses: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B, len(predictions)):
             spec = self.specs[name]
             out = torch.stack([predictions[row] for row in rows_R]).float()
-            values_R = row_losses(spec, out, _stacked(targets, rows_R, out.device))
-            values_R = values_R / spec.chance_loss if scaled else values_R
-            losses |= zip(rows_R, values_R.unbind(0), strict=True)
+            targets_R = _stacked(targets, rows_R, out.device)
+            values_R = row_losses(spec, out, targets_R)
+            if scaled:
+                values_R = values_R / spec.chance_loss
+            losses.update(zip(rows_R, values_R.unbind(0), strict=True))
         return [losses[row] for row in range(len(predictions))]
 
     def _by_task(self, task_B: Tensor | None, rows: int) -> Iterator[tuple[str, list[int]]]:
+        """Yield the name and the row numbers of every task in the batch."""
         tasks = [0] * rows if task_B is None else task_B.tolist()
         names = list(self.specs)
         for task in sorted(set(tasks)):
             if not 0 <= task < len(names):
-                raise GraftError(f"There is no task number {task}: the graft has {len(names)}, counted from 0.")
-            yield names[task], [row for row, number in enumerate(tasks) if number == task]
+                raise GraftError(
+                    f"The batch has a row of task number {task}, but the graft has {len(names)} tasks, counted from 0: "
+                    "correct the row's task."
+                )
+            rows_of_task = [row for row, number in enumerate(tasks) if number == task]
+            yield names[task], rows_of_task
 
 
 def task_key(name: str) -> str:
-    """The key of a task in a ModuleDict, which refuses names of its attributes, such as `type`."""
+    """Return the key of a task in a ModuleDict, which refuses the names of its own attributes, such as `type`."""
     return f"task:{name}"
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     if len(rows) == len(tensor):
         return tensor
-    return tensor.index_select(0, torch.tensor(rows).to(tensor.device, non_blocking=True))
+    index = torch.tensor(rows).to(tensor.device, non_blocking=True)
+    return tensor.index_select(0, index)
 
 
 def _stacked(targets: Sequence[Tensor], rows: Sequence[int], device: torch.device) -> Tensor:
-    return torch.stack([targets[row] for row in rows]).to(device, non_blocking=True)
+    selected = [targets[row] for row in rows]
+    return torch.stack(selected).to(device, non_blocking=True)
 
 
 def pooled(hidden_RTD: Tensor, mask_RT: Tensor, pooling: Pooling) -> Tensor:
-    """(R, D): the vector of each row, from its real tokens alone; padding may be on either side."""
+    """Reduce each row to one vector, from its real tokens only; padding may be on either side.
+
+    Args:
+        hidden_RTD: (R, T, D) hidden states.
+        mask_RT: (R, T), True for real tokens.
+        pooling: `first` and `last` select a real token, `mean` averages all real tokens.
+
+    Returns:
+        (R, D)
+    """
     if pooling == "mean":
         weights = mask_RT.to(hidden_RTD.dtype)
-        return torch.einsum("rtd,rt->rd", hidden_RTD, weights) / weights.sum(1, keepdim=True).clamp(min=1)
-    columns = torch.arange(mask_RT.shape[1], device=mask_RT.device)
-    column_R = mask_RT.int().argmax(1) if pooling == "first" else (columns * mask_RT).argmax(1)
-    return hidden_RTD[torch.arange(len(column_R), device=column_R.device), column_R]
+        sums_RD = torch.einsum("rtd,rt->rd", hidden_RTD, weights)
+        counts = weights.sum(1, keepdim=True).clamp(min=1)
+        return sums_RD / counts
+    if pooling == "first":
+        column_R = mask_RT.int().argmax(1)
+    else:
+        columns = torch.arange(mask_RT.shape[1], device=mask_RT.device)
+        column_R = (columns * mask_RT).argmax(1)
+    row_R = torch.arange(len(column_R), device=column_R.device)
+    return hidden_RTD[row_R, column_R]
 
 
 def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
-    """(R,) losses of R rows of one task, whose predictions and targets are stacked."""
+    """Compute the losses of R rows of one task.
+
+    Args:
+        spec: the task.
+        predictions: (R, ...), the stacked predictions.
+        targets: (R, ...), the stacked targets.
+
+    Returns:
+        (R,) losses.
+    """
     if spec.type == "classification":
         return functional.cross_entropy(predictions, targets, reduction="none")
     if spec.type == "regression":
         return (predictions - targets).square()
     if spec.type == "multi-label":
         targets = targets.to(predictions.dtype)
-        return functional.binary_cross_entropy_with_logits(predictions, targets, reduction="none").mean(-1)
+        nats_RC = functional.binary_cross_entropy_with_logits(predictions, targets, reduction="none")
+        return nats_RC.mean(-1)
     logits = predictions.transpose(1, 2) if spec.type == "tagging" else predictions
     nats = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     if spec.type == "span":
         return nats.mean(-1)
-    return nats.sum(-1) / (targets != IGNORED).sum(-1).clamp(min=1)
+    is_labelled = targets != IGNORED
+    labelled_R = is_labelled.sum(-1)
+    return nats.sum(-1) / labelled_R.clamp(min=1)
 
 
 def uncertainty(
-    predictions: Sequence[Tensor], specs: Sequence[TaskSpec], targets: Sequence[Tensor] | None = None
+    predictions: Sequence[Tensor],
+    specs: Sequence[TaskSpec],
+    targets: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """The uncertainty of each prediction, scalars from 0 to 1; None for span.
+    """Compute the uncertainty of each prediction, from 0 to 1.
 
-    Classification: the entropy over log C. Tagging: the largest of the labelled tokens' own, since most tokens are
-    outside entities and certain. Multi-label: the mean entropy of the labels, each over log 2. Regression: the error
-    over the task's range, at most 1; None without targets.
+    | type | uncertainty |
+    |---|---|
+    | classification | entropy over log C |
+    | tagging | maximum over the labelled tokens, since most tokens are outside entities and certain |
+    | multi-label | mean entropy of the labels, each over log 2 |
+    | regression | absolute error over the task's range, at most 1; None without targets |
+    | span | None |
 
     Args:
-        predictions: one for each row.
-        specs: each row's task.
-        targets: -100 marks the tokens of tagging that have no label; None counts every token, padding too.
+        predictions: a prediction per row.
+        specs: the task of each row.
+        targets: a target per row, in which -100 marks the tokens of a tagging task without a label. Without targets
+            every token counts, including padding.
+
+    Returns:
+        A scalar per row, or None where the type has no uncertainty.
     """
     return _scores(_uncertainty, predictions, specs, targets)
 
 
 def learnability(
-    predictions: Sequence[Tensor], specs: Sequence[TaskSpec], targets: Sequence[Tensor]
+    predictions: Sequence[Tensor],
+    specs: Sequence[TaskSpec],
+    targets: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """4 p (1 - p) of each row, from 0 to 1, where p is the probability of what is right; None for span.
+    """Compute 4 p (1 - p) of each row, from 0 to 1, where p is the probability of the correct answer.
 
-    p (1 - p) is the derivative of p by its logit: what a step on the row gains. Rows that are known and rows that
-    contradict the model have none. Tagging: the largest of the labelled tokens. Multi-label: the mean of the labels.
-    Regression: p is 1 less the error over the task's range. Arguments as those of `uncertainty`.
+    p (1 - p) is the derivative of p with respect to its logit, and so the gain of a step on the row. It vanishes for
+    rows that the model predicts correctly with certainty, and for rows that contradict the model.
+
+    | type | learnability |
+    |---|---|
+    | tagging | maximum over the labelled tokens |
+    | multi-label | mean over the labels |
+    | regression | p is 1 minus the absolute error over the task's range |
+    | span | None |
+
+    Args:
+        predictions: a prediction per row.
+        specs: the task of each row.
+        targets: a target per row, in which -100 marks the tokens of a tagging task without a label.
+
+    Returns:
+        A scalar per row, or None for span.
     """
     return _scores(_learnability, predictions, specs, targets)
 
 
 def _scores(
-    score: Callable[..., Tensor | None],
+    score: Callable[[TaskSpec, Tensor, Tensor | None], Tensor | None],
     predictions: Sequence[Tensor],
     specs: Sequence[TaskSpec],
     targets: Sequence[Tensor] | None,
 ) -> list[Tensor | None]:
-    """Each row's score; rows of one task and shape are scored together."""
+    """Score each row; rows with the same task and shape are scored together."""
     groups: dict[tuple[int, torch.Size], list[int]] = {}
     for row, (prediction, spec) in enumerate(zip(predictions, specs, strict=True)):
         groups.setdefault((id(spec), prediction.shape), []).append(row)
-    scores: dict[int, Tensor | None] = {}
+    scores: list[Tensor | None] = [None] * len(predictions)
     for rows_R in groups.values():
+        spec = specs[rows_R[0]]
         out = torch.stack([predictions[row] for row in rows_R]).float()
-        values_R = score(specs[rows_R[0]], out, None if targets is None else _stacked(targets, rows_R, out.device))
-        scores |= zip(rows_R, [None] * len(rows_R) if values_R is None else values_R.unbind(0), strict=True)
-    return [scores[row] for row in range(len(predictions))]
+        stacked = None if targets is None else _stacked(targets, rows_R, out.device)
+        values_R = score(spec, out, stacked)
+        if values_R is None:
+            continue
+        for row, value in zip(rows_R, values_R.unbind(0), strict=True):
+            scores[row] = value
+    return scores
 
 
 def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tensor | None:
-    """(R,) of R rows of one task."""
+    """Return the uncertainty (R,) of R rows of one task."""
     if spec.type == "multi-label":
-        both = torch.stack([functional.logsigmoid(logits), functional.logsigmoid(-logits)], -1)
-        return _entropy(both).mean(-1) / math.log(2)
+        present = functional.logsigmoid(logits)
+        absent = functional.logsigmoid(-logits)
+        entropy = _entropy(torch.stack([present, absent], -1))
+        return entropy.mean(-1) / math.log(2)
     if spec.type == "regression" and targets is not None:
-        return ((logits - targets).abs() / spec.unit).clamp(max=1)
+        return _relative_error(spec, logits, targets)
     if spec.type not in ("classification", "tagging"):
         return None
-    entropy = _entropy(logits.log_softmax(-1)) / math.log(logits.shape[-1])
-    return entropy if spec.type == "classification" else _largest_of_labelled(entropy, targets)
+    log_probabilities = logits.log_softmax(-1)
+    entropy = _entropy(log_probabilities) / math.log(logits.shape[-1])
+    if spec.type == "classification":
+        return entropy
+    return _largest_of_labelled(entropy, targets)
 
 
 def _learnability(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tensor | None:
-    """(R,) of R rows of one task."""
-    assert targets is not None, "what is right is known in training"
+    """Return the learnability (R,) of R rows of one task."""
+    assert targets is not None, "learnability is computed in training, where targets are known"
     if spec.type == "span":
         return None
     if spec.type == "regression":
-        right = 1 - ((logits - targets).abs() / spec.unit).clamp(max=1)
+        right = 1 - _relative_error(spec, logits, targets)
     elif spec.type == "multi-label":
         right = torch.sigmoid(torch.where(targets > 0, logits, -logits))
     else:
-        right = logits.softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+        probabilities = logits.softmax(-1)
+        classes = targets.clamp(min=0)[..., None]
+        right = probabilities.gather(-1, classes).squeeze(-1)
     values = 4 * right * (1 - right)
     if spec.type == "multi-label":
         return values.mean(-1)
-    return _largest_of_labelled(values, targets) if spec.type == "tagging" else values
+    if spec.type == "tagging":
+        return _largest_of_labelled(values, targets)
+    return values
+
+
+def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
+    """Return the absolute error of a regression over the task's range, at most 1."""
+    errors = (predictions - targets).abs()
+    return (errors / spec.unit).clamp(max=1)
 
 
 def _largest_of_labelled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor:
-    counted = values_RT if targets_RT is None else values_RT.masked_fill(targets_RT == IGNORED, 0)
-    return counted.amax(-1)
+    if targets_RT is not None:
+        values_RT = values_RT.masked_fill(targets_RT == IGNORED, 0)
+    return values_RT.amax(-1)
 
 
 def _entropy(log_probabilities: Tensor) -> Tensor:
-    """In nats, over the last dimension."""
-    return -(log_probabilities.exp() * log_probabilities).sum(-1)
+    """Return the entropy in nats over the last dimension."""
+    probabilities = log_probabilities.exp()
+    return -(probabilities * log_probabilities).sum(-1)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 class TrainsCopy(Graft, ReplacesModel, HasTensors):
     """A graft that trains weights of a copy of the backbone, which shares all other weights with the backbone.
 
-    The copy of a backbone in half precision is float32 and shares nothing, since small updates would be lost.
-    A subclass calls `copy_weights` in `__init__`. An artefact holds the graft's own tensors and the copied weights.
+    The copy of a backbone in half precision is float32 and shares nothing, since half precision would lose small
+    updates. A subclass calls `copy_weights` in `__init__`. An artefact contains the graft's own tensors and the copied
+    weights.
 
     Attributes:
-        prefix: put before the names of the copied weights in an artefact.
+        prefix: prefix of the copied weights' names in an artefact.
         remedy: what the user of a quantised backbone can do instead of loading it without quantisation.
     """
 
@@ -31,11 +32,17 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
     remedy: ClassVar[str] = "train another kind of graft"
 
     def copy_weights(self, model: PreTrainedModel, names: Iterable[str]) -> None:
-        """Choose the weights that train, by their names in `model`; the copy is made by `attach`."""
+        """Choose the weights that train. The copy is made by `attach`.
+
+        Args:
+            model: the backbone.
+            names: the names of the weights in `model`.
+        """
         parameters = dict(model.named_parameters())
-        self._originals = {name: parameters[name] for name in names}  # in a dict, which no Module registers
+        # A plain dict and a plain list do not register the backbone's weights and the copy with this module.
+        self._originals = {name: parameters[name] for name in names}
         self._copy: list[PreTrainedModel] = []
-        self._pending: dict[str, Tensor] | None = None  # the weights' values while there is no copy
+        self._pending: dict[str, Tensor] | None = None  # the values of the weights while there is no copy
 
     def changes_all_rows(self) -> bool:
         return bool(self._originals)
@@ -46,40 +53,52 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         parameters = dict(model.named_parameters())
         if not self._originals.keys() <= parameters.keys():
             raise TapConflictError(
-                "The modules to copy have adapters of PEFT around them: attach the graft that trains a copy first, "
-                "before them in the dict."
+                "The modules to copy are wrapped by adapters of PEFT: place the graft that trains a copy before them "
+                "in the dict."
             )
-        check_plain({name: parameters[name] for name in self._originals}, self.remedy)
-        half = any(parameters[name].dtype in (torch.bfloat16, torch.float16) for name in self._originals)
-        shared = [*(p for name, p in parameters.items() if name not in self._originals), *model.buffers()]
-        copied = copy.deepcopy(model, {} if half else {id(tensor): tensor for tensor in shared})
-        self._copy = [copied.float() if half else copied]
-        for parameter in self._trained().values():
-            parameter.requires_grad_(True)
-        pending, self._pending = self._pending, None
-        self._load_copied(pending or {})
-        return self._copy[0]
+        to_train = {name: parameters[name] for name in self._originals}
+        check_plain(to_train, self.remedy)
+        if any(weight.dtype in (torch.bfloat16, torch.float16) for weight in to_train.values()):
+            copied = copy.deepcopy(model).float()
+        else:
+            copied = _sharing_copy(model, to_train)
+        self._copy = [copied]
+        for weight in self._trained().values():
+            weight.requires_grad_(True)
+        pending = self._pending or {}
+        self._pending = None
+        self._load_copied(pending)
+        return copied
 
     def detach(self, model: PreTrainedModel) -> None:
-        if self._copy:
-            self._pending = self._copied()
-            copied = self._copy.pop()
-            if copied.device != model.device:  # the shared weights moved with the copy
-                model.to(copied.device)  # type: ignore[arg-type]  # its decorator hides the overloads
+        if not self._copy:
+            return
+        self._pending = self._copied()
+        copied = self._copy.pop()
+        if copied.device != model.device:
+            # The shared weights moved to another device together with the copy.
+            model.to(copied.device)  # type: ignore[arg-type]  # its decorator hides the overloads
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._copy[0].named_parameters() if name in self._originals}
+        """Return the weights of the copy that train."""
+        parameters = self._copy[0].named_parameters()
+        return {name: parameter for name, parameter in parameters if name in self._originals}
 
     def _copied(self) -> dict[str, Tensor]:
+        """Return the current values of the weights, with or without a copy."""
         weights = self._trained() if self._copy else self._pending or self._originals
         return {name: weight.detach() for name, weight in weights.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        return dict(self.state_dict()) | {self.prefix + name: tensor for name, tensor in self._copied().items()}
+        tensors = dict(self.state_dict())
+        for name, weight in self._copied().items():
+            tensors[self.prefix + name] = weight
+        return tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         own = dict(self.state_dict())
-        check_tensors(own | {self.prefix + name: tensor for name, tensor in self._originals.items()}, tensors)
+        originals = {self.prefix + name: weight for name, weight in self._originals.items()}
+        check_tensors({**own, **originals}, tensors)
         self.load_state_dict({name: tensors[name] for name in own})
         self._load_copied({name: tensors[self.prefix + name] for name in self._originals})
 
@@ -90,11 +109,25 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
             self._pending = dict(tensors)
 
 
+def _sharing_copy(model: PreTrainedModel, to_train: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Return a copy of a model that shares its buffers and all weights except those that train."""
+    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    for name, weight in model.named_parameters():
+        if name not in to_train:
+            shared[id(weight)] = weight
+    return copy.deepcopy(model, memo=shared)  # type: ignore[arg-type]  # a memo may have values of any type
+
+
 def check_plain(parameters: Mapping[str, Tensor], remedy: str) -> None:
-    """Raise `BackboneError`, with what else can be done, if one of the parameters by name is quantised."""
+    """Raise `BackboneError` if a parameter is quantised.
+
+    Args:
+        parameters: the parameters by name.
+        remedy: what the user can do instead of loading the backbone without quantisation.
+    """
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             raise BackboneError(
-                f"The weight {name} is quantised ({type(parameter).__name__}), and training it needs plain numbers: "
-                f"load the backbone without quantisation, or {remedy}."
+                f"The weight {name} is quantised ({type(parameter).__name__}), but only floating-point weights can be "
+                f"trained: load the backbone without quantisation, or {remedy}."
             )

@@ -1,4 +1,4 @@
-"""Architectures trained from scratch, as Hugging Face models: one package and one line of the registry each."""
+"""Architectures trained from scratch, as Hugging Face models: a package and a registry entry for each."""
 
 from __future__ import annotations
 

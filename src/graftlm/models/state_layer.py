@@ -1,4 +1,4 @@
-"""The base of cache layers that hold recurrent states."""
+"""The base class of cache layers that hold recurrent states."""
 
 from __future__ import annotations
 
@@ -13,26 +13,35 @@ from graftlm.errors import GraftError
 
 
 class RecurrentCacheLayer(CacheLayerMixin):
-    """A cache layer of states, batch first, which follow beams and batches but can't go back in time."""
+    """A cache layer of recurrent states, with the batch as their first dimension.
+
+    States can be reordered and selected along the batch, as beam search needs, but they cannot be rewound.
+    """
 
     is_sliding = False
 
     @abstractmethod
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every state by the function of it."""
+        """Replace every state by `function(state)`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
 
     def get_max_length(self) -> int:
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise `GraftError` if there is a token to remove."""
+        """Raise `GraftError` if tokens would have to be removed, since a recurrent state cannot be rewound.
+
+        Args:
+            tokens_to_remove: number of tokens to remove from the end.
+        """
         if tokens_to_remove and self.is_initialized:
             raise GraftError(
-                "A recurrent state can't be taken back by some tokens, as assisted decoding needs: decode greedily, "
-                "with beams or by sampling, without an assistant or prompt_lookup_num_tokens."
+                "Assisted decoding removes tokens from the cache, but a recurrent state cannot be rewound: use greedy "
+                "decoding, beam search or sampling, without an assistant or prompt_lookup_num_tokens."
             )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -30,7 +30,8 @@ from graftlm.files.digests import digest, file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
 from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun
-from graftlm.store.artifact import load_graft, model_card, save_graft
+from graftlm.store.artifact import load_graft, save_graft
+from graftlm.store.card import model_card
 from graftlm.store.manifest import TENSORS_NAME
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary

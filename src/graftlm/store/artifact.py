@@ -21,11 +21,12 @@ from torch import Tensor
 from graftlm.backbone import Backbone, BackboneKind, load_backbone, need_backbone
 from graftlm.config import parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, WrongBackboneError, first_line
-from graftlm.files.hub import fetch_folder, holds, hub_name
-from graftlm.files.model_files import PACKAGED_MODELS, packaged_model
+from graftlm.files.hub import fetch_folder, holds
+from graftlm.files.model_files import packaged_model
 from graftlm.files.writing import staged_folder
-from graftlm.grafts import Graft, HasTensors, ReadsModels, build_graft, graft_config
+from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
+from graftlm.store.card import model_card
 from graftlm.store.manifest import CARD_NAME, JSON_NAME, TENSORS_NAME, BackboneRecord, Manifest, read_manifest
 from graftlm.version import __version__
 
@@ -33,148 +34,227 @@ from graftlm.version import __version__
 def save_graft(
     graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = ""
 ) -> Path:
-    """Write a graft; what stood at `folder` is replaced only once the new one is whole.
+    """Write a graft. What is at `folder` is replaced only when the new artefact is complete.
 
     Args:
         graft: the graft; only its own tensors are written.
-        backbone: the backbone that it was trained on: its name and fingerprint are written, its weights never.
+        backbone: the backbone that it was trained on. Its name and fingerprint are written, its weights are not.
+        folder: where to write; an empty or new folder, or one that holds a graft.
         training: a summary of the run, plain JSON.
-        card: the model card (Markdown); a short one is made when it is empty.
+        card: the model card, Markdown; by default a short one is made.
 
-    Raises ArtifactError if the disk is full, the folder holds something else, or tensors are missing or not finite, and
-    WrongBackboneError if the graft was built for another backbone.
+    Returns:
+        The folder.
+
+    Raises:
+        ArtifactError: the disk is full, the folder holds something else, or tensors are missing or not finite.
+        WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
     folder = Path(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in graft_tensors(graft).items()}
+    _check_saved_tensors(graft, tensors)
+    manifest = _manifest_of(graft, backbone, tensors, training or {})
+    if not card:
+        card = _short_card(manifest, backbone)
+    _check_target(folder)
+    try:
+        with staged_folder(folder) as draft:
+            draft.mkdir()
+            _write_files(draft, tensors, manifest, card)
+    except (OSError, SafetensorError) as error:
+        is_full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+        reason = "the disk is full" if is_full else str(error)
+        raise ArtifactError(
+            f"The graft could not be written to {folder} ({reason}): free some space or name another folder."
+        ) from error
+    return folder
+
+
+def _check_saved_tensors(graft: Graft, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ArtifactError` if a graft has no tensors yet, or one is not finite."""
     if isinstance(graft, HasTensors) and not tensors:
         raise ArtifactError(
-            f"This {graft.config.kind} gets its tensors when it is attached, and it never was: make a GraftedModel of "
+            f"This {graft.config.kind} gets its tensors when it is attached, but it never was: make a GraftedModel of "
             "it before you save it."
         )
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(
-                f"The tensor {name} holds NaN or infinity, so the graft is not written: "
-                "train with a lower learning rate."
+                f"The tensor {name} contains NaN or infinity, so the graft is not written: train with a lower learning "
+                "rate."
             )
-    manifest = Manifest(
+
+
+def _manifest_of(
+    graft: Graft, backbone: Backbone, tensors: Mapping[str, Tensor], training: Mapping[str, Any]
+) -> Manifest:
+    frozen_models = {name: BackboneRecord.of(model) for name, model in _frozen_models(graft).items()}
+    return Manifest(
         kind=graft.config.kind,
         config=graft.config.model_dump(mode="json"),
         library=__version__,
         backbone=BackboneRecord.of(backbone),
-        frozen_models={name: BackboneRecord.of(model) for name, model in _frozen_models(graft).items()},
+        frozen_models=frozen_models,
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors.values()),
-        training=dict(training or {}),
+        training=dict(training),
     )
-    if not card:
-        text = f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. "
-        text += "The backbone's weights are not in this folder and were never changed."
-        card = model_card(backbone.name, "A graft", text, kind=backbone.kind)
+
+
+def _short_card(manifest: Manifest, backbone: Backbone) -> str:
+    text = (
+        f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. "
+        "The backbone's weights are not in this folder and were never changed."
+    )
+    return model_card(backbone.name, "A graft", text, kind=backbone.kind)
+
+
+def _check_target(folder: Path) -> None:
+    """Raise `ArtifactError` if a graft can't be written to `folder` without losing other files."""
     if folder.exists() and not folder.is_dir():
-        raise ArtifactError(f"{folder} is a file, and a folder is to be written there: name another place.")
+        raise ArtifactError(f"{folder} is a file, but the graft is written to a folder: name another place.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_NAME).exists():
-        raise ArtifactError(f"{folder} holds other files and no graft, and is left alone: name an empty or new folder.")
-    try:
-        with staged_folder(folder) as draft:
-            draft.mkdir()
-            save_file(tensors, draft / TENSORS_NAME, metadata={"format": "pt", "kind": manifest.kind})
-            values = manifest.model_dump(mode="json")
-            (draft / JSON_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            shutil.copymode(draft / JSON_NAME, draft / TENSORS_NAME)  # safetensors' own lets nobody else read it
-            (draft / CARD_NAME).write_text(card, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
-        why = "the disk is full" if full else str(error)
         raise ArtifactError(
-            f"The graft could not be written to {folder} ({why}): free space or name another folder."
-        ) from error
-    return folder
+            f"{folder} contains other files and no graft, so it is left unchanged: name an empty or new folder."
+        )
+
+
+def _write_files(folder: Path, tensors: Mapping[str, Tensor], manifest: Manifest, card: str) -> None:
+    metadata = {"format": "pt", "kind": manifest.kind}
+    save_file(dict(tensors), folder / TENSORS_NAME, metadata=metadata)
+    text = json.dumps(manifest.model_dump(mode="json"), indent=2) + "\n"
+    (folder / JSON_NAME).write_text(text, encoding="utf-8")
+    shutil.copymode(folder / JSON_NAME, folder / TENSORS_NAME)  # safetensors gives no read permission to others.
+    (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
 def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
-    """Write a graft into a folder that may hold other files, such as a trainer's; `save_graft` says what it raises."""
+    """Write a graft into a folder that may hold other files, such as that of a trainer.
+
+    Raises:
+        ArtifactError: see `save_graft`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".") as draft:
-        for file in save_graft(graft, backbone, Path(draft) / "graft").iterdir():
+        written = save_graft(graft, backbone, Path(draft) / "graft")
+        for file in written.iterdir():
             file.replace(folder / file.name)
 
 
 def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> Graft:
-    """The graft in a folder, built for `backbone` and not yet attached.
+    """Load the graft in a folder. It is built for `backbone` and not yet attached.
 
     Args:
         folder: the graft's folder, or OWNER/NAME on the hub.
-        backbone: the one that it was trained on.
-        changes: of the graft's config, as `KEY=VALUE`, such as where another model that it reads lies now.
+        backbone: the backbone that it was trained on.
+        changes: changes of the graft's config as `KEY=VALUE`, such as the new path of another model that it reads.
 
-    Raises WrongBackboneError if it was trained on another backbone, or beside other models, and ArtifactError if the
-    folder is damaged or foreign, and RecipeError if a change does not fit.
+    Raises:
+        WrongBackboneError: the graft was trained on another backbone, or reads other models than those found.
+        ArtifactError: the folder is damaged or is not a graft.
+        RecipeError: a change does not fit.
     """
     manifest = read_manifest(folder)
-    if difference := manifest.backbone.matches(need_backbone(backbone)):
+    difference = manifest.backbone.matches(need_backbone(backbone))
+    if difference:
         raise WrongBackboneError(
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
             f"{difference}: pass the backbone that it was trained on."
         )
     config = manifest.graft_config()
     if changes:
-        values = config.model_dump(mode="json")
-        config = parse_overridden(lambda values: graft_config(values, where=JSON_NAME), values, changes, JSON_NAME)
+        config = _changed_config(config, changes)
     graft = build_graft(config, backbone)
-    for name, live in _frozen_models(graft).items():
-        record = manifest.frozen_models.get(name)
-        if difference := record.matches(live) if record else "it was not there then":
-            raise WrongBackboneError(
-                f"The graft {folder} was trained with {record.name if record else 'no model'} as {name}, but "
-                f"{live.name} was found and {difference}: pass the model that it was trained with."
-            )
-    tensors = dict(read_tensors(folder))
+    _check_frozen_models(graft, manifest, folder)
     try:
-        if isinstance(graft, HasTensors):
-            graft.load_tensors(tensors)
-        else:
-            check_tensors(graft.state_dict(), tensors)
-            graft.load_state_dict(tensors)
+        _load_tensors(graft, dict(read_tensors(folder)))
     except ArtifactError as error:
         if not changes:
             raise
         problem = str(error).partition(":")[0]
         raise ArtifactError(
-            f"With {', '.join(changes)} the trained tensors don't fit ({problem}): leave out what changes their shapes."
+            f"With {', '.join(changes)} the trained tensors don't fit ({problem}): omit changes of their shapes."
         ) from error
     return graft.eval()
 
 
+def _changed_config(config: GraftConfig, changes: Sequence[str]) -> GraftConfig:
+    def parse(values: dict[str, Any]) -> GraftConfig:
+        return graft_config(values, where=JSON_NAME)
+
+    return parse_overridden(parse, config.model_dump(mode="json"), changes, JSON_NAME)
+
+
+def _check_frozen_models(graft: Graft, manifest: Manifest, folder: str | Path) -> None:
+    """Raise `WrongBackboneError` unless the models that a graft reads are those that it was trained with."""
+    for name, model in _frozen_models(graft).items():
+        record = manifest.frozen_models.get(name)
+        if record is None:
+            difference = "it was not there then"
+            recorded_name = "no model"
+        else:
+            difference = record.matches(model)
+            recorded_name = record.name
+        if difference:
+            raise WrongBackboneError(
+                f"The graft {folder} was trained with {recorded_name} as {name}, but {model.name} was found and "
+                f"{difference}: pass the model that it was trained with."
+            )
+
+
+def _load_tensors(graft: Graft, tensors: dict[str, Tensor]) -> None:
+    if isinstance(graft, HasTensors):
+        graft.load_tensors(tensors)
+        return
+    check_tensors(graft.state_dict(), tensors)
+    graft.load_state_dict(tensors)
+
+
 def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> dict[str, Graft]:
-    """The graft in a folder, named `graft`, behind those that `graft grow` had attached while it was trained.
+    """Load the graft in a folder together with those that `graft grow` had attached while it was trained.
 
     They act together, so `GraftedModel(backbone, load_grafts(folder, backbone))` is the model that was measured. The
-    others are read from where `graft grow` wrote them: beside the folder's parent, in STAGE/graft.
+    others are read from where `graft grow` wrote them: next to the folder's parent, in STAGE/graft.
 
-    Raises ArtifactError if one of them is not there; and what `load_graft` raises.
+    Args:
+        folder: the graft's folder.
+        backbone: the backbone that all were trained on.
+        changes: changes of the config of the graft in `folder`, see `load_graft`.
+
+    Returns:
+        Grafts by name, in the order of the stages. The graft in `folder` comes last and is named `graft`.
+
+    Raises:
+        ArtifactError: one of them is missing; see also `load_graft`.
     """
-    folder, earlier = Path(folder), {}
+    folder = Path(folder)
+    grafts: dict[str, Graft] = {}
     for name in read_manifest(folder).trained_after:
-        beside = folder.absolute().parent.parent / name / "graft"
-        is_name = name.replace("-", "_").isidentifier()  # of a stage, and no path of a foreign file's choice
-        if not (is_name and folder.is_dir() and (beside / JSON_NAME).is_file()):
+        earlier = folder.absolute().parent.parent / name / "graft"
+        is_name = name.replace("-", "_").isidentifier()  # of a stage, rather than a path that a foreign file chose
+        if not (is_name and folder.is_dir() and (earlier / JSON_NAME).is_file()):
             raise ArtifactError(
-                f"The graft {folder} was trained beside {name}, which is not in {beside}: put it there, as graft grow "
-                "did."
+                f"The graft {folder} was trained together with {name}, which is not in {earlier}: put it there, as "
+                "graft grow did."
             )
-        earlier[name] = load_graft(beside, backbone)
-    return {**earlier, "graft": load_graft(folder, backbone, changes)}
+        grafts[name] = load_graft(earlier, backbone)
+    grafts["graft"] = load_graft(folder, backbone, changes)
+    return grafts
 
 
 def graft_tensors(graft: Graft) -> dict[str, Tensor]:
-    """The tensors that an artefact holds of a graft, by name."""
-    return graft.tensors() if isinstance(graft, HasTensors) else dict(graft.state_dict())
+    """Return the tensors that an artefact stores of a graft, by name."""
+    if isinstance(graft, HasTensors):
+        return graft.tensors()
+    return dict(graft.state_dict())
 
 
 def _frozen_models(graft: Graft) -> Mapping[str, Backbone]:
-    return graft.frozen_models() if isinstance(graft, ReadsModels) else {}
+    """Return the other frozen models that a graft reads, by name."""
+    if isinstance(graft, ReadsModels):
+        return graft.frozen_models()
+    return {}
 
 
 def backbone_of(
@@ -185,67 +265,68 @@ def backbone_of(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> Backbone:
-    """The backbone that a graft was trained on, loaded by the name and with the head that the graft remembers.
+    """Load the backbone that a graft was trained on, by the recorded name and with the recorded head.
 
     Args:
-        folder: the graft's folder; or a model's own, for that model.
-        name: where the backbone is now, when that is elsewhere.
-        device: where to put it; None takes the fastest there is.
-        dtype: `auto` keeps the checkpoint's.
+        folder: the graft's folder; or the folder of a model, which is loaded itself.
+        name: where the backbone is now, if it is elsewhere.
+        device: where to put it; None takes the accelerator, if there is one.
+        dtype: dtype of the weights; `auto` keeps that of the checkpoint.
         trust_remote_code: run model code that comes with the checkpoint.
 
-    Raises ArtifactError if the folder is not a graft, and BackboneError if the backbone can't be loaded.
+    Raises:
+        ArtifactError: the folder is not a graft.
+        BackboneError: the backbone can't be loaded.
     """
-    record = None if is_model(folder) else read_manifest(folder).backbone
-    remembered, kind = (record.name, record.kind) if record else (str(folder), "causal-lm")
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "family": record.family if record else None}
+    recorded_name = str(folder)
+    kind: BackboneKind = "causal-lm"
+    family = None
+    is_graft = not is_model(folder)
+    if is_graft:
+        record = read_manifest(folder).backbone
+        recorded_name = record.name
+        kind = record.kind
+        family = record.family
     try:
-        backbone = load_backbone(name or remembered, kind=kind, **options)
+        backbone = load_backbone(
+            name or recorded_name, kind=kind, dtype=dtype, trust_remote_code=trust_remote_code, family=family
+        )
     except BackboneError as error:
-        if name is not None or is_model(folder):
+        if name is not None or not is_graft:
             raise
+        reason = str(error).rstrip(".")
         raise BackboneError(
-            f"{str(error).rstrip('.')}; the graft {folder} was trained on that backbone, so say where it is now "
-            "(--backbone)."
+            f"{reason}; the graft {folder} was trained on that backbone: name its present place (--backbone)."
         ) from error
     backbone.move(device)
     return backbone
 
 
 def is_model(folder: str | Path) -> bool:
-    """Whether a folder or a repository of the hub holds a model and no graft; or the path is that of a GGUF file."""
+    """Return whether a folder, a repository on the hub or a GGUF file is a model rather than a graft."""
     if packaged_model(str(folder)) or Path(folder).suffix.lower() == ".gguf":
         return True
     return holds(folder, "config.json") and not holds(folder, JSON_NAME)
 
 
-def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "causal-lm", several: bool = False) -> str:
-    """A graft's card: what it is, and how to load it, with `several` beside those that it was trained with."""
-    name = hub_name(PACKAGED_MODELS.get(backbone.lower(), ("", backbone))[1])
-    base = f"base_model: {name}\n" if name else ""  # the hub refuses one that is none of its own
-    options = "" if kind == "causal-lm" else f", kind={kind!r}"
-    loader = "load_grafts" if several else "load_graft"
-    loaded = f'{loader}("this-folder", backbone)'
-    grafts = loaded if several else f'{{"graft": {loaded}}}'
-    return (
-        f"---\nlibrary_name: graftlm\n{base}---\n\n# {title} for {backbone}\n\n{text}\n\n"
-        f"```python\nfrom graftlm import GraftedModel, load_backbone, {loader}\n\n"
-        f"backbone = load_backbone({backbone!r}{options})\nmodel = GraftedModel(backbone, {grafts})\n```\n"
-    )
-
-
 def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a graft's folder, or of another file in a folder, by name; they are read one by one.
+    """Yield the tensors of a graft's folder by name, reading them one after the other.
 
-    Raises ArtifactError if their file is missing or damaged.
+    Args:
+        folder: the graft's folder, or OWNER/NAME on the hub.
+        name: name of the safetensors file in it.
+
+    Raises:
+        ArtifactError: the file is missing or damaged.
     """
     path = fetch_folder(folder, JSON_NAME) / name
     try:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                yield name, file.get_tensor(name)
+            for key in file.keys():  # noqa: SIM118  # safetensors' file is not a mapping
+                yield key, file.get_tensor(key)
     except FileNotFoundError:
-        raise ArtifactError(f"{path} is missing, so the graft is not whole: copy or train it again.") from None
+        raise ArtifactError(f"{path} is missing, so the graft is incomplete: copy or train it again.") from None
     except (SafetensorError, OSError, ValueError) as error:
-        why = f"{path} is not a whole safetensors file ({first_line(error)}): copy it again, or train again."
-        raise ArtifactError(why) from None
+        raise ArtifactError(
+            f"{path} is not a complete safetensors file ({first_line(error)}): copy it again, or train again."
+        ) from None

@@ -17,13 +17,20 @@ from graftlm.grafts import GraftConfig, graft_config
 from graftlm.version import __version__
 
 FORMAT = 1
-JSON_NAME, TENSORS_NAME, CARD_NAME = "graft.json", "graft.safetensors", "README.md"
+JSON_NAME = "graft.json"
+TENSORS_NAME = "graft.safetensors"
+CARD_NAME = "README.md"
 
 
 class BackboneRecord(Config):
-    """What a graft remembers of its backbone, or of another frozen model that it reads.
+    """What an artefact records about a backbone, or about another frozen model that the graft reads.
 
-    `family` is the row that a user gave the model type, see `register_family`.
+    Args:
+        name: name on the hub or path.
+        model_type: the `model_type` of its config.
+        fingerprint: fields of its `Fingerprint`.
+        kind: its head.
+        family: the row that a user registered for the model type, see `register_family`.
     """
 
     name: str
@@ -34,21 +41,40 @@ class BackboneRecord(Config):
 
     @classmethod
     def of(cls, backbone: Backbone) -> BackboneRecord:
-        """The record of a live model."""
-        model_type, read = backbone.sites.model_type, asdict(backbone.fingerprint)
-        family = user_row(model_type)
-        return cls(name=backbone.name, model_type=model_type, fingerprint=read, kind=backbone.kind, family=family)
+        """Make the record of a live model."""
+        model_type = backbone.sites.model_type
+        return cls(
+            name=backbone.name,
+            model_type=model_type,
+            fingerprint=asdict(backbone.fingerprint),
+            kind=backbone.kind,
+            family=user_row(model_type),
+        )
 
     def matches(self, backbone: Backbone) -> str | None:
-        """What sets `backbone` apart, in words; None when it is the one."""
+        """Describe how `backbone` differs from the recorded model; None if it is the same."""
         difference = Fingerprint(**self.fingerprint).difference(backbone.fingerprint)
-        if difference is None and self.family not in (None, user_row(self.model_type)):
-            return f"its family has another row than the backbone.family in {JSON_NAME}, which it has to be loaded with"
-        return difference
+        if difference is not None:
+            return difference
+        if self.family not in (None, user_row(self.model_type)):
+            return f"its family has another row than backbone.family in {JSON_NAME}, with which it has to be loaded"
+        return None
 
 
 class Manifest(Config):
-    """`graft.json`."""
+    """Content of `graft.json`.
+
+    Args:
+        format: version of the format.
+        kind: kind of the graft.
+        config: the graft's config without its kind.
+        library: version of graftlm that wrote the artefact.
+        backbone: the backbone that the graft was trained on.
+        frozen_models: other models that the graft reads, by name.
+        tensors: number of tensors in `graft.safetensors`.
+        parameters: number of their elements.
+        training: summary of the training run.
+    """
 
     format: int = FORMAT
     kind: str
@@ -64,41 +90,67 @@ class Manifest(Config):
     def trained_after(self) -> list[str]:
         """Names of the stages of `graft grow` whose grafts were attached, frozen, while this one was trained."""
         names = self.training.get("trained_after")
-        return [str(name) for name in names] if isinstance(names, list) else []
+        if not isinstance(names, list):
+            return []
+        return [str(name) for name in names]
 
     def check_alone(self, folder: str | Path, use: str) -> None:
-        """Raise `ArtifactError` if the graft was trained beside others, which `use` would leave out."""
+        """Raise `ArtifactError` if the graft was trained together with others.
+
+        Args:
+            folder: the graft's folder, for the message.
+            use: what would use the graft alone, as the subject of a sentence.
+        """
         if self.trained_after:
             raise ArtifactError(
-                f"The graft {folder} was trained beside {' and '.join(self.trained_after)}, and {use} takes one graft: "
-                "give it the grafts with generate, chat, eval or audit, or load_grafts in Python."
+                f"The graft {folder} was trained together with {' and '.join(self.trained_after)}, but {use} takes one "
+                "graft: use generate, chat, eval or audit, or load_grafts in Python."
             )
 
     def graft_config(self) -> GraftConfig:
-        """The graft's config. Raises ArtifactError if this version does not know the kind or a key, or misses one."""
+        """Return the graft's config.
+
+        Raises:
+            ArtifactError: this version of graftlm does not know the kind or a key, or a key is missing.
+        """
         try:
-            return graft_config({**self.config, "kind": self.kind}, where=JSON_NAME).check_saved(self.config)
+            config = graft_config({**self.config, "kind": self.kind}, where=JSON_NAME)
+            return config.check_saved(self.config)
         except RecipeError as error:
-            why = f"The graft was written by graftlm {self.library}, and this is {__version__}: {error}"
-            raise ArtifactError(why) from None
+            raise ArtifactError(
+                f"The graft was written by graftlm {self.library}, but this is {__version__}: {error}"
+            ) from None
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """`graft.json` of a folder or hub repository; ArtifactError if it is missing, broken, or of a later format."""
+    """Read `graft.json` from a folder or a repository on the hub.
+
+    Raises:
+        ArtifactError: the file is missing, broken, or of a later format.
+    """
     path = fetch_folder(folder, JSON_NAME) / JSON_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        inside = [name for name in (f"graft/{JSON_NAME}", "model/config.json") if (Path(folder) / name).exists()]
-        remedy = f"name {(Path(folder) / inside[0]).parent}" if inside else "name the folder of a graft or model"
-        missing = f"{folder} has no {JSON_NAME}" if Path(folder).exists() else f"There is no folder {folder}"
-        raise ArtifactError(f"{missing}, so it is not a graft: {remedy}.") from None
+        raise _missing_error(Path(folder)) from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in (None, FORMAT):
-        why = f"{folder} has the format {values['format']}, and this version reads format {FORMAT}: upgrade graftlm."
-        raise ArtifactError(why)
+        raise ArtifactError(
+            f"{folder} has the format {values['format']}, but this version reads format {FORMAT}: upgrade graftlm."
+        )
     try:
         return Manifest.parse(values, where=str(path))
     except RecipeError as error:
         raise ArtifactError(f"{error} Copy or train the graft again.") from None
+
+
+def _missing_error(folder: Path) -> ArtifactError:
+    """Return the error for a folder without `graft.json`, which names the graft or the model inside it, if any."""
+    remedy = "name the folder of a graft or model"
+    for name in (f"graft/{JSON_NAME}", "model/config.json"):
+        if (folder / name).exists():
+            remedy = f"name {(folder / name).parent}"
+            break
+    missing = f"{folder} has no {JSON_NAME}" if folder.exists() else f"There is no folder {folder}"
+    return ArtifactError(f"{missing}, so it is not a graft: {remedy}.")

@@ -10,22 +10,28 @@ from graftlm.store.manifest import read_manifest
 
 
 def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) -> str:
-    """Upload the folder of a graft, or of an exported model, to the Hugging Face hub; returns its address.
+    """Upload the folder of a graft, or of an exported model, to the Hugging Face hub.
 
     Args:
         folder: a local folder; all of its files are uploaded.
-        repository: OWNER/NAME; it is made where it does not exist.
+        repository: OWNER/NAME; it is created if it does not exist.
+        private: whether a new repository is private.
 
-    Raises ArtifactError if the folder holds neither, or the hub refuses.
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ArtifactError: the folder holds neither a graft nor a model, or the hub refuses.
     """
     from huggingface_hub import HfApi
 
-    if not (Path(folder) / "config.json").is_file():
+    is_model_folder = (Path(folder) / "config.json").is_file()
+    if not is_model_folder:
         read_manifest(folder)
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft")
-    except Exception as error:  # the hub's client raises many kinds
+    except Exception as error:  # The client raises many kinds of errors.
         raise ArtifactError(f"{folder} can't be uploaded as {repository}: {hub_problem(error)}.") from error
     return f"{api.endpoint}/{repository}"

@@ -1,5 +1,6 @@
-"""Baselines: LoRA, fine-tuning, other methods of PEFT and block expansion (see README.md in this folder)."""
+"""Baselines: LoRA, full fine-tuning, other methods of PEFT, and block expansion."""
 
 from graftlm.grafts.baselines.block_expansion import LlamaPro, LlamaProConfig
 from graftlm.grafts.baselines.method import FineTuning, LoRABaseline, LoRABaselineConfig
-from graftlm.grafts.baselines.peft_graft import PeftGraft, PeftGraftConfig
+from graftlm.grafts.baselines.peft_config import PeftGraftConfig
+from graftlm.grafts.baselines.peft_graft import PeftGraft

@@ -1,4 +1,4 @@
-"""Baselines through the same loop, data and report: LoRA by PEFT, and full fine-tuning."""
+"""Baselines that use the same training loop, data and report: LoRA by PEFT, and full fine-tuning."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import copy
 import math
 from typing import Any, ClassVar, Literal, cast
 
+import torch
 from peft import PeftConfig
 from pydantic import Field
+from torch import nn
 from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone
 from graftlm.grafts.base import Exportable, GraftConfig
-from graftlm.grafts.baselines.peft_graft import PeftGraft, PeftGraftConfig, default_targets
+from graftlm.grafts.baselines.peft_config import PeftGraftConfig
+from graftlm.grafts.baselines.peft_graft import PeftGraft, default_targets
 from graftlm.grafts.trained_copy import TrainsCopy
 
 
@@ -32,7 +35,12 @@ class LoRABaselineConfig(GraftConfig):
 
 
 class LoRABaseline(PeftGraft):
-    """LoRA on every Linear of the FFNs. PEFT adds its modules to the live model, and unloads them again."""
+    """LoRA on every Linear of the FFNs. PEFT adds its modules to the live model, and unloads them again.
+
+    Args:
+        config: rank and scale.
+        backbone: the backbone whose FFNs are adapted.
+    """
 
     Config: ClassVar[type[GraftConfig]] = LoRABaselineConfig
     label = "LoRA on the FFN"
@@ -40,30 +48,47 @@ class LoRABaseline(PeftGraft):
     def _peft_config(self, backbone: Backbone) -> PeftConfig:
         config = cast("LoRABaselineConfig", self.config)
         self._rank = config.rank or rank_for(config.capacity, backbone)
-        options = {"r": self._rank, "lora_alpha": config.scale * self._rank}  # PEFT takes fractions as well
-        return PeftGraftConfig(method="LORA", options=options).peft_config(**default_targets("LORA", backbone))
+        options = {
+            "r": self._rank,
+            "lora_alpha": config.scale * self._rank,  # PEFT accepts fractions
+        }
+        peft_config = PeftGraftConfig(method="LORA", options=options)
+        return peft_config.peft_config(**default_targets("LORA", backbone))
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         return {"rank": self._rank}
 
 
 def rank_for(capacity: float, backbone: Backbone) -> int:
-    """The rank at which the factors of all FFN Linears hold `capacity` times the backbone's weights."""
+    """Return the rank at which the factors of all FFN Linears have `capacity` times the backbone's weights."""
+    per_rank = 0
+    for layer in range(backbone.sites.n_layers):
+        for module, name in backbone.sites.ffn_weights(layer):
+            shape = getattr(module, name).shape  # (outputs, inputs), or (experts, outputs, inputs)
+            experts = math.prod(shape[:-2])
+            per_rank += experts * sum(shape[-2:])
     weights = capacity * backbone.parameter_count
-    layers = map(backbone.sites.ffn_weights, range(backbone.sites.n_layers))
-    shapes = [getattr(module, name).shape for weights in layers for module, name in weights]
-    return max(1, round(weights / sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)))
+    return max(1, round(weights / per_rank))
 
 
 class FineTuningConfig(GraftConfig):
-    """Config of full fine-tuning; without `embeddings`, token embeddings and output head stay as they are."""
+    """Config of full fine-tuning.
+
+    Args:
+        embeddings: whether token embeddings and output head train.
+    """
 
     kind: Literal["finetune"] = "finetune"
     embeddings: bool = True
 
 
 class FineTuning(TrainsCopy, Exportable):
-    """Training of all weights of a copy of the backbone. The tensors are the full model's."""
+    """Training of all weights in a copy of the backbone. The tensors are those of the full model.
+
+    Args:
+        config: which weights train.
+        backbone: the backbone that is copied.
+    """
 
     Config: ClassVar[type[GraftConfig]] = FineTuningConfig
     label = "fine-tuning"
@@ -72,13 +97,23 @@ class FineTuning(TrainsCopy, Exportable):
         super().__init__()
         self.config = config
         model = backbone.model
-        ends = [] if config.embeddings else [model.get_input_embeddings(), model.get_output_embeddings()]
-        frozen = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+        frozen = set() if config.embeddings else _embedding_weights(model)
         self.copy_weights(model, [name for name, weight in model.named_parameters() if id(weight) not in frozen])
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
         trained = self.tensors()
-        dtype = next(iter(trained.values())).dtype  # a backbone in half precision is trained in float32
-        model: Any = copy.deepcopy(backbone.model).to(dtype)  # type: ignore[arg-type]  # its decorator hides it
+        # The copy of a backbone in half precision was trained in float32.
+        dtype = next(iter(trained.values())).dtype
+        model = _cast(copy.deepcopy(backbone.model), dtype)
         model.load_state_dict(trained, strict=False)
         return model.eval()
+
+
+def _embedding_weights(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the weights of token embeddings and output head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {id(weight) for end in ends if isinstance(end, nn.Module) for weight in end.parameters()}
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    return model.to(dtype)  # type: ignore[arg-type, return-value]  # the decorator of `to` hides its signature

@@ -1,147 +1,52 @@
-"""Any method of PEFT as a graft: PEFT puts its modules into the live model, and takes them out again."""
+"""Any method of PEFT as a graft: PEFT puts its modules into the live model, and removes them again."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
-import peft
 import torch
-from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, cast_adapter_dtype
-from peft.utils.other import AuxiliaryTrainingWrapper
-from pydantic import Field, JsonValue
-from torch import Tensor, nn
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
-from graftlm.config import read_yaml
-from graftlm.errors import ArtifactError, BackboneError, TapConflictError, did_you_mean, first_line
+from graftlm.errors import ArtifactError, BackboneError, TapConflictError, first_line
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
+from graftlm.grafts.baselines.adapted_model import AdaptedModel, adapt
+from graftlm.grafts.baselines.peft_config import PeftGraftConfig, config_class, option_names
 
-_ADAPTER = "graft"
-_PREFIX = "base_model."  # before every name of a `PeftModel`
-_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"DORA": ("LORA", {"use_dora": True})}
-_PROMPT = "it puts trained states before the text, whose positions and cache would no longer be the backbone's"
-_NOT_SET = {field.name for field in dataclasses.fields(PeftConfig)}  # what PEFT keeps about files and tasks
-_LIMITS = read_yaml(Path(__file__).with_name("peft.yaml"))
-_START_TOLERANCE = 1e-4  # of the largest logit, for what is equal but for rounding; in half precision 16 roundings
-
-
-class PeftGraftConfig(GraftConfig):
-    """Config of a method of PEFT.
-
-    Args:
-        method: its name in PEFT, such as OFT, OSF, IA3, VERA or LOHA, in any case; DORA is LoRA with `use_dora`.
-        options: fields of PEFT's own config. `target_modules` is by default every Linear of the FFNs, for LN_TUNING the
-            layers' norms. Dropout has no effect in a frozen backbone, and must be 0.
-    """
-
-    kind: Literal["peft"] = "peft"
-    method: str
-    options: dict[str, JsonValue] = Field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        return self.method.upper()
-
-    def peft_config(self, **defaults: Any) -> PeftConfig:
-        """PEFT's own config; `defaults` stand in for fields that are not among the options."""
-        cls, fixed = _config_class(self.method)
-        return cls(**{name: v for name, v in defaults.items() if name in _fields(cls)} | self.options | fixed)
-
-    def _problems(self) -> Iterator[str]:
-        cls, _ = _config_class(self.method)
-        for key in self.options.keys() - _fields(cls):
-            yield f"options: unknown key {key}{did_you_mean(key, _fields(cls))}"
-        names = {} if "target_modules" in self.options else {"target_modules": ["a"], "feedforward_modules": ["a"]}
-        try:
-            values = vars(self.peft_config(**names))
-        except Exception as error:  # whatever PEFT raises
-            yield f"options: PEFT refuses them ({first_line(error)}); correct them"
-            return
-        for key, value in values.items():
-            allowed, reason = _LIMITS["options"].get(key, ((value,), ""))
-            if "dropout" in key:
-                allowed, reason = (None, 0), "has no effect, as a frozen backbone stays in evaluation mode"
-            if value not in allowed:
-                yield f"options: {key} is {value!r}, which {reason}; set it to {allowed[-1]!r}"
-
-
-def _config_class(method: str) -> tuple[Any, dict[str, Any]]:
-    """PEFT's config class of a method, and the fields that an alias fixes; `ValueError` for one that is no graft."""
-    name, fixed = _ALIASES.get(method.upper(), (method.upper(), {}))
-    known = {kind.value: cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    if name not in known:
-        raise ValueError(f"PEFT {peft.__version__} has no method {method}{did_you_mean(name, {*known, *_ALIASES})}")
-    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(name)  # type: ignore[call-overload]  # its keys are strings
-    reason = _LIMITS["methods"].get(name, "" if isinstance(tuner, type) and issubclass(tuner, BaseTuner) else _PROMPT)
-    if reason:
-        raise ValueError(f"the method {name} can't be a graft, since {reason}; choose another, such as LORA or OFT")
-    return known[name], fixed
-
-
-def _fields(config_class: Any) -> set[str]:
-    """The fields that options set; those that take an object of PEFT's are none of them."""
-    names = {field.name for field in dataclasses.fields(config_class) if field.init} - _NOT_SET
-    return {name for name in names if not name.endswith("_config")}
-
-
-def _mend_after_cast(layer: Any) -> None:
-    """Set right what a cast to float32 leaves behind: hooks on the old parameters, and magnitudes of rounded norms."""
-    if hasattr(layer, "_attach_hooks"):
-        layer._detach_hooks()
-        layer._attach_hooks(_ADAPTER)
-    if _ADAPTER in getattr(layer, "lora_magnitude_vector", ()) and _ADAPTER in layer.lora_A:
-        factors = {"lora_A": layer.lora_A[_ADAPTER].weight, "lora_B": layer.lora_B[_ADAPTER].weight}
-        base, scaling = layer.get_base_layer(), layer.scaling[_ADAPTER]
-        layer.lora_magnitude_vector[_ADAPTER].update_layer(base_layer=base, scaling=scaling, **factors)
-
-
-class _Adapted(nn.Module):
-    """A model with PEFT's modules in it, under the names that a `PeftModel` would have, without its side effects."""
-
-    def __init__(self, model: PreTrainedModel, config: PeftConfig) -> None:
-        super().__init__()
-        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[cast("Any", config.peft_type)]
-        self.base_model: BaseTuner = tuner(model, copy.deepcopy(config), _ADAPTER)
-        self.peft_config = self.base_model.peft_config
-        cast_adapter_dtype(model, _ADAPTER)  # to float32, as PEFT trains on half-precision models
-        for module in model.modules():
-            if isinstance(module, BaseTunerLayer):
-                _mend_after_cast(module)
-
-    def trained(self) -> list[Tensor]:
-        return [parameter for parameter in self.parameters() if parameter.requires_grad]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What PEFT saves, by the names that it has without a `PeftModel`."""
-        tensors = get_peft_model_state_dict(self, adapter_name=_ADAPTER, save_embedding_layers=False)
-        return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        set_peft_model_state_dict(self, {_PREFIX + name: t for name, t in tensors.items()}, adapter_name=_ADAPTER)
+# Largest change of the logits that counts as rounding, as a share of the largest logit. In half precision it is 16
+# roundings.
+_START_TOLERANCE = 1e-4
 
 
 class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
-    """A method of PEFT on Linears of the live model. PEFT adds its modules, and unloads them again."""
+    """A method of PEFT on Linears of the live model. PEFT adds its modules, and unloads them again.
+
+    Args:
+        config: method and options.
+        backbone: the backbone that is adapted.
+
+    Raises:
+        BackboneError: PEFT can't adapt the backbone, or the result can't be a graft.
+    """
 
     Config: ClassVar[type[GraftConfig]] = PeftGraftConfig
     label = "a method of PEFT"
 
     def __init__(self, config: GraftConfig, backbone: Backbone) -> None:
         super().__init__()
-        self.config, self._label = config, config.label
+        self.config = config
+        self._label = config.label
         self._peft = self._peft_config(backbone)
         self._expected = self._tensors_without_values(backbone.model)
-        self._live: list[_Adapted] = []
-        self._pending: dict[str, Tensor] | None = None
+        # A plain list does not register the adapted model as a submodule.
+        self._live: list[AdaptedModel] = []
+        self._pending: dict[str, Tensor] | None = None  # the tensors while the graft is not attached
 
     def _peft_config(self, backbone: Backbone) -> PeftConfig:
         config = cast("PeftGraftConfig", self.config)
@@ -150,41 +55,34 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         return config.peft_config(**default_targets(config.method, backbone))
 
     def _tensors_without_values(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The tensors that PEFT will create: without storage, or, as some methods need values, on the same weights."""
+        """Return tensors with the names and shapes that PEFT will create."""
         try:
             with torch.device("meta"):
-                return _Adapted(type(model)(copy.deepcopy(model.config)), self._peft).tensors()
-        except Exception:  # whatever the method does without values; what is the user's mistake comes again below
-            flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-            shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    return self._adapt(copy.deepcopy(model, shared)).tensors()
-            finally:
-                for parameter, flag in flags:
-                    parameter.requires_grad_(flag)
+                without_storage = type(model)(copy.deepcopy(model.config))
+                return AdaptedModel(without_storage, self._peft).tensors()
+        except Exception:
+            # Some methods read values of the weights. A mistake of the user is raised again below.
+            return self._tensors_of_sharing_copy(model)
 
-    def _adapt(self, model: PreTrainedModel) -> _Adapted:
-        """Put PEFT's modules into a model; `BackboneError` where that fails, and the model is as before."""
-        use = f"{self._label} on this {model.config.model_type} model"
-        with _as_before_on_errors(model) as weights:
-            try:
-                adapted = _Adapted(model, self._peft)
-            except Exception as error:  # whatever PEFT raises
-                problem = first_line(error).partition(". ")[0]
-                raise BackboneError(
-                    f"PEFT can't put {use} ({problem}): choose other options, such as target_modules, or another "
-                    "method."
-                ) from error
-            if problem := _problem(adapted, weights):
-                raise BackboneError(f"{use} {problem}: choose other options, or another method.")
-        return adapted
+    def _tensors_of_sharing_copy(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the tensors that PEFT creates in a copy of the model on the same weights."""
+        flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return self._adapt(copy.deepcopy(model, shared)).tensors()
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+
+    def _adapt(self, model: PreTrainedModel) -> AdaptedModel:
+        return adapt(model, self._peft, self._label)
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise TapConflictError(
-                "A PEFT adapter is attached to the backbone already, and that of this graft would be unloaded together "
-                "with it: merge or unload that adapter first."
+                "A PEFT adapter is already attached to the backbone, and the adapter of this graft would be unloaded "
+                "together with it: merge or unload that adapter first."
             )
         bare = _logits(model) if self._pending is None else None
         self._live = [self._adapt(model)]
@@ -200,19 +98,26 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         return model
 
     def _check_start(self, model: PreTrainedModel, bare: Tensor) -> None:
-        """Raise `BackboneError` unless an untrained adapter leaves logits (1, 5, V) as they are, but for rounding."""
+        """Raise `BackboneError` if an untrained adapter changes the logits by more than rounding.
+
+        Args:
+            model: the adapted model.
+            bare: (1, 5, V), the output of `_logits` before it was adapted.
+        """
         try:
             change = (_logits(model) - bare).abs().max()
-        except Exception as error:  # whatever a method's code raises
+        except Exception as error:  # the code of a method may raise anything
             raise BackboneError(
                 f"{self._label} can't run on this {model.config.model_type} model ({first_line(error)}): choose other "
                 "options, or another method."
             ) from error
-        if not change <= max(_START_TOLERANCE, 16 * torch.finfo(bare.dtype).eps) * bare.abs().max():
+        tolerance = max(_START_TOLERANCE, 16 * torch.finfo(bare.dtype).eps)
+        within_tolerance = change <= tolerance * bare.abs().max()
+        if not within_tolerance:  # also if the change is NaN
             raise BackboneError(
-                f"{self._label} changes the logits of the backbone by {change:.2g} before training, and a graft begins "
-                "as its backbone: set its initial weights to zero by PEFT's options (such as init_weights), or choose "
-                "another method."
+                f"{self._label} changes the logits of the backbone by {change:.2g} before training, but a graft must "
+                "start without effect: set its initial weights to zero by PEFT's options (such as init_weights), or "
+                "choose another method."
             )
 
     def detach(self, model: PreTrainedModel) -> None:
@@ -225,7 +130,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         adapted.load(self.tensors())
         try:
             model: Any = adapted.base_model.merge_and_unload()
-        except Exception as error:  # as methods say that they can't
+        except Exception as error:  # methods without merging raise errors of different types
             raise ArtifactError(
                 f"PEFT can't merge {self._label} into the backbone's weights ({first_line(error)}): load the "
                 "graft with graftlm."
@@ -233,7 +138,9 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         return model
 
     def tensors(self) -> dict[str, Tensor]:
-        return self._live[0].tensors() if self._live else dict(self._pending or {})
+        if self._live:
+            return self._live[0].tensors()
+        return dict(self._pending or {})
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         check_tensors(self._expected, tensors)
@@ -244,66 +151,40 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
 
 
 def default_targets(method: str, backbone: Backbone) -> dict[str, Any]:
-    """PEFT's fields for the Linears of the FFNs, by full names; for the layers' norms where the method trains those."""
+    """Return PEFT's fields for the Linears of the FFNs, by full names; for LN_TUNING those for the layers' norms."""
     sites = backbone.sites
     layers = range(sites.n_layers)
     if method.upper() == "LN_TUNING":
         return {"target_modules": [site.path for layer in layers for site in sites.norms(layer)]}
-    flags = {"fan_in_fan_out": _has_conv1d(backbone)}
     paths = {module: path for path, module in backbone.model.named_modules()}
     weights = [weight for layer in layers for weight in sites.ffn_weights(layer)]
-    if any(map(sites.is_mixture, layers)) and "target_parameters" in _fields(_config_class(method)[0]):
-        # PEFT takes the Linears of a mixture for those of older checkpoints, so parameters are named instead.
-        return flags | {"target_modules": [], "target_parameters": [f"{paths[m]}.{name}" for m, name in weights]}
-    outputs = [paths[sites.ffn_linears(layer)[-1]] for layer in layers]  # whose input IA3 scales
-    return flags | {"target_modules": [paths[module] for module, _ in weights], "feedforward_modules": outputs}
+    fan_in_fan_out = _has_conv1d(backbone)
+    has_mixture = any(sites.is_mixture(layer) for layer in layers)
+    if has_mixture and "target_parameters" in option_names(config_class(method)[0]):
+        # PEFT treats the Linears of a mixture as those of older checkpoints, so the parameters are named instead.
+        return {
+            "fan_in_fan_out": fan_in_fan_out,
+            "target_modules": [],
+            "target_parameters": [f"{paths[module]}.{name}" for module, name in weights],
+        }
+    # IA3 scales the inputs of these Linears, and the outputs of all others.
+    outputs = [paths[sites.ffn_linears(layer)[-1]] for layer in layers]
+    return {
+        "fan_in_fan_out": fan_in_fan_out,
+        "target_modules": [paths[module] for module, _ in weights],
+        "feedforward_modules": outputs,
+    }
 
 
 def _has_conv1d(backbone: Backbone) -> bool:
-    """Whether the backbone has GPT-2's transposed Linears."""
+    """Return whether the backbone has GPT-2's transposed Linears."""
     return any(isinstance(module, Conv1D) for module in backbone.model.modules())
-
-
-def _problem(adapted: _Adapted, weights: Sequence[tuple[nn.Parameter, Tensor]]) -> str:
-    """What makes an adapter in a model unfit for a graft, as the end of a sentence; `weights` are the backbone's."""
-    trained, inside = adapted.trained(), {id(parameter) for parameter in adapted.base_model.model.parameters()}
-    own = {id(parameter) for parameter, _ in weights}
-    if not trained:
-        return "finds no module that it can train"
-    if any(id(parameter) in own for parameter in trained) or any(_moved(*weight) for weight in weights):
-        return "changes the backbone's own weights"
-    if any(id(parameter) not in inside for parameter in trained):
-        return "keeps weights outside the model, where they would not be trained"
-    if any(isinstance(module, AuxiliaryTrainingWrapper) for module in adapted.modules()):
-        return "trains copies of whole modules (modules_to_save and the like), which PEFT does not take out again"
-    return ""
 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel) -> Tensor:
-    """(1, 5, V) of five tokens, or the last hidden states of a model without a head; without compiled code."""
+    """Return the logits (1, 5, V) of five tokens, or the last hidden states (1, 5, D) of a model without a head."""
     size = model.config.get_text_config().vocab_size
-    return model.forward(input_ids=torch.arange(1, 6, device=model.device)[None] * size // 6, use_cache=False)[0]
-
-
-@contextmanager
-def _as_before_on_errors(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-    """Put modules and weights of a model back if the block raises; yields its parameters and their storage."""
-    children = {module: dict(module._modules) for module in model.modules()}
-    weights = [(parameter, parameter.data) for parameter in model.parameters()]
-    try:
-        yield weights
-    except BaseException:
-        for module, modules in children.items():
-            module._modules.clear()
-            module._modules.update(modules)
-        for parameter, data in weights:
-            if _moved(parameter, data):
-                parameter.data = data
-        vars(model).pop("peft_config", None)
-        raise
-
-
-def _moved(parameter: nn.Parameter, data: Tensor) -> bool:
-    """Whether a plain parameter has other storage; quantised ones have none of their own."""
-    return type(data) is Tensor and parameter.data_ptr() != data.data_ptr()
+    ids = torch.arange(1, 6, device=model.device)[None] * size // 6
+    # `forward` rather than `__call__` avoids compiled code.
+    return model.forward(input_ids=ids, use_cache=False)[0]

@@ -1,3 +1,4 @@
-"""Conditional tasks (see README.md in this folder)."""
+"""Conditional tasks: many tasks on one frozen or partly frozen encoder."""
 
-from graftlm.grafts.conditional_tasks.method import ConditionalTasks, ConditionalTasksConfig
+from graftlm.grafts.conditional_tasks.config import ConditionalTasksConfig
+from graftlm.grafts.conditional_tasks.method import ConditionalTasks

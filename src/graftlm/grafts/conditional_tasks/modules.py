@@ -1,10 +1,10 @@
-"""A LoRA for each task, the four conditional modules, and FiLM, which those are built from.
+"""A LoRA for each task, the four conditional modules, and FiLM, on which those modules are built.
 
 FiLM turns a task's embedding z into a scale and a shift of values y,
 
     film(y, z) = gamma(z) * y + beta(z),    gamma(z) = 1 + G z,    beta(z) = B z
 
-with G = B = 0 at the start: film(y, z) then equals y to the bit, and G has a gradient.
+with G = B = 0 at the start: film(y, z) then equals y bit for bit, and G has a gradient.
 
 Shape suffixes: B rows, T tokens of this pass, S keys, D the backbone's width, Z a task embedding's width, U different
 tasks in the pass, N blocks, W the width of a block.
@@ -25,42 +25,85 @@ from graftlm.errors import GraftError
 
 @dataclass(frozen=True)
 class RowTasks:
-    """The tasks of one pass: their `numbers` (U,) and embeddings `z` (U, Z); each row's `index`, None where U is 1."""
+    """The tasks of the rows of one pass.
+
+    Attributes:
+        numbers: (U,) long, the index of each task of the pass.
+        z: (U, Z), the embedding of each task of the pass.
+        index: (B,) long, each row's position in `numbers`; None when U is 1.
+    """
 
     numbers: Tensor
     z: Tensor
     index: Tensor | None
 
     def rows(self, values_U: Tensor) -> Tensor:
-        """Each row's value: (U, ...) becomes (B, ...), or stays (1, ...) where all rows have one task."""
-        return values_U if self.index is None else values_U.index_select(0, self.index)
+        """Select each row's value: (U, ...) becomes (B, ...), or stays (1, ...) when all rows have the same task."""
+        if self.index is None:
+            return values_U
+        return values_U.index_select(0, self.index)
 
 
 class TaskLora(nn.Module):
-    """B A x of each row's task beside a Linear, with B = 0 at the start (Hu et al. 2021, without alpha)."""
+    """A LoRA for each task in parallel to a Linear (Hu et al. 2021).
+
+    A row of task i adds x A_i B_i to the output of the Linear that reads x. There is no factor alpha. B_i = 0 at the
+    start, and the entries of A_i have variance 1 / inputs.
+
+    Args:
+        tasks: number of tasks.
+        rank: R, the rank of the factors.
+        inputs: input width of the Linear.
+        outputs: output width of the Linear.
+    """
 
     def __init__(self, tasks: int, rank: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.sizes = (inputs, rank, outputs)
-        self.a, self.b = nn.ParameterList(), nn.ParameterList()
+        self.rank = rank
+        self.inputs = inputs
+        self.outputs = outputs
+        self.a = nn.ParameterList()
+        self.b = nn.ParameterList()
         for _ in range(tasks):
             self.add()
 
     def add(self) -> TaskLora:
-        """The factors of one more task, (inputs, R) and (R, outputs)."""
-        inputs, rank, outputs = self.sizes
-        self.a.append(nn.Parameter(torch.randn(inputs, rank) / math.sqrt(inputs)))
-        self.b.append(nn.Parameter(torch.zeros(rank, outputs)))
+        """Append the factors (inputs, R) and (R, outputs) of another task, and return this module."""
+        a = torch.randn(self.inputs, self.rank) / math.sqrt(self.inputs)
+        b = torch.zeros(self.rank, self.outputs)
+        self.a.append(nn.Parameter(a))
+        self.b.append(nn.Parameter(b))
         return self
 
     def forward(self, x: Tensor, tasks: RowTasks) -> Tensor:
-        """Of x (B, ..., inputs). All tasks are stacked, as a graph must not depend on which there are."""
-        a, b = (tasks.rows(torch.stack([*own]).index_select(0, tasks.numbers)) for own in (self.a, self.b))
-        return (x.flatten(1, -2) @ a @ b).unflatten(1, x.shape[1:-1])
+        """Compute x A_i B_i of each row's task i.
+
+        Args:
+            x: (B, ..., inputs)
+            tasks: the tasks of the rows.
+
+        Returns:
+            (B, ..., outputs)
+        """
+        a = _factors_of_rows(self.a, tasks)
+        b = _factors_of_rows(self.b, tasks)
+        product = x.flatten(1, -2) @ a @ b
+        return product.unflatten(1, x.shape[1:-1])
+
+
+def _factors_of_rows(factors: nn.ParameterList, tasks: RowTasks) -> Tensor:
+    # All tasks are stacked, because a compiled graph must not depend on which tasks a batch has.
+    stacked = torch.stack([*factors])
+    return tasks.rows(stacked.index_select(0, tasks.numbers))
 
 
 class FiLM(nn.Module):
-    """Scale and shift of `width` values, from a task embedding of `task_width`."""
+    """Feature-wise linear modulation: scale and shift values by functions of a task embedding.
+
+    Args:
+        task_width: Z, the width of the task embedding.
+        width: number of values.
+    """
 
     def __init__(self, task_width: int, width: int) -> None:
         super().__init__()
@@ -68,27 +111,37 @@ class FiLM(nn.Module):
         self.shift = nn.Parameter(torch.zeros(width, task_width))
 
     def scale_and_shift(self, z_UZ: Tensor) -> tuple[Tensor, Tensor]:
-        """gamma(z) - 1 and beta(z), (U, width) each."""
+        """Compute gamma(z) - 1 and beta(z), both (U, width), from the embeddings (U, Z)."""
         z_UZ = z_UZ.to(self.scale.dtype)
-        return functional.linear(z_UZ, self.scale), functional.linear(z_UZ, self.shift)
+        gain = functional.linear(z_UZ, self.scale)
+        shift = functional.linear(z_UZ, self.shift)
+        return gain, shift
 
     def change(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """film(y, z) - y."""
+        """Compute film(y, z) - y."""
         gain, shift = self._by_row(y_BTD, tasks)
         return torch.addcmul(shift, y_BTD, gain)
 
     def forward(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """film(y, z), in one operation on y."""
+        """Compute film(y, z) in a single operation on y."""
         gain, shift = self._by_row(y_BTD, tasks)
         return torch.addcmul(shift, y_BTD, 1 + gain)
 
-    def _by_row(self, y_BTD: Tensor, tasks: RowTasks) -> list[Tensor]:
-        """gamma(z) - 1 and beta(z) of each row, (B or 1, 1, D)."""
-        return [tasks.rows(values_UD)[:, None].to(y_BTD.dtype) for values_UD in self.scale_and_shift(tasks.z)]
+    def _by_row(self, y_BTD: Tensor, tasks: RowTasks) -> tuple[Tensor, Tensor]:
+        """Return gamma(z) - 1 and beta(z) of each row, both (B or 1, 1, D)."""
+        gain_UD, shift_UD = self.scale_and_shift(tasks.z)
+        gain = tasks.rows(gain_UD)[:, None]
+        shift = tasks.rows(shift_UD)[:, None]
+        return gain.to(y_BTD.dtype), shift.to(y_BTD.dtype)
 
 
 class Alignment(nn.Module):
-    """film(x + x D, z): the matrix R = I + D between embedding and first layer, modulated by the task."""
+    """A matrix R = I + D between two layers, modulated by the task: film(x R, z), with D = 0 at the start.
+
+    Args:
+        width: D, the backbone's width.
+        task_width: Z, the width of the task embedding.
+    """
 
     def __init__(self, width: int, task_width: int) -> None:
         super().__init__()
@@ -96,37 +149,49 @@ class Alignment(nn.Module):
         self.film = FiLM(task_width, width)
 
     def change(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """film(x + x D, z) - x."""
+        """Compute film(x R, z) - x."""
         product = x_BTD @ self.matrix
         return product + self.film.change(x_BTD + product, tasks)
 
 
 class Bottleneck(nn.Module):
-    """film(U act(film(V x, z)), z), with U = 0 at the start."""
+    """A modulated bottleneck adapter: film(U act(film(V x, z)), z), with U = 0 at the start.
+
+    The entries of V have variance 1 / width at the start.
+
+    Args:
+        width: D, the width of x.
+        inner: the inner width.
+        task_width: Z, the width of the task embedding.
+        activation: the name of `act` in transformers' ACT2FN.
+    """
 
     def __init__(self, width: int, inner: int, task_width: int, activation: str) -> None:
         super().__init__()
         self.down = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(inner, width, bias=False)
-        self.inner_film, self.outer_film = FiLM(task_width, inner), FiLM(task_width, width)
-        from transformers.activations import ACT2FN  # imports transformers' models, which takes seconds
+        self.inner_film = FiLM(task_width, inner)
+        self.outer_film = FiLM(task_width, width)
+        # Imported here because it imports transformers' models, which takes seconds.
+        from transformers.activations import ACT2FN
 
         self.activation = ACT2FN[activation]
         nn.init.normal_(self.down.weight, std=1 / math.sqrt(width))
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        inner = self.activation(self.inner_film(self.down(x_BTD), tasks))
+        modulated = self.inner_film(self.down(x_BTD), tasks)
+        inner = self.activation(modulated)
         return self.outer_film(self.up(inner), tasks)
 
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """The positions of the tokens of a pass in their rows, counted from 0 without padding.
+    """The positions of a pass's tokens in their rows, counted from 0 without padding.
 
     Attributes:
-        keys: (B or 1, S) of all keys, or their number where column and position are equal in every row.
-        queries: the number of queries, which are the last keys.
+        keys: (B or 1, S) positions of all keys, or the number of keys S if the position equals the column in every row.
+        queries: number of queries, which are the last keys.
     """
 
     keys: Tensor | int
@@ -134,82 +199,137 @@ class TokenPositions:
 
     @classmethod
     def of_call(cls, call: Call, queries: int, limit: int) -> TokenPositions:
-        """The positions of a pass with this many queries. Raises GraftError if a row has more than `limit` tokens."""
-        mask, positions = call.attention_mask, call.position_ids
+        """Determine the positions of a pass.
+
+        Args:
+            call: the pass.
+            queries: number of queries of the pass.
+            limit: maximum number of tokens of a row.
+
+        Raises:
+            GraftError: A row has more than `limit` tokens.
+        """
         past = call.past()
         keys: Tensor | int = past + queries
-        if mask is not None:
-            padded_right = call.extras.get("padding") == "right"
-            padded_right = padded_right or (may_read(mask) and bool((mask[:, 1:] <= mask[:, :-1]).all()))
-            keys = mask.shape[1] if padded_right else (mask.long().cumsum(-1) - 1).clamp(min=0)
-        elif positions is not None and past == 0 and bool((positions[:, 1:] <= positions[:, :-1]).any()):
-            keys = positions  # packed documents
-        _check_length(keys, mask, limit)
+        if call.attention_mask is not None:
+            keys = _keys_of_mask(call, call.attention_mask)
+        elif call.position_ids is not None and past == 0 and _restarts(call.position_ids):
+            keys = call.position_ids
+        _check_length(keys, call.attention_mask, limit)
         return cls(keys, queries)
 
     def visible(self, call: Call, layer: int) -> slice:
-        """The keys that a layer sees: all but those that the cache of a sliding window has dropped."""
+        """Return the keys that a layer reads: all except those that the cache of a sliding window has dropped."""
         total = self.keys if isinstance(self.keys, int) else self.keys.shape[1]
         if call.cache is None:
             return slice(0, total)
         length, start = call.cache.get_mask_sizes(self.queries, layer)
-        return slice(start, min(start + length, total))  # a static cache has columns for tokens to come
+        # A static cache also has columns for future tokens.
+        return slice(start, min(start + length, total))
+
+
+def _keys_of_mask(call: Call, mask: Tensor) -> Tensor | int:
+    """Return `TokenPositions.keys` of a pass with an attention mask."""
+    padded_right = call.extras.get("padding") == "right"
+    if not padded_right and may_read(mask):
+        never_rises = mask[:, 1:] <= mask[:, :-1]
+        padded_right = bool(never_rises.all())
+    if padded_right:
+        return mask.shape[1]
+    positions = mask.long().cumsum(-1) - 1
+    return positions.clamp(min=0)
+
+
+def _restarts(positions: Tensor) -> bool:
+    """Return whether positions restart inside a row, as they do for packed documents."""
+    restarts = positions[:, 1:] <= positions[:, :-1]
+    return bool(restarts.any())
 
 
 def _check_length(keys: Tensor | int, mask: Tensor | None, limit: int) -> None:
     longest = keys if isinstance(keys, int) else keys.shape[1]
-    if longest > limit:  # padding and packed documents have columns of their own
-        longest = int(keys.max()) + 1 if isinstance(keys, Tensor) else longest
-        longest = longest if mask is None else int(mask.sum(-1).max())
+    if longest > limit:
+        # The columns include padding and other documents of the row, so the longest text may still fit.
+        if mask is not None:
+            longest = int(mask.sum(-1).max())
+        elif isinstance(keys, Tensor):
+            longest = int(keys.max()) + 1
     if longest > limit:
         raise GraftError(
-            f"A row has {longest} tokens, and conditional attention was built for {limit}: cut the text, or train with "
-            "a larger max_length."
+            f"A row has {longest} tokens, but conditional attention was built for at most {limit}: shorten the text, "
+            "or train with a larger max_length."
         )
 
 
 class ConditionalBias(nn.Module):
-    """M(z), which is added to attention scores: blocks along the diagonal.
+    """A bias M(z) of the attention scores, which depends on the task and has blocks along the diagonal.
 
     M(z) = diag(A'_1, ..., A'_N) with A'_n = gamma(z) * A_n + beta(z), elementwise over (W, W), and zero outside the
-    blocks. A_n = 0 at the start. W is `width`, Z `task_width`, and `length` the maximum number of tokens of a row.
+    blocks. A_n = 0 at the start.
+
+    Args:
+        length: maximum number of tokens of a row.
+        width: W, the width of a block.
+        task_width: Z, the width of the task embedding.
     """
 
     def __init__(self, length: int, width: int, task_width: int) -> None:
         super().__init__()
         self.width = width
-        self.blocks = nn.Parameter(torch.zeros(math.ceil(length / width), width, width))
+        count = math.ceil(length / width)
+        self.blocks = nn.Parameter(torch.zeros(count, width, width))
         self.film = FiLM(task_width, width * width)
 
     def matrices(self, tasks: RowTasks, count: int) -> Tensor:
-        """A'_n of the first `count` blocks, (U, N, W, W)."""
-        gain, shift = (values.view(-1, 1, self.width, self.width) for values in self.film.scale_and_shift(tasks.z))
+        """Compute A'_n of the first `count` blocks, (U, N, W, W)."""
+        gain, shift = self.film.scale_and_shift(tasks.z)
+        gain = gain.view(-1, 1, self.width, self.width)
+        shift = shift.view(-1, 1, self.width, self.width)
         blocks = self.blocks[:count]
         return blocks + blocks * gain + shift
 
     def forward(self, tasks: RowTasks, positions: TokenPositions, visible: slice) -> Tensor:
-        """(B or 1, 1, T, S) of the keys that a layer sees."""
+        """Compute the bias of the keys that a layer reads.
+
+        Args:
+            tasks: the tasks of the rows.
+            positions: the positions of the pass's tokens.
+            visible: the keys that the layer reads.
+
+        Returns:
+            (B or 1, 1, T, S)
+        """
         if isinstance(positions.keys, int):
             bias = self._aligned(tasks, positions.keys, positions.queries, visible)
         else:
             bias = self._gathered(tasks, positions.keys, positions.queries, visible)
-        return functional.pad(bias, (0, max(0, visible.stop - visible.start - bias.shape[-1])))[:, None]
+        missing = visible.stop - visible.start - bias.shape[-1]
+        bias = functional.pad(bias, (0, max(0, missing)))
+        return bias[:, None]
 
     def _aligned(self, tasks: RowTasks, total: int, queries: int, visible: slice) -> Tensor:
-        """(B or 1, T, S) where column and position are equal."""
+        """Return the bias (B or 1, T, S) for rows in which the position equals the column."""
         count = min(len(self.blocks), math.ceil(total / self.width))
-        full = torch.diag_embed(self.matrices(tasks, count).permute(0, 2, 3, 1))  # (U, W, W, N, N)
+        blocks = self.matrices(tasks, count).permute(0, 2, 3, 1)
+        diagonal = torch.diag_embed(blocks)  # (U, W, W, N, N)
         size = count * self.width
-        full = full.permute(0, 3, 1, 4, 2).reshape(-1, size, size)
-        if size < total:  # columns of padding alone
-            full = functional.pad(full, (0, total - size, 0, total - size))
-        return tasks.rows(full[:, total - queries : total, visible.start : min(visible.stop, total)])
+        full = diagonal.permute(0, 3, 1, 4, 2).reshape(-1, size, size)
+        if size < total:  # the other columns are padding in every row
+            padding = total - size
+            full = functional.pad(full, (0, padding, 0, padding))
+        rows = slice(total - queries, total)
+        columns = slice(visible.start, min(visible.stop, total))
+        return tasks.rows(full[:, rows, columns])
 
     def _gathered(self, tasks: RowTasks, keys_BS: Tensor, queries: int, visible: slice) -> Tensor:
-        """(B, T, S) where rows begin at different columns."""
-        query, key = keys_BS[:, -queries:, None], keys_BS[:, None, visible]
-        blocks = self.matrices(tasks, len(self.blocks))
+        """Return the bias (B, T, S) for rows that begin at different columns."""
+        query = keys_BS[:, -queries:, None]
+        key = keys_BS[:, None, visible]
+        query_block = query // self.width
+        key_block = key // self.width
         task = 0 if tasks.index is None else tasks.index[:, None, None]
-        query_block, key_block = query // self.width, key // self.width
-        bias = blocks[task, query_block, query % self.width, key % self.width]
+        blocks = self.matrices(tasks, len(self.blocks))
+        row = query % self.width
+        column = key % self.width
+        bias = blocks[task, query_block, row, column]
         return bias.masked_fill(query_block != key_block, 0)

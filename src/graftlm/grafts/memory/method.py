@@ -1,7 +1,7 @@
-"""Memory: a frozen decoder reads with a window, and a trained state remembers all text before.
+"""Memory: a frozen decoder reads the text in a window, and trained states remember the text before it.
 
-Each attention of the backbone sees the sinks and the last W tokens (`window.py`). In the chosen layers, with their
-input x and output y, and as e the row of the output embeddings that is the token's, less the mean of all rows,
+Each attention of the backbone sees the sinks and the last W tokens (`window.py`). In the chosen layers, x is the
+layer's input, y its output, and e the token's row of the output embeddings less the mean of all rows:
 
     x, e divided by their root mean squares
     z_t = sum over j < C of m_j * (e_{t-j} W + x_{t-j} U)    z = [q, k], both z / sqrt(|z|^2 + 0.01); initially U = 0
@@ -9,15 +9,15 @@ input x and output y, and as e the row of the output embeddings that is the toke
     S_t = a_t S_{t-1} + k_t u_t^T,  u_t = b_t (v_t - a_t S_{t-1}^T k_t)           a state S of each head, (K, V)
     y' = y + 30 rms(y) (n * g S_t^T q_t) W_O                                      initially n = 0
 
-Only W, U, W_v, W_O, m, n, w and c are trained; the README has the reasons.
+Only W, U, W_v, W_O, m, n, w and c are trained.
 
-Shape suffixes: B rows, T tokens, D the backbone's width, H heads, K width of a head's keys, V of its values.
+Shape suffixes: B rows, T tokens, D the backbone's width, H heads, C mixed tokens, K width of a head's keys, V of its
+values.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -26,29 +26,33 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graftlm.backbone import Backbone, Call, Site, Sites, Tap, max_sequence_length
+from graftlm.backbone import Backbone, Call, Site, Tap, max_sequence_length
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import GraftError, RecipeError
 from graftlm.grafts.base import Graft, GraftConfig
-from graftlm.grafts.memory.window import WindowShape, hidden_keys, window_layers
+from graftlm.grafts.memory.requirements import check_backbone, is_plain, output_embeddings
+from graftlm.grafts.memory.window import WindowLayer, WindowShape, hidden_keys, window_layers
 from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
 
 SCALE = 30.0
-"""The share of the stream that a gain of 1 adds: trained gains are some hundredths, about the steps that Adam takes."""
+"""Factor of the update, chosen so that trained gains are some hundredths, about the size of Adam's steps."""
 
 
 class MemoryConfig(GraftConfig):
     """Config of a memory.
 
     Args:
-        window: W, how many tokens each token of the backbone sees, itself included.
-        sinks: how many of a document's first tokens every token sees.
-        state: `delta` keeps a state of all text by the gated delta rule; `none` leaves window attention alone.
-        layers: the layers with a state: how many, evenly spaced in the last third or in as many as they are, or a list.
-        heads: heads of each state.
-        head_width: K, the width of keys.
-        mixed: C, from how many last tokens a token's query and key are mixed.
-        reach: R, below which the distance of a sink stays. Default: the backbone's number of positions.
+        window: number of tokens W that each token of the backbone sees, including itself.
+        sinks: number of a document's first tokens that every token sees.
+        state: `delta` keeps a state of the whole text by the gated delta rule; `none` only restricts attention to the
+            window.
+        layers: the layers with a state: a list, or a number of layers, which are evenly spaced in the last third of the
+            backbone, or in as many last layers if these are more.
+        heads: number of heads of each state.
+        head_width: width of keys K.
+        mixed: number of last tokens C from which a token's query and key are mixed.
+        reach: number of positions R within which the distance of a sink stays; by default, all of the backbone's
+            positions.
     """
 
     kind: Literal["memory"] = "memory"
@@ -64,20 +68,30 @@ class MemoryConfig(GraftConfig):
     def check_rows(self, length: int) -> None:
         if self.state != "none" and length <= self.window + self.sinks:
             raise RecipeError(
-                f"Rows of {length:,} tokens are no longer than the window of {self.window:,} and its {self.sinks:,} "
-                "sinks, so there is nothing to remember: raise data.length, or lower the graft's window."
+                f"data.length gives rows of {length:,} tokens, which is not more than the window of {self.window:,} "
+                f"and its {self.sinks:,} sinks, so there is nothing to remember: raise data.length, or lower the "
+                "graft's window."
             )
 
 
 class DeltaState(nn.Module):
-    """The state of one layer; see the module's equations."""
+    """The state of one layer; see the module's equations.
+
+    Args:
+        width: the backbone's width D.
+        config: config of the memory.
+    """
 
     def __init__(self, width: int, config: MemoryConfig) -> None:
         super().__init__()
-        self.heads, self.offsets = config.heads, max(1, min(config.mixed - 1, config.heads))
-        keys, values = config.heads * config.head_width, -(-width // (config.heads // self.offsets)) * config.heads
-        self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # from the token
-        self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # from the layer's input
+        self.heads = config.heads
+        self.offsets = max(1, min(config.mixed - 1, config.heads))
+        heads_per_offset = config.heads // self.offsets
+        value_width = -(-width // heads_per_offset)
+        keys = config.heads * config.head_width
+        values = config.heads * value_width
+        self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # of the token
+        self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # of the layer's input
         self.w_v = nn.Linear(width, values, bias=False)
         self.w_o = nn.Linear(values, width, bias=False)
         self.mix = nn.Parameter(torch.zeros(config.mixed, 2 * keys))
@@ -87,39 +101,73 @@ class DeltaState(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, window: int) -> None:
-        """Head h reads what followed when the token h mod `offsets` before was last read, and writes nothing yet."""
+        """Let head h read what last followed the token h mod `offsets` before, and add nothing to the layer yet."""
         queries, keys = self.w_qk.weight.normal_(0, 1 / math.sqrt(self.w_qk.in_features)).chunk(2)
         keys.copy_(queries)
         self.u_qk.weight.zero_()
-        queries_CHK, keys_CHK = (part.unflatten(-1, (self.heads, -1)) for part in self.mix.chunk(2, dim=1))
+        query_mix, key_mix = self.mix.chunk(2, dim=1)
+        queries_CHK = query_mix.unflatten(-1, (self.heads, -1))
+        keys_CHK = key_mix.unflatten(-1, (self.heads, -1))
         values_HVD = self.w_v.weight.unflatten(0, (self.heads, -1))
         for offset in range(self.offsets):
-            queries_CHK[offset, offset :: self.offsets] = 1
-            keys_CHK[min(offset + 1, len(self.mix) - 1), offset :: self.offsets] = 1
-            basis = torch.empty_like(values_HVD[offset :: self.offsets].flatten(0, 1))
-            values_HVD[offset :: self.offsets] = nn.init.orthogonal_(basis).view_as(values_HVD[offset :: self.offsets])
+            heads = slice(offset, None, self.offsets)
+            key_offset = min(offset + 1, len(self.mix) - 1)
+            queries_CHK[offset, heads] = 1
+            keys_CHK[key_offset, heads] = 1
+            basis = torch.empty_like(values_HVD[heads].flatten(0, 1))
+            values_HVD[heads] = nn.init.orthogonal_(basis).view_as(values_HVD[heads])
         self.w_o.weight.copy_(self.w_v.weight.T)
         self.rates.weight.zero_()
-        times = torch.logspace(0, math.log10(128), self.heads).flip(0) * window  # a head forgets in 1 to 128 windows
-        self.rates.bias.copy_(torch.cat([torch.log(torch.expm1(1 / times)), torch.zeros(2 * self.heads)]))
+        # Heads forget in 1 to 128 windows.
+        times = torch.logspace(0, math.log10(128), self.heads).flip(0) * window
+        decay_bias = torch.log(torch.expm1(1 / times))
+        self.rates.bias.copy_(torch.cat([decay_bias, torch.zeros(2 * self.heads)]))
 
     def forward(
-        self, x_BTD: Tensor, e_BTD: Tensor, real_BT: Tensor | None, document_BT: Tensor | None, layer: StateLayer | None
+        self,
+        x_BTD: Tensor,
+        e_BTD: Tensor,
+        real_BT: Tensor | None,
+        document_BT: Tensor | None,
+        layer: StateLayer | None,
     ) -> Tensor:
-        """What is added to the layer's output (B, T, D), over its root mean square.
+        """Compute the update of the layer's output.
 
-        The cache's layer keeps the state after the last token. Tensors have the dtype of the state, float32 or float64.
+        All tensors have the dtype of the state, float32 or float64.
+
+        Args:
+            x_BTD: the layer's inputs (B, T, D), divided by their root mean squares.
+            e_BTD: the tokens' embeddings (B, T, D), divided by their root mean squares.
+            real_BT: bool (B, T), False for padding; None without padding.
+            document_BT: document numbers (B, T), for which states are separate; None for one document in each row.
+            layer: cache layer of the state after the last token, which is updated; None without a cache.
+
+        Returns:
+            The addend of the layer's output (B, T, D), divided by the output's root mean square.
         """
-        state, before = (layer.keys, layer.values) if layer is not None and layer.is_initialized else (None, None)
-        e_BTD = e_BTD if real_BT is None else e_BTD * real_BT[..., None]
+        state = None
+        before = None
+        if layer is not None and layer.is_initialized:
+            state = layer.keys
+            before = layer.values
+        if real_BT is not None:
+            e_BTD = e_BTD * real_BT[..., None]
         z = _linear(self.w_qk, e_BTD) + _linear(self.u_qk, x_BTD)
-        z = z if real_BT is None else z * real_BT[..., None]
+        if real_BT is not None:
+            z = z * real_BT[..., None]
         z, before = mixed_tokens(z, self.mix.to(z.dtype), document_BT, before)
         q, k = z.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = unit_length(q), unit_length(k)
         v = _linear(self.w_v, e_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         a, b, g = _linear(self.rates, x_BTD).transpose(1, 2).chunk(3, dim=1)  # (B, H, T)
-        read, state = delta_rule(q, k, v, -functional.softplus(a), b.sigmoid(), state, document_BT)
+        read, state = delta_rule(
+            q_BHTK=unit_length(q),
+            k_BHTK=unit_length(k),
+            v_BHTV=v,
+            log_a_BHT=-functional.softplus(a),
+            b_BHT=b.sigmoid(),
+            state_BHKV=state,
+            document_BT=document_BT,
+        )
         read = (g.sigmoid()[..., None] * read).transpose(1, 2).flatten(2)
         if layer is not None:
             layer.update(state, before)
@@ -127,17 +175,24 @@ class DeltaState(nn.Module):
 
 
 def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A Linear in the dtype of its input."""
+    """Apply a Linear in the dtype of its input."""
     bias: Tensor | None = linear.bias
-    return functional.linear(x, linear.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    return functional.linear(x, linear.weight.to(x.dtype), bias)
 
 
 class WindowedMemory(Graft):
-    """Window attention with sinks on every layer of a backbone, and states in some.
+    """Window attention with sinks in every layer of a backbone, and states in some layers.
 
-    Its config is a copy with the layers and the reach that result.
+    The `config` of the graft is a copy with the resolved layers and reach.
 
-    Raises GraftError if the backbone has other positions or windows of its own, or sizes do not fit.
+    Args:
+        config: config of the memory.
+        backbone: a decoder with rotary positions and full attention in every layer.
+
+    Raises:
+        GraftError: the backbone has other positions or windows, or sizes do not fit.
     """
 
     Config: ClassVar[type[GraftConfig]] = MemoryConfig
@@ -154,195 +209,204 @@ class WindowedMemory(Graft):
         reach = config.reach or int(max_sequence_length(backbone.model))
         self.config = config.model_copy(update={"layers": layers, "reach": reach})
         rotation: Any = sites.body.rotary_emb
-        self.shape = WindowShape(config.window, config.sinks, reach, rotation.inv_freq)
+        self.shape = WindowShape(
+            window=config.window,
+            sinks=config.sinks,
+            reach=reach,
+            frequencies=rotation.inv_freq,
+        )
         if config.sinks and self.shape.step < 1:
             raise GraftError(
-                f"A window of {config.window} tokens and {config.sinks} sinks need more than the {reach} positions of "
-                "reach: lower window, or set sinks to 0."
+                f"A window of {config.window} tokens and {config.sinks} sinks does not fit reach, which is {reach} "
+                "positions: lower window, or set sinks to 0."
             )
         self._n_layers = sites.n_layers
-        self.blocks: Any = nn.ModuleList(DeltaState(sites.width, config) for _ in layers)
-        rows = output_embeddings(backbone.model) if layers else None
-        quantised = None if rows is None or is_plain(backbone.model) else rows
-        self.register_buffer("rows", quantised, persistent=False)
-        self.register_buffer("mean", None if rows is None else rows.float().mean(0), persistent=False)
+        self.blocks = nn.ModuleList(DeltaState(sites.width, config) for _ in layers)
+        self._register_embeddings(backbone)
         self.to(backbone.device)
+
+    def _register_embeddings(self, backbone: Backbone) -> None:
+        """Keep the mean of the output embeddings, and a dequantised copy of them if the head is quantised."""
+        mean = None
+        copied_rows = None
+        if len(self.blocks):
+            rows = output_embeddings(backbone.model)
+            mean = rows.float().mean(0)
+            if not is_plain(backbone.model):
+                copied_rows = rows
+        self.register_buffer("rows", copied_rows, persistent=False)
+        self.register_buffer("mean", mean, persistent=False)
 
     def taps(self) -> list[Tap]:
         assert isinstance(self.config.layers, list)
-        windows = [Tap(Site("attention", layer), "before", "bias", self._window) for layer in range(self._n_layers)]
-        reads = enumerate(self.config.layers)
-        return [*windows, *(Tap(Site("layer", i), "after", "add", partial(self._read, n)) for n, i in reads)]
+        taps = [Tap(Site("attention", layer), "before", "bias", self._window) for layer in range(self._n_layers)]
+        for number, layer in enumerate(self.config.layers):
+            taps.append(Tap(Site("layer", layer), "after", "add", partial(self._read, number)))
+        return taps
 
     def prepare(self, call: Call) -> None:
         _check_inputs(call)
         layers = window_layers(call.cache, self._n_layers, self.shape)
         call.scratch[self, "layers"] = layers
-        self._check_length(call, self.shape.step if layers else 0)
-        padding = _cached_padding(call, layers) if layers else None
+        self._check_length(call, longest=self.shape.step if layers else 0)
+        padding = _cached_padding(call, layers[0]) if layers else None
         for layer in layers:
-            layer.padding, layer.unpadded = padding, padding is None
+            layer.padding = padding
+            layer.unpadded = padding is None
         if call.cache is not None and len(self.blocks):
-            indices = slots(call.cache, f"memory {id(self)}", len(self.blocks), self._n_layers, StateLayer)
+            indices = slots(
+                call.cache,
+                owner=f"memory {id(self)}",
+                count=len(self.blocks),
+                backbone_layers=self._n_layers,
+                make=StateLayer,
+            )
             call.scratch[self, "states"] = [call.cache.layers[index] for index in indices]
 
     def _check_length(self, call: Call, longest: int) -> None:
-        """Raise `GraftError` for more than `longest` tokens in a pass where sinks would be out of reach."""
-        if not self.config.sinks or not (call.count is None or call.count.is_known):
+        """Check that a pass leaves all sinks within reach.
+
+        Args:
+            call: the pass.
+            longest: maximum number of new tokens if the text exceeds the reach.
+
+        Raises:
+            GraftError: the pass has more tokens.
+        """
+        count_is_unknown = call.count is not None and not call.count.is_known
+        if not self.config.sinks or count_is_unknown:
             return
         assert call.input_ids is not None
         length = call.input_ids.shape[1]
-        total, reach = call.past() + length, self.shape.reach
+        total = call.past() + length
+        reach = self.shape.reach
         if total > reach and call.document_numbers() is not None:
             positions = call.positions_in_documents()
             total = length if positions is None else int(positions.max()) + 1
         if total > reach and length > longest:
             raise GraftError(
-                f"A text of {total:,} tokens is longer than the {reach:,} positions that the sinks reach: give it to a "
+                f"A text has {total:,} tokens, but the sinks reach only {reach:,} positions: pass the text with a "
                 f"dynamic cache in pieces of at most {self.shape.step:,} tokens, or set sinks to 0."
             )
 
     def _window(self, call: Call, x_BTD: Tensor) -> Tensor | None:
-        """(B or 1, 1, T, S) what is added to the scores; None where every token so far is seen."""
-        layers, past, length = call.scratch[self, "layers"], call.past(), x_BTD.shape[1]
-        if past + length <= self.shape.window or (layers and length == 1):  # all that a window layer holds is seen
+        """(B or 1, 1, T, S): the addend of the scores, which masks hidden keys; None if every key is visible."""
+        layers = call.scratch[self, "layers"]
+        past = call.past()
+        length = x_BTD.shape[1]
+        decodes_in_window = bool(layers) and length == 1
+        if past + length <= self.shape.window or decodes_in_window:
             return None
         if (self, "bias") not in call.scratch:
             positions = call.positions_in_documents()
             if positions is None:
                 positions = torch.arange(past, past + length, device=x_BTD.device)[None]
-            hidden = hidden_keys(layers[0] if layers else None, self.shape, past, positions, _padding(call))
-            bias = torch.zeros_like(hidden, dtype=x_BTD.dtype).masked_fill(hidden, torch.finfo(x_BTD.dtype).min)
+            layer = layers[0] if layers else None
+            hidden = hidden_keys(layer, self.shape, past, positions, _padding(call))
+            bias = torch.zeros_like(hidden, dtype=x_BTD.dtype)
+            bias = bias.masked_fill(hidden, torch.finfo(x_BTD.dtype).min)
             call.scratch[self, "bias"] = bias[:, None]
         return call.scratch[self, "bias"]
 
-    def _read(self, number: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
-        layer = call.scratch[self, "states"][number] if call.cache is not None else None
-        exact = torch.promote_types(inputs.dtype, torch.float32)  # states stay in float32
+    def _read(
+        self,
+        number: int,
+        call: Call,
+        inputs: Tensor,
+        outputs: Tensor,
+    ) -> Tensor:
+        """(B, T, D): the update of a layer's output by its state."""
+        layer = None
+        if call.cache is not None:
+            layer = call.scratch[self, "states"][number]
+        exact = torch.promote_types(inputs.dtype, torch.float32)  # states remain in float32
         with torch.autocast(inputs.device.type, enabled=False):
-            x, size = _normed(inputs.to(exact))[0], _normed(outputs.to(exact))[1]
-            update = self.blocks[number](x, self._tokens(call, exact), call.token_mask, call.document_numbers(), layer)
+            x, _ = _normed(inputs.to(exact))
+            _, size = _normed(outputs.to(exact))
+            tokens = self._tokens(call, exact)
+            update = self.blocks[number](x, tokens, call.token_mask, call.document_numbers(), layer)
             return (size * update).to(outputs.dtype)
 
     def _tokens(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """(B, T, D) the tokens' output embeddings less the mean of all, over their root mean squares."""
+        """(B, T, D): the tokens' output embeddings less the mean of all, divided by their root mean squares."""
         if (self, "tokens") not in call.scratch:
             assert call.input_ids is not None
-            rows = output_embeddings(call.model) if self.rows is None else self.rows
+            rows = self.rows
+            if rows is None:
+                rows = output_embeddings(call.model)
             tokens = functional.embedding(call.input_ids, rows)
-            call.scratch[self, "tokens"] = _normed(tokens.to(dtype) - self.mean.to(dtype))[0]
+            normed, _ = _normed(tokens.to(dtype) - self.mean.to(dtype))
+            call.scratch[self, "tokens"] = normed
         return call.scratch[self, "tokens"]
 
 
-def is_plain(model: Any) -> bool:
-    """Whether a model's head holds its weights as they are, and not quantised by torchao."""
-    return not type(model.get_output_embeddings().weight).__module__.startswith("torchao")
+def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
+    """Return the sorted indices of the layers with a state.
 
+    Args:
+        config: config of the memory.
+        n_layers: number of the backbone's layers.
 
-def output_embeddings(model: Any) -> Tensor:
-    """(V, D) the vectors whose products with the last state are the logits; those of a quantised head are copies.
-
-    Raises GraftError if the model has no head with a vector for each token, or one of an unknown quantised form.
+    Raises:
+        GraftError: the backbone does not have these layers.
     """
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    if isinstance(weight, Tensor) and not is_plain(model):
-        weight = weight.dequantize()
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape[0] < vocabulary:
-        form = f"{weight.dtype} of the shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "no head"
+    if config.state == "none":
+        return []
+    layers = config.layers
+    if isinstance(layers, int):
+        layers = _spaced_layers(layers, n_layers)
+    unique = set(layers)
+    if not layers or len(unique) < len(layers) or not unique <= set(range(n_layers)):
         raise GraftError(
-            f"A memory needs an output head with a vector for each of {vocabulary:,} tokens, but found {form}: load "
-            "the whole model without this quantisation, or set state to none."
+            f"layers is {config.layers}, but the backbone has layers 0 to {n_layers - 1}: set the number of layers "
+            "with a state, or a list of different layers."
         )
-    return weight.detach()
+    return sorted(layers)
+
+
+def _spaced_layers(count: int, n_layers: int) -> list[int]:
+    """Space layers evenly in the last third of the backbone, or in the last `count` layers if these are more."""
+    depth = max(count, n_layers // 3)
+    first = n_layers - depth
+    return [first + (k + 1) * depth // (count + 1) for k in range(count)]
 
 
 def _check_inputs(call: Call) -> None:
-    """Raise `GraftError` for embeddings, and for masks that hide tokens behind a row's first where a cache goes on."""
+    """Check that a pass has token ids, and that no token after a row's first one is hidden if there is a cache."""
     if call.input_ids is None:
-        raise GraftError("A memory remembers tokens: pass input_ids, not embeddings.")
+        raise GraftError("A memory reads token ids, but the pass has only embeddings: pass input_ids.")
     mask = call.attention_mask
     if mask is None or call.cache is None or call.input_ids.shape[1] == 1 or torch.compiler.is_compiling():
         return
     if bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise GraftError(
-            "The attention mask hides tokens behind a row's first token, but a window counts all of a cache: pad on "
-            "the left, and leave no gaps."
+            "The attention mask hides tokens after a row's first token, but a window counts all columns of a cache: "
+            "pad on the left, without gaps."
         )
 
 
 def _normed(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor over the root mean squares of its tokens, and these (B, T, 1)."""
+    """Divide a tensor by the root mean squares of its tokens; returns the result and these (B, T, 1)."""
     size = (x_BTD.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     return x_BTD / size, size
 
 
 def _padding(call: Call) -> Tensor | None:
-    """(B,) the columns before each row's first token; None without a mask."""
+    """(B): the number of columns before each row's first token; None without a mask."""
     mask = call.attention_mask
-    return None if mask is None else (mask.cumsum(-1) == 0).sum(-1)
+    if mask is None:
+        return None
+    return (mask.cumsum(-1) == 0).sum(-1)
 
 
-def _cached_padding(call: Call, layers: list[Any]) -> Tensor | None:
-    """`_padding`, and None if there is none; a decode step does not look, and knows it from the passes before."""
+def _cached_padding(call: Call, layer: WindowLayer) -> Tensor | None:
+    """Return `_padding`, or None if there is no padding.
+
+    A decode step uses the result of the passes before, as reading the tensor would wait for the device.
+    """
     padding = _padding(call)
     if padding is None or torch.compiler.is_compiling():
         return padding
     if call.input_ids is not None and call.input_ids.shape[1] == 1:
-        return None if layers[0].unpadded else padding
+        return None if layer.unpadded else padding
     return padding if bool(padding.any()) else None
-
-
-def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
-    """The numbers of the layers with a state, in order; `GraftError` where the backbone does not have them."""
-    if config.state == "none":
-        return []
-    layers = config.layers
-    if isinstance(layers, int):
-        depth = max(layers, n_layers // 3)
-        layers = [n_layers - depth + (k + 1) * depth // (layers + 1) for k in range(layers)]
-    if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(n_layers)):
-        raise GraftError(
-            f"layers is {config.layers}, but the backbone has layers 0 to {n_layers - 1}: give the number of layers "
-            "with a state, or list some, each once."
-        )
-    return sorted(layers)
-
-
-def check_backbone(sites: Sites) -> None:
-    """Raise `GraftError` unless every layer of a causal model has full attention with rotary positions."""
-    config, problem = sites.config, ""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    rope: Any = getattr(config, "rope_parameters", None) or {}
-    if not sites.family.causal:
-        problem = "is an encoder"
-    elif kinds != {"full_attention"} or window:
-        problem = "has layers with a window or a state of their own"
-    elif not hasattr(getattr(sites.body, "rotary_emb", None), "inv_freq"):
-        problem = "has no rotary positions"
-    elif rope.get("rope_type") in ("dynamic", "longrope"):
-        problem = "has rotary positions that change with the length of the text"
-    elif getattr(config, "kv_lora_rank", None) or not rotates_halves(sites):
-        problem = "rotates its keys in another way than Llama"
-    if problem:
-        raise GraftError(
-            f"A memory needs a decoder with full attention and Llama's rotary positions, but this {sites.model_type} "
-            f"model {problem}: choose another backbone, such as SmolLM2 or Qwen3."
-        )
-
-
-def rotates_halves(sites: Sites) -> bool:
-    """Whether the backbone's own rotation pairs element i of a key with element i + n, as `WindowShape.moved` does."""
-    attention = sites.module(Site("attention", 0))[0]
-    rotate: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if rotate is None:
-        return False
-    rotation: Any = sites.body.rotary_emb
-    shape = WindowShape(1, 0, 3, rotation.inv_freq.cpu().float())
-    key = torch.linspace(-1, 1, 2 * len(shape.frequencies))[None, None, None]
-    angle = 2 * shape.frequencies.repeat(2)[None, None]
-    try:
-        return torch.allclose(rotate(key, key, angle.cos(), angle.sin())[1], shape.moved(key, torch.ones(1)), atol=1e-5)
-    except (TypeError, RuntimeError, ValueError):
-        return False

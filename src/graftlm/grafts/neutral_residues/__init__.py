@@ -1,11 +1,5 @@
-"""Neutral residues (see README.md in this folder)."""
+"""Neutral residues: gated adapters that learn to be silent on text that the backbone already models."""
 
-from graftlm.grafts.neutral_residues.method import (
-    GatedAdapter,
-    NeutralResidues,
-    NeutralResiduesConfig,
-    VanillaAdapter,
-    VanillaAdapterConfig,
-    spectrum,
-    width_for,
-)
+from graftlm.grafts.neutral_residues.adapter import GatedAdapter
+from graftlm.grafts.neutral_residues.config import NeutralResiduesConfig, VanillaAdapterConfig
+from graftlm.grafts.neutral_residues.method import NeutralResidues, VanillaAdapter, spectrum, width_for

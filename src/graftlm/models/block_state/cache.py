@@ -1,25 +1,32 @@
-"""The cache of a block-state model: the last window of keys and values, and states. Its size is constant.
+"""The cache of a block-state model: the keys and values of the last window, and states. Its size is constant.
 
-Unstructured kernels are the exception: they have no state, so the cache keeps all of their inputs.
+Unstructured kernels are an exception: they have no state, so the cache keeps all of their inputs.
+
+Shape suffixes: B rows, G slots of the grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from graftlm.errors import GraftError
+from graftlm.models.block_state.grid import WindowGrid, slice_rows, write_rows
 from graftlm.models.state_layer import RecurrentCacheLayer
 
 
 class LayerCache(RecurrentCacheLayer):
-    """Named tensors of one layer, batch first, and the number of columns read so far.
+    """The cache of one layer.
 
-    With `detach`, stored tensors have no gradients.
+    Attributes:
+        tensors: named tensors (B, ...).
+        num_columns: number of columns read so far, including padding.
+        detach: whether tensors are detached from the graph when they are stored.
     """
 
     def __init__(self) -> None:
@@ -29,17 +36,33 @@ class LayerCache(RecurrentCacheLayer):
         self.detach = False
 
     def store(self, name: str, value: Tensor) -> None:
-        """Store a tensor (B, ...), without the larger storage that it may be a view of."""
-        value = value.detach() if self.detach else value
-        if not torch.compiler.is_compiling() and value.untyped_storage().nbytes() > value.nbytes:
+        """Store a tensor; a view of a larger storage is copied, so that the storage can be freed.
+
+        Args:
+            name: name of the tensor.
+            value: tensor (B, ...).
+        """
+        if self.detach:
+            value = value.detach()
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and value.untyped_storage().nbytes() > value.nbytes:
             value = value.clone()
         self.tensors[name] = value
         if not self.is_initialized:
             self.lazy_initialization(value)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object):
-        """Raise `GraftError`: this layer stores named tensors."""
-        raise GraftError("A block-state model keeps states, not keys and values for others: give each model a cache.")
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> NoReturn:
+        """Raise `GraftError`, since this layer stores named tensors."""
+        raise GraftError(
+            "This cache belongs to a block-state model and cannot store another model's keys and values: pass each "
+            "model its own cache."
+        )
 
     def get_seq_length(self) -> int:
         return self.num_columns
@@ -48,44 +71,98 @@ class LayerCache(RecurrentCacheLayer):
         return self.num_columns + query_length, 0
 
     def reset(self) -> None:
-        self.tensors, self.num_columns, self.is_initialized = {}, 0, False
+        self.tensors = {}
+        self.num_columns = 0
+        self.is_initialized = False
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self.tensors = {name: function(value) for name, value in self.tensors.items()}
 
 
-def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
-    """The first `count` layers of a cache, with `detach` set; those of an empty cache are replaced by our own.
+@dataclass(frozen=True)
+class SlidingBuffer:
+    """The last entries of a tensor with one entry for each token, which are kept in the cache.
 
-    Raises GraftError if the cache belongs to another model.
+    Args:
+        name: name of the entries in the cache.
+        span: number of entries.
     """
-    layers = [layer for layer in cache.layers[:count] if isinstance(layer, LayerCache)]
+
+    name: str
+    span: int
+
+    def extend(self, new_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        """Add the entries of a pass.
+
+        Args:
+            new_BG: new entries on the grid (B, G, ...).
+            grid: grid of the pass.
+            cache: the layer's cache, which is updated; None without a cache.
+
+        Returns:
+            The `span` entries before the grid (B, span, ...) and those on it (B, G, ...), both with cached entries.
+        """
+        past = new_BG.new_zeros(new_BG.shape[0], self.span, *new_BG.shape[2:])
+        if cache is None:
+            return past, new_BG
+        entries = torch.cat([past, new_BG], dim=1)
+        if self.name in cache.tensors:
+            cached = cache.tensors[self.name].to(new_BG.dtype)
+            entries = write_rows(entries, grid.offsets, cached)
+        cache.store(self.name, slice_rows(entries, grid.ends, self.span))
+        return entries[:, : self.span], entries[:, self.span :]
+
+    def append(self, new_B1: Tensor, cache: LayerCache) -> Tensor:
+        """Add the entries (B, 1, ...) of a decode step, and return the last entries (B, span, ...)."""
+        cached = cache.tensors[self.name]
+        entries = torch.cat([cached[:, 1:], new_B1], dim=1)
+        cache.store(self.name, entries)
+        return entries
+
+
+def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
+    """Return the first layers of a cache; the layers of an empty cache are replaced by layers of this module.
+
+    Args:
+        cache: cache of one generation.
+        count: number of layers.
+        detach: whether the layers detach the tensors that they store.
+
+    Raises:
+        GraftError: the cache belongs to another model.
+    """
+    first = cache.layers[:count]
+    layers = [layer for layer in first if isinstance(layer, LayerCache)]
     if len(layers) < count:
-        if any(getattr(layer, "is_initialized", False) for layer in cache.layers[:count]):
+        if any(getattr(layer, "is_initialized", False) for layer in first):
             raise GraftError(
                 "This cache holds keys and values of another model: pass past_key_values as this model returned them, "
                 "or a new DynamicCache()."
             )
-        cache.layers[:count] = layers = [LayerCache() for _ in range(count)]
+        layers = [LayerCache() for _ in range(count)]
+        cache.layers[:count] = layers
     for layer in layers:
         layer.detach = detach
     return layers
 
 
 def cache_tensors(cache: Cache) -> dict[str, Tensor]:
-    """All contents of a cache as named tensors, for a checkpoint in the middle of a text."""
+    """Return the contents of a cache as named tensors, for a checkpoint in the middle of a text."""
     tensors: dict[str, Tensor] = {}
     for number, layer in enumerate(cache.layers):
-        if isinstance(layer, LayerCache):
-            tensors |= {f"{number}.{name}": value for name, value in layer.tensors.items()}
-            tensors[f"{number}.columns"] = torch.tensor(layer.num_columns)
+        if not isinstance(layer, LayerCache):
+            continue
+        for name, value in layer.tensors.items():
+            tensors[f"{number}.{name}"] = value
+        tensors[f"{number}.columns"] = torch.tensor(layer.num_columns)
     return tensors
 
 
-def cache_from_tensors(tensors: dict[str, Tensor]) -> Cache:
-    """The cache that `cache_tensors` converted to tensors."""
+def cache_from_tensors(tensors: Mapping[str, Tensor]) -> Cache:
+    """Restore the cache that `cache_tensors` converted to named tensors."""
     cache = DynamicCache()
-    cache.layers[:] = [LayerCache() for _ in {key.partition(".")[0] for key in tensors}]
+    numbers = {key.partition(".")[0] for key in tensors}
+    cache.layers[:] = [LayerCache() for _ in numbers]
     for key, value in tensors.items():
         number, _, name = key.partition(".")
         layer = cast("LayerCache", cache.layers[int(number)])

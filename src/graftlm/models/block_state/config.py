@@ -16,10 +16,23 @@ _CHOICES = {
     "kernel": ("s4d", "unstructured", "delta"),
 }
 _LAYERS = ("state_space_layers", "mixer_layers")
+_FLAGS = ("bidirectional", "positional_ssm", "reset_states")
 _SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "window"),
-    *("state_size", "state_width", "filters", "recurrent_states", "memory_windows", "kernel_length", "kernel_limit"),
-    *("relative_buckets", "relative_distance"),
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "window",
+    "state_size",
+    "state_width",
+    "filters",
+    "recurrent_states",
+    "memory_windows",
+    "kernel_length",
+    "kernel_limit",
+    "relative_buckets",
+    "relative_distance",
 )
 
 
@@ -27,34 +40,37 @@ class BlockStateConfig(PreTrainedConfig):
     """Config of all block-state models; keys that are not described have their usual meaning in transformers.
 
     Args:
-        window: W; a token attends to the last W tokens, including itself.
+        window: window length W; a token attends to the last W tokens, including itself.
         mixer: the addition to window attention. `block-state`: cross-attention to the states of a state-space model.
             `recurrent`: cross-attention to state vectors that are updated window by window (Block-Recurrent
-            Transformer, fixed gate, skip). `slide`: nothing. `memory`: Transformer-XL, whose layers all read keys and
-            values of earlier windows without gradients. `state-space`: a gated state-space layer in place of the window
-            attention (GSS; a hybrid where `mixer_layers` are some of the layers).
+            Transformer, fixed gate, skip). `slide`: no addition. `memory`: Transformer-XL, whose layers all read keys
+            and values of earlier windows without gradients. `state-space`: a gated state-space layer instead of window
+            attention (GSS; a hybrid if `mixer_layers` are some of the layers).
         mixer_layers: indices of the layers with context states (`block-state`, `recurrent`), or without attention
             (`state-space`).
         state_space_layers: indices of further layers without attention, like those of `state-space`, for any mixer.
         context: the states that `block-state` attends to. `sh`: one state-space output for each token of the window.
             `mh`: one for each token and head. `mf`: the outputs of `filters` models at the end of the window before.
-        kernel: `s4d`: structured. `unstructured`: computed from the time by a small network, with decay, as in Hyena.
-            `delta`, for `sh`: the gated delta rule, whose states depend on the text; positions keep `s4d`.
-        state_size: N, real numbers in the state of each channel; of `delta`, the width of its keys.
-        state_width: channels of the state-space model; by default hidden_size / 4, or / 8 for `mf`.
-        filters: S, the number of state-space models of `mf`.
-        reset_states: a control: the states of `delta` begin anew with every window of W tokens and pass nothing on.
-        positional_ssm: whether `block-state` models have a state-space model behind the embeddings, which encodes
+        kernel: the state-space model. `s4d`: structured. `unstructured`: computed from the time by a small network,
+            with decay, as in Hyena. `delta`, for `sh` only: the gated delta rule, whose states depend on the text; the
+            positional state-space model remains `s4d`.
+        state_size: real numbers N in the state of each channel; for `delta`, the width of its keys.
+        state_width: channels of the state-space model; by default hidden_size / 4, or hidden_size / 8 for `mf`.
+        filters: number of state-space models S of `mf`.
+        reset_states: whether the states of `delta` are reset at the beginning of every window of W tokens, so that they
+            carry no information over; used as a control.
+        positional_ssm: whether `block-state` models have a state-space model after the embeddings, which encodes
             positions; it reads the whole text before a token.
         recurrent_states: number of state vectors of a recurrent layer; W by default.
         memory_windows: number of windows that `memory` reads.
-        kernel_length: length of training, for which unstructured kernels are scaled.
-        kernel_limit: maximum length of a text with unstructured kernels.
+        kernel_length: number of tokens of a training text, to which unstructured kernels are scaled.
+        kernel_limit: maximum number of tokens of a text with unstructured kernels.
         relative_buckets: buckets of the relative position bias (T5).
         relative_distance: distance from which all tokens share the last bucket.
         bidirectional: whether tokens attend to later ones, for classifiers.
 
-    Raises RecipeError if a value is out of range or conflicts with another.
+    Raises:
+        RecipeError: a value is out of range or conflicts with another.
     """
 
     model_type = "block-state"
@@ -95,10 +111,12 @@ class BlockStateConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in _LAYERS:
-            if isinstance(layers := getattr(self, name), tuple | range):
+            layers = getattr(self, name)
+            if isinstance(layers, tuple | range):
                 setattr(self, name, list(layers))
         if self.state_width is None and isinstance(self.hidden_size, int):
-            self.state_width = max(1, self.hidden_size // (8 if self.context == "mf" else 4))
+            divisor = 8 if self.context == "mf" else 4
+            self.state_width = max(1, self.hidden_size // divisor)
         if self.recurrent_states is None:
             self.recurrent_states = self.window
         for problem in self._problems():
@@ -108,61 +126,91 @@ class BlockStateConfig(PreTrainedConfig):
     @property
     def span(self) -> int:
         """The number of tokens that attention reads, including the query's own."""
-        return self.window * (self.memory_windows if self.mixer == "memory" else 1)
+        if self.mixer == "memory":
+            return self.window * self.memory_windows
+        return self.window
 
     def has_context(self, layer: int) -> bool:
-        """Whether a layer has context states."""
+        """Return whether a layer has context states."""
         return self.mixer in ("block-state", "recurrent") and layer in self.mixer_layers
 
     def is_state_space(self, layer: int) -> bool:
-        """Whether a layer has a state-space model in place of attention."""
-        return layer in self.state_space_layers or (self.mixer == "state-space" and layer in self.mixer_layers)
+        """Return whether a layer has a state-space model instead of attention."""
+        if self.mixer == "state-space" and layer in self.mixer_layers:
+            return True
+        return layer in self.state_space_layers
 
     def _problems(self) -> Iterator[str]:
+        yield from self._invalid_values()
+        yield from self._invalid_layers()
+        yield from self._invalid_sizes()
+        yield from self._conflicts()
+
+    def _invalid_values(self) -> Iterator[str]:
         for name in _SIZES:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                yield f"{name} is {value!r}; a whole number from 1 is expected."
-        for name in ("bidirectional", "positional_ssm", "reset_states"):
-            if type(getattr(self, name)) is not bool:
-                yield f"{name} is {getattr(self, name)!r}; true or false is expected."
+                yield f"{name} is {value!r}, but a positive integer is expected."
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if type(value) is not bool:
+                yield f"{name} is {value!r}, but true or false is expected."
         if not 0 <= self.dropout < 1:
-            yield f"dropout is {self.dropout}; a share from 0 to below 1 is expected."
+            yield f"dropout is {self.dropout}, but a number from 0 to below 1 is expected."
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                yield f"{name} is {getattr(self, name)!r}; one of {', '.join(choices)} is expected."
+            value = getattr(self, name)
+            if value not in choices:
+                yield f"{name} is {value!r}, but one of {', '.join(choices)} is expected."
         if self.hidden_act not in ACT2FN:
-            yield f"there is no activation {self.hidden_act!r}{did_you_mean(str(self.hidden_act), ACT2FN)}."
+            suggestion = did_you_mean(str(self.hidden_act), ACT2FN)
+            yield f"hidden_act is {self.hidden_act!r}, which is not an activation of transformers{suggestion}."
+
+    def _invalid_layers(self) -> Iterator[str]:
         for name in _LAYERS:
-            if not isinstance(getattr(self, name), list):
-                yield f"{name} is {getattr(self, name)!r}; a list of layers is expected, as in [0, 3]."
-        for name, layer in ((key, layer) for key in _LAYERS for layer in getattr(self, key)):
-            if type(layer) is not int:
-                yield f"{name} has {layer!r}; whole numbers are expected, as [0, 3]."
-            used, count = (self.has_context(layer), self.is_state_space(layer)), self.num_hidden_layers
-            if any(used) and not 0 <= layer < count:
-                yield f"{name} names layer {layer}; the {count} layers are counted from 0 to {count - 1}."
-            if all(used):
-                yield f"layer {layer} is in mixer_layers and in state_space_layers: take it out of one of them."
+            layers = getattr(self, name)
+            if not isinstance(layers, list):
+                yield f"{name} is {layers!r}, but a list of layers is expected, such as [0, 3]."
+        for name in _LAYERS:
+            for layer in getattr(self, name):
+                yield from self._layer_problems(name, layer)
+
+    def _layer_problems(self, name: str, layer: int) -> Iterator[str]:
+        if type(layer) is not int:
+            yield f"{name} contains {layer!r}, but integers are expected, such as [0, 3]."
+        has_context = self.has_context(layer)
+        is_state_space = self.is_state_space(layer)
+        count = self.num_hidden_layers
+        if (has_context or is_state_space) and not 0 <= layer < count:
+            yield f"{name} contains layer {layer}, but the model has layers 0 to {count - 1}."
+        if has_context and is_state_space:
+            yield f"layer {layer} is in mixer_layers and in state_space_layers: remove it from one of them."
+
+    def _invalid_sizes(self) -> Iterator[str]:
         if self.hidden_size % self.num_attention_heads:
             yield (
-                f"{self.num_attention_heads} heads don't divide a width of {self.hidden_size}: change "
-                "num_attention_heads or hidden_size."
+                f"hidden_size is {self.hidden_size}, which is not a multiple of num_attention_heads, "
+                f"{self.num_attention_heads}: change one of them."
             )
         if self.state_size % 2:
-            yield f"state_size is {self.state_size}; an even number is expected, since states come in conjugate pairs."
+            yield f"state_size is {self.state_size}, but states are conjugate pairs: set an even number."
         if self.relative_buckets < 4 or self.relative_distance <= self.relative_buckets // 2:
             yield (
-                f"{self.relative_buckets} relative_buckets up to a relative_distance of {self.relative_distance} leave "
-                "none for long distances: take at least 4, and a distance above half of them."
+                f"relative_buckets is {self.relative_buckets} and relative_distance is {self.relative_distance}, which "
+                "leaves no bucket for long distances: set at least 4 buckets, and a distance above half of them."
             )
+        if self.kernel_limit < self.kernel_length:
+            yield f"kernel_limit is {self.kernel_limit}, below kernel_length, {self.kernel_length}: raise it."
+
+    def _conflicts(self) -> Iterator[str]:
         if self.kernel == "delta" and self.mixer == "block-state" and self.context != "sh":
             yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
-        states = self.state_space_layers or (self.mixer in ("block-state", "state-space") and self.mixer_layers)
+        mixes_states = self.mixer in ("block-state", "state-space") and bool(self.mixer_layers)
+        has_states = mixes_states or bool(self.state_space_layers)
         reads_all = self.mixer == "block-state" and self.positional_ssm
-        if self.reset_states and (self.kernel != "delta" or not states or reads_all):
-            yield "reset_states needs layers with kernel: delta and positional_ssm: false, since that reads all text."
-        if self.kernel_limit < self.kernel_length:
-            yield f"kernel_limit {self.kernel_limit} is below kernel_length {self.kernel_length}: raise it."
+        if self.reset_states and (self.kernel != "delta" or not has_states or reads_all):
+            yield (
+                "reset_states needs layers with kernel: delta, and positional_ssm: false, since the positional "
+                "state-space model reads the whole text."
+            )
         if self.bidirectional and self.mixer in ("recurrent", "memory"):
-            yield f"mixer: {self.mixer} reads from left to right, and can't be bidirectional: take another."
+            yield f"mixer: {self.mixer} reads from left to right and cannot be bidirectional: choose another mixer."

@@ -1,9 +1,9 @@
-"""Causal convolutions of long sequences, and recurrences of diagonal systems, in all forms that give the same sum.
+"""Causal convolutions of long sequences and recurrences of diagonal systems, in several equivalent forms.
 
     y_t = sum over j = 0..t of K_j u_{t-j}                x_t = a x_{t-1} + u_t
 
 Shape suffixes: B rows, T tokens, E channels, C outputs of each channel, P conjugate pairs of a state, n chunks of a
-row, c tokens of a chunk, N = B n chunks of all rows, M systems side by side.
+row, c tokens of a chunk, N = B n chunks of all rows, M parallel systems, f frequencies.
 """
 
 from __future__ import annotations
@@ -15,71 +15,142 @@ from torch import Tensor, nn
 
 
 def fft_convolution(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
-    """(B, T, E, C): the convolution by Fourier transforms, O(T log T)."""
+    """Compute the convolution by Fourier transforms, in O(T log T).
+
+    Args:
+        u_BTE: inputs (B, T, E).
+        kernel_CET: kernels (C, E, T or longer).
+
+    Returns:
+        Outputs (B, T, E, C).
+    """
     length = u_BTE.shape[1]
+    # Twice the length, so that the circular convolution does not wrap around.
     size = 2 * length
-    u_f = torch.fft.rfft(u_BTE.transpose(1, 2), n=size)  # (B, E, f)
-    k_f = torch.fft.rfft(kernel_CET[..., :length], n=size)  # (C, E, f)
-    y = torch.fft.irfft(u_f[:, None] * k_f, n=size)[..., :length]  # (B, C, E, T)
-    return y.permute(0, 3, 2, 1)
+    u_BEf = torch.fft.rfft(u_BTE.transpose(1, 2), n=size)
+    kernel_CEf = torch.fft.rfft(kernel_CET[..., :length], n=size)
+    y_BCEf = u_BEf[:, None] * kernel_CEf
+    y_BCET = torch.fft.irfft(y_BCEf, n=size)[..., :length]
+    return y_BCET.permute(0, 3, 2, 1)
 
 
 def last_output(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
-    """(B, E, C): the convolution's output at the last token, as a sum over all inputs."""
+    """Compute the convolution's output (B, E, C) at the last token only, as a sum over all inputs.
+
+    Args:
+        u_BTE: inputs (B, T, E).
+        kernel_CET: kernels (C, E, T).
+    """
     return torch.einsum("bte,cet->bec", u_BTE, kernel_CET.flip(-1))
 
 
 def window_end_outputs(u_BTE: Tensor, kernel_CET: Tensor, window: int) -> Tensor:
-    """(B, T / window, E, C): the convolution's outputs at the last token of each window.
+    """Compute the convolution's outputs at the last token of each window only.
 
-    Each of the phases r of a window is a convolution over windows:
+    For each phase r within a window, the sum is a convolution over windows:
 
         y_{iW + W-1} = sum over r of sum over m of K_{mW + r} u_{(i-m)W + W-1-r}
 
     This takes one Fourier transform of T / W steps for each phase, and one inverse transform for all phases together.
+
+    Args:
+        u_BTE: inputs (B, T, E), with T a multiple of `window`.
+        kernel_CET: kernels (C, E, T or longer).
+        window: number of tokens W in a window.
+
+    Returns:
+        Outputs (B, T / W, E, C).
     """
     rows, length, width = u_BTE.shape
+    outputs = kernel_CET.shape[0]
     count = length // window
     size = 2 * count
-    u = u_BTE.reshape(rows, count, window, width).flip(2).permute(0, 3, 2, 1)  # (B, E, r, m)
-    k = kernel_CET[..., :length].reshape(*kernel_CET.shape[:2], count, window).transpose(2, 3)  # (C, E, r, m)
-    u_f, k_f = torch.fft.rfft(u, n=size), torch.fft.rfft(k, n=size)
-    y_f = torch.einsum("berf,cerf->bcef", u_f, k_f)
-    return torch.fft.irfft(y_f, n=size)[..., :count].permute(0, 3, 2, 1)
+    u_BmrE = u_BTE.reshape(rows, count, window, width).flip(2)
+    u_BErm = u_BmrE.permute(0, 3, 2, 1)
+    u_BErf = torch.fft.rfft(u_BErm, n=size)
+    kernel_CEmr = kernel_CET[..., :length].reshape(outputs, width, count, window)
+    kernel_CErm = kernel_CEmr.transpose(2, 3)
+    kernel_CErf = torch.fft.rfft(kernel_CErm, n=size)
+    y_BCEf = torch.einsum("berf,cerf->bcef", u_BErf, kernel_CErf)
+    y_BCEm = torch.fft.irfft(y_BCEf, n=size)[..., :count]
+    return y_BCEm.permute(0, 3, 2, 1)
 
 
 def powers(log_a: Tensor, count: int) -> Tensor:
-    """(..., count): 1, a, a^2, ... of complex numbers a, given by their logarithms.
+    """Compute the powers 1, a, a^2, ... of complex numbers a.
 
-    They are computed as a^(m i) a^j with j < m, where m is about the root of `count`: a complex exponential
-    costs many times as much as a product.
+    They are computed as a^(m i) a^j with j < m, where m is about the square root of `count`, since a complex
+    exponential costs many times as much as a product.
+
+    Args:
+        log_a: complex logarithms (...) of a.
+        count: number of powers.
+
+    Returns:
+        Powers (..., count).
     """
     fine = math.isqrt(max(1, count) - 1) + 1
     coarse = -(-count // fine)
-    jumps = torch.exp(log_a[..., None] * (fine * torch.arange(coarse, device=log_a.device)))
-    steps = torch.exp(log_a[..., None] * torch.arange(fine, device=log_a.device))
-    return (jumps[..., None] * steps[..., None, :]).flatten(-2)[..., :count]
+    coarse_exponents = fine * torch.arange(coarse, device=log_a.device)
+    fine_exponents = torch.arange(fine, device=log_a.device)
+    coarse_powers = torch.exp(log_a[..., None] * coarse_exponents)
+    fine_powers = torch.exp(log_a[..., None] * fine_exponents)
+    products = coarse_powers[..., None] * fine_powers[..., None, :]
+    all_powers = products.flatten(-2)
+    return all_powers[..., :count]
 
 
 def chunks_channels_first(u_BTE: Tensor, chunk: int) -> Tensor:
-    """(E, N, c): the chunks of all rows; T is a multiple of `chunk`."""
-    return u_BTE.reshape(-1, chunk, u_BTE.shape[-1]).permute(2, 0, 1).contiguous()
+    """Split rows (B, T, E) into the chunks (E, N, c) of all rows.
+
+    Args:
+        u_BTE: inputs (B, T, E), with T a multiple of `chunk`.
+        chunk: number of tokens c in a chunk.
+    """
+    channels = u_BTE.shape[-1]
+    chunks_NcE = u_BTE.reshape(-1, chunk, channels)
+    return chunks_NcE.permute(2, 0, 1).contiguous()
 
 
 def states_within_chunks(u_ENc: Tensor, powers_MEPc: Tensor) -> Tensor:
-    """(N, M, E, P) complex: the state after each chunk from zero before it, sum over j of a^(c-1-j) u_j."""
-    weights = torch.view_as_real(powers_MEPc.flip(-1)).permute(1, 3, 0, 2, 4)  # (E, c, M, P, 2)
-    states = torch.bmm(u_ENc, weights.flatten(2)).unflatten(-1, weights.shape[2:])
-    return torch.view_as_complex(states).permute(1, 2, 0, 3)
+    """Compute the state after each chunk from a zero state before it, sum over j of a^(c-1-j) u_j.
+
+    Args:
+        u_ENc: inputs (E, N, c) of all chunks.
+        powers_MEPc: complex powers (M, E, P, c) of a, from 0 to c - 1.
+
+    Returns:
+        Complex states (N, M, E, P).
+    """
+    weights_MEPc2 = torch.view_as_real(powers_MEPc.flip(-1))
+    weights_EcMP2 = weights_MEPc2.permute(1, 3, 0, 2, 4)
+    states = torch.bmm(u_ENc, weights_EcMP2.flatten(2))
+    states_ENMP2 = states.unflatten(-1, weights_EcMP2.shape[2:])
+    states_ENMP = torch.view_as_complex(states_ENMP2)
+    return states_ENMP.permute(1, 2, 0, 3)
 
 
-def scan_chunks(states_BnMEP: Tensor, log_a_MEP: Tensor, length: int, initial_BMEP: Tensor | None) -> Tensor:
-    """(B, n + 1, M, E, P): the initial state, and the state after each chunk of `length` tokens.
+def scan_chunks(
+    states_BnMEP: Tensor,
+    log_a_MEP: Tensor,
+    length: int,
+    initial_BMEP: Tensor | None,
+) -> Tensor:
+    """Connect the states of consecutive chunks.
 
-    `states` are those of `states_within_chunks`; the initial state is zero if it is None.
+    Args:
+        states_BnMEP: complex states (B, n, M, E, P) after each chunk from zero, as in `states_within_chunks`.
+        log_a_MEP: complex logarithms (M, E, P) of a.
+        length: number of tokens in a chunk.
+        initial_BMEP: complex state (B, M, E, P) before the first chunk; None for zero.
+
+    Returns:
+        Complex states (B, n + 1, M, E, P): the initial state, then the state after each chunk.
     """
     factor = torch.exp(log_a_MEP * length)
-    state = torch.zeros_like(states_BnMEP[:, 0]) if initial_BMEP is None else initial_BMEP
+    state = initial_BMEP
+    if state is None:
+        state = torch.zeros_like(states_BnMEP[:, 0])
     states = [state]
     for within_chunk in states_BnMEP.unbind(1):
         state = factor * state + within_chunk
@@ -88,15 +159,38 @@ def scan_chunks(states_BnMEP: Tensor, log_a_MEP: Tensor, length: int, initial_BM
 
 
 def states_after_chunks(u_BTE: Tensor, log_a_MEP: Tensor, chunk: int) -> Tensor:
-    """(B, n + 1, M, E, P) complex: zero, and the state after each of the n chunks of `chunk` tokens."""
-    states = states_within_chunks(chunks_channels_first(u_BTE, chunk), powers(log_a_MEP, chunk))
-    return scan_chunks(states.unflatten(0, (len(u_BTE), -1)), log_a_MEP, chunk, None)
+    """Compute the states of M systems at the boundaries of chunks, from a zero state before the first chunk.
+
+    Args:
+        u_BTE: inputs (B, T, E), with T a multiple of `chunk`.
+        log_a_MEP: complex logarithms (M, E, P) of a.
+        chunk: number of tokens c in a chunk.
+
+    Returns:
+        Complex states (B, n + 1, M, E, P): zero, then the state after each chunk.
+    """
+    rows = len(u_BTE)
+    u_ENc = chunks_channels_first(u_BTE, chunk)
+    powers_MEPc = powers(log_a_MEP, chunk)
+    states_NMEP = states_within_chunks(u_ENc, powers_MEPc)
+    states_BnMEP = states_NMEP.unflatten(0, (rows, -1))
+    return scan_chunks(
+        states_BnMEP,
+        log_a_MEP=log_a_MEP,
+        length=chunk,
+        initial_BMEP=None,
+    )
 
 
 def chunked_convolution(
-    u_BTE: Tensor, c_CEP: Tensor, d_CE: Tensor, log_a_EP: Tensor, initial_BEP: Tensor | None, chunk: int
+    u_BTE: Tensor,
+    c_CEP: Tensor,
+    d_CE: Tensor,
+    log_a_EP: Tensor,
+    initial_BEP: Tensor | None,
+    chunk: int,
 ) -> Tensor:
-    """(B, T, E, C): outputs of a system at every token, chunk by chunk, in O(T); later tokens have no influence.
+    """Compute the outputs of one diagonal system at every token, chunk by chunk, in O(T).
 
     Within a chunk, the sum is a product with each channel's Toeplitz matrix M. Chunks are connected by a state x:
 
@@ -104,27 +198,60 @@ def chunked_convolution(
 
     Channels are the batch dimension of all products, so no result is transposed between them.
 
-    `c`, `log_a` and the initial state, which is zero if None, are complex; `d` are weights from inputs to outputs.
+    Args:
+        u_BTE: inputs (B, T, E).
+        c_CEP: complex output weights (C, E, P) of the states.
+        d_CE: output weights (C, E) of the input at the same token.
+        log_a_EP: complex logarithms (E, P) of a.
+        initial_BEP: complex state (B, E, P) before the first token; None for zero.
+        chunk: number of tokens c in a chunk.
+
+    Returns:
+        Outputs (B, T, E, C).
     """
     rows, length, _ = u_BTE.shape
-    steps = powers(log_a_EP, chunk + 1)
-    padded = nn.functional.pad(u_BTE, (0, 0, 0, -length % chunk))
+    outputs = c_CEP.shape[0]
+    powers_EPc = powers(log_a_EP, chunk + 1)
+    padding = -length % chunk
+    padded = nn.functional.pad(u_BTE, (0, 0, 0, padding))
     u_ENc = chunks_channels_first(padded, chunk)
-    within_chunks = states_within_chunks(u_ENc, steps[None, ..., :-1])[:, 0].unflatten(0, (rows, -1))
-    states = scan_chunks(within_chunks, log_a_EP, chunk, initial_BEP)[:, :-1]
-    states_EN = torch.view_as_real(states.permute(2, 0, 1, 3).contiguous()).flatten(1, 2).flatten(-2)  # (E, N, 2 P)
-    weights = 2 * c_CEP[..., None] * steps[..., 1:]  # (C, E, P, c), of a state x in the output 2 Re(c a^t x)
-    weights = torch.stack([weights.real, -weights.imag], dim=-1).permute(1, 2, 4, 3, 0)
-    weights = weights.flatten(1, 2).flatten(-2)  # (E, 2 P, c C)
-    y = torch.bmm(u_ENc, _toeplitz(c_CEP, d_CE, steps[..., :-1])).baddbmm_(states_EN, weights)
-    y = y.flatten(1).T.contiguous()  # (N c C, E)
-    return y.unflatten(0, (rows, -1, c_CEP.shape[0])).transpose(-1, -2)[:, :length]
+    within_chunks = states_within_chunks(u_ENc, powers_EPc[None, ..., :-1])
+    within_chunks = within_chunks[:, 0].unflatten(0, (rows, -1))
+    states_BnEP = scan_chunks(
+        within_chunks,
+        log_a_MEP=log_a_EP,
+        length=chunk,
+        initial_BMEP=initial_BEP,
+    )
+    states_before = states_BnEP[:, :-1]
+    states_EBnP = states_before.permute(2, 0, 1, 3).contiguous()
+    states_EBnP2 = torch.view_as_real(states_EBnP)
+    states_ENs = states_EBnP2.flatten(1, 2).flatten(-2)
+    toeplitz = _toeplitz(c_CEP, d_CE, powers_EPc[..., :-1])
+    state_weights = _state_weights(c_CEP, powers_EPc[..., 1:])
+    y = torch.bmm(u_ENc, toeplitz).baddbmm_(states_ENs, state_weights)
+    y_NcCE = y.flatten(1).T.contiguous()
+    y_BTCE = y_NcCE.unflatten(0, (rows, -1, outputs))
+    return y_BTCE.transpose(-1, -2)[:, :length]
+
+
+def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
+    """(E, 2 P, c C): the weights of the state's real and imaginary parts in the outputs 2 Re(c a^t x) of a chunk."""
+    weights_CEPc = 2 * c_CEP[..., None] * powers_EPc
+    real = weights_CEPc.real
+    imaginary = -weights_CEPc.imag
+    weights_CEPc2 = torch.stack([real, imaginary], dim=-1)
+    weights_EP2cC = weights_CEPc2.permute(1, 2, 4, 3, 0)
+    return weights_EP2cC.flatten(1, 2).flatten(-2)
 
 
 def _toeplitz(c_CEP: Tensor, d_CE: Tensor, powers_EPc: Tensor) -> Tensor:
     """(E, c, c C): the matrix that maps a chunk's inputs to its outputs."""
     kernel = 2 * torch.einsum("cep,ept->cet", c_CEP, powers_EPc).real
-    kernel = torch.cat([kernel[..., :1] + d_CE[..., None], kernel[..., 1:]], dim=-1)
-    delay = torch.arange(kernel.shape[-1], device=kernel.device)
-    delay = delay - delay[:, None]  # (token j, token t): t - j
-    return (kernel[..., delay.clamp(min=0)] * (delay >= 0)).permute(1, 2, 3, 0).flatten(-2)
+    first = kernel[..., :1] + d_CE[..., None]
+    kernel = torch.cat([first, kernel[..., 1:]], dim=-1)
+    position = torch.arange(kernel.shape[-1], device=kernel.device)
+    delay = position - position[:, None]  # of output t after input j, at [j, t]
+    matrix_CEcc = kernel[..., delay.clamp(min=0)] * (delay >= 0)
+    matrix_EccC = matrix_CEcc.permute(1, 2, 3, 0)
+    return matrix_EccC.flatten(-2)

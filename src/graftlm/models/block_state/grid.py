@@ -1,15 +1,15 @@
 """The layout of one forward pass: the new tokens of each row, aligned to attention windows.
 
-A pass brings each row of a batch some new tokens, after the n tokens that the row had before. Windows are counted from
-a row's own first token, so rows may start at different offsets within a window. `WindowGrid` places the new tokens of
-every row on a grid of whole windows. The grid begins with the window that contains the row's first new token:
+In a pass, each row of a batch has some new tokens, which follow the n tokens that the row had before. Windows are
+counted from a row's first token, so rows may start at different offsets within a window. `WindowGrid` places the new
+tokens of every row on a grid of whole windows. The grid begins with the window that contains the row's first new token:
 
     row with n = 5, W = 4, new tokens a b c d e          row with n = 0, new tokens a b c
     | . a b c | d e . . |                                | a b c . | . . . . |
 
-On the grid, every layer does the same for all rows, and padding on either side has no effect.
+On the grid, every layer performs the same operations for all rows, and padding on either side has no effect.
 
-Shape suffixes: B rows, T tokens of the pass, G slots of the grid.
+Shape suffixes: B rows, T tokens of the pass, G slots of the grid, M slots of a slice.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class WindowGrid:
     """The grid of one pass over new tokens.
 
     Args:
-        window: W.
-        past_lengths: n, the number of tokens that each row had before the pass.
-        new_lengths: the number of new tokens of each row.
-        slots: G, a whole number of windows; fewer than W slots if all new tokens fall into their first window; 1 in a
-            decode step.
+        window: window length W.
+        past_lengths: number of tokens n that each row had before the pass.
+        new_lengths: number of new tokens of each row.
+        slots: number of slots G, a whole number of windows; fewer than W slots if all new tokens fall into their first
+            window; 1 in a decode step.
         decoding: whether this is a decode step: each row has one new token, in the only slot.
-        columns: (B, G) the input column of each slot, arbitrary for empty slots; None if slots equal columns.
+        columns: input column of each slot (B, G), arbitrary for empty slots; None if slots equal columns.
+        device: device of the pass's tensors.
     """
 
     window: int
@@ -46,43 +47,73 @@ class WindowGrid:
     device: torch.device
 
     @classmethod
-    def build(cls, x_BT: Tensor, mask: Tensor | None, past_lengths: tuple[int, ...] | None, window: int) -> WindowGrid:
-        """The grid of inputs (B, T, ...). `mask` (B, T) bool marks the tokens, which are contiguous in each row."""
+    def build(
+        cls,
+        x_BT: Tensor,
+        mask: Tensor | None,
+        past_lengths: tuple[int, ...] | None,
+        window: int,
+    ) -> WindowGrid:
+        """Build the grid of a pass.
+
+        Args:
+            x_BT: inputs (B, T, ...).
+            mask: bool (B, T), True at tokens, which are contiguous in each row; None if all columns are tokens.
+            past_lengths: number of tokens that each row had before the pass; None for zero.
+            window: window length W.
+        """
         rows, length = x_BT.shape[:2]
-        past_lengths, device = past_lengths or (0,) * rows, x_BT.device
-        starts, new_lengths = [0] * rows, [length] * rows
+        device = x_BT.device
+        past_lengths = past_lengths or (0,) * rows
+        starts = [0] * rows
+        new_lengths = [length] * rows
         if mask is not None:
-            starts, new_lengths = mask.int().argmax(-1).tolist(), mask.sum(-1).tolist()
-        if length == 1 and any(past_lengths) and all(new_lengths):
-            return cls(window, past_lengths, tuple(new_lengths), 1, True, None, device)
-        offsets = [n % window for n in past_lengths]
-        used = max(offset + count for offset, count in zip(offsets, new_lengths, strict=True))
-        slots = used if used <= window else -(-used // window) * window
-        columns = None
-        if slots != length or any(offsets) or any(starts):
-            begin = torch.tensor([a - b for a, b in zip(starts, offsets, strict=True)], device=device)
-            columns = (begin[:, None] + torch.arange(slots, device=device)).clamp(0, length - 1)
-        return cls(window, past_lengths, tuple(new_lengths), max(1, slots), False, columns, device)
+            starts = mask.int().argmax(-1).tolist()
+            new_lengths = mask.sum(-1).tolist()
+        decoding = length == 1 and any(past_lengths) and all(new_lengths)
+        if decoding:
+            slots = 1
+            columns = None
+        else:
+            offsets = [n % window for n in past_lengths]
+            slots = _count_slots(offsets, new_lengths, window)
+            columns = None
+            if slots != length or any(offsets) or any(starts):
+                columns = _slot_columns(starts, offsets, slots, length, device)
+        return cls(
+            window=window,
+            past_lengths=past_lengths,
+            new_lengths=tuple(new_lengths),
+            slots=max(1, slots),
+            decoding=decoding,
+            columns=columns,
+            device=device,
+        )
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """The slot of each row's first new token."""
-        return (0,) * len(self.past_lengths) if self.decoding else tuple(n % self.window for n in self.past_lengths)
+        if self.decoding:
+            return (0,) * len(self.past_lengths)
+        return tuple(n % self.window for n in self.past_lengths)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The slot behind each row's last new token."""
-        return tuple(offset + count for offset, count in zip(self.offsets, self.new_lengths, strict=True))
+        """The slot after each row's last new token."""
+        pairs = zip(self.offsets, self.new_lengths, strict=True)
+        return tuple(offset + count for offset, count in pairs)
 
     @property
     def first_positions(self) -> tuple[int, ...]:
         """The position in its text of each row's first slot."""
-        return tuple(n - offset for n, offset in zip(self.past_lengths, self.offsets, strict=True))
+        pairs = zip(self.past_lengths, self.offsets, strict=True)
+        return tuple(n - offset for n, offset in pairs)
 
     @property
     def total_lengths(self) -> tuple[int, ...]:
         """The number of tokens of each row after this pass."""
-        return tuple(a + b for a, b in zip(self.past_lengths, self.new_lengths, strict=True))
+        pairs = zip(self.past_lengths, self.new_lengths, strict=True)
+        return tuple(past + count for past, count in pairs)
 
     @property
     def is_full(self) -> bool:
@@ -91,89 +122,165 @@ class WindowGrid:
 
     @property
     def occupied(self) -> Tensor:
-        """(B, G) bool: whether a slot holds a new token."""
+        """Bool (B, G): whether a slot holds a new token."""
         slot = torch.arange(self.slots, device=self.device)
-        return (slot >= self.per_row(self.offsets)[:, None]) & (slot < self.per_row(self.ends)[:, None])
+        first = self.per_row(self.offsets)[:, None]
+        end = self.per_row(self.ends)[:, None]
+        return (slot >= first) & (slot < end)
 
     @property
     def completed_windows(self) -> tuple[int, ...]:
         """The number of windows that end in this pass, for each row."""
-        lengths = zip(self.past_lengths, self.total_lengths, strict=True)
-        return tuple(total // self.window - past // self.window for past, total in lengths)
+        pairs = zip(self.past_lengths, self.total_lengths, strict=True)
+        return tuple(total // self.window - past // self.window for past, total in pairs)
 
     def reversed(self) -> WindowGrid:
-        """The grid read from its end to its beginning; every slot counts as a token."""
+        """Return the grid in reverse order; every slot counts as a token."""
         rows = len(self.past_lengths)
-        return WindowGrid(self.window, (0,) * rows, (self.slots,) * rows, self.slots, False, None, self.device)
+        return WindowGrid(
+            window=self.window,
+            past_lengths=(0,) * rows,
+            new_lengths=(self.slots,) * rows,
+            slots=self.slots,
+            decoding=False,
+            columns=None,
+            device=self.device,
+        )
 
     def per_row(self, values: Sequence[int]) -> Tensor:
-        """(B) one number for each row, on the grid's device."""
+        """Convert one number for each row to a tensor (B) on the grid's device."""
         return torch.tensor(values, device=self.device)
 
     def to_grid(self, values_BT: Tensor) -> Tensor:
-        """(B, T, ...) to (B, G, ...); empty slots are zero."""
-        values_BG = values_BT if self.columns is None else _gather(values_BT, self.columns)
-        return values_BG if self.is_full else values_BG * _append_dimensions(self.occupied, values_BG)
+        """Move columns (B, T, ...) to slots (B, G, ...); empty slots are zero."""
+        values_BG = values_BT
+        if self.columns is not None:
+            values_BG = _gather(values_BT, self.columns)
+        if self.is_full:
+            return values_BG
+        return values_BG * _append_dimensions(self.occupied, values_BG)
 
     def from_grid(self, values_BG: Tensor, length: int) -> Tensor:
-        """(B, G, ...) to (B, T, ...) with T = `length`; columns without a token are zero."""
+        """Move slots (B, G, ...) back to columns (B, T, ...); columns without a token are zero.
+
+        Args:
+            values_BG: values on the grid (B, G, ...).
+            length: number of columns T.
+        """
         if self.columns is None:
             return values_BG
         out = values_BG.new_zeros(values_BG.shape[0], length, *values_BG.shape[2:])
         row, slot = self.occupied.nonzero(as_tuple=True)
-        return out.index_put((row, self.columns[row, slot]), values_BG[row, slot])
+        column = self.columns[row, slot]
+        return out.index_put((row, column), values_BG[row, slot])
+
+
+def _count_slots(offsets: Sequence[int], new_lengths: Sequence[int], window: int) -> int:
+    """Return the number of slots up to the last new token, rounded up to whole windows beyond the first."""
+    pairs = zip(offsets, new_lengths, strict=True)
+    used = max(offset + count for offset, count in pairs)
+    if used <= window:
+        return used
+    return -(-used // window) * window
+
+
+def _slot_columns(
+    starts: Sequence[int],
+    offsets: Sequence[int],
+    slots: int,
+    length: int,
+    device: torch.device,
+) -> Tensor:
+    """(B, G): the input column of each slot, for rows whose first token is in column `start` and slot `offset`."""
+    pairs = zip(starts, offsets, strict=True)
+    shifts = torch.tensor([start - offset for start, offset in pairs], device=device)
+    columns = shifts[:, None] + torch.arange(slots, device=device)
+    return columns.clamp(0, length - 1)
 
 
 def check_not_packed(position_ids: Tensor | None, mask: Tensor | None) -> None:
-    """Check that no row holds several documents.
+    """Check that no row contains several documents.
 
-    Raises GraftError if `position_ids` (B, T) restart between two tokens that `mask` (B, T or past + T) does not hide.
+    Args:
+        position_ids: positions (B, T) within documents.
+        mask: attention mask (B, T or past + T), nonzero at tokens; other columns are not checked.
+
+    Raises:
+        GraftError: the positions restart between two tokens of a row.
     """
     if position_ids is None or position_ids.shape[-1] < 2:
         return
     restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if mask is not None and mask.dim() == 2:
-        present = mask[:, -position_ids.shape[-1] :].bool().expand(len(position_ids), -1)
+        rows, length = position_ids.shape
+        present = mask[:, -length:].bool().expand(rows, -1)
         restarts = restarts & present[:, 1:] & present[:, :-1]
     if bool(restarts.any()):
         raise GraftError(
-            "position_ids begin anew within a row, and states would carry one document over into the next: give each "
-            "document a row, or set boundaries to joined."
+            "position_ids restart within a row, but states would carry one document over into the next: put each "
+            "document in a row of its own, or set boundaries to joined."
         )
 
 
 def slice_rows(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
-    """(B, length, ...): the slots of each row from its own start; zero outside the grid."""
+    """Slice each row from its start; slots outside the grid are zero.
+
+    Args:
+        values_BG: values (B, G, ...).
+        starts: first slot of each row's slice, which may lie outside the grid.
+        length: number of slots M of the slices.
+
+    Returns:
+        Slices (B, M, ...).
+    """
     size = values_BG.shape[1]
     if len(set(starts)) == 1:
-        first = starts[0]
-        before, after = max(0, -first), max(0, first + length - size)
-        inner = values_BG[:, max(0, first) : min(size, first + length)]
-        if not before and not after:
-            return inner
-        padding = [0, 0] * (values_BG.dim() - 2) + [min(before, length), min(after, length)]
-        return torch.nn.functional.pad(inner, padding)
+        return _slice_padded(values_BG, starts[0], length)
     index = _row_indices(values_BG, starts, length)
     inside = (index >= 0) & (index < size)
     return _gather(values_BG, index.clamp(0, size - 1)) * _append_dimensions(inside, values_BG)
 
 
+def _slice_padded(values_BG: Tensor, start: int, length: int) -> Tensor:
+    """Slice all rows from the same start, with zeros outside the grid."""
+    size = values_BG.shape[1]
+    before = max(0, -start)
+    after = max(0, start + length - size)
+    inner = values_BG[:, max(0, start) : min(size, start + length)]
+    if not before and not after:
+        return inner
+    trailing = [0, 0] * (values_BG.dim() - 2)
+    return torch.nn.functional.pad(inner, [*trailing, min(before, length), min(after, length)])
+
+
 def write_rows(values_BG: Tensor, starts: tuple[int, ...], other_BM: Tensor) -> Tensor:
-    """(B, G, ...) with `other` (B, M, ...) written into each row from its own start."""
+    """Return a copy of `values_BG` with `other_BM` written into each row from its start.
+
+    Args:
+        values_BG: values (B, G, ...).
+        starts: first slot of each row to write to.
+        other_BM: values to write (B, M, ...).
+    """
     length = other_BM.shape[1]
     if len(set(starts)) == 1:
-        return torch.cat([values_BG[:, : starts[0]], other_BM, values_BG[:, starts[0] + length :]], dim=1)
+        start = starts[0]
+        return torch.cat([values_BG[:, :start], other_BM, values_BG[:, start + length :]], dim=1)
     index = _append_dimensions(_row_indices(values_BG, starts, length), values_BG)
     return values_BG.scatter(1, index.expand_as(other_BM), other_BM)
 
 
 def _row_indices(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
-    return torch.tensor(starts, device=values_BG.device)[:, None] + torch.arange(length, device=values_BG.device)
+    """(B, M): the slots of a slice of each row."""
+    first = torch.tensor(starts, device=values_BG.device)
+    return first[:, None] + torch.arange(length, device=values_BG.device)
 
 
 def _gather(values_BG: Tensor, index_BM: Tensor) -> Tensor:
+    """(B, M, ...): the slots `index_BM` of each row."""
     return torch.take_along_dim(values_BG, _append_dimensions(index_BM, values_BG), 1)
 
 
 def _append_dimensions(x_BM: Tensor, values_BG: Tensor) -> Tensor:
-    return x_BM.reshape(*x_BM.shape, *[1] * (values_BG.dim() - 2))
+    """Append dimensions of size 1, so that (B, M) broadcasts over the trailing dimensions of (B, G, ...)."""
+    trailing = [1] * (values_BG.dim() - 2)
+    return x_BM.reshape(*x_BM.shape, *trailing)

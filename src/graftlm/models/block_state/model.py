@@ -1,4 +1,4 @@
-"""Block-state transformers as Hugging Face models; the baselines share all parts but the compared one.
+"""Block-state transformers as Hugging Face models; the baselines differ from them only in the compared part.
 
     h = norm(x)        x = x + [window attention(h) ; cross-attention(h; context states)] O        x = x + FFN(norm(x))
 
@@ -9,6 +9,7 @@ Shape suffixes: B rows, T columns of a pass, V tokens of the vocabulary, d hidde
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel
 
 from graftlm.errors import GraftError, RecipeError
-from graftlm.models.block_state.attention import RMSNorm, WindowAttention, concat_features
+from graftlm.models.block_state.attention import WindowAttention
 from graftlm.models.block_state.cache import LayerCache, cache_from_tensors, cache_layers, cache_tensors
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import (
@@ -32,104 +33,144 @@ from graftlm.models.block_state.context import (
     TokenStateReadout,
     TokenStates,
 )
+from graftlm.models.block_state.delta_ssm import DeltaSSM
 from graftlm.models.block_state.grid import WindowGrid, check_not_packed
-from graftlm.models.block_state.sequence_ssm import DeltaSSM, TokenSSM
+from graftlm.models.block_state.layout import concat_features
+from graftlm.models.block_state.norm import RMSNorm
+from graftlm.models.block_state.sequence_ssm import TokenSSM
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel
 
 
 class BlockStateMixer(nn.Module):
-    """Window attention and, in some layers, cross-attention to context states, with one output projection."""
+    """Window attention and, in some layers, cross-attention to context states, with a joint output projection.
+
+    Args:
+        config: config of the model.
+        layer: index of the layer.
+    """
 
     def __init__(self, config: BlockStateConfig, layer: int) -> None:
         super().__init__()
         self.attention = WindowAttention(config)
-        context = FilterStateAttention if config.context == "mf" else TokenStateAttention
-        context = TokenStateReadout if config.kernel == "delta" else context
-        context = RecurrentStateAttention if config.mixer == "recurrent" else context
-        self.context = context(config) if config.has_context(layer) else None
-        self.out = nn.Linear((1 + config.has_context(layer)) * config.hidden_size, config.hidden_size, bias=False)
+        self.context = _context_module(config) if config.has_context(layer) else None
+        parts = 1 if self.context is None else 2
+        self.out = nn.Linear(parts * config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """(B, T, d)."""
+        """Mix the tokens (B, T, d) of a pass.
+
+        Args:
+            x_BTd: hidden states (B, T, d).
+            grid: grid of the pass.
+            cache: the layer's cache, which is updated; None without a cache.
+        """
         outputs, kv = self.attention(x_BTd, grid, cache)
-        contexts = [] if self.context is None else [self.context(x_BTd, kv, grid, cache)]
-        return self.out(grid.from_grid(concat_features(outputs, *contexts), x_BTd.shape[1]))
+        parts = [outputs]
+        if self.context is not None:
+            parts.append(self.context(x_BTd, kv, grid, cache))
+        return self.out(grid.from_grid(concat_features(*parts), x_BTd.shape[1]))
+
+
+def _context_module(config: BlockStateConfig) -> nn.Module:
+    if config.mixer == "recurrent":
+        return RecurrentStateAttention(config)
+    if config.kernel == "delta":
+        return TokenStateReadout(config)
+    if config.context == "mf":
+        return FilterStateAttention(config)
+    return TokenStateAttention(config)
 
 
 class GatedStateSpaceMixer(TokenStates):
-    """A gated state-space layer (GSS), in place of attention: out(up(norm(SSM(gelu(in_proj(x))))) * gelu(gate(x)))."""
+    """A gated state-space layer (GSS), used instead of attention.
+
+    out(up(norm(SSM(gelu(in_proj(x))))) * gelu(gate(x)))
+    """
 
     def __init__(self, config: BlockStateConfig) -> None:
-        super().__init__(config, 1)
+        super().__init__(config, outputs=1)
         width = config.hidden_size
         self.up = nn.Linear(config.state_width, width, bias=False)
         self.gate = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """(B, T, d)."""
-        y = self.outputs(functional.gelu(self.in_proj(x_BTd)), grid, cache)[..., 0]
-        return self.out(self.up(self.norm(y)) * functional.gelu(self.gate(x_BTd)))
+        """Mix the tokens (B, T, d) of a pass; arguments as in `BlockStateMixer`."""
+        u = functional.gelu(self.in_proj(x_BTd))
+        y = self.outputs(u, grid, cache)[..., 0]
+        gate = functional.gelu(self.gate(x_BTd))
+        return self.out(self.up(self.norm(y)) * gate)
 
 
 class FeedForward(nn.Module):
-    """W_2 act(W_1 x)."""
+    """A feed-forward network, W_2 act(W_1 x)."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.act = ACT2FN[config.hidden_act]
         if isinstance(self.act, nn.ReLU):
-            self.act.inplace = True  # on W_1's output, the largest tensor of a layer
+            # The output of W_1 is the largest tensor of a layer.
+            self.act.inplace = True
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d)."""
+        """Apply the network to hidden states (..., d)."""
         return self.down(self.act(self.up(x)))
 
 
 class BlockStateLayer(GradientCheckpointingLayer):
-    """Mixer and FFN, each with a norm before it and a residual connection."""
+    """A mixer and an FFN, both with a norm before them and a residual connection.
+
+    Args:
+        config: config of the model.
+        layer: index of the layer.
+    """
 
     def __init__(self, config: BlockStateConfig, layer: int) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config)
-        self.mixer = GatedStateSpaceMixer(config) if config.is_state_space(layer) else BlockStateMixer(config, layer)
+        if config.is_state_space(layer):
+            self.mixer = GatedStateSpaceMixer(config)
+        else:
+            self.mixer = BlockStateMixer(config, layer)
         self.ffn_norm = RMSNorm(config.hidden_size, config)
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """(B, T, d)."""
-        x_BTd = x_BTd + self.dropout(self.mixer(self.mixer_norm(x_BTd), grid, cache))
+        """Apply the layer to hidden states (B, T, d); arguments as in `BlockStateMixer`."""
+        mixed = self.mixer(self.mixer_norm(x_BTd), grid, cache)
+        x_BTd = x_BTd + self.dropout(mixed)
         return x_BTd + self.dropout(self.ffn(self.ffn_norm(x_BTd)))
 
 
 class ZeroInitLinear(nn.Linear):
-    """A projection whose weights are zero before training."""
+    """A projection whose weights are initialised to zero."""
 
 
 class PositionalSSM(nn.Module):
-    """A state-space model behind the embeddings, which encodes positions: x + out_proj(SSM(in_proj(norm(x))))."""
+    """A state-space model after the embeddings, which encodes positions: x + out_proj(SSM(in_proj(norm(x))))."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config)
         self.in_proj = nn.Linear(config.hidden_size, config.state_width, bias=False)
-        self.ssm = TokenSSM(config, 1, "positions")
+        self.ssm = TokenSSM(config, outputs=1, name="positions")
         self.out_proj = ZeroInitLinear(config.state_width, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """(B, T, d)."""
+        """Add positions to embeddings (B, T, d); arguments as in `BlockStateMixer`."""
         u_BGE = grid.to_grid(self.in_proj(self.norm(x_BTd)))
-        y = grid.from_grid(self.ssm(u_BGE, grid, cache)[..., 0], x_BTd.shape[1])
-        return x_BTd + self.out_proj(y.to(x_BTd.dtype))
+        y_BGE = self.ssm(u_BGE, grid, cache)[..., 0]
+        y_BTE = grid.from_grid(y_BGE, x_BTd.shape[1])
+        return x_BTd + self.out_proj(y_BTE.to(x_BTd.dtype))
 
 
 class BlockStatePreTrainedModel(PreTrainedModel):
-    """Shared by all block-state models: config, weight initialisation, and the sites of grafts."""
+    """The base class of all block-state models: config, weight initialisation, and the sites of grafts."""
 
-    graft_sites: ClassVar[dict[str, Any]] = {
+    graft_sites: ClassVar[Mapping[str, object]] = {
         "layers": "layers",
         "embedding": "embed_tokens",
         "norm": "norm",
@@ -146,30 +187,37 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["kernels"]
     _can_compile_fullgraph = False
-    _builds_own_masks = True  # the model builds its own masks and takes no additive attention bias
+    _builds_own_masks = True  # and accepts no additive attention bias
     cache_tensors = staticmethod(cache_tensors)
     cache_from_tensors = staticmethod(cache_from_tensors)
 
     def parameters_without_decay(self) -> set[str]:
-        """Names of the parameters of state-space models, which weight decay would harm."""
+        """Return the names of the parameters of state-space models, which weight decay would harm."""
         return {name for name, _ in self.named_parameters() if ".kernels." in name}
 
     def check_lengths(self, trained: int, longest: int) -> None:
-        """Check that rows of `trained` tokens span several windows, and that texts of `longest` tokens can be read.
+        """Check that training rows span several windows, and that the longest texts can be read.
 
-        Raises RecipeError if they don't, or can't.
+        Args:
+            trained: number of tokens in a training row.
+            longest: number of tokens in the longest text.
+
+        Raises:
+            RecipeError: the rows are too short, or the texts too long.
         """
         config = self.config
-        if any(map(config.has_context, range(config.num_hidden_layers))) and trained <= config.window:
+        layers = range(config.num_hidden_layers)
+        has_context = any(config.has_context(layer) for layer in layers)
+        if has_context and trained <= config.window:
             raise RecipeError(
-                f"Rows of {trained:,} tokens are no longer than the window of {config.window:,}, so nothing stands "
-                "before a window: raise data.length, or lower the model's window."
+                f"data.length gives rows of {trained:,} tokens, which is not more than the model's window of "
+                f"{config.window:,}, so no window has a context: raise data.length, or lower the window."
             )
         has_kernels = bool(config.state_space_layers) or config.mixer in ("block-state", "state-space")
         if has_kernels and config.kernel == "unstructured" and longest > config.kernel_limit:
             raise RecipeError(
-                f"Texts of {longest:,} tokens are longer than kernel_limit, the {config.kernel_limit:,} that an "
-                "unstructured kernel may be extended to: raise it, lower evaluation.lengths, or take kernel: s4d."
+                f"A text has {longest:,} tokens, but kernel_limit allows unstructured kernels of at most "
+                f"{config.kernel_limit:,}: raise it, lower evaluation.lengths, or set kernel: s4d."
             )
 
     @torch.no_grad()
@@ -190,12 +238,13 @@ class BlockStatePreTrainedModel(PreTrainedModel):
 
 
 class BlockStateModel(BlockStatePreTrainedModel):
-    """Embeddings and layers; the output is hidden states."""
+    """Embeddings and layers, whose output is hidden states."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positional_ssm = PositionalSSM(config) if config.mixer == "block-state" and config.positional_ssm else None
+        has_positions = config.mixer == "block-state" and config.positional_ssm
+        self.positional_ssm = PositionalSSM(config) if has_positions else None
         self.layers = nn.ModuleList(BlockStateLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config)
         self.dropout = nn.Dropout(config.dropout)
@@ -213,73 +262,141 @@ class BlockStateModel(BlockStatePreTrainedModel):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states (B, T, d) of input ids (B, T), which continue the text in `past_key_values`.
+        """Compute the hidden states of a pass.
 
-        Positions are counted from each row's first token. `position_ids` are checked, not used.
+        Args:
+            input_ids: token ids (B, T), which continue the texts in `past_key_values`.
+            attention_mask: (B, T or past + T), nonzero at tokens; None if all columns are tokens.
+            past_key_values: cache of the texts so far, which is updated.
+            inputs_embeds: embeddings (B, T, d), instead of `input_ids`.
+            use_cache: whether to return a cache; by default, the config's value if the model is not in training.
+            output_hidden_states: whether to return the hidden states before each layer and after the last norm.
+            position_ids: positions (B, T), which are checked for several documents in a row but not used, since
+                positions are counted from each row's first token.
+            **kwargs: ignored.
 
-        Raises GraftError if `attention_mask` or `position_ids` don't fit windows, or the cache is another model's.
+        Returns:
+            Hidden states (B, T, d), and the cache.
+
+        Raises:
+            GraftError: `attention_mask` or `position_ids` do not fit windows, or the cache is another model's.
         """
         check_not_packed(position_ids, attention_mask)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache, layer_caches = self._caches(past_key_values, use_cache)
-        grid = _build_grid(x, attention_mask, layer_caches[0], self.config.window)
-        x = self.dropout(x)
-        if self.positional_ssm is not None:
-            x = self.positional_ssm(x, grid, layer_caches[0])
-        hidden: list[Tensor] = []  # kept only on request: hidden states of a long text are large
-        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
-            if output_hidden_states:
-                hidden.append(x)
-            x = layer(x, grid, layer_cache)
+        cache = self._cache(past_key_values, use_cache)
+        caches: list[LayerCache] = []
         if cache is not None:
-            for layer_cache in layer_caches:
+            caches = cache_layers(cache, len(self.layers), detach=self.training)
+        grid = _build_grid(x, attention_mask, caches[0] if caches else None, self.config.window)
+        x, hidden = self._apply_layers(self.dropout(x), grid, caches, bool(output_hidden_states))
+        if caches:
+            for layer_cache in caches:
                 layer_cache.num_columns += x.shape[1]
-            layer_caches[0].store("past", torch.tensor(grid.total_lengths))
+            caches[0].store("past", torch.tensor(grid.total_lengths))
         out = self.norm(x)
-        return BaseModelOutputWithPast(out, cache, (*hidden, out) if output_hidden_states else None)
+        return BaseModelOutputWithPast(
+            last_hidden_state=out,
+            past_key_values=cache,
+            hidden_states=(*hidden, out) if output_hidden_states else None,
+        )
 
-    def _caches(self, cache: Cache | None, use_cache: bool | None) -> tuple[Cache | None, list[Any]]:
-        """The cache and its layers, one for each layer of the model; None without a cache."""
-        use_cache = use_cache if use_cache is not None else self.config.use_cache and not self.training
+    def _apply_layers(
+        self,
+        x_BTd: Tensor,
+        grid: WindowGrid,
+        caches: Sequence[LayerCache],
+        keep_hidden: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Apply the positional model and all layers.
+
+        Args:
+            x_BTd: embeddings (B, T, d).
+            grid: grid of the pass.
+            caches: the layers' caches; empty without a cache.
+            keep_hidden: whether to return the hidden states before each layer, which are large for a long text.
+
+        Returns:
+            Hidden states (B, T, d) after the last layer, and those before each layer.
+        """
+        layer_caches: Sequence[LayerCache | None] = caches or [None] * len(self.layers)
+        if self.positional_ssm is not None:
+            x_BTd = self.positional_ssm(x_BTd, grid, layer_caches[0])
+        hidden: list[Tensor] = []
+        for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
+            if keep_hidden:
+                hidden.append(x_BTd)
+            x_BTd = layer(x_BTd, grid, layer_cache)
+        return x_BTd, hidden
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """Return the given cache, or a new one if the pass uses one."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
         if cache is None and not use_cache:
-            return None, [None] * len(self.layers)
+            return None
         if self.config.bidirectional:
-            raise GraftError("A bidirectional model reads a text as a whole: leave out past_key_values and use_cache.")
+            raise GraftError("A bidirectional model reads whole texts: omit past_key_values and use_cache.")
         if self.gradient_checkpointing and self.training:
             raise GraftError(
-                "Gradient checkpointing runs layers twice, and a cache would be written twice: leave out "
-                "past_key_values and use_cache, or turn checkpointing off."
+                "Gradient checkpointing runs layers twice and would write a cache twice: omit past_key_values and "
+                "use_cache, or turn checkpointing off."
             )
-        cache = DynamicCache() if cache is None else cache
-        return cache, cache_layers(cache, len(self.layers), detach=self.training)
+        return DynamicCache() if cache is None else cache
 
 
-def _build_grid(x: Tensor, mask: Tensor | None, cache: LayerCache | None, window: int) -> WindowGrid:
-    """The grid of (B, T) embeddings; `mask` (B, T or past + T) marks tokens."""
+def _build_grid(
+    x: Tensor,
+    mask: Tensor | None,
+    cache: LayerCache | None,
+    window: int,
+) -> WindowGrid:
+    """Build the grid of a pass.
+
+    Args:
+        x: embeddings (B, T, d).
+        mask: attention mask (B, T or past + T), nonzero at tokens.
+        cache: cache of the first layer.
+        window: window length W.
+    """
     rows, length = x.shape[:2]
     if mask is not None:
-        if mask.dim() != 2:
-            raise GraftError(
-                f"attention_mask has {mask.dim()} dimensions, and windows need one of (rows, tokens): decode with a "
-                "dynamic cache, and give each document a row."
-            )
-        mask = mask[:, -length:].bool().to(x.device)
-        if length > 1 and bool(((mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0] > 1).any()):
-            raise GraftError("attention_mask has a gap between a row's tokens: padding stands before or behind them.")
-    past = tuple(cache.tensors["past"].tolist()) if cache is not None and cache.tensors else None
-    if past is not None and len(past) != rows:
-        raise GraftError(f"past_key_values remembers {len(past)} rows, and the input has {rows}: they go together.")
+        mask = _token_mask(mask, length, x.device)
+    past = None
+    if cache is not None and cache.tensors:
+        past = tuple(cache.tensors["past"].tolist())
+        if len(past) != rows:
+            raise GraftError(f"past_key_values has {len(past)} rows, but the input has {rows}: pass the same rows.")
     return WindowGrid.build(x, mask, past, window)
 
 
+def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
+    """(B, T) bool: the attention mask of the T = `length` columns of a pass, checked for gaps between tokens."""
+    if mask.dim() != 2:
+        raise GraftError(
+            f"attention_mask has {mask.dim()} dimensions, but window attention needs (rows, tokens): use a dynamic "
+            "cache for decoding, and put each document in a row of its own."
+        )
+    mask = mask[:, -length:].bool().to(device)
+    if length > 1:
+        starts = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0]
+        if bool((starts > 1).any()):
+            raise GraftError(
+                "attention_mask has a gap between the tokens of a row: put padding before or after all tokens."
+            )
+    return mask
+
+
 class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
-    """A language model: next-token logits."""
+    """A causal language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: BlockStateConfig) -> None:
         if config.bidirectional:
-            raise GraftError("A language model sees no later tokens: a bidirectional one is a classifier.")
+            raise GraftError(
+                "bidirectional is true, but a language model must not see later tokens: use "
+                "BlockStateForSequenceClassification, or set bidirectional to false."
+            )
         super().__init__(config)
         self.model = BlockStateModel(config)
         self.vocab_size = config.vocab_size
@@ -297,19 +414,46 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, V); with `labels` (B, T), also the mean cross-entropy of next tokens, ignoring -100."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        outputs = self.model(**inputs, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep])
-        loss: Any = None
+        """Compute next-token logits, and the loss if there are labels.
+
+        Args:
+            input_ids: token ids (B, T).
+            attention_mask: (B, T or past + T), nonzero at tokens.
+            past_key_values: cache of the texts so far.
+            inputs_embeds: embeddings (B, T, d), instead of `input_ids`.
+            labels: token ids (B, T); the loss is the mean cross-entropy of next tokens, ignoring -100.
+            use_cache: whether to return a cache.
+            logits_to_keep: number of last columns, or indices of the columns, to compute logits of; 0 for all.
+            **kwargs: further arguments of `BlockStateModel.forward` and of the loss.
+
+        Returns:
+            Logits (B, T, V), and the loss, the cache and the hidden states where they are requested.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        columns = logits_to_keep
+        if isinstance(logits_to_keep, int):
+            columns = slice(-logits_to_keep, None)
+        logits = self.lm_head(outputs.last_hidden_state[:, columns])
+        loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
 
 
 class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
-    """A classifier of the mean hidden state of a text's tokens."""
+    """A classifier of texts, by the mean hidden state of their tokens."""
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config)
@@ -325,11 +469,33 @@ class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits (B, labels); with `labels`, also the loss that transformers takes for the config's `problem_type`."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        outputs = self.model(**inputs, **kwargs | {"use_cache": False})
+        """Compute the logits of the classes, and the loss if there are labels.
+
+        Args:
+            input_ids: token ids (B, T).
+            attention_mask: (B, T), nonzero at tokens.
+            inputs_embeds: embeddings (B, T, d), instead of `input_ids`.
+            labels: labels (B, ...) as transformers expects them for the config's `problem_type`.
+            **kwargs: further arguments of `BlockStateModel.forward`.
+
+        Returns:
+            Logits (B, labels), and the loss and the hidden states where they are requested.
+        """
+        options = {**kwargs, "use_cache": False}
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **options,
+        )
         hidden = outputs.last_hidden_state
-        mask = (torch.ones(hidden.shape[:2]) if attention_mask is None else attention_mask).to(hidden)[..., None]
-        logits = self.score((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
-        loss: Any = None if labels is None else self.loss_function(labels, logits.float(), self.config)
-        return SequenceClassifierOutput(loss, logits, outputs.hidden_states)
+        mask = attention_mask
+        if mask is None:
+            mask = torch.ones(hidden.shape[:2])
+        weights = mask.to(hidden)[..., None]
+        mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+        logits = self.score(mean)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits.float(), self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

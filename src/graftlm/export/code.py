@@ -1,0 +1,93 @@
+"""Write the code of models next to their weights."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+_PACKAGE = "graftlm"
+_LOADERS = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+
+
+def save_unchanged(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Save a model by `save_pretrained` without its side effects on the config, where it notes class and dtype.
+
+    Args:
+        model: the model.
+        folder: where to write.
+        options: further arguments of `save_pretrained`.
+    """
+    shallow = copy.copy(model)
+    shallow.config = copy.deepcopy(model.config)
+    shallow.save_pretrained(folder, **options)
+
+
+def copy_code(model: PreTrainedModel, folder: Path) -> bool:
+    """Copy the code of one of GraftLM's own models into the folder of its weights.
+
+    Returns:
+        Whether the model is one of GraftLM's own; the folder is left unchanged otherwise.
+    """
+    if not is_own(type(model)):
+        return False
+    names = []
+    for cls in model_classes(model):
+        module = copy_module(cls.__module__, folder)
+        names.append(f"{module}.{cls.__name__}")
+    write_config(folder, names)
+    return True
+
+
+def model_classes(model: PreTrainedModel) -> list[type]:
+    """Return the classes of a model's config, base model and model."""
+    return [type(model.config), type(model.base_model), type(model)]
+
+
+def is_own(cls: type) -> bool:
+    """Return whether a class is defined in GraftLM."""
+    return cls.__module__.startswith(f"{_PACKAGE}.")
+
+
+def copy_module(module: str, folder: Path) -> str:
+    """Copy a module of GraftLM, and those that it imports, side by side into a folder.
+
+    Returns:
+        The module's name in the folder.
+    """
+    name = module.rpartition(".")[2]
+    spec = find_spec(module)
+    assert spec is not None, "the module is imported already"
+    assert spec.origin is not None, "the module is a file"
+    path = folder / f"{name}.py"
+    if path.exists():
+        return name
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    relative = re.sub(rf"(?m)^from {_PACKAGE}\.(?:\w+\.)*(\w+) import", r"from .\1 import", source)
+    path.write_text(relative, encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{_PACKAGE}."):
+            copy_module(node.module, folder)
+    return name
+
+
+def write_config(folder: Path, classes: Sequence[str], **changes: Any) -> None:
+    """Change `config.json`: name the classes that the Auto classes load, and set further keys.
+
+    Args:
+        folder: the model's folder.
+        classes: module and name of the config, the base model and the model.
+        changes: further keys and their values.
+    """
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["auto_map"] = dict(zip(_LOADERS, classes, strict=True))
+    values.update(changes)
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

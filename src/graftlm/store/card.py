@@ -1,0 +1,34 @@
+"""Model cards of grafts."""
+
+from __future__ import annotations
+
+from graftlm.backbone import BackboneKind
+from graftlm.files.hub import hub_name
+from graftlm.files.model_files import PACKAGED_MODELS
+
+
+def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "causal-lm", several: bool = False) -> str:
+    """Write the card of a graft: what it is, and how to load it.
+
+    Args:
+        backbone: name of the backbone.
+        title: what the graft is.
+        text: body of the card, Markdown.
+        kind: the backbone's head.
+        several: whether the graft is loaded together with the grafts that it was trained with.
+    """
+    _, repository = PACKAGED_MODELS.get(backbone.lower(), ("", backbone))
+    name = hub_name(repository)
+    base = f"base_model: {name}\n" if name else ""  # The hub refuses names that are not on the hub.
+    options = "" if kind == "causal-lm" else f", kind={kind!r}"
+    if several:
+        loader = "load_grafts"
+        grafts = 'load_grafts("this-folder", backbone)'
+    else:
+        loader = "load_graft"
+        grafts = '{"graft": load_graft("this-folder", backbone)}'
+    return (
+        f"---\nlibrary_name: graftlm\n{base}---\n\n# {title} for {backbone}\n\n{text}\n\n"
+        f"```python\nfrom graftlm import GraftedModel, load_backbone, {loader}\n\n"
+        f"backbone = load_backbone({backbone!r}{options})\nmodel = GraftedModel(backbone, {grafts})\n```\n"
+    )

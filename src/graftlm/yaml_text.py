@@ -1,0 +1,72 @@
+"""YAML 1.2 by ruamel.yaml: plain values out of text, and text that readers of YAML 1.1 and 1.2 understand alike."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver
+
+_TEXT = "tag:yaml.org,2002:str"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_LINE_BREAKS = ("\x85", "\u2028", "\u2029")
+
+
+class _Constructor(SafeConstructor):
+    """Leaves dates as text: no config has a date, and a date in quotes would be the only way to write such a name."""
+
+
+_Constructor.add_constructor(_TIMESTAMP, SafeConstructor.construct_yaml_str)
+
+
+class _Representer(SafeRepresenter):
+    """Quotes text that a reader of YAML 1.1 or 1.2 would take for another type."""
+
+    def represent_text(self, text: str) -> ScalarNode:
+        """Represent a string."""
+        is_ambiguous = any(_resolved_tag(text, version) != _TEXT for version in ("1.1", "1.2"))
+        has_breaks = any(mark in text for mark in _LINE_BREAKS)  # which are folded like line feeds
+        return self.represent_scalar(_TEXT, text, style='"' if is_ambiguous or has_breaks else None)
+
+
+_Representer.add_representer(str, _Representer.represent_text)
+
+
+def _resolved_tag(text: str, version: str) -> str:
+    """Return the tag that a plain scalar has in a version of YAML."""
+    return str(
+        VersionedResolver(version=version, loader=YAML(typ="safe", pure=True)).resolve(ScalarNode, text, (True, False))
+    )
+
+
+def load_yaml(text: str) -> Any:
+    """Parse a YAML text. Duplicate keys are an error.
+
+    Raises:
+        YAMLError: the text is not valid YAML.
+    """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    try:
+        return yaml.load(text)
+    except RecursionError:
+        raise YAMLError("it is nested too deeply") from None
+    except (ValueError, AttributeError, TypeError) as error:  # ruamel does not wrap the errors of constructors
+        raise YAMLError(f"a value does not fit its tag ({error})") from None
+
+
+def dump_yaml(values: Any) -> str:
+    """Write plain values as YAML, with keys in their order."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = False
+    yaml.allow_unicode = True
+    yaml.sort_base_mapping_type_on_output = False
+    stream = io.StringIO()
+    yaml.dump(values, stream)
+    return stream.getvalue()

@@ -1,0 +1,90 @@
+"""Which cases of the laws run when: by default, in every check (`slow`), or in the full matrix alone.
+
+A case is a law on an example of a graft and a backbone. The full matrix has more than ten thousand. A default run has
+each law with each kind of graft once. The cases that are not `matrix` are a pairwise cover: each law meets each
+example, each law meets each backbone, and each example meets each of its backbones.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+from graftlm.testing import GraftLaws
+from tiny import ALL_ENCODERS
+
+if TYPE_CHECKING:
+    from laws.examples import Example
+
+DEFAULT_FAMILIES = ("llama", "gemma3", "bert")
+_Choice = TypeVar("_Choice")
+
+
+def marks(example: Example, backbone: str, law: str, *, decoders_only: bool = False) -> list[Any]:
+    """The marks of a case.
+
+    Args:
+        example: the graft.
+        backbone: the backbone's name, a family or `family+host`.
+        law: the law's name.
+        decoders_only: whether the law is tested on decoders only.
+    """
+    if backbone == _default_backbone(example, law, decoders_only):
+        return []
+    if is_covered(example, backbone, law, decoders_only=decoders_only):
+        return [pytest.mark.slow]
+    return [pytest.mark.matrix]
+
+
+def is_covered(example: Example, backbone: str, law: str, *, decoders_only: bool = False) -> bool:
+    """Whether a case belongs to the pairwise cover."""
+    others = [other for other in _examples_on(backbone) if runs(other, backbone, law, decoders_only=decoders_only)]
+    if others and example is _chosen(others, _number(law) + _hash(backbone)):
+        return True
+    hosts = [name for name in example.backbones() if runs(example, name, law, decoders_only=decoders_only)]
+    return bool(hosts) and backbone == _chosen(hosts, _hash(f"{law} {example}"))
+
+
+def runs(example: Example, backbone: str, law: str, *, decoders_only: bool = False) -> bool:
+    """Whether a law is tested with an example on a backbone."""
+    if decoders_only and backbone.partition("+")[0] in ALL_ENCODERS:
+        return False
+    return example.exception(backbone, law) is None
+
+
+def _default_backbone(example: Example, law: str, decoders_only: bool) -> str | None:
+    """The backbone of a default run: one for each law and kind of graft."""
+    from laws.examples import first_example
+
+    if example is not first_example(example.kind):
+        return None
+    hosts = [name for name in example.backbones() if runs(example, name, law, decoders_only=decoders_only)]
+    usual = [name for name in hosts if name in DEFAULT_FAMILIES]
+    candidates = usual or hosts[:1]
+    return _chosen(candidates, _hash(f"{law} {example.kind}")) if candidates else None
+
+
+@functools.cache
+def _examples_on(backbone: str) -> list[Example]:
+    from laws.examples import examples
+
+    return [example for example in examples() if backbone in example.backbones()]
+
+
+@functools.cache
+def _number(law: str) -> int:
+    """The number of a law, so that a backbone's examples take turns from law to law."""
+    laws = sorted(name.removeprefix("test_") for name in dir(GraftLaws) if name.startswith("test_"))
+    return laws.index(law) if law in laws else _hash(law)
+
+
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _chosen(values: Sequence[_Choice], number: int) -> _Choice:
+    return values[number % len(values)]
