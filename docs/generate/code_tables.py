@@ -165,7 +165,7 @@ def _option_row(option: Any) -> list[str]:
 
 def grafts(arguments: str, page: Path) -> str:
     """Return the kinds of grafts."""
-    from graftlm.generation.inspect import methods
+    from graftlm.generation.methods import methods
 
     rows = [[f"`{method.kind}`", method.label, method.summary] for method in methods()]
     return table(["kind", "label", "what it is"], rows)

@@ -163,9 +163,11 @@ class AttributionRun(LanguageModelRun):
     def evaluate(self, trainee: Trainee) -> Measurement:
         """The language model's metrics, and those of words."""
         measurement = super().evaluate(trainee)
-        for name, documents in trainee.tests.items():
+        for name, documents in trainee.evaluation.tests.items():
             if name in CORPORA:
-                tokens = word_tokens(trainee.tokenizer, "\n\n".join(document.full_text for document in documents))
+                tokens = word_tokens(
+                    trainee.evaluation.tokenizer, "\n\n".join(document.full_text for document in documents)
+                )
                 losses = losses_by_distance(trainee.model.model, tokens, self.word_window, self.distances)
                 measurement.add_metrics({f"nats_{name}_{part}": loss for part, loss in losses.items()})
         return measurement

@@ -75,7 +75,7 @@ class BehaviourRun(GraftRun):
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         measurement = super().evaluate(trainee)
-        measurement.add_metrics(self.behaviour(trainee.model, trainee.evaluator))
+        measurement.add_metrics(self.behaviour(trainee.model, trainee.evaluation.evaluator))
         return measurement
 
     def save(self, *args: Any) -> None:
@@ -96,7 +96,7 @@ class MovedBackRun(BehaviourRun):
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         [strength] = self.evaluation.strengths
-        with weights_moved_back(trainee.model.trainable_parameters(), trainee.start, strength):
+        with weights_moved_back(trainee.model.trainable_parameters(), trainee.evaluation.start, strength):
             return super().evaluate(replace(trainee, start={}))
 
 
