@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks
-from graftlm.backbone.taps import biased_mask
+from graftlm.backbone.attention_bias import biased_mask
 from graftlm.errors import TapError
 from tiny import DECODERS, ENCODERS, FAMILIES, tiny_ids, tiny_model
 

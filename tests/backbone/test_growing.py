@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from graftlm.backbone.cache import GrowingLayer, join, use_growing_layers
+from graftlm.backbone.cache_joining import join
+from graftlm.backbone.growing_layer import GrowingLayer, use_growing_layers
 from graftlm.errors import GraftError
 from tiny import tiny_model
 

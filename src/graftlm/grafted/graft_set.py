@@ -21,7 +21,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from graftlm.backbone import Backbone, Call, Tap, left_padded
-from graftlm.backbone.cache import GrowingLayer, is_joinable, join, move_own_layers, use_growing_layers
+from graftlm.backbone.cache import move_own_layers
+from graftlm.backbone.cache_joining import is_joinable, join
+from graftlm.backbone.growing_layer import GrowingLayer, use_growing_layers
 from graftlm.backbone.row_hooks import RowScope, RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError

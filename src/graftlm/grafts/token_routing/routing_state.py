@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap
-from graftlm.backbone.cache import is_static_layer, join_columns, slots
+from graftlm.backbone.cache import is_static_layer, slots
+from graftlm.backbone.cache_joining import join_columns
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
