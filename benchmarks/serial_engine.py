@@ -1,31 +1,45 @@
-"""The reference engine: one request at a time, by a plain loop of forward passes.
+"""The reference engine: one request at a time, with a plain loop of forward passes.
 
-Tests compare `BatchingEngine` with it, and the benchmark takes it as "one request at a time".
+Tests compare `BatchingEngine` with it, and the benchmark measures it as "one request at a time".
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from graftlm.backbone import Backbone
-from graftlm.grafted.graft_set import trace_values
 from graftlm.grafted.model import GraftedModel
-from graftlm.serving.engine import ScheduledRequest, ThreadedEngine
-from graftlm.serving.protocol import EngineFinishReason, Finish, GenerationRequest, TokenOutput
+from graftlm.grafted.traces import trace_values
+from graftlm.grafts import Graft
+from graftlm.serving.engine import ThreadedEngine
+from graftlm.serving.protocol import EngineFinishReason, EngineLimits, Finish, GenerationRequest, TokenOutput
 from graftlm.serving.sampling import RowSampling
+from graftlm.serving.scheduler import ScheduledRequest
 
 
 class SerialEngine(ThreadedEngine):
-    """An `Engine` of `protocol.py` without batches; arguments as those of `ThreadedEngine`."""
+    """An `Engine` without batches.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Args:
+        backbone: a causal language model with a tokenizer and without attached grafts.
+        grafts: grafts for this backbone, by name.
+        name: name of the backbone in requests; by default its own name.
+        limits: the limits of the engine.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        grafts: Mapping[str, Graft] | None = None,
+        name: str | None = None,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        super().__init__(backbone, grafts, name, limits)
         self._thread.start()
 
     def _step(self) -> None:
@@ -38,70 +52,116 @@ class SerialEngine(ThreadedEngine):
                 model.detach()
 
     def _generate(self, model: GraftedModel, scheduled: ScheduledRequest) -> Finish:
-        """Put the tokens of a request into its stream; returns the end."""
-        request, index, tokens, shown = scheduled.request, scheduled.index, [], ""
-        reason: EngineFinishReason = "length"
+        """Put the tokens of a request into its stream, and return its end."""
+        request = scheduled.request
+        tokens: list[int] = []
+        shown = ""
+        reason: EngineFinishReason | None = None
         for sampled, trace in self._sampled_tokens(scheduled, model):
-            if overdue := "cancelled" if self._stopping else scheduled.overdue:
-                reason = overdue
-                break
-            own_end = not request.ignore_eos and sampled.token in self._end_ids
-            if own_end or sampled.token in request.stop_tokens:
-                reason = "stop"
+            reason = self._reason_before(sampled.token, scheduled)
+            if reason is not None:
                 break
             tokens.append(sampled.token)
-            complete = scheduled.sampling.add(sampled.token)
-            text = full_text(self._backbone, request.prompt, tokens)
-            stops = request.stop if len(tokens) > request.min_tokens else ()
-            free = full_text(self._backbone, request.prompt, tokens[: request.min_tokens]).rstrip("\ufffd")
-            stopped = text_before_stop(text[len(free) :].rstrip("\ufffd"), stops)
-            final = free + (stopped if stopped is not None else final_text(text[len(free) :], stops))
-            new = final[len(shown) :]
-            self._put(scheduled, TokenOutput(sampled.token, new, sampled.logprob, sampled.top, trace, index))
+            grammar_ended = scheduled.sampling.add(sampled.token)
+            final, stopped = self._final_text(request, tokens)
+            output = TokenOutput(
+                token=sampled.token,
+                text=final[len(shown) :],
+                logprob=sampled.logprob,
+                top=sampled.top,
+                trace=trace,
+                index=scheduled.index,
+            )
+            self._put(scheduled, output)
             self._wake_readers()
-            shown = final if len(final) > len(shown) else shown
-            if stopped is not None:
-                return Finish("stop", len(request.prompt), len(tokens), index=index)
-            if complete:
+            if len(final) > len(shown):
+                shown = final
+            if stopped:
+                return self._end(scheduled, "stop", tokens, text="")
+            if grammar_ended:
                 reason = "stop"
                 break
             if len(tokens) == request.max_tokens:
+                reason = "length"
                 break
+        assert reason is not None, "tokens are sampled without end"
         text = full_text(self._backbone, request.prompt, tokens)
-        return Finish(reason, len(request.prompt), len(tokens), text[len(shown) :], index)
+        return self._end(scheduled, reason, tokens, text[len(shown) :])
+
+    def _reason_before(self, token: int, scheduled: ScheduledRequest) -> EngineFinishReason | None:
+        """Return the reason to end a request before a token, if there is one."""
+        request = scheduled.request
+        if self._stopping:
+            return "cancelled"
+        if scheduled.overdue is not None:
+            return scheduled.overdue
+        is_model_end = token in self._end_ids and not request.ignore_eos
+        if is_model_end or token in request.stop_tokens:
+            return "stop"
+        return None
+
+    def _final_text(self, request: GenerationRequest, tokens: list[int]) -> tuple[str, bool]:
+        """Return the text that is final after these tokens, and whether a stop string ends it."""
+        text = full_text(self._backbone, request.prompt, tokens)
+        stops = request.stop if len(tokens) > request.min_tokens else ()
+        # Stop strings are searched after the text of the first tokens, which nothing ends.
+        first_text = full_text(self._backbone, request.prompt, tokens[: request.min_tokens]).rstrip("\ufffd")
+        rest = text[len(first_text) :]
+        before_stop = text_before_stop(rest.rstrip("\ufffd"), stops)
+        if before_stop is not None:
+            return first_text + before_stop, True
+        return first_text + final_text(rest, stops), False
+
+    @staticmethod
+    def _end(scheduled: ScheduledRequest, reason: EngineFinishReason, tokens: list[int], text: str) -> Finish:
+        return Finish(
+            reason=reason,
+            prompt_tokens=len(scheduled.request.prompt),
+            completion_tokens=len(tokens),
+            text=text,
+            index=scheduled.index,
+        )
 
     @torch.inference_mode()
     def _sampled_tokens(
-        self, scheduled: ScheduledRequest, model: GraftedModel
+        self,
+        scheduled: ScheduledRequest,
+        model: GraftedModel,
     ) -> Iterator[tuple[TokenOutput, dict[str, float]]]:
-        """Each token with its trace, without end."""
+        """Yield tokens with their traces, without end."""
         request = scheduled.request
         cache = DynamicCache(config=model.config)
         ids = torch.tensor([request.prompt], device=model.device)
         while True:
             output, traces = model.forward_traces(
-                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+                input_ids=ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
             )
             logits = output.logits[0, -1].float()
-            token = sample_row(
-                changed(logits, scheduled.sampling, self._end_ids), request, scheduled.sampling.generator
-            )
+            changed_logits = changed(logits, scheduled.sampling, self._end_ids)
+            token = sample_row(changed_logits, request, scheduled.sampling.generator)
             sampled = TokenOutput(token, "")
             if request.logprobs is not None:
                 logprobs = logits.log_softmax(-1)
-                sampled = TokenOutput(token, "", float(logprobs[token]), most_likely(logprobs, request.logprobs))
+                top = most_likely(logprobs, request.logprobs)
+                sampled = TokenOutput(token, "", float(logprobs[token]), top)
             yield sampled, trace_values(traces, 0) if request.trace else {}
             ids = torch.tensor([[token]], device=model.device)
 
 
 def changed(logits_V: Tensor, row: RowSampling, end_ids: Iterable[int]) -> Tensor:
-    """The logits after biases, penalties, the shortest length and the grammar, token by token."""
-    request, logits = row.request, logits_V.clone()
+    """Return the logits after bias, penalties, minimum length and grammar, token by token."""
+    request = row.request
+    logits = logits_V.clone()
     for token, bias in request.logit_bias:
         logits[token] += bias
     for token in {*request.prompt, *row.counts}:
-        factor = request.repetition_penalty
-        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        if logits[token] > 0:
+            logits[token] /= request.repetition_penalty
+        else:
+            logits[token] *= request.repetition_penalty
     for token, count in row.counts.items():
         logits[token] -= request.presence_penalty + count * request.frequency_penalty
     if sum(row.counts.values()) < request.min_tokens:
@@ -116,52 +176,81 @@ def changed(logits_V: Tensor, row: RowSampling, end_ids: Iterable[int]) -> Tenso
 
 
 def sample_row(logits_V: Tensor, request: GenerationRequest, generator: random.Random) -> int:
-    """The most likely token, or with a temperature a random token.
+    """Return the most likely token, or with a temperature a random token.
 
     A random number u in [0, 1) selects the first token at which the cumulative probability, in the vocabulary's order,
-    exceeds u times the total. Some tokens have the probability 0: those below min_p times the highest; of the others
-    all but the top_k most likely; and of these those outside of top_p. The most likely tokens are inside until they
-    reach top_p of what is left.
+    exceeds u times the total. The probability of excluded tokens is 0.
     """
     if request.temperature == 0:
         return int(logits_V.argmax())
     p = (logits_V.double() / request.temperature).softmax(-1).tolist()
+    kept = kept_tokens(p, request)
+    kept_p = [value if token in kept else 0.0 for token, value in enumerate(p)]
+    cumulative_V = torch.tensor(kept_p).double().cumsum(-1)
+    token = torch.searchsorted(cumulative_V, generator.random() * cumulative_V[-1], right=True)
+    last = max(token for token in kept if p[token] > 0)
+    return min(int(token), last)
+
+
+def kept_tokens(p: Sequence[float], request: GenerationRequest) -> set[int]:
+    """Return the tokens that min_p, then top_k, then top_p keep.
+
+    min_p excludes tokens below this share of the highest probability, and top_k all but the most likely of the others.
+    Of these, the most likely ones are kept until they reach top_p of their total probability.
+    """
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
-    order = [token for token in order if p[token] >= request.min_p * p[order[0]]][: request.top_k or None]
-    kept, before, total = set(), 0.0, sum(p[token] for token in order)
+    highest = p[order[0]]
+    order = [token for token in order if p[token] >= request.min_p * highest]
+    if request.top_k:
+        order = order[: request.top_k]
+    total = sum(p[token] for token in order)
+    kept: set[int] = set()
+    before = 0.0
     for token in order:
         if not kept or before < request.top_p * total:
             kept.add(token)
         before += p[token]
-    cumulative_V = torch.tensor([value if token in kept else 0.0 for token, value in enumerate(p)]).double().cumsum(-1)
-    token = torch.searchsorted(cumulative_V, generator.random() * cumulative_V[-1], right=True)
-    return int(token.clamp(max=max(token for token in kept if p[token] > 0)))
+    return kept
 
 
 def most_likely(logprobs_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The tokens of the highest log p, with their log p."""
+    """Return the tokens with the highest log p, with their log p."""
     values, tokens = logprobs_V.topk(min(count, len(logprobs_V)))
     return tuple(zip(tokens.tolist(), values.tolist(), strict=True))
 
 
 def full_text(backbone: Backbone, prompt: tuple[int, ...], tokens: list[int]) -> str:
-    """The text of the tokens after the prompt; an incomplete character is U+FFFD."""
-    decode = backbone.need_tokenizer().decode
-    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    before, both = (str(decode(list(ids), **options)) for ids in (prompt, (*prompt, *tokens)))
+    """Return the text of the tokens after the prompt; an incomplete character is U+FFFD."""
+    before = _decode(backbone, prompt)
+    both = _decode(backbone, (*prompt, *tokens))
     # The prompt may end within a character, so that the two texts differ before the prompt's end.
-    common = next((n for n, (a, b) in enumerate(zip(before, both, strict=False)) if a != b), len(before))
-    return both[common:]
+    for position, (letter, other) in enumerate(zip(before, both, strict=False)):
+        if letter != other:
+            return both[position:]
+    return both[len(before) :]
+
+
+def _decode(backbone: Backbone, ids: Sequence[int]) -> str:
+    text = backbone.need_tokenizer().decode(
+        list(ids),
+        skip_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    return str(text)
 
 
 def text_before_stop(text: str, stops: tuple[str, ...]) -> str | None:
-    """The text before the first stop string; None if there is no stop string."""
+    """Return the text before the first stop string; None if there is no stop string."""
     starts = [text.find(stop) for stop in stops if stop and stop in text]
     return text[: min(starts)] if starts else None
 
 
 def final_text(text: str, stops: tuple[str, ...]) -> str:
-    """The text without an incomplete character at its end, and without what may begin a stop string."""
+    """Return the text without an incomplete character, and without a possible beginning of a stop string."""
     text = text.rstrip("\ufffd")
-    begun = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-    return text[: len(text) - max(begun, default=0)]
+    held = 0
+    for stop in stops:
+        for length in range(1, len(stop)):
+            if text.endswith(stop[:length]):
+                held = max(held, length)
+    return text[: len(text) - held]

@@ -1,7 +1,7 @@
-"""Clients of a server in their own process: `python benchmarks/serving_clients.py` reads a `Load` as JSON from stdin.
+"""Clients of a server in another process: `python benchmarks/serving_clients.py` reads a `Load` as JSON from stdin.
 
-Each client sends the next request of a list as soon as its last one has finished. The output is JSON: for each request
-the times of its start, of its first text and of its end, in seconds of one clock.
+Each client sends the next request of a list as soon as its last one has finished. The output is JSON: the times of the
+start, the first text and the end of each request, in seconds of the same clock.
 """
 
 from __future__ import annotations
@@ -16,19 +16,28 @@ import httpx
 
 
 class Load(TypedDict):
-    """The requests: the prompts in order, to the models in turn, from so many clients; `extra` are further keys."""
+    """The requests of some clients.
+
+    Attributes:
+        url: address of the server.
+        models: names of models, which the requests use in turn.
+        prompts: one prompt for each request.
+        clients: number of clients.
+        max_tokens: number of new tokens of each request.
+        extra: further keys of the requests.
+    """
 
     url: str
     models: list[str]
     prompts: list[str] | list[list[int]]
     clients: int
     max_tokens: int
-    extra: NotRequired[dict[str, Any]]
+    extra: NotRequired[dict[str, object]]
 
 
 async def timed_request(client: httpx.AsyncClient, load: Load, number: int) -> list[float]:
-    """The times of a request's start, first text and end."""
-    body: dict[str, Any] = {
+    """Return the times of a request's start, first text and end."""
+    body = {
         "model": load["models"][number % len(load["models"])],
         "prompt": load["prompts"][number],
         "max_tokens": load["max_tokens"],
@@ -36,7 +45,8 @@ async def timed_request(client: httpx.AsyncClient, load: Load, number: int) -> l
         "stream": True,
         **load.get("extra", {}),
     }
-    sent, first = time.monotonic(), 0.0
+    sent = time.monotonic()
+    first: float | None = None
     async with client.stream("POST", f"{load['url']}/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
@@ -46,14 +56,19 @@ async def timed_request(client: httpx.AsyncClient, load: Load, number: int) -> l
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(str(chunk["error"]))
-            if not first and chunk["choices"] and chunk["choices"][0]["text"]:
+            if first is None and _has_text(chunk):
                 first = time.monotonic()
     end = time.monotonic()
-    return [sent, first or end, end]
+    return [sent, end if first is None else first, end]
+
+
+def _has_text(chunk: dict[str, Any]) -> bool:
+    choices = chunk["choices"]
+    return bool(choices and choices[0]["text"])
 
 
 async def run(load: Load) -> list[list[float]]:
-    """The times of all requests."""
+    """Send all requests, and return their times."""
     all_times: list[list[float]] = []
     numbers = iter(range(len(load["prompts"])))
 
@@ -69,4 +84,5 @@ async def run(load: Load) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(json.load(sys.stdin)))))
+    all_times = asyncio.run(run(json.load(sys.stdin)))
+    print(json.dumps(all_times))

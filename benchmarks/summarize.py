@@ -7,8 +7,8 @@
 | `sent_clf`, `sent_ptr`, `sent_modern` | trained selectors at the sizes of the thesis, with random weights |
 | `oracle_labels` | labels, compared with N x M calls of rouge-score |
 
-`ratio` is the time of sumy's LexRank (for `oracle_labels`, of the loop) over that of the row; `ratio_embeddings` is
-that of the embedding ranking. LexRank and the labels must equal those of the other side, or the benchmark fails.
+`ratio` is the time of sumy's LexRank (for `oracle_labels`, of the loop) divided by that of the row; `ratio_embeddings`
+is that of the embedding ranking. The benchmark fails if LexRank or the labels differ from those of the other side.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,37 +30,44 @@ from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorC
 from graftlm.pipelines.summarize import Section, SourceDocument, TrainedSelector, oracle_labels, read_text
 from graftlm.training.language_model import train_tokenizer
 
-sys.path.append(str(Path(__file__).parents[1]))  # a script has its own folder alone
+sys.path.append(str(Path(__file__).parents[1]))  # A script can import only from its folder.
 from experiments.summarize.rivals import SumySelector
 
+MIN_RATIO = 20.0  # of the oracle labels
 AIMS: dict[str, tuple[str, float] | None] = {
     "selector": None,
     "embedding_ranking": None,
     "sent_clf": None,
     "sent_ptr": None,
     "sent_modern": None,
-    "oracle_labels": (AT_LEAST, 20.0),
+    "oracle_labels": (AT_LEAST, MIN_RATIO),
 }
 LABELS = {
-    "selector": "LexRank beside sumy's",
+    "selector": "LexRank, compared with sumy's",
     "embedding_ranking": "a ranking by sentence-transformers",
     "sent_clf": "Sent-CLF",
     "sent_ptr": "Sent-PTR, beam 4",
     "sent_modern": "modern selector on the same vectors",
-    "oracle_labels": "Oracle labels beside rouge-score",
+    "oracle_labels": "Oracle labels, compared with rouge-score",
 }
-SUMY, NAIVE = "sumy", "loop"
+SUMY = "sumy"
+NAIVE = "loop"
 SEED = 0
 TINY = {"embedding_size": 8, "hidden_size": 12, "num_heads": 2}
+TOPICS = ("execmodel", "import", "types", "compound")
+# The means of technical proposals.
+FULL = {"sentences": 113, "summary": 4, "words": 20, "rounds": 9}
+QUICK = {"sentences": 24, "summary": 4, "words": 20, "rounds": 2}
 Work = Callable[[], object]
 
 
 def prose(sentences: int) -> SourceDocument:
     """Return the first sentences of some topics of Python's reference: English prose of the size of a proposal."""
-    names = ("execmodel", "import", "types", "compound")
-    document = read_text("\n\n".join(pydoc_data.topics.topics[name] for name in names), ".txt", "Python's reference")
+    text = "\n\n".join(pydoc_data.topics.topics[name] for name in TOPICS)
+    document = read_text(text, ".txt", "Python's reference")
     chosen = tuple(replace(sentence, section=0) for sentence in document.sentences[:sentences])
-    return replace(document, sentences=chosen, sections=(Section("", 0, 0, sentences),))
+    section = Section("", 0, 0, sentences)
+    return replace(document, sentences=chosen, sections=(section,))
 
 
 def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:
@@ -71,27 +79,32 @@ def rankings(document: SourceDocument, *, small: bool) -> dict[str, Work]:
     encoder = SentenceTransformer(path, device="cpu")
     texts = [sentence.text for sentence in document.sentences]
 
-    def by_vectors() -> list[int]:
-        embeddings = encoder.encode(texts, convert_to_tensor=True, show_progress_bar=False, batch_size=64)
-        return util.cos_sim(embeddings, embeddings).mean(1).argsort(descending=True).tolist()
+    def rank_embeddings() -> list[int]:
+        embeddings = encoder.encode(
+            texts,
+            convert_to_tensor=True,
+            show_progress_bar=False,
+            batch_size=64,
+        )
+        centrality = util.cos_sim(embeddings, embeddings).mean(1)
+        return centrality.argsort(descending=True).tolist()
 
+    sizes = TINY if small else {}
     modern = {
         "input_type": "embeddings",
         "document_encoder": "transformer",
         "sentence_encoder": path,
         "sentence_embedding_size": 384,
         "hidden_size": 96,
-    }
-    trained = {
-        "sent_clf": selector(texts, {"head": "classifier"} | (TINY if small else {})),
-        "sent_ptr": selector(texts, {"head": "pointer", "beam_size": 4} | (TINY if small else {})),
-        "sent_modern": selector(texts, modern | {"head": "classifier"}),
+        "head": "classifier",
     }
     return {
-        "selector": lambda: SumySelector().rank(document),
-        "embedding_ranking": by_vectors,
-        **{name: lambda selector=selector: selector.rank(document) for name, selector in trained.items()},
-        SUMY: lambda: SumySelector(pairwise=True).rank(document),
+        "selector": partial(SumySelector().rank, document),
+        "embedding_ranking": rank_embeddings,
+        "sent_clf": partial(selector(texts, {"head": "classifier", **sizes}).rank, document),
+        "sent_ptr": partial(selector(texts, {"head": "pointer", "beam_size": 4, **sizes}).rank, document),
+        "sent_modern": partial(selector(texts, modern).rank, document),
+        SUMY: partial(SumySelector(pairwise=True).rank, document),
     }
 
 
@@ -100,9 +113,10 @@ def selector(texts: list[str], values: dict[str, Any]) -> TrainedSelector:
     torch.manual_seed(SEED)
     tokenizer = None
     if values.get("input_type") != "embeddings":
-        tokenizer = train_tokenizer(texts, 2_000)  # the vocabulary's size does not affect the time
-        values = values | {"vocab_size": len(tokenizer)}
-    return TrainedSelector(SentenceSelector(SentenceSelectorConfig(**values)).eval(), tokenizer)
+        tokenizer = train_tokenizer(texts, 2_000)  # The size of the vocabulary does not affect the time.
+        values = {**values, "vocab_size": len(tokenizer)}
+    model = SentenceSelector(SentenceSelectorConfig(**values))
+    return TrainedSelector(model.eval(), tokenizer)
 
 
 def synthetic_text(sentences: int, words: int, seed: int) -> list[str]:
@@ -110,71 +124,94 @@ def synthetic_text(sentences: int, words: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     vocabulary = ["".join(rng.choices("bdfgklmnprstaeiou", k=rng.randint(2, 9))) for _ in range(5_000)]
     weights = [1 / rank for rank in range(1, len(vocabulary) + 1)]
-    return [
-        " ".join(rng.choices(vocabulary, weights, k=rng.randint(words // 2, 3 * words // 2))).capitalize() + "."
-        for _ in range(sentences)
-    ]
+    text = []
+    for _ in range(sentences):
+        length = rng.randint(words // 2, 3 * words // 2)
+        sentence = " ".join(rng.choices(vocabulary, weights, k=length))
+        text.append(sentence.capitalize() + ".")
+    return text
 
 
 def naive_labels(document: list[str], summary: list[str]) -> list[list[int]]:
     """Return labels from the loop over all pairs, scored by rouge-score."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer, labels = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True), []
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    labels = []
     for reference in summary:
-        scores = [
-            sum(score.fmeasure for score in scorer.score(reference, sentence).values()) / 3 for sentence in document
-        ]
-        labels.append(sorted(range(len(document)), key=lambda row: (-scores[row], row))[:2])
+        scores = []
+        for sentence in document:
+            rouge = scorer.score(reference, sentence)
+            scores.append(sum(score.fmeasure for score in rouge.values()) / 3)
+        order = sorted(range(len(document)), key=scores.__getitem__, reverse=True)  # keeps the order of equal scores
+        labels.append(order[:2])
     return labels
 
 
 def benchmark(quick: bool, device: torch.device, clock: Clock) -> Results:
     """Run all rows."""
-    sizes = {"sentences": 113, "summary": 4, "words": 20, "rounds": 9}  # means of technical proposals
-    sizes |= {"sentences": 24, "rounds": 2} if quick else {}
+    sizes = QUICK if quick else FULL
     text = synthetic_text(sizes["sentences"], sizes["words"], SEED)
     summary = synthetic_text(sizes["summary"], sizes["words"], SEED + 1)
     document = prose(sizes["sentences"])
     _check(document, text, summary)
+    ranking = rankings(document, small=quick)
     labelling = {
-        "oracle_labels": lambda: oracle_labels(text, summary),
-        NAIVE: lambda: naive_labels(text, summary),
+        "oracle_labels": partial(oracle_labels, text, summary),
+        NAIVE: partial(naive_labels, text, summary),
     }
-    works = rankings(document, small=quick)
-    measured = _measured(works, sizes["rounds"], device, clock) | _measured(labelling, sizes["rounds"], device, clock)
+    measured = {
+        **_measured(ranking, sizes["rounds"], device, clock),
+        **_measured(labelling, sizes["rounds"], device, clock),
+    }
     rows = [_row(name, measured, sizes["sentences"]) for name in AIMS]
-    aims = [made_aim(LABELS["oracle_labels"], "ratio", (AT_LEAST, 20.0), None if quick else _middle(rows[-1]))]
-    details = {"sizes": dict(sizes), "clock": clock, "threads": torch.get_num_threads(), "equal": True}
-    return Results.here("bench-summarize", rows, seeds=[SEED], aims=aims, details=details)
+    ratio = None if quick else _mean_ratio(rows[-1])
+    return Results.here(
+        "bench-summarize",
+        rows,
+        seeds=[SEED],
+        aims=[made_aim(LABELS["oracle_labels"], "ratio", (AT_LEAST, MIN_RATIO), ratio)],
+        details={
+            "sizes": dict(sizes),
+            "clock": clock,
+            "threads": torch.get_num_threads(),
+            "equal": True,
+        },
+    )
 
 
 def _measured(works: Mapping[str, Work], count: int, device: torch.device, clock: Clock) -> Turns:
-    return rounds({name: lambda work=work: seconds(work, device, clock) for name, work in works.items()}, count)
+    """Measure the seconds of each work in turn, `count` times."""
+    timed = {name: partial(seconds, work, device, clock) for name, work in works.items()}
+    return rounds(timed, count)
 
 
 def _check(document: SourceDocument, text: list[str], summary: list[str]) -> None:
     """Check that both sides give the same results."""
-    ours, theirs = (SumySelector(pairwise=pairwise).rank(document) for pairwise in (False, True))
+    ours = SumySelector(pairwise=False).rank(document)
+    theirs = SumySelector(pairwise=True).rank(document)
     assert [ranked.index for ranked in ours] == [ranked.index for ranked in theirs], "rankings differ"
     assert oracle_labels(text, summary) == naive_labels(text, summary), "labels differ"
 
 
 def _row(name: str, measured: Turns, sentences: int) -> Row:
-    own = measured[name]
-
-    def over(other: str) -> Metric:
-        return interval([b / a for a, b in zip(own, measured[other], strict=True)])
-
-    metrics: dict[str, Metric] = {"ratio": over(NAIVE if name == "oracle_labels" else SUMY)}
+    """Return the ratios and the speed of a row."""
+    rival = NAIVE if name == "oracle_labels" else SUMY
+    metrics: dict[str, Metric] = {"ratio": _ratio(measured, name, rival)}
     if name not in ("oracle_labels", "embedding_ranking"):
-        metrics["ratio_embeddings"] = over("embedding_ranking")
-    metrics["sentences_per_second"] = interval([sentences / a for a in own])
+        metrics["ratio_embeddings"] = _ratio(measured, name, "embedding_ranking")
+    metrics["sentences_per_second"] = interval([sentences / time for time in measured[name]])
     return Row(id=name, label=LABELS[name], metrics=metrics)
 
 
-def _middle(row: Row) -> float:
-    return row.metrics["ratio"].mean  # type: ignore[union-attr]  # an interval, made above
+def _ratio(measured: Turns, name: str, rival: str) -> Metric:
+    """Return the time of a rival divided by that of a row, in each round."""
+    pairs = zip(measured[name], measured[rival], strict=True)
+    return interval([theirs / ours for ours, theirs in pairs])
+
+
+def _mean_ratio(row: Row) -> float:
+    return row.metrics["ratio"].mean  # type: ignore[union-attr]  # `_row` made an interval
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The cost of a routed mixture of LoRA experts against one adapter, the published merge, X-LoRA and the backbone.
+"""The cost of a routed mixture of LoRA experts compared with one adapter, the published merge, X-LoRA and the backbone.
 
     python benchmarks/token_routing.py --out DIR [--quick] [--device DEVICE] [--clock wall|cpu]
 
 Both sides of a ratio run in one process, in rounds of alternating order, so that other load affects both.
-A row's `ratio` is the median over rounds; its interval is the smallest and the largest. The backbone is a random Llama
-whose weights all models share. The experts are random LoRA adapters on q_proj and v_proj, as in the paper, in PEFT
-folders that both sides read.
+The `ratio` of a row is the median over the rounds; its interval is the smallest and the largest value. The backbone is
+a random Llama whose weights all models share. The experts are random LoRA adapters on q_proj and v_proj, as in the
+paper, in PEFT folders that both sides read.
 """
 
 from __future__ import annotations
@@ -34,48 +34,49 @@ NAME = "bench-token-routing"
 COUNTS = (2, 8, 32, 128)
 LENGTHS = (128, 256, 512, 1024)
 READ = 256  # tokens of a text that MiniLM reads
-ROWS = {  # row id -> label, aim of its ratio
+ROWS: dict[str, tuple[str, tuple[str, float] | None]] = {  # row id -> label, aim of its ratio
     "decode_vs_one_lora": ("decoding speed with four experts, over PEFT's with one unmerged adapter", (AT_LEAST, 0.9)),
     **{
-        f"published_step_{n}": (f"decoding speed behind {n} tokens, over the published procedure's", None)
+        f"published_step_{n}": (f"decoding speed after {n} tokens, over the published procedure's", None)
         for n in LENGTHS
     },
-    **{f"recompute_{n}": (f"decoding speed behind {n} tokens, over a pass without a cache", None) for n in LENGTHS},
+    **{f"recompute_{n}": (f"decoding speed after {n} tokens, over a pass without a cache", None) for n in LENGTHS},
     "vs_xlora": ("decoding speed, over PEFT's X-LoRA, which has no cache", None),
     "routing_share": ("routing's share of a decode step", (AT_MOST, 0.03)),
-    "batch16_mixed": ("decoding speed of rows with a mixture each, over rows with one mixture", (AT_LEAST, 0.95)),
+    "batch16_mixed": ("decoding speed of rows with different mixtures, over rows with one mixture", (AT_LEAST, 0.95)),
     "states_quarter": (
         "a decode step routed by states after a quarter of the layers, over one by token embeddings",
         None,
     ),
     "states_last": ("a decode step routed by the last states, over one routed by token embeddings", None),
-} | {f"experts_{n}": (f"a decode step with {n} experts loaded, over the bare backbone's", None) for n in COUNTS}
-GROWTH = "growth of what experts add to a step, over that of the rank sum, the worst of 2 to 8, 32 and 128"
+    **{f"experts_{n}": (f"a decode step with {n} experts loaded, over the bare backbone's", None) for n in COUNTS},
+}
+GROWTH = "growth of the time that experts add to a step, over that of the rank sum, the worst of 2 to 8, 32 and 128"
 FLAT = "a decode step with top: 2 of 128 experts, over top: 2 of 2"
 HOW = {
-    "decode_vs_one_lora": "one forward pass a token behind a cached context, which grows by it; a new route every "
-    "second token. bound: what the weights that are read would make of the ratio. ratio_top2: with top: 2, over the "
-    "one adapter. ratio_over_bare: over the bare backbone. ratio_over_four: over PEFT with all four adapters active, "
-    "each added in full",
+    "decode_vs_one_lora": "one forward pass per token after a cached context, which grows by the token; a new route at "
+    "every second token. bound: the ratio if the time were that of reading the weights. ratio_top2: with top: 2, over "
+    "the one adapter. ratio_over_bare: over the bare backbone. ratio_over_four: over PEFT with all four adapters "
+    "active, each added in full",
     "published_step": "the peer, for one token: the text from its tokens; its embedding by a random encoder of "
     "MiniLM's size, which reads at most 256 tokens; weights by the cosines; add_weighted_adapter('linear') of the four "
     "adapters; tokens from the text; a pass over all of them without a cache. Not counted: its new pipeline, and "
-    "deleting the adapter merged before",
-    "recompute": "the peer: the pass without a cache alone, with one adapter",
-    "vs_xlora": "the peer reads the whole text twice for a token, the first time to find its scalings; behind the "
-    "shortest text",
-    "routing_share": "seconds inside the graft's prepare, where text is embedded and weighed and routes are "
-    "remembered, over those of the whole step, by one clock around each. ratio_longer: behind the longest text. "
-    "ratio_every_1: a new route for each token. ratio_prompt: the prompt's route for all",
-    "batch16_mixed": "steps of as many rows of different random text, each with its mixture, over those of one of them "
-    "as many times. ratio_top2: with top: 2, where different rows need more experts between them",
-    "states": "a new route every second token, for which the bare backbone reads both tokens in one pass of its first "
-    "layers. ratio_every_1: a new route for each token. ratio_prompt: reading the context, which is read once more. "
-    "layers: of the backbone's",
-    "experts": "bound: what the weights that are read would make of the ratio. ratio_top2: the two experts of the "
-    "largest weights. ratio_changing: these, by the last token alone, so that nearly every token has another pair",
-    "memory": "bytes. experts: the four of rank 64, here and in PEFT. routes: beside the keys and values of the "
-    "context",
+    "deleting the previously merged adapter",
+    "recompute": "the peer: only the pass without a cache, with one adapter",
+    "vs_xlora": "the peer reads the whole text twice for a token, the first time in order to compute its scalings; "
+    "after the shortest text",
+    "routing_share": "seconds inside the graft's prepare, where text is embedded, weights are computed and routes are "
+    "stored, over the seconds of the whole step, by the same clock. ratio_longer: after the longest text. "
+    "ratio_every_1: a new route for each token. ratio_prompt: the route of the prompt for all tokens",
+    "batch16_mixed": "steps of many rows of different random text with different mixtures, over steps of equal rows. "
+    "ratio_top2: with top: 2, where different rows together need more experts",
+    "states": "a new route at every second token, for which the bare backbone reads both tokens in one pass of its "
+    "first layers. ratio_every_1: a new route for each token. ratio_prompt: reading the context, which is read once "
+    "more. layers: share of the backbone's layers",
+    "experts": "bound: the ratio if the time were that of reading the weights. ratio_top2: the two experts of the "
+    "largest weights. ratio_changing: the same, by the last token alone, so that nearly every token has another pair",
+    "memory": "bytes. experts: the four of rank 64, here and in PEFT. routes: in addition to the keys and values of "
+    "the context",
 }
 MERGED = "merged"
 
@@ -85,33 +86,45 @@ Routed = Mapping[str, tuple[Any, Clocked]]
 
 
 def measure_decoding(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Any], Metrics]:
-    """Seconds of a decode step with four experts, of PEFT with one and with four adapters, and bare; and the row."""
+    """Measure a decode step with four experts, of PEFT with one and with four adapters, and of the bare backbone.
+
+    Returns:
+        The details, and the metrics of the row.
+    """
     experts = bench.size.experts
     four: Any = bench.peft(experts)
     four.base_model.set_adapter([str(n) for n in range(experts)])
-    models = {name: model for name, (model, _) in routed.items()} | {
-        "one_lora": bench.peft(1).get_base_model(),
-        "four_loras": four.get_base_model(),
-        "bare": bench.shared(),
+    models = {name: model for name, (model, _) in routed.items()}
+    models["one_lora"] = bench.peft(1).get_base_model()
+    models["four_loras"] = four.get_base_model()
+    models["bare"] = bench.shared()
+    step_seconds = bench.decode(models, bench.ids(1, bench.size.context), bench.size.decode_rounds)
+    backbone = count(bench.model)
+    added = count(routed["routed"][1])
+    details = {
+        "seconds": step_seconds,
+        "ratio_over_bare": ratios(step_seconds["bare"], step_seconds["routed"]).model_dump(),
+        "ratio_over_four": ratios(step_seconds["four_loras"], step_seconds["routed"]).model_dump(),
     }
-    taken = bench.decode(models, bench.ids(1, bench.size.context), bench.size.decode_rounds)
-    backbone, added = count(bench.model), count(routed["routed"][1])
-    further = {
-        "ratio_over_bare": ratios(taken["bare"], taken["routed"]).model_dump(),
-        "ratio_over_four": ratios(taken["four_loras"], taken["routed"]).model_dump(),
-    }
-    return {"seconds": taken} | further, {
-        "ratio": ratios(taken["one_lora"], taken["routed"]),
+    metrics: Metrics = {
+        "ratio": ratios(step_seconds["one_lora"], step_seconds["routed"]),
         "bound": (backbone + added / experts) / (backbone + added),
-        "ratio_top2": ratios(taken["one_lora"], taken["routed_top2"]),
+        "ratio_top2": ratios(step_seconds["one_lora"], step_seconds["routed_top2"]),
     }
+    return details, metrics
 
 
 def measure_peers(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Turns], dict[str, Metrics]]:
-    """Seconds of a token of ours, as published, by recomputation, and by X-LoRA, behind each length; and the rows."""
+    """Measure a token with a routing, as published, by recomputation, and by X-LoRA, after texts of each length.
+
+    Returns:
+        The seconds by length, and the metrics of the rows.
+    """
     size = bench.size
-    peft, xlora, encoder = bench.peft(size.experts), bench.xlora(), bench.encoder()
-    taken: dict[str, Turns] = {}
+    peft = bench.peft(size.experts)
+    xlora = bench.xlora()
+    encoder = bench.encoder()
+    by_length: dict[str, Turns] = {}
     rows: dict[str, Metrics] = {}
     for name, length in zip(LENGTHS, size.lengths, strict=True):
         text = bench.ids(1, length + 1)
@@ -123,15 +136,17 @@ def measure_peers(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Tu
         }
         if name == LENGTHS[0]:
             turns["xlora"] = partial(bench.seconds, partial(read_whole, xlora, text))
-        of_length = taken[str(name)] = rounds(turns, size.peer_rounds)
-        rows[f"published_step_{name}"] = {"ratio": ratios(of_length["published"], of_length["routed"])}
-        rows[f"recompute_{name}"] = {"ratio": ratios(of_length["recompute"], of_length["routed"])}
-    first = taken[str(LENGTHS[0])]
-    return taken, rows | {"vs_xlora": {"ratio": ratios(first["xlora"], first["routed"])}}
+        measured = rounds(turns, size.peer_rounds)
+        by_length[str(name)] = measured
+        rows[f"published_step_{name}"] = {"ratio": ratios(measured["published"], measured["routed"])}
+        rows[f"recompute_{name}"] = {"ratio": ratios(measured["recompute"], measured["routed"])}
+    shortest = by_length[str(LENGTHS[0])]
+    rows["vs_xlora"] = {"ratio": ratios(shortest["xlora"], shortest["routed"])}
+    return by_length, rows
 
 
 def published_step(bench: RoutingBenchmark, peft: PeftModel, encoder: Any, ids: Tensor) -> float:
-    """Seconds of one token as published."""
+    """Return the seconds of one token by the published procedure."""
     names = [str(n) for n in range(bench.size.experts)]
     centroids = torch.randn(len(names), bench.size.encoder.width, device=bench.device, dtype=bench.dtype)
 
@@ -147,94 +162,138 @@ def published_step(bench: RoutingBenchmark, peft: PeftModel, encoder: Any, ids: 
         again = bench.tokenizer(text, return_tensors="pt")["input_ids"].to(bench.device)
         read_whole(peft.get_base_model(), again)
 
-    taken = bench.seconds(token)
+    token_seconds = bench.seconds(token)
     peft.set_adapter("0")
     peft.delete_adapter(MERGED)
-    return taken
+    return token_seconds
 
 
 @torch.inference_mode()
 def read_whole(model: Any, text: Tensor) -> None:
     """Predict one token from the whole text."""
-    model(input_ids=text, attention_mask=torch.ones_like(text), use_cache=False, logits_to_keep=1)
+    model(
+        input_ids=text,
+        attention_mask=torch.ones_like(text),
+        use_cache=False,
+        logits_to_keep=1,
+    )
 
 
 def measure_share(bench: RoutingBenchmark, graft: Clocked) -> tuple[dict[str, Any], Metrics]:
-    """The share of `prepare` in a decode step, round by round; and the row."""
+    """Measure the share of `prepare` in a decode step.
+
+    Returns:
+        The details, and the metrics of the row.
+    """
     size = bench.size
 
-    def turn(graft: Clocked, reader: Reader) -> float:
+    def share(graft: Clocked, reader: Reader) -> float:
         graft.spent = 0.0
-        taken = bench.step(reader) * size.steps
-        return graft.spent / taken
+        step_seconds = bench.step(reader) * size.steps
+        return graft.spent / step_seconds
 
+    variants: dict[str, tuple[int, dict[str, Any]]] = {  # length of the context, changes of the config
+        "ratio": (size.context, {}),
+        "ratio_longer": (size.longest, {}),
+        "ratio_every_1": (size.context, {"every": 1}),
+        "ratio_prompt": (size.context, {"reads": "prompt"}),
+    }
     turns = {}
-    for name, length, changes in (
-        ("ratio", size.context, {}),
-        ("ratio_longer", size.longest, {}),
-        ("ratio_every_1", size.context, {"every": 1}),
-        ("ratio_prompt", size.context, {"reads": "prompt"}),
-    ):
-        model, own = bench.again(graft, **changes)
-        turns[name] = partial(turn, own, Reader(model, bench.ids(1, length)))
+    for name, (length, changes) in variants.items():
+        model, changed = bench.again(graft, **changes)
+        turns[name] = partial(share, changed, Reader(model, bench.ids(1, length)))
     shares = rounds(turns, size.share_rounds)
-    intervals = {name: interval(values) for name, values in shares.items()}
-    further = {name: intervals.pop(name).model_dump() for name in ("ratio_every_1", "ratio_prompt")}
-    return {"shares": shares} | further, dict(intervals)
+    details = {
+        "shares": shares,
+        "ratio_every_1": interval(shares["ratio_every_1"]).model_dump(),
+        "ratio_prompt": interval(shares["ratio_prompt"]).model_dump(),
+    }
+    metrics: Metrics = {
+        "ratio": interval(shares["ratio"]),
+        "ratio_longer": interval(shares["ratio_longer"]),
+    }
+    return details, metrics
 
 
 def measure_states(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Any], dict[str, Metrics]]:
-    """Seconds of decode steps and of prompts, routed by hidden states and by token embeddings; and the rows."""
-    size, layers = bench.size, bench.size.shape.layers
-    ids = bench.ids(1, size.context)
-    taken, rows = {}, {}
+    """Measure decode steps and prompts routed by hidden states, and the same routed by token embeddings.
+
+    Returns:
+        The seconds, and the metrics of the rows.
+    """
+    layers = bench.size.shape.layers
+    seconds: dict[str, Any] = {}
+    rows: dict[str, Metrics] = {}
     for name, number in (("states_quarter", layers // 4), ("states_last", layers)):
-        model, graft = bench.routing(bench.adapters, embedder={"layers": number})
-        states_1, tokens_1 = (bench.again(routing, every=1)[0] for routing in (graft, routed["routed"][1]))
-        models = {
-            "states": model,
-            "tokens": routed["routed"][0],
-            "states_every_1": states_1,
-            "tokens_every_1": tokens_1,
-        }
-        steps = bench.decode(models, ids, size.share_rounds)
-        prompts = rounds(
-            {key: partial(bench.seconds, partial(Reader, models[key], ids)) for key in ("states", "tokens")},
-            size.share_rounds,
-        )
-        taken[name] = {"steps": steps, "prompts": prompts}
-        rows[name] = {
-            "ratio": ratios(steps["states"], steps["tokens"]),
-            "ratio_every_1": ratios(steps["states_every_1"], steps["tokens_every_1"]),
-            "ratio_prompt": ratios(prompts["states"], prompts["tokens"]),
-            "layers": number / layers,
-        }
-    return taken, rows
+        seconds[name], rows[name] = measure_states_after(bench, routed, number)
+    return seconds, rows
+
+
+def measure_states_after(bench: RoutingBenchmark, routed: Routed, number: int) -> tuple[dict[str, Turns], Metrics]:
+    """Measure decode steps and prompts routed by the hidden states after `number` layers; see `measure_states`."""
+    size = bench.size
+    ids = bench.ids(1, size.context)
+    model, graft = bench.routing(bench.adapters, embedder={"layers": number})
+    tokens_model, tokens_graft = routed["routed"]
+    models = {
+        "states": model,
+        "tokens": tokens_model,
+        "states_every_1": bench.again(graft, every=1)[0],
+        "tokens_every_1": bench.again(tokens_graft, every=1)[0],
+    }
+    steps = bench.decode(models, ids, size.share_rounds)
+    prompt_turns = {
+        "states": partial(bench.seconds, partial(Reader, model, ids)),
+        "tokens": partial(bench.seconds, partial(Reader, tokens_model, ids)),
+    }
+    prompts = rounds(prompt_turns, size.share_rounds)
+    metrics: Metrics = {
+        "ratio": ratios(steps["states"], steps["tokens"]),
+        "ratio_every_1": ratios(steps["states_every_1"], steps["tokens_every_1"]),
+        "ratio_prompt": ratios(prompts["states"], prompts["tokens"]),
+        "layers": number / size.shape.layers,
+    }
+    return {"steps": steps, "prompts": prompts}, metrics
 
 
 def measure_batch(bench: RoutingBenchmark, routed: Routed) -> tuple[dict[str, Any], Metrics]:
-    """Seconds of a step of many rows, with a mixture each and with one; and the row."""
+    """Measure a step of many rows, with a different mixture for each row and with the same one.
+
+    Returns:
+        The details, and the metrics of the row.
+    """
     size = bench.size
     mixed = bench.ids(size.rows, size.short)
     texts = {"mixed": mixed, "one": mixed[:1].repeat(size.rows, 1)}
-    readers = {f"{name}_{text}": Reader(routed[name][0], ids) for name in routed for text, ids in texts.items()}
-    taken = rounds({name: partial(bench.step, reader) for name, reader in readers.items()}, size.batch_rounds)
-    mixtures = {name: mixtures_of(routed[name.rpartition("_")[0]][1], reader) for name, reader in readers.items()}
-    return {"seconds": taken, "mixtures": mixtures}, {
-        "ratio": ratios(taken["routed_one"], taken["routed_mixed"]),
-        "ratio_top2": ratios(taken["routed_top2_one"], taken["routed_top2_mixed"]),
+    readers: dict[tuple[str, str], Reader] = {}
+    for name, (model, _) in routed.items():
+        for text, ids in texts.items():
+            readers[name, text] = Reader(model, ids)
+    turns = {f"{name}_{text}": partial(bench.step, reader) for (name, text), reader in readers.items()}
+    measured = rounds(turns, size.batch_rounds)
+    mixtures = {}
+    for (name, text), reader in readers.items():
+        mixtures[f"{name}_{text}"] = count_mixtures(routed[name][1], reader)
+    metrics: Metrics = {
+        "ratio": ratios(measured["routed_one"], measured["routed_mixed"]),
+        "ratio_top2": ratios(measured["routed_top2_one"], measured["routed_top2_mixed"]),
     }
+    return {"seconds": measured, "mixtures": mixtures}, metrics
 
 
-def mixtures_of(graft: Clocked, reader: Reader) -> int:
-    """How many different mixtures the rows have now."""
+def count_mixtures(graft: Clocked, reader: Reader) -> int:
+    """Return the number of different mixtures of the rows at the last token."""
     trace = graft.cache_trace(reader.cache)
     assert trace is not None
     return len(trace.values[:, -1].unique(dim=0))
 
 
 def measure_experts(bench: RoutingBenchmark, adapters: Sequence[Path]) -> tuple[Turns, Metrics]:
-    """Seconds of a decode step with some experts loaded, and bare; and the row."""
+    """Measure a decode step with experts loaded, and of the bare backbone.
+
+    Returns:
+        The seconds, and the metrics of the row.
+    """
     size = bench.size
     model, graft = bench.routing(adapters)
     models = {
@@ -243,57 +302,74 @@ def measure_experts(bench: RoutingBenchmark, adapters: Sequence[Path]) -> tuple[
         "ratio_changing": bench.again(graft, top=2, window=1, every=1)[0],
         "bare": bench.shared(),
     }
-    taken = bench.decode(models, bench.ids(1, size.short), size.many_rounds)
-    metrics: Metrics = {name: ratios(taken[name], taken["bare"]) for name in models if name != "bare"}
-    bound = 1 + count(graft) / count(bench.model)
-    return taken, metrics | {"rank_sum": len(adapters) * size.low_rank, "bound": bound}
+    measured = bench.decode(models, bench.ids(1, size.short), size.many_rounds)
+    metrics: Metrics = {}
+    for name in ("ratio", "ratio_top2", "ratio_changing"):
+        metrics[name] = ratios(measured[name], measured["bare"])
+    metrics["rank_sum"] = len(adapters) * size.low_rank
+    metrics["bound"] = 1 + count(graft) / count(bench.model)
+    return measured, metrics
 
 
 def measure_memory(bench: RoutingBenchmark, graft: Clocked) -> dict[str, int]:
-    """Bytes of the four experts here and in PEFT, and of what a generation remembers beside its keys and values."""
+    """Measure the bytes of four experts here and in PEFT, and of the layers of a generation's cache."""
     model, own = bench.again(graft)
     reader = Reader(model, bench.ids(1, bench.size.context))
-    kept = [layer for layer in reader.cache.layers if isinstance(layer, DynamicLayer)]
-    layers = [bytes_of(layer.keys) + bytes_of(layer.values) for layer in kept]
+    layers = [layer for layer in reader.cache.layers if isinstance(layer, DynamicLayer)]
+    layer_bytes = [bytes_of(layer.keys) + bytes_of(layer.values) for layer in layers]
+    backbone_layers = bench.size.shape.layers
     return {
-        "experts": bytes_in(own.parameters()),
-        "peft": bytes_in(lora_parameters(bench.peft(bench.size.experts))),
-        "keys_and_values": sum(layers[: bench.size.shape.layers]),
-        "routes": sum(layers[bench.size.shape.layers :]),
+        "experts": storage_bytes(own.parameters()),
+        "peft": storage_bytes(lora_parameters(bench.peft(bench.size.experts))),
+        "keys_and_values": sum(layer_bytes[:backbone_layers]),
+        "routes": sum(layer_bytes[backbone_layers:]),
     }
 
 
-def bytes_in(tensors: Iterable[Tensor]) -> int:
-    """The size of the tensors' storages, shared ones counted once."""
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages; shared ones are counted once."""
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def benchmark(size: Size, device: torch.device, clock: Clock) -> Results:
-    """All rows, with their aims and details."""
+    """Measure all rows, and return them with their aims and details."""
     with TemporaryDirectory() as folder:
         return measure(RoutingBenchmark(size, Path(folder), device, clock))
 
 
 def measure(bench: RoutingBenchmark) -> Results:
-    """All rows, from a benchmark whose adapters exist."""
-    load, size, rows = [os.getloadavg()[0]], bench.size, {}
+    """Measure all rows with a benchmark whose adapters are written."""
+    load = [os.getloadavg()[0]]
+    size = bench.size
+    rows: dict[str, Metrics] = {}
     model, graft = bench.routing(bench.adapters)
     routed: Routed = {"routed": (model, graft), "routed_top2": bench.again(graft, top=2)}
+
+    def add(new: dict[str, Metrics]) -> None:
+        rows.update(new)
+        for name, metrics in new.items():
+            print_row(name, metrics)
+
     decoding, row = measure_decoding(bench, routed)
-    rows |= print_rows({"decode_vs_one_lora": row})
-    peers, of_peers = measure_peers(bench, routed)
-    rows |= print_rows(of_peers)
+    add({"decode_vs_one_lora": row})
+    peers, peer_rows = measure_peers(bench, routed)
+    add(peer_rows)
     shares, row = measure_share(bench, graft)
-    rows |= print_rows({"routing_share": row})
-    states, of_states = measure_states(bench, routed)
-    rows |= print_rows(of_states)
+    add({"routing_share": row})
+    states, state_rows = measure_states(bench, routed)
+    add(state_rows)
     batch, row = measure_batch(bench, routed)
-    rows |= print_rows({"batch16_mixed": row})
+    add({"batch16_mixed": row})
     memory = measure_memory(bench, graft)
-    many, adapters = {}, bench.write(max(COUNTS), size.low_rank)
+    adapters = bench.write(max(COUNTS), size.low_rank)
+    many: dict[str, Turns] = {}
     for number in COUNTS:
         many[f"experts_{number}"], row = measure_experts(bench, adapters[:number])
-        rows |= print_rows({f"experts_{number}": row})
+        add({f"experts_{number}": row})
     load.append(os.getloadavg()[0])
     details = {
         "size": asdict(size) | {"lengths": list(size.lengths)},
@@ -315,44 +391,54 @@ def measure(bench: RoutingBenchmark) -> Results:
     return Results.here(NAME, made, aims=aims(rows, size), details=details)
 
 
-def print_rows(rows: dict[str, Metrics]) -> dict[str, Metrics]:
-    """Print rows, and return them."""
-    for name, metrics in rows.items():
-        label, aim = ROWS[name]
-        values = ", ".join(f"{key} {value_of(value):.4g}" for key, value in metrics.items())
-        print(f"{label}: {values}" + (f", aim {aim[0]} {aim[1]:g}" if aim else ""), flush=True)
-    return rows
+def print_row(name: str, metrics: Metrics) -> None:
+    """Print the metrics of a row, and its aim."""
+    label, aim = ROWS[name]
+    values = ", ".join(f"{key} {value_of(value):.4g}" for key, value in metrics.items())
+    aim_text = f", aim {aim[0]} {aim[1]:g}" if aim else ""
+    print(f"{label}: {values}{aim_text}", flush=True)
 
 
 def aims(rows: Mapping[str, Metrics], size: Size) -> list[Aim]:
-    """The aims; they hold for the full size, so a quick run measures none."""
-    known: dict[str, Any] = (
-        {} if size == QUICK else {name: value_of(metrics["ratio"]) for name, metrics in rows.items()}
-    )
-    made = [made_aim(label, "ratio", aim, known.get(name)) for name, (label, aim) in ROWS.items() if aim is not None]
-    made.append(made_aim(GROWTH, "ratio", (AT_MOST, 1.0), growth(rows) if known else None))
-    return [*made, made_aim(FLAT, "ratio_top2", (AT_MOST, 1.05), spread(rows) if known else None)]
+    """Return the aims; they apply to the full size, so a quick run does not judge them."""
+    is_judged = size != QUICK
+    made = []
+    for name, (label, aim) in ROWS.items():
+        if aim is not None:
+            value = value_of(rows[name]["ratio"]) if is_judged else None
+            made.append(made_aim(label, "ratio", aim, value))
+    made.append(made_aim(GROWTH, "ratio", (AT_MOST, 1.0), growth(rows) if is_judged else None))
+    made.append(made_aim(FLAT, "ratio_top2", (AT_MOST, 1.05), spread(rows) if is_judged else None))
+    return made
 
 
 def growth(rows: Mapping[str, Metrics]) -> float:
-    """The largest growth of the experts' cost from one count to the next, relative to that of the rank sum."""
-    added = [max(value_of(rows[f"experts_{n}"]["ratio"]) - 1, 1e-3) for n in COUNTS]
-    return max((b / a) / (m / n) for (a, b), (n, m) in zip(pairwise(added), pairwise(COUNTS), strict=True))
+    """Return the largest growth of the experts' cost from one count to the next, relative to that of the rank sum."""
+    costs = {}
+    for number in COUNTS:
+        costs[number] = max(value_of(rows[f"experts_{number}"]["ratio"]) - 1, 1e-3)
+    return max((costs[more] / costs[fewer]) / (more / fewer) for fewer, more in pairwise(COUNTS))
 
 
 def spread(rows: Mapping[str, Metrics]) -> float:
-    """A step with the most experts over a step with the fewest, both with top: 2."""
-    fewest, most = (value_of(rows[f"experts_{n}"]["ratio_top2"]) for n in (min(COUNTS), max(COUNTS)))
+    """Return a step with the most experts over a step with the fewest, both with top: 2."""
+    fewest = value_of(rows[f"experts_{min(COUNTS)}"]["ratio_top2"])
+    most = value_of(rows[f"experts_{max(COUNTS)}"]["ratio_top2"])
     return most / fewest
+
+
+def run(quick: bool, device: torch.device, clock: Clock) -> Results:
+    """Run the benchmark with small models (`quick`) or full ones."""
+    return benchmark(QUICK if quick else Size(), device, clock)
 
 
 def main() -> None:
     """Measure, print, and write `results.json`, `report.md` and a plot."""
     command(
         NAME,
-        "What a routed mixture of LoRA experts costs, in ratios.",
-        lambda quick, device, clock: benchmark(QUICK if quick else Size(), device, clock),
-        {name: aim and aim[1] for name, (_, aim) in ROWS.items()},
+        "The cost of a routed mixture of LoRA experts, in ratios.",
+        run,
+        {name: aim[1] if aim else None for name, (_, aim) in ROWS.items()},
     )
 
 

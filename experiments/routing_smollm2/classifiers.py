@@ -1,4 +1,4 @@
-"""What finds a prompt's domain without a model: a classifier of its words, and one of its form alone."""
+"""What finds the domain of a prompt without a model: a classifier of its words, and one of its form alone."""
 
 from __future__ import annotations
 
@@ -13,25 +13,37 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 from experiments.token_routing.texts import read_questions
-from graftlm.evaluation import Interval, Row
+from graftlm.evaluation import Interval, Metric, Row
 
 
 def words(prompt: str) -> list[str]:
-    """A prompt's words in lower case."""
+    """Return the words of a prompt in lower case."""
     return re.findall(r"\w+", prompt.lower())
 
 
 def form(prompt: str) -> list[str]:
-    """Sequences of one to three words and marks with every word but function words masked, and the length."""
+    """Return the form of a prompt: sequences of one to three tokens, and the length.
+
+    Tokens are words and punctuation marks. All words but function words are masked.
+    """
     tokens = [_masked(token) for token in re.findall(r"\n|\w+|[^\w\s]", prompt)]
-    grams = [" ".join(tokens[i : i + n]) for n in (1, 2, 3) for i in range(len(tokens) - n + 1)]
-    return [*grams, f"length {len(tokens).bit_length()}"]
+    features = []
+    for n in (1, 2, 3):
+        starts = range(len(tokens) - n + 1)
+        features += [" ".join(tokens[start : start + n]) for start in starts]
+    features.append(f"length {len(tokens).bit_length()}")
+    return features
 
 
 def _masked(token: str) -> str:
+    """Replace a word that is not a function word by a mask of its form."""
     if not re.match(r"\w", token) or token.lower() in ENGLISH_STOP_WORDS:
         return token
-    return "0" if token[0].isdigit() else "a_b" if "_" in token else "A" if token[0].isupper() else "a"
+    if token[0].isdigit():
+        return "0"
+    if "_" in token:
+        return "a_b"
+    return "A" if token[0].isupper() else "a"
 
 
 CLASSIFIERS = {
@@ -41,21 +53,43 @@ CLASSIFIERS = {
 
 
 def classifier_rows(texts: Path, domains: Sequence[str], seeds: Sequence[int]) -> list[Row]:
-    """The share of test prompts whose domain each classifier finds; it learns from the experts' training prompts."""
-    trained = [(each.prompt, domain) for domain in domains for each in read_questions(texts, domain, "train")]
-    tested = {name: [e.prompt for s in seeds for e in read_questions(texts, name, f"test{s}")] for name in domains}
+    """Measure the share of test prompts whose domain is found by classifiers of the experts' training prompts."""
+    train_prompts: list[str] = []
+    train_domains: list[str] = []
+    test_prompts: dict[str, list[str]] = {}
+    for domain in domains:
+        prompts = _prompts(texts, domain, "train")
+        train_prompts += prompts
+        train_domains += [domain] * len(prompts)
+        test_prompts[domain] = []
+        for seed in seeds:
+            test_prompts[domain] += _prompts(texts, domain, f"test{seed}")
     rows = []
     for row, (label, analyser) in CLASSIFIERS.items():
-        model = make_pipeline(CountVectorizer(analyzer=cast("Any", analyser)), LogisticRegression(max_iter=2000))
-        model.fit(*zip(*trained, strict=True))
-        right = {domain: (model.predict(prompts) == domain).tolist() for domain, prompts in tested.items()}
-        metrics = {f"routing_accuracy_{domain}": 100 * sum(of) / len(of) for domain, of in right.items()}
-        share = wilson([hit for of in right.values() for hit in of])
-        rows.append(Row(id=row, label=label, metrics={**metrics, "routing_accuracy": share}))
+        vectorizer = CountVectorizer(analyzer=cast("Any", analyser))
+        model = make_pipeline(vectorizer, LogisticRegression(max_iter=2000))
+        model.fit(train_prompts, train_domains)
+        metrics: dict[str, Metric] = {}
+        all_hits: list[bool] = []
+        for domain, prompts in test_prompts.items():
+            hits = (model.predict(prompts) == domain).tolist()
+            metrics[f"routing_accuracy_{domain}"] = 100 * sum(hits) / len(hits)
+            all_hits += hits
+        metrics["routing_accuracy"] = wilson(all_hits)
+        rows.append(Row(id=row, label=label, metrics=metrics))
     return rows
 
 
+def _prompts(texts: Path, domain: str, part: str) -> list[str]:
+    return [question.prompt for question in read_questions(texts, domain, part)]
+
+
 def wilson(hits: Sequence[int]) -> Interval:
-    """The percentage of hits with Wilson's interval."""
-    interval = binomtest(sum(hits), len(hits)).proportion_ci(method="wilson")
-    return Interval(mean=100 * sum(hits) / len(hits), low=100 * interval.low, high=100 * interval.high)
+    """Return the percentage of hits with the interval of Wilson."""
+    test = binomtest(sum(hits), len(hits))
+    interval = test.proportion_ci(method="wilson")
+    return Interval(
+        mean=100 * sum(hits) / len(hits),
+        low=100 * interval.low,
+        high=100 * interval.high,
+    )

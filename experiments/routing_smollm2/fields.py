@@ -15,46 +15,96 @@ from graftlm.demo.corpus import deal
 CLINC = ("cls/clinc150/domains.json", "cls/clinc150/data_full.json")
 CLINC_PARTS = {"train": "train", "validation": "val", "test": "test"}
 OPERATIONS = {"Addition": "addition", "Subtraction": "subtraction", "Multiplication": "multiplication"}
-TOPICS = ("banking", "credit_cards", "kitchen_and_dining", "home", "auto_and_commute")
-TOPICS += ("travel", "utility", "work", "small_talk", "meta")
+DIVISION = "division"  # the name of all other operations
+TOPICS = (
+    "banking",
+    "credit_cards",
+    "kitchen_and_dining",
+    "home",
+    "auto_and_commute",
+    "travel",
+    "utility",
+    "work",
+    "small_talk",
+    "meta",
+)
 
 
 def read_fields(data: Path) -> dict[str, Parts]:
-    """Every question by expert and part. No first line, a question or a passage, is in two parts of an expert."""
-    skills, articles = read_skills(data), xquad(data)
-    science, code = skills["science"], skills["code"]
-    pools: dict[str, list[RoutingQuestion]] = {f"math_{name}": [] for name in (*OPERATIONS.values(), "division")}
-    for operation, each in svamp(data):
-        pools[f"math_{OPERATIONS.get(operation, 'division')}"].append(each)
-    pools |= {"science_arc": science["train"] + science["test"], "science_openbook": science["validation"]}
-    pools |= {"code_mbpp": code["train"] + code["test"], "code_algorithms": code["validation"]}
+    """Read every question by expert and part.
+
+    No first line, which is a question or a passage, is in two parts of an expert.
+    """
+    skills = read_skills(data)
+    fields: dict[str, Parts] = {}
+    for operation, questions in _by_operation(data).items():
+        fields[f"math_{operation}"] = _cut(questions)
+    science = skills["science"]
+    fields["science_arc"] = _cut(science["train"] + science["test"])
+    fields["science_openbook"] = _cut(science["validation"])
+    code = skills["code"]
+    fields["code_mbpp"] = _cut(code["train"] + code["test"])
+    fields["code_algorithms"] = _cut(code["validation"])
+    fields["reading_xquad"] = _by_article(data)
+    fields["reading_qed"] = _cut(skills["reading"]["validation"])
+    for topic, parts in _topics(data).items():
+        fields[f"topic_{topic}"] = parts
+    return fields
+
+
+def _by_operation(data: Path) -> dict[str, list[RoutingQuestion]]:
+    """Return the questions of SVAMP by operation."""
+    pools: dict[str, list[RoutingQuestion]] = {name: [] for name in (*OPERATIONS.values(), DIVISION)}
+    for operation, question in svamp(data):
+        pools[OPERATIONS.get(operation, DIVISION)].append(question)
+    return pools
+
+
+def _by_article(data: Path) -> Parts:
+    """Return the questions of XQuAD, with every article in one part."""
+    articles = xquad(data)
     dealt = deal(list(articles), {"train": 3, "validation": 1, "test": 3})
-    by_article = {part: [each for title in titles for each in articles[title]] for part, titles in dealt.items()}
-    by_expert = {name: _cut(pool) for name, pool in pools.items()} | {"reading_xquad": by_article}
-    return by_expert | {"reading_qed": _cut(skills["reading"]["validation"])} | _topics(data)
+    parts: Parts = {}
+    for part, titles in dealt.items():
+        parts[part] = [question for title in titles for question in articles[title]]
+    return parts
 
 
 def _cut(pool: Sequence[RoutingQuestion]) -> Parts:
-    """Half for training, a tenth for validation."""
-    distinct = {normalised(each.prompt.partition("\n")[0]): each for each in pool}
+    """Split questions: half for training, a tenth for validation, the rest for tests."""
+    distinct = {}
+    for question in pool:
+        first_line = question.prompt.partition("\n")[0]
+        distinct[normalised(first_line)] = question
     items = shuffled(list(distinct.values()), "fields")
-    half, more = len(items) // 2, len(items) * 6 // 10
-    return {"train": items[:half], "validation": items[half:more], "test": items[more:]}
-
-
-def _topics(data: Path) -> dict[str, Parts]:
-    """The intent of what a user says, among four of its domain."""
-    intents, parts = (json.loads((data / name).read_text(encoding="utf-8")) for name in CLINC)
+    train_end = len(items) // 2
+    validation_end = len(items) * 6 // 10
     return {
-        f"topic_{topic}": {
-            part: [_intent(text, intent, intents[topic]) for text, intent in parts[of] if intent in intents[topic]]
-            for part, of in CLINC_PARTS.items()
-        }
-        for topic in TOPICS
+        "train": items[:train_end],
+        "validation": items[train_end:validation_end],
+        "test": items[validation_end:],
     }
 
 
+def _topics(data: Path) -> dict[str, Parts]:
+    """Return questions for the intent of a user's message, by topic; the choices are intents of the same topic."""
+    intents_file, messages_file = (data / name for name in CLINC)
+    intents = json.loads(intents_file.read_text(encoding="utf-8"))
+    messages = json.loads(messages_file.read_text(encoding="utf-8"))
+    topics: dict[str, Parts] = {}
+    for topic in TOPICS:
+        topics[topic] = {}
+        for part, clinc_part in CLINC_PARTS.items():
+            topics[topic][part] = [
+                _intent(text, intent, intents[topic])
+                for text, intent in messages[clinc_part]
+                if intent in intents[topic]
+            ]
+    return topics
+
+
 def _intent(text: str, intent: str, intents: Sequence[str]) -> RoutingQuestion:
-    others = random.Random(text).sample([other for other in intents if other != intent], 3)
-    choices = tuple(f" {name.replace('_', ' ')}\n" for name in (intent, *others))
+    others = [other for other in intents if other != intent]
+    wrong = random.Random(text).sample(others, 3)
+    choices = tuple(f" {name.replace('_', ' ')}\n" for name in (intent, *wrong))
     return question_of(text, choices[0])._replace(choices=choices)

@@ -33,15 +33,23 @@ from graftlm.grafts.token_routing import TokenRouting
 from graftlm.runs.run import RunContext
 
 ROUTER = "router.safetensors"
-# X-LoRA's router reads each token's own last state of the bare backbone.
+# The router of X-LoRA reads the last state of the bare backbone at each token.
 LAST_STATE = {"layers": -1, "whiten": False, "centre": False}
 XLORA = {"embedder": LAST_STATE, "window": 1, "every": 1, "prompt": "causal"}
 NEW_TOKENS = {"code": 64}
-SHORT = 16  # new tokens of any other answer
+SHORT = 16  # new tokens of an answer of any other domain
+Answered = dict[str, list[Any]]
+"""What is measured on each question of a domain: `nll`, `chosen`, `leader`, `led` and `right`."""
 
 
 class RouterRun(RoutingRun):
-    """Train X-LoRA's router by PEFT, over experts whose runs it depends on; the artefact holds its linear layer."""
+    """Trains the router of X-LoRA with PEFT, over experts whose runs it depends on.
+
+    The artefact is the linear layer of the router.
+
+    Args:
+        learning_rate: learning rate of the training.
+    """
 
     learning_rate: float
 
@@ -49,38 +57,41 @@ class RouterRun(RoutingRun):
         return (ROUTER,)
 
     def measure(self, context: RunContext) -> Measurement:
-        model = self.train_xlora(self.load_backbone(), list(context.dependencies.values()), self.learning_rate, context)
+        adapters = list(context.dependencies.values())
+        model = self.train_xlora(self.load_backbone(), adapters, self.learning_rate, context)
         router = model.base_model.internal_xlora_classifier.layers[-1]
+        tensors = {name: value.detach().contiguous() for name, value in router.named_parameters()}
         context.folder.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: value.detach().contiguous() for name, value in router.named_parameters()}, context.folder / ROUTER
-        )
+        save_file(tensors, context.folder / ROUTER)
         return Measurement(Row(id=self.id, label=self.id, metrics={}))
 
 
 class LearnedRouting(TokenRouting):
-    """X-LoRA's mixture: one softmax of a linear layer at each token. It runs with a cache, as PEFT's own does not."""
+    """The mixture of X-LoRA: a softmax of a linear layer at each token. In contrast to PEFT's, it runs with a cache."""
 
     router: dict[str, Tensor]
 
     def _updated_weights(self, call: Any, spans: Any, running_sum: Any) -> Tensor:
         states_BTd = self._need_embedder().prefixes(call, spans, running_sum)
-        weights = functional.linear(states_BTd, self.router["weight"], self.router["bias"]).softmax(-1)
-        return functional.pad(weights, (0, 1))
+        logits_BTE = functional.linear(states_BTd, self.router["weight"], self.router["bias"])
+        return functional.pad(logits_BTE.softmax(-1), (0, 1))
 
 
 class AnswerRun(RoutingRun):
-    """Answer questions by one mixture. It depends on the experts' runs, in the order of `domains`, and on a router.
+    """Answers questions with one mixture. It depends on the runs of the experts, in the order of `domains`.
+
+    With `mixture_kind: xlora`, the last run that it depends on is that of the router.
 
     Args:
-        mixture: `none` for the bare backbone; `oracle` for each domain's own expert; `merge` for PEFT's merge of all.
-        routing: the graft's config without its experts.
+        mixture_kind: `none` for the bare backbone, `oracle` for the expert of each question's domain, `merge` for
+            PEFT's merge of all experts.
+        routing: the config of the graft without its experts.
         merge: arguments of PEFT's `add_weighted_adapter`.
-        examples: training text in the centroids.
-        part: the questions: `validation`, or a seed's test.
+        examples: text of the training questions that is embedded for the centroids.
+        part: part of the questions: `validation`, or the test of a seed.
         asks: domains of the questions.
-        generated: questions of each domain that are answered freely.
-        questions: of each domain.
+        generated: number of questions of each domain that are answered freely.
+        questions: number of questions of each domain.
     """
 
     mixture_kind: Literal["none", "routing", "oracle", "xlora", "arrow", "merge"] = "routing"
@@ -93,23 +104,30 @@ class AnswerRun(RoutingRun):
     questions: int = 1000
 
     def measure(self, context: RunContext) -> Measurement:
-        answered: dict[str, dict[str, list[Any]]] = {}
-        changes: list[tuple[tuple[str, ...], dict[str, Any]]] = [(self.asks, {})]
+        answered: dict[str, Answered] = {}
         if self.mixture_kind == "oracle":
-            changes = [((domain,), {"fixed": {domain: 1.0}}) for domain in self.asks]
-        for domains, routing in changes:
-            with self.open_model(context, **routing) as (model, graft, backbone), evaluation_mode(model):
-                for domain in domains:
-                    answered[domain] = self.answer(model, graft, backbone, domain)
-        return Measurement(Row(id=self.id, label=self.id, metrics={**metrics_of(answered)}), {"answered": answered})
+            for domain in self.asks:
+                answered |= self._answer_domains(context, (domain,), fixed={domain: 1.0})
+        else:
+            answered = self._answer_domains(context, self.asks)
+        row = Row(id=self.id, label=self.id, metrics={**metrics_of(answered)})
+        return Measurement(row, {"answered": answered})
 
-    def answer(self, model: Any, graft: Any, backbone: Backbone, domain: str) -> dict[str, list[Any]]:
-        """What is measured on each question of a domain."""
+    def _answer_domains(self, context: RunContext, domains: Sequence[str], **routing: Any) -> dict[str, Answered]:
+        answered = {}
+        with self.open_model(context, **routing) as (model, graft, backbone), evaluation_mode(model):
+            for domain in domains:
+                answered[domain] = self.answer(model, graft, backbone, domain)
+        return answered
+
+    def answer(self, model: Any, graft: Any, backbone: Backbone, domain: str) -> Answered:
+        """Measure each question of a domain."""
         questions = self._questions(domain)
         answered = read_choices(model, graft, backbone, questions)
         if self._routes:
             answered["led"] = [int(name == domain) for name in answered["leader"]]
-        return answered | {"right": answer_freely(model, backbone, domain, questions[: self.generated])}
+        answered["right"] = answer_freely(model, backbone, domain, questions[: self.generated])
+        return answered
 
     def _questions(self, domain: str) -> list[RoutingQuestion]:
         return read_questions(Path(self.texts), domain, self.part)[: self.questions]
@@ -121,8 +139,14 @@ class AnswerRun(RoutingRun):
 
     @contextmanager
     def open_model(self, context: RunContext, **routing: Any) -> Iterator[tuple[Any, Any, Backbone]]:
-        """The model, its graft where it has one, and the backbone. `routing` overrides the run's own."""
-        backbone, folders = self.load_backbone(), list(context.dependencies.values())
+        """Open the mixture, and yield the model, its graft (None without one) and the backbone.
+
+        Args:
+            context: the context of the run.
+            **routing: settings that replace those of the run's `routing`.
+        """
+        backbone = self.load_backbone()
+        folders = list(context.dependencies.values())
         if self.mixture_kind == "none":
             yield backbone.model, None, backbone
         elif self.mixture_kind == "arrow":
@@ -135,35 +159,46 @@ class AnswerRun(RoutingRun):
     def _graft(self, backbone: Backbone, folders: Sequence[Path], context: RunContext, routing: dict[str, Any]) -> Any:
         adapters = dict(zip(self.domains, folders, strict=False))
         if self.mixture_kind == "merge":
-            return build_routing(
-                backbone, {"merged": merged(self.load_backbone(), adapters, self.merge, context.folder)}
-            )
+            folder = merged(self.load_backbone(), adapters, self.merge, context.folder)
+            return build_routing(backbone, {"merged": folder})
         if self.mixture_kind == "xlora":
-            experts = {name: {"path": str(folder)} for name, folder in adapters.items()}
-            config: Any = graft_config({"kind": "token-routing", "experts": experts, **XLORA})
-            graft = LearnedRouting(config, backbone)
-            graft.router = {k: v.to(backbone.device) for k, v in load_file(folders[-1] / ROUTER).items()}
-            return graft
-        graft = build_routing(backbone, adapters, **self.routing | routing)
+            return _learned_routing(backbone, adapters, folders[-1] / ROUTER)
+        graft = build_routing(backbone, adapters, **(self.routing | routing))
         graft.fit({domain: self._examples(domain) for domain in adapters})
         return graft
 
     def _examples(self, domain: str) -> list[str]:
-        questions = read_questions(Path(self.texts), domain, "train") if domain in self.asks else []
-        questions = questions[: self.sizes.centroids]
-        whole = [each.text for each in questions] if self.examples != "prompt" else []
-        return whole + ([each.prompt for each in questions] if self.examples != "whole" else [])
+        """Return the training text that is embedded for the centroids of a domain."""
+        if domain not in self.asks:
+            return []
+        questions = read_questions(Path(self.texts), domain, "train")[: self.sizes.centroids]
+        examples = []
+        if self.examples != "prompt":
+            examples += [question.text for question in questions]
+        if self.examples != "whole":
+            examples += [question.prompt for question in questions]
+        return examples
+
+
+def _learned_routing(backbone: Backbone, adapters: dict[str, Path], router: Path) -> LearnedRouting:
+    """Return the mixture of X-LoRA with a trained router."""
+    experts = {name: {"path": str(folder)} for name, folder in adapters.items()}
+    config: Any = graft_config({"kind": "token-routing", "experts": experts, **XLORA})
+    graft = LearnedRouting(config, backbone)
+    graft.router = {name: tensor.to(backbone.device) for name, tensor in load_file(router).items()}
+    return graft
 
 
 class FreeAnswerRun(AnswerRun):
-    """Answer freely all questions behind the first `generated`, which the row's own run answers."""
+    """Freely answers all questions after the first `generated`, which the `AnswerRun` of the row answers."""
 
-    def answer(self, model: Any, graft: Any, backbone: Backbone, domain: str) -> dict[str, list[Any]]:
-        return {"right": answer_freely(model, backbone, domain, self._questions(domain)[self.generated :])}
+    def answer(self, model: Any, graft: Any, backbone: Backbone, domain: str) -> Answered:
+        remaining = self._questions(domain)[self.generated :]
+        return {"right": answer_freely(model, backbone, domain, remaining)}
 
 
 def merged(backbone: Backbone, adapters: dict[str, Path], merge: dict[str, Any], folder: Path) -> Path:
-    """The folder of one adapter that PEFT merges from several, each with weight 1."""
+    """Merge several adapters with PEFT, each with weight 1, and return the folder of the merged adapter."""
     first, *others = adapters
     model = PeftModel.from_pretrained(backbone.model, str(adapters[first]), adapter_name=first)
     for name in others:
@@ -174,83 +209,129 @@ def merged(backbone: Backbone, adapters: dict[str, Path], merge: dict[str, Any],
     return folder / "merged"
 
 
-def metrics_of(answered: dict[str, dict[str, list[Any]]]) -> dict[str, float]:
-    """Means over each domain's questions, then over domains; shares are percentages."""
+def metrics_of(answered: dict[str, Answered]) -> dict[str, float]:
+    """Return means over the questions of each domain, and their means over the domains; shares are percentages."""
     metrics: dict[str, float] = {}
     columns = {"accuracy": "right", "likelihood_accuracy": "chosen", "nll": "nll", "routing_accuracy": "led"}
     for name, column in columns.items():
-        means = {
-            domain: float(np.mean(values[column])) * (1 if name == "nll" else 100)
-            for domain, values in answered.items()
-            if values.get(column)
-        }
+        unit = 1 if name == "nll" else 100
+        means = []
+        for domain, values in answered.items():
+            if values.get(column):
+                mean = float(np.mean(values[column])) * unit
+                metrics[f"{name}_{domain}"] = mean
+                means.append(mean)
         if means:
-            metrics |= {f"{name}_{domain}": value for domain, value in means.items()}
-            metrics["nll_average" if name == "nll" else name] = float(np.mean(list(means.values())))
+            average = "nll_average" if name == "nll" else name
+            metrics[average] = float(np.mean(means))
     return metrics
 
 
 @torch.inference_mode()
 def read_choices(
-    model: Any, graft: Any, backbone: Backbone, questions: Sequence[RoutingQuestion], batch_size: int = 8
-) -> dict[str, list[Any]]:
-    """For each question: nats per token of the right answer, whether it is the likeliest by byte, the leading expert.
+    model: Any,
+    graft: Any,
+    backbone: Backbone,
+    questions: Sequence[RoutingQuestion],
+    batch_size: int = 8,
+) -> Answered:
+    """Measure the likelihoods of the choices of questions.
 
     Each prompt is read once; its choices continue its keys and values. A route reads the prompt and the choice so far.
+
+    Returns:
+        For each question: `nll`, the nats per token of the right answer; `chosen`, whether it has the smallest nats per
+        byte; and `leader`, the expert with the largest weight at the end of the prompt.
     """
-    result: dict[str, list[Any]] = {"nll": [], "chosen": [], "leader": []}
+    result: Answered = {"nll": [], "chosen": [], "leader": []}
     for first in range(0, len(questions), batch_size):
         batch = questions[first : first + batch_size]
         nats_R, tokens_R, leaders = _read_batch(model, graft, backbone, batch)
-        sizes = [len(choice.encode()) for each in batch for choice in each.choices]
-        ends = np.cumsum([len(each.choices) for each in batch])[:-1]
-        per_byte, per_token = (np.split(nats_R / np.array(d), ends) for d in (sizes, tokens_R))
-        result["nll"] += [round(float(of_choices[0]), 4) for of_choices in per_token]
-        result["chosen"] += [int(of_choices.argmin() == 0) for of_choices in per_byte]
+        nats_per_token_R = nats_R / np.array(tokens_R)
         result["leader"] += leaders
+        start = 0
+        for question in batch:
+            stop = start + len(question.choices)
+            byte_counts = np.array([len(choice.encode()) for choice in question.choices])
+            nats_per_byte = nats_R[start:stop] / byte_counts
+            result["nll"].append(round(float(nats_per_token_R[start]), 4))
+            result["chosen"].append(int(nats_per_byte.argmin() == 0))
+            start = stop
     return result
 
 
 def _read_batch(
-    model: Any, graft: Any, backbone: Backbone, batch: Sequence[RoutingQuestion]
+    model: Any,
+    graft: Any,
+    backbone: Backbone,
+    batch: Sequence[RoutingQuestion],
 ) -> tuple[np.ndarray, list[int], list[str]]:
-    """Nats (R,) and tokens of all choices, and the experts that lead at the prompts' ends."""
-    tokenizer, device = backbone.need_tokenizer(), backbone.device
+    """Return the nats (R,) and the number of tokens of all choices, and the leading experts at the prompts' ends."""
+    tokenizer = backbone.need_tokenizer()
+    device = backbone.device
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    prompt = left_padded([encode(each.prompt) for each in batch], padding_id(tokenizer), device)
-    mask_BT, cache = prompt["attention_mask"], DynamicCache(config=backbone.model.config)
-    positions = (mask_BT.cumsum(-1) - 1).clamp(min=0)
-    given = {"input_ids": prompt["input_ids"], "attention_mask": mask_BT, "position_ids": positions}
-    first = model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    trace = None if graft is None else graft.cache_trace(cache)
-    leaders = [] if trace is None else [trace.labels[n] for n in trace.values[:, -1, :-1].argmax(-1).tolist()]
-    choices = [torch.tensor(encode(choice), device=device) for each in batch for choice in each.choices]
-    rows = torch.tensor([n for n, each in enumerate(batch) for _ in each.choices], device=device)
-    cache.batch_select_indices(rows)
+    prompts = [encode(question.prompt) for question in batch]
+    prompt = left_padded(prompts, padding_id(tokenizer), device)
+    mask_BT = prompt["attention_mask"]
+    positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=backbone.model.config)
+    first = model(
+        input_ids=prompt["input_ids"],
+        attention_mask=mask_BT,
+        position_ids=positions_BT,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    leaders = _leaders(graft, cache)
+    choices: list[Tensor] = []
+    rows: list[int] = []
+    for number, question in enumerate(batch):
+        choices += [torch.tensor(encode(choice), device=device) for choice in question.choices]
+        rows += [number] * len(question.choices)
+    rows_R = torch.tensor(rows, device=device)
+    cache.batch_select_indices(rows_R)
     ids_RT = pad_sequence(choices, batch_first=True)
     own_RT = pad_sequence([torch.ones_like(ids) for ids in choices], batch_first=True)
-    after = positions[rows, -1:] + 1 + torch.arange(ids_RT.shape[1], device=device)
-    mask = torch.cat([mask_BT[rows], own_RT], dim=1)
+    offsets = torch.arange(ids_RT.shape[1], device=device)
     later = model(
-        input_ids=ids_RT, attention_mask=mask, position_ids=after, past_key_values=cache, use_cache=True
+        input_ids=ids_RT,
+        attention_mask=torch.cat([mask_BT[rows_R], own_RT], dim=1),
+        position_ids=positions_BT[rows_R, -1:] + 1 + offsets,
+        past_key_values=cache,
+        use_cache=True,
     ).logits
-    logits = torch.cat([first[rows], later[:, :-1]], dim=1).float()
+    logits = torch.cat([first[rows_R], later[:, :-1]], dim=1).float()
     nats = functional.cross_entropy(logits.transpose(1, 2), ids_RT, reduction="none") * own_RT
     return nats.sum(-1).cpu().numpy(), own_RT.sum(-1).tolist(), leaders
 
 
+def _leaders(graft: Any, cache: DynamicCache) -> list[str]:
+    """Return the expert with the largest weight at the last token of each row; nothing without a graft."""
+    trace = None if graft is None else graft.cache_trace(cache)
+    if trace is None:
+        return []
+    largest = trace.values[:, -1, :-1].argmax(-1)
+    return [trace.labels[number] for number in largest.tolist()]
+
+
 def answer_freely(model: Any, backbone: Backbone, domain: str, questions: Sequence[RoutingQuestion]) -> list[int]:
-    """1 for each greedy answer that is right: programs pass their tests, other answers have the same words."""
-    prompts = [each.prompt for each in questions]
-    stop = ("\n\n",) if domain == "code" else ("\n",)
-    count = NEW_TOKENS.get(domain, SHORT)
+    """Return 1 for each greedy answer that is right: programs pass their tests, other answers have the same words."""
     answers = generate_answers(
-        model, backbone.need_tokenizer(), prompts, max_new_tokens=count, stop=stop, batch_size=48
+        model,
+        backbone.need_tokenizer(),
+        [question.prompt for question in questions],
+        max_new_tokens=NEW_TOKENS.get(domain, SHORT),
+        stop=("\n\n",) if domain == "code" else ("\n",),
+        batch_size=48,
     )
     if domain == "code":
-        examples = [Example("", each.answer, each.tests) for each in questions]
+        examples = [Example("", question.answer, question.tests) for question in questions]
         return pass_at_1(answers, examples).astype(int).tolist() if examples else []
-    return [int(normalised(a) == normalised(each.answer)) for a, each in zip(answers, questions, strict=True)]
+    right = []
+    for answer, question in zip(answers, questions, strict=True):
+        right.append(int(normalised(answer) == normalised(question.answer)))
+    return right

@@ -1,7 +1,7 @@
-"""Questions of four skills with short answers, and three wrong answers for each.
+"""Questions of four skills with short answers, and three wrong answers to each question.
 
-Validation is of another source than the test. No two of training, validation and the seeds' tests share a question, by
-its text without punctuation and case.
+Validation questions have another source than test questions. No two of training, validation and the tests of the seeds
+share a question; questions are compared without punctuation and case.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ from experiments.token_routing.texts import (
 )
 from graftlm.demo.corpus import deal
 
-SVAMP, OPENBOOK = "routing/math/svamp/SVAMP.json", "routing/science/openbookqa/test.json"
+SVAMP = "routing/math/svamp/SVAMP.json"
+OPENBOOK = "routing/science/openbookqa/test.json"
 FILES = (*GSM8K, SVAMP, *ARC["train"], *ARC["test"], OPENBOOK, MBPP, ALGORITHMS, XQUAD, QED)
 SOURCES = {
     "math": ("GSM8K, training part", "GSM8K, test part", "SVAMP"),
@@ -40,7 +40,7 @@ SOURCES = {
     "code": ("MBPP 511-974", "The Algorithms", "MBPP 11-510"),
     "reading": ("XQuAD, three fifths of the articles", "QED", "XQuAD, the other articles"),
 }
-WRONG = 3  # wrong answers of each question
+WRONG = 3  # wrong answers to each question
 Parts = dict[str, list[RoutingQuestion]]
 
 
@@ -53,170 +53,252 @@ def write_skills(
     longest: Mapping[str, int],
     known: Container[int] = (),
 ) -> None:
-    """Write training, validation, and a test part of its own for each seed: `DOMAIN-test0.jsonl`.
+    """Write the parts of every domain: training, validation, and a different test for each seed (`DOMAIN-test0.jsonl`).
 
     Args:
-        skills: every question by domain and part, as `read_skills` gives them.
-        counts: questions of a domain in `train`, `validation`, and `test` for each seed.
-        longest: tokens of a `prompt`, of an `answer`, and of a `program`.
-        known: shingles of the backbone's training text, which no question of validation and test shares.
+        skills: every question by domain and part, see `read_skills`.
+        folder: folder to write to.
+        tokenizer: tokenizer of the backbone.
+        counts: number of questions of a domain in `train`, in `validation`, and in the `test` of each seed.
+        seeds: the seeds.
+        longest: maximum number of tokens of a `prompt`, of an `answer`, and of a `program`.
+        known: shingles of the training text of the backbone, of which validation and test questions have none.
     """
     for domain, parts in skills.items():
-        limit = longest["program" if domain.startswith("code") else "answer"]
-        fitting = {
-            part: [each for each in items if _fits(each, tokenizer, longest["prompt"], limit)]
-            for part, items in parts.items()
-        }
-        trained = {normalised(each.prompt) for each in fitting["train"]}
-        written = {"train": shuffled(fitting["train"], "items")[: counts["train"]]}
-        for part in ("validation", "test"):
-            fresh = {normalised(each.prompt): each for each in fitting[part]}
-            fresh = {key: each for key, each in fresh.items() if not any(s in known for s in shingles([each.text]))}
-            fitting[part] = shuffled([each for key, each in fresh.items() if key not in trained], "items")
-        written["validation"] = fitting["validation"][: counts["validation"]]
-        chosen = {normalised(each.prompt) for each in written["validation"]}
-        fitting["test"] = [each for each in fitting["test"] if normalised(each.prompt) not in chosen]
-        for number, seed in enumerate(seeds):
-            written[f"test{seed}"] = fitting["test"][number * counts["test"] : (number + 1) * counts["test"]]
-        for part, items in written.items():
-            lines = (each._asdict() | {"text": each.text} for each in with_choices(domain, items))
+        longest_answer = longest["program" if domain.startswith("code") else "answer"]
+        fitting: Parts = {}
+        for part, questions in parts.items():
+            fitting[part] = [each for each in questions if _fits(each, tokenizer, longest["prompt"], longest_answer)]
+        written = _split(fitting, counts, seeds, known)
+        for part, questions in written.items():
+            completed = with_choices(domain, questions)
+            lines = [question._asdict() | {"text": question.text} for question in completed]
             write_lines(folder / f"{domain}-{part}.jsonl", lines)
 
 
+def _split(
+    parts: Mapping[str, Sequence[RoutingQuestion]],
+    counts: Mapping[str, int],
+    seeds: Sequence[int],
+    known: Container[int],
+) -> Parts:
+    """Return the questions of each written part, which share no question."""
+    trained = {normalised(question.prompt) for question in parts["train"]}
+    validation = _fresh(parts["validation"], trained, known)[: counts["validation"]]
+    chosen = {normalised(question.prompt) for question in validation}
+    tests = [each for each in _fresh(parts["test"], trained, known) if normalised(each.prompt) not in chosen]
+    written = {
+        "train": shuffled(parts["train"], "items")[: counts["train"]],
+        "validation": validation,
+    }
+    for number, seed in enumerate(seeds):
+        start = number * counts["test"]
+        written[f"test{seed}"] = tests[start : start + counts["test"]]
+    return written
+
+
+def _fresh(
+    questions: Iterable[RoutingQuestion],
+    trained: Container[str],
+    known: Container[int],
+) -> list[RoutingQuestion]:
+    """Return the distinct questions that neither training nor the backbone's text contains, in random order."""
+    distinct = {normalised(question.prompt): question for question in questions}
+    fresh = []
+    for key, question in distinct.items():
+        is_known = any(shingle in known for shingle in shingles([question.text]))
+        if not is_known and key not in trained:
+            fresh.append(question)
+    return shuffled(fresh, "items")
+
+
 def normalised(text: str) -> str:
-    """A question's words in lower case."""
+    """Return the words of a text in lower case, joined by spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def read_skills(data: Path) -> dict[str, Parts]:
-    """Every question by domain and part; only those of science and reading have `choices` yet."""
-    return {"math": _math(data), "science": _science(data), "code": _code(data), "reading": _reading(data)}
+    """Read every question by domain and part; only those of science and reading already have `choices`."""
+    return {
+        "math": _math(data),
+        "science": _science(data),
+        "code": _code(data),
+        "reading": _reading(data),
+    }
 
 
 def with_choices(domain: str, questions: Sequence[RoutingQuestion]) -> list[RoutingQuestion]:
-    """The questions with wrong answers: other numbers, programs under the right name, parts of the passage."""
+    """Add wrong answers: other numbers, programs under the right name, parts of the passage."""
     completed = []
-    for each in questions:
-        source = random.Random(each.prompt)
+    for question in questions:
+        source = random.Random(question.prompt)
         if domain.startswith("code"):
-            name = _name(each.answer)
-            others = [other.answer for other in source.sample(list(questions), min(8, len(questions)))]
-            wrong = [re.sub(rf"\b{_name(other)}\b", name, other) for other in others]
+            candidates = _other_programs(question, questions, source)
         elif domain.startswith("math"):
-            right = int(each.answer)
-            numbers = [int(n) for n in re.findall(r"\d+", each.prompt)] + [right + n for n in (-10, -1, 1, 10)]
-            wrong = [f" {n}\n" for n in source.sample(numbers, len(numbers)) if n >= 0]
+            candidates = _other_numbers(question, source)
         else:
-            wrong = list(each.choices)
-        wrong = [other for other in dict.fromkeys(wrong) if other != each.answer][:WRONG]
-        completed.append(each._replace(choices=(each.answer, *wrong)))
+            candidates = list(question.choices)
+        wrong = [candidate for candidate in dict.fromkeys(candidates) if candidate != question.answer]
+        completed.append(question._replace(choices=(question.answer, *wrong[:WRONG])))
     return completed
 
 
+def _other_programs(
+    question: RoutingQuestion,
+    questions: Sequence[RoutingQuestion],
+    source: random.Random,
+) -> list[str]:
+    """Return the programs of other questions, renamed to the name of the right program."""
+    name = _name(question.answer)
+    sampled = source.sample(list(questions), min(8, len(questions)))
+    programs = [other.answer for other in sampled]
+    return [re.sub(rf"\b{_name(program)}\b", name, program) for program in programs]
+
+
+def _other_numbers(question: RoutingQuestion, source: random.Random) -> list[str]:
+    """Return the numbers of a question, and numbers near the right one, in random order."""
+    right = int(question.answer)
+    numbers = [int(number) for number in re.findall(r"\d+", question.prompt)]
+    numbers += [right + difference for difference in (-10, -1, 1, 10)]
+    sampled = source.sample(numbers, len(numbers))
+    return [f" {number}\n" for number in sampled if number >= 0]
+
+
 def _math(data: Path) -> Parts:
-    train, validation = (
-        [
-            question_of(e["question"], e["answer"].rpartition("#### ")[2].replace(",", ""))
-            for e in json_lines(data / file)
-        ]
-        for file in GSM8K
-    )
-    parts = {"train": train, "validation": validation, "test": [each for _, each in svamp(data)]}
-    return {part: [each for each in of_part if each.answer.strip().isdigit()] for part, of_part in parts.items()}
+    train_file, test_file = GSM8K
+    parts = {
+        "train": _gsm8k(data / train_file),
+        "validation": _gsm8k(data / test_file),
+        "test": [question for _, question in svamp(data)],
+    }
+    natural: Parts = {}
+    for part, questions in parts.items():
+        natural[part] = [question for question in questions if question.answer.strip().isdigit()]
+    return natural
+
+
+def _gsm8k(file: Path) -> list[RoutingQuestion]:
+    questions = []
+    for entry in json_lines(file):
+        number = entry["answer"].rpartition("#### ")[2].replace(",", "")
+        questions.append(question_of(entry["question"], number))
+    return questions
 
 
 def svamp(data: Path) -> list[tuple[str, RoutingQuestion]]:
-    """SVAMP's questions whose answer is a natural number, each after its operation."""
-    items = json.loads((data / SVAMP).read_text(encoding="utf-8"))
-    texts = [(f"{e['Body'].rstrip(' .')}. {e['Question']}", f"{e['Answer']:g}") for e in items]
-    return [(e["Type"], question_of(*text)) for e, text in zip(items, texts, strict=True) if text[1].isdigit()]
+    """Read the questions of SVAMP whose answer is a natural number, as pairs of the operation and the question."""
+    questions = []
+    for entry in json.loads((data / SVAMP).read_text(encoding="utf-8")):
+        text = f"{entry['Body'].rstrip(' .')}. {entry['Question']}"
+        answer = f"{entry['Answer']:g}"
+        if answer.isdigit():
+            questions.append((entry["Type"], question_of(text, answer)))
+    return questions
 
 
 def _science(data: Path) -> Parts:
     files = {"train": ARC["train"], "validation": [OPENBOOK], "test": ARC["test"]}
-    parts = {part: [cloze(entry) for entry in alternating(data, of_part)] for part, of_part in files.items()}
-    return {
-        part: [
-            each._replace(prompt=each.prompt.replace("\nAnswer:", f"\nChoices: {_joined(each.choices)}\nAnswer:"))
-            for each in of_part
-        ]
-        for part, of_part in parts.items()
-    }
+    parts: Parts = {}
+    for part, part_files in files.items():
+        parts[part] = [_with_listed_choices(cloze(entry)) for entry in alternating(data, part_files)]
+    return parts
 
 
-def _joined(choices: Iterable[str]) -> str:
-    return "; ".join(choice.strip() for choice in choices)
+def _with_listed_choices(question: RoutingQuestion) -> RoutingQuestion:
+    """Add the choices of a question to its prompt."""
+    listed = "; ".join(choice.strip() for choice in question.choices)
+    prompt = question.prompt.replace("\nAnswer:", f"\nChoices: {listed}\nAnswer:")
+    return question._replace(prompt=prompt)
 
 
 def _code(data: Path) -> Parts:
-    parts: defaultdict[str, list[RoutingQuestion]] = defaultdict(list)
+    parts: Parts = {"train": [], "test": [], "validation": []}
     for entry in json_lines(data / MBPP):
         code = entry["code"].replace("\r\n", "\n").strip()
         tests = "\n".join([entry["test_setup_code"], *entry["test_list"]])
-        if len(re.findall(r"\bdef ", code)) == 1 and f"{_name(code)}(" in tests and entry["task_id"] > 10:
-            parts["train" if entry["task_id"] > 510 else "test"].append(_program(entry["text"], code, tests))
-    parts["validation"] = [
-        _program(each.doc, each.code) for each in functions(read_texts(data / ALGORITHMS)) if "def " in each.code
-    ]
+        has_one_function = len(re.findall(r"\bdef ", code)) == 1
+        is_tested = f"{_name(code)}(" in tests
+        number = entry["task_id"]
+        if has_one_function and is_tested and number > 10:
+            part = "train" if number > 510 else "test"
+            parts[part].append(_program(entry["text"], code, tests))
+    for function in functions(read_texts(data / ALGORITHMS)):
+        if "def " in function.code:
+            parts["validation"].append(_program(function.doc, function.code))
     return parts
 
 
 def _program(text: str, code: str, tests: str = "") -> RoutingQuestion:
-    return RoutingQuestion(f"{text.strip(' .')}. Name it {_name(code)}.\nAnswer:", f"\n{code}\n", (), tests)
+    return RoutingQuestion(
+        prompt=f"{text.strip(' .')}. Name it {_name(code)}.\nAnswer:",
+        answer=f"\n{code}\n",
+        tests=tests,
+    )
 
 
 def _name(code: str) -> str:
-    """The name of the first function."""
-    named = re.search(r"\bdef (\w+)", code)
-    return named[1] if named else ""
+    """Return the name of the first function."""
+    match = re.search(r"\bdef (\w+)", code)
+    return match[1] if match else ""
 
 
 def xquad(data: Path) -> dict[str, list[RoutingQuestion]]:
-    """XQuAD's questions, by the title of the article."""
+    """Read the questions of XQuAD, by the title of the article."""
     articles: dict[str, list[RoutingQuestion]] = {}
     for article in json.loads((data / XQUAD).read_text(encoding="utf-8"))["data"]:
-        articles[article["title"]] = [
-            _passage(paragraph["context"], entry["question"], entry["answers"][0]["text"], others)
-            for paragraph in article["paragraphs"]
-            for others in [[entry["answers"][0]["text"] for entry in paragraph["qas"]]]
-            for entry in paragraph["qas"]
-        ]
+        questions = []
+        for paragraph in article["paragraphs"]:
+            answers = [entry["answers"][0]["text"] for entry in paragraph["qas"]]
+            for entry, answer in zip(paragraph["qas"], answers, strict=True):
+                questions.append(_passage(paragraph["context"], entry["question"], answer, answers))
+        articles[article["title"]] = questions
     return articles
 
 
 def _reading(data: Path) -> Parts:
     articles = xquad(data)
-    dealt = deal(list(articles), {"train": 3, "test": 2})
-    parts = {part: [each for title in titles for each in articles[title]] for part, titles in dealt.items()}
+    parts: Parts = {}
+    for part, titles in deal(list(articles), {"train": 3, "test": 2}).items():
+        parts[part] = [question for title in titles for question in articles[title]]
     parts["validation"] = []
     for entry in json_lines(data / QED):
-        if answers := [span["string"] for spans in entry["original_nq_answers"] for span in spans]:
-            parts["validation"].append(
-                _passage(entry["paragraph_text"], entry["question_text"], min(answers, key=len), [])
-            )
+        answers = [span["string"] for spans in entry["original_nq_answers"] for span in spans]
+        if answers:
+            shortest = min(answers, key=len)
+            question = _passage(entry["paragraph_text"], entry["question_text"], shortest, others=[])
+            parts["validation"].append(question)
     return parts
 
 
 def _passage(passage: str, question: str, answer: str, others: Sequence[str]) -> RoutingQuestion:
-    """The sentence with the answer and the one before it. Other answers and parts of them are the wrong answers."""
+    """Return a question about the sentence with the answer and the sentence before it.
+
+    The wrong answers are answers to other questions (`others`) that the passage contains, and other words of it.
+    """
     sentences = re.split(r"(?<=[.!?])\s+", passage.strip())
-    last = next((n for n, sentence in enumerate(sentences) if answer in sentence), len(sentences) - 1)
-    passage = " ".join(sentences[max(0, last - 1) : last + 1])
-    words, size = passage.split(), len(answer.split())
+    last = len(sentences) - 1
+    for number, sentence in enumerate(sentences):
+        if answer in sentence:
+            last = number
+            break
+    excerpt = " ".join(sentences[max(0, last - 1) : last + 1])
+    words = excerpt.split()
+    size = len(answer.split())
     starts = random.Random(question).sample(range(len(words)), min(6, len(words)))
-    wrong = [
-        *(other for other in others if other in passage),
-        *(" ".join(words[start : start + size]) for start in starts),
-    ]
+    wrong = [other for other in others if other in excerpt]
+    wrong += [" ".join(words[start : start + size]) for start in starts]
     choices = tuple(f" {text.strip()}\n" for text in wrong)
-    return question_of(f"{passage}\n{question}", answer)._replace(choices=choices)
+    return question_of(f"{excerpt}\n{question}", answer)._replace(choices=choices)
 
 
 def question_of(question: str, answer: str) -> RoutingQuestion:
-    """A question with a short answer."""
-    return RoutingQuestion(f"{question.strip()}\nAnswer:", f" {answer.strip()}\n")
+    """Return a question with a short answer."""
+    return RoutingQuestion(
+        prompt=f"{question.strip()}\nAnswer:",
+        answer=f" {answer.strip()}\n",
+    )
 
 
-def _fits(question: RoutingQuestion, tokenizer: Any, prompt: int, answer: int) -> bool:
-    sizes = [len(ids) for ids in tokenizer([question.prompt, question.answer], verbose=False)["input_ids"]]
-    return sizes[0] <= prompt and sizes[1] <= answer
+def _fits(question: RoutingQuestion, tokenizer: Any, longest_prompt: int, longest_answer: int) -> bool:
+    prompt, answer = tokenizer([question.prompt, question.answer], verbose=False)["input_ids"]
+    return len(prompt) <= longest_prompt and len(answer) <= longest_answer

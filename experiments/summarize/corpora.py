@@ -1,7 +1,7 @@
-"""Five collections of technical proposals with human abstracts, split by time within each.
+"""Five collections of technical proposals with human abstracts, split by time within each collection.
 
-A document is summarized without its abstract, which is the reference. Both are read in the same way, so that neither
-has markup; the reader knows front matter, header fields, tables of contents and checklists, which have no sentences.
+A document is summarized without its abstract, which is the reference. Both are read by the same reader, so that neither
+has markup. The reader excludes front matter, header fields, tables of contents and checklists from the sentences.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,23 +23,30 @@ from graftlm.config import Config
 from graftlm.pipelines.summarize import SourceDocument, read_text
 from graftlm.runs.run import Run
 
-CORPORA = {"peps": ".rst", "rust_rfcs": ".md", "eips": ".md", "ercs": ".md", "keps": ".md"}
+# Suffix of the file format of each collection.
+CORPORA = {
+    "peps": ".rst",
+    "rust_rfcs": ".md",
+    "eips": ".md",
+    "ercs": ".md",
+    "keps": ".md",
+}
 FILES = tuple(f"longdocs/{name}.jsonl" for name in CORPORA)
 Part = Literal["train", "validation", "test"]
 
 _DATED = re.compile(r"^\W*(?:created|start date)\W+(\S+)", re.IGNORECASE | re.MULTILINE)
 _DATE_FORMATS = ("%Y-%m-%d", "%d-%b-%Y", "%d-%B-%Y")
-_DATE_CHARACTERS = 3000  # characters that may hold a date
-_KEY_CHARACTERS = 80  # characters that tell titles and abstracts apart
+_DATE_CHARACTERS = 3000  # characters at the start of a document that may contain a date
+_KEY_CHARACTERS = 80  # characters by which titles and abstracts are compared
 
 
 class CorpusSizes(Config):
     """Number of documents.
 
     Args:
-        validation: share of each corpus, between the others in time.
-        test: share of each corpus, its newest.
-        max_documents: of each corpus, evenly spaced in time; None takes all.
+        validation: share of each collection between the training and the test documents in time.
+        test: share of each collection, its newest documents.
+        max_documents: documents of each collection, evenly spaced in time; None uses all.
     """
 
     validation: float = Field(0.03, gt=0, lt=0.5)
@@ -48,7 +56,14 @@ class CorpusSizes(Config):
 
 @dataclass(frozen=True)
 class Sample:
-    """A document, and the sentences of its human abstract."""
+    """A document and its human abstract.
+
+    Attributes:
+        id: identifier of the proposal.
+        corpus: name of the collection.
+        document: the document without the abstract.
+        abstract: sentences of the abstract.
+    """
 
     id: str
     corpus: str
@@ -60,6 +75,11 @@ class Sample:
         """The abstract as one paragraph."""
         return " ".join(self.abstract)
 
+    def sentence_texts(self, count: int | None = None) -> list[str]:
+        """Return the selectable sentences, or the first `count` of them."""
+        indices = self.document.selectable[:count]
+        return [self.document.sentences[index].text for index in indices]
+
 
 Parts = dict[Part, list[Sample]]
 
@@ -69,6 +89,7 @@ class DocumentRun(Run):
 
     Args:
         longdocs: folder of the collections.
+        sizes: number of documents.
     """
 
     longdocs: str
@@ -82,65 +103,93 @@ class DocumentRun(Run):
 
 @lru_cache(maxsize=1)
 def load(longdocs: str, sizes: CorpusSizes) -> Parts:
-    """All documents by part; a collection has at least one in each. A process reads them once."""
+    """Return all documents by part; a collection has at least one in each. A process reads them once."""
     parts: Parts = {"train": [], "validation": [], "test": []}
     known: set[str] = set()
     for corpus in CORPORA:
-        lines = (Path(longdocs) / f"{corpus}.jsonl").read_text(encoding="utf-8").split("\n")
-        rows = [row for row in in_time(json.loads(line) for line in lines if line) if _is_new(row, known)]
+        rows = _read_rows(Path(longdocs) / f"{corpus}.jsonl", known)
         if sizes.max_documents is not None:
-            rows = rows[:: max(1, len(rows) // sizes.max_documents)][: sizes.max_documents]
-        test, validation = (max(1, round(share * len(rows))) for share in (sizes.test, sizes.validation))
-        parts["train"] += [sample_of(corpus, row) for row in rows[: -test - validation]]
-        parts["validation"] += [sample_of(corpus, row) for row in rows[-test - validation : -test]]
-        parts["test"] += [sample_of(corpus, row) for row in rows[-test:]]
+            step = max(1, len(rows) // sizes.max_documents)
+            rows = rows[::step][: sizes.max_documents]
+        test = max(1, round(sizes.test * len(rows)))
+        validation = max(1, round(sizes.validation * len(rows)))
+        samples = [sample_of(corpus, row) for row in rows]
+        parts["train"].extend(samples[: -test - validation])
+        parts["validation"].extend(samples[-test - validation : -test])
+        parts["test"].extend(samples[-test:])
     return parts
 
 
-def _is_new(row: dict[str, Any], known: set[str]) -> bool:
-    """Whether no earlier document of any collection has its title or the beginning of its abstract.
+def _read_rows(path: Path, known: set[str]) -> list[dict[str, Any]]:
+    """Return the rows of a file by date, without those that are known already."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = in_time(json.loads(line) for line in lines if line)
+    return [row for row in rows if _is_new(row, known)]
 
-    A proposal that moved to another collection is thus taken once.
+
+def _is_new(row: dict[str, Any], known: set[str]) -> bool:
+    """Return whether no earlier document of any collection has the same title or beginning of the abstract.
+
+    A proposal that moved to another collection is thus used once. The keys of the row are added to `known`.
     """
-    texts = (str(row.get("title") or row["id"]), row["abstract"])
-    own = {" ".join(re.findall(r"\w+", text.casefold()))[:_KEY_CHARACTERS] for text in texts}
-    is_new = not own & known
-    known |= own
+    title = str(row.get("title") or row["id"])
+    keys = {_key(title), _key(row["abstract"])}
+    is_new = known.isdisjoint(keys)
+    known.update(keys)
     return is_new
 
 
+def _key(text: str) -> str:
+    words = re.findall(r"\w+", text.casefold())
+    return " ".join(words)[:_KEY_CHARACTERS]
+
+
 def in_time(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by date. A row without a date has the date of the row with the next lower number."""
-    dated, last = [], date.min
+    """Return rows by date. A row without a date has the date of the row with the next lower number."""
+    dated: list[tuple[date, dict[str, Any]]] = []
+    last = date.min
     for row in sorted(rows, key=_number):
         last = _date(row["text"][:_DATE_CHARACTERS]) or last
-        dated.append((last, len(dated), row))
-    return [row for _, _, row in sorted(dated, key=lambda item: item[:2])]
+        dated.append((last, row))
+    dated.sort(key=itemgetter(0))  # keeps the order of rows with the same date
+    return [row for _, row in dated]
 
 
 def _number(row: dict[str, Any]) -> tuple[int, str]:
-    """The number of a proposal, in the order of submission, and its name."""
+    """Return the number of a proposal, which follows the order of submission, and its name."""
     match = re.search(r"\d+", row["id"])
-    return int(match[0]) if match else 0, row["id"]
+    number = int(match[0]) if match else 0
+    return number, row["id"]
 
 
 def _date(head: str) -> date | None:
+    """Return the date in the header of a document; None without a readable one."""
     match = _DATED.search(head)
-    for form in _DATE_FORMATS if match else ():
+    if match is None:
+        return None
+    text = match[1].strip("().,")
+    for form in _DATE_FORMATS:
         with suppress(ValueError):
-            return datetime.strptime(match[1].strip("().,"), form).date()  # type: ignore[index]  # there is a match
+            return datetime.strptime(text, form).date()
     return None
 
 
 def sample_of(corpus: str, row: dict[str, Any]) -> Sample:
-    """A row as a document without its abstract, and the abstract."""
+    """Return a row as a document without its abstract, and the abstract."""
     start, end = row["abstract_span"]
     text = f"{row['text'][:start]}\n\n{row['text'][end:]}"
-    document, abstract = (read_text(part, CORPORA[corpus], row["id"], "en") for part in (text, row["abstract"]))
-    return Sample(row["id"], corpus, document, tuple(sentence.text for sentence in abstract.sentences))
+    suffix = CORPORA[corpus]
+    document = read_text(text, suffix, row["id"], "en")
+    abstract = read_text(row["abstract"], suffix, row["id"], "en")
+    return Sample(
+        id=row["id"],
+        corpus=corpus,
+        document=document,
+        abstract=tuple(sentence.text for sentence in abstract.sentences),
+    )
 
 
 def evenly(samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """At most `limit` samples, evenly spaced."""
+    """Return at most `limit` samples, evenly spaced."""
     count = min(limit, len(samples))
     return [samples[index * len(samples) // count] for index in range(count)]

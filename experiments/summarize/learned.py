@@ -19,32 +19,41 @@ from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import write_atomically
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize import SelectorExample, SelectorTrainingConfig, oracle_extract, train_selector
-from graftlm.pipelines.summarize.ranking import sentence_features
-from graftlm.pipelines.summarize.selector import EncodedExample, fit_selector
+from graftlm.pipelines.summarize.default_selector import sentence_features
+from graftlm.pipelines.summarize.selector_training import EncodedExample, fit_selector
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.runs.run import RunContext
 
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
-FIRST = 100  # sentences of a document that selectors learn from
-SOURCE_TOKENS, SUMMARY_TOKENS = 400, 100  # that writers read and write
+FIRST = 100  # sentences of a document from which selectors learn
+SOURCE_TOKENS = 400  # tokens that writers read
+SUMMARY_TOKENS = 100  # tokens that writers write
 LONGEST = 10  # n-grams of copy curves
-VECTORS, OUTPUT = "vectors.safetensors", "output.json"
+VECTORS = "vectors.safetensors"
+OUTPUT = "output.json"
 _FEATURES = ("first", "relative", "near_2", "near_6", "near_15", "near_50", "centrality")
+_WRITER_RATE = 2e-3
 
-
-def _texts(sample: Sample, count: int | None = None) -> list[str]:
-    return [sample.document.sentences[index].text for index in sample.document.selectable[:count]]
+Vectors = dict[str, Tensor]  # by document
 
 
 @lru_cache(maxsize=1)
 def _targets(longdocs: str, sizes: CorpusSizes) -> dict[str, list[int]]:
-    """For each sentence of an abstract the positions of the two nearest of the first sentences, by document."""
-    samples = [sample for part in PARTS[:2] for sample in load(longdocs, sizes)[part]]
-    return {sample.id: oracle_extract(_texts(sample, FIRST), sample.abstract) for sample in samples}
+    """Return the oracle extract among the first sentences of each document."""
+    parts = load(longdocs, sizes)
+    samples = [*parts["train"], *parts["validation"]]
+    return {sample.id: oracle_extract(sample.sentence_texts(FIRST), sample.abstract) for sample in samples}
 
 
 class VectorsRun(DocumentRun):
-    """Vectors of the sentences of a part by MiniLM in bfloat16: the test's whole documents, the others' beginnings."""
+    """Embeddings of the sentences of a part, computed by MiniLM in bfloat16.
+
+    Test documents are embedded as a whole, the others up to the first `FIRST` sentences.
+
+    Args:
+        part: the part.
+        encoder: folder of MiniLM.
+    """
 
     part: Part
     encoder: str
@@ -55,86 +64,157 @@ class VectorsRun(DocumentRun):
     def measure(self, context: RunContext) -> Measurement:
         from sentence_transformers import SentenceTransformer
 
-        encoder = SentenceTransformer(self.encoder, device="cpu", model_kwargs={"dtype": torch.bfloat16})
+        encoder = SentenceTransformer(
+            self.encoder,
+            device="cpu",
+            model_kwargs={"dtype": torch.bfloat16},
+        )
         encoder.max_seq_length = 64
-        rows = {sample.id: _texts(sample, None if self.part == "test" else FIRST) for sample in self.parts[self.part]}
+        count = None if self.part == "test" else FIRST
+        rows = {sample.id: sample.sentence_texts(count) for sample in self.parts[self.part]}
         texts = [text for row in rows.values() for text in row]
-        vectors = encoder.encode(texts, batch_size=64, convert_to_tensor=True, show_progress_bar=False)
+        vectors = encoder.encode(
+            texts,
+            batch_size=64,
+            convert_to_tensor=True,
+            show_progress_bar=False,
+        )
         parts = vectors.split([len(row) for row in rows.values()])
+        tensors = {name: part.clone() for name, part in zip(rows, parts, strict=True)}
         context.folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: part.clone() for name, part in zip(rows, parts, strict=True)}, context.folder / VECTORS)
-        return Measurement(Row(id=self.id, label=self.id, metrics={"sentences": len(texts)}))
+        save_file(tensors, context.folder / VECTORS)
+        row = Row(id=self.id, label=self.id, metrics={"sentences": len(texts)})
+        return Measurement(row)
 
 
 class LearnedRun(DocumentRun):
-    """A run that learns, and writes a JSON object: what it made of each test document."""
+    """A run that learns, and writes its output for each test document to a JSON file."""
 
     def artefacts(self) -> tuple[str, ...]:
         return (OUTPUT,)
 
     def keep(self, context: RunContext, output: Mapping[str, Any], losses: Any) -> Measurement:
-        """Write the output, and measure nothing but the losses of training."""
+        """Write the output by document; the measurement has only the losses of training."""
         write_atomically(context.folder / OUTPUT, json.dumps(output).encode())
-        return Measurement(Row(id=self.id, label=self.id, metrics={"documents": len(output)}), {"losses": losses})
+        row = Row(id=self.id, label=self.id, metrics={"documents": len(output)})
+        return Measurement(row, {"losses": losses})
 
 
 class SelectorRun(LearnedRun):
-    """The rankings of a trained selector, which learns from the beginnings of all training documents.
+    """The rankings of a trained selector, which learns from the first sentences of all training documents.
 
-    `modern` reads vectors, their similarity to the document's mean vector, position and centrality, scaled by their
-    means and deviations in training. It depends on the runs of the vectors.
+    `modern` reads embeddings, their similarity to the mean embedding of the document, position and centrality,
+    standardized by means and deviations of the training documents. It depends on the runs of the embeddings.
+
+    Args:
+        training: configuration of the training.
     """
 
     training: SelectorTrainingConfig
 
     def measure(self, context: RunContext) -> Measurement:
-        targets, parts = _targets(self.longdocs, self.sizes), self.parts
+        targets = _targets(self.longdocs, self.sizes)
         if self.training.kind == "modern":
-            return self._modern(context, targets)
-        rows, held_out = (
-            [SelectorExample(tuple(_texts(s, FIRST)), tuple(targets[s.id])) for s in parts[part]] for part in PARTS[:2]
+            return self._measure_modern(context, targets)
+        parts = self.parts
+        selector = train_selector(
+            _selector_examples(parts["train"], targets),
+            _selector_examples(parts["validation"], targets),
+            self.training,
         )
-        selector = train_selector(rows, held_out, self.training)
-        rankings = {s.id: [row.index for row in selector.rank(s.document)] for s in parts["test"]}
+        rankings = {}
+        for sample in parts["test"]:
+            ranking = selector.rank(sample.document)
+            rankings[sample.id] = [ranked.index for ranked in ranking]
         return self.keep(context, rankings, selector.record["losses"])
 
-    def _modern(self, context: RunContext, targets: Mapping[str, list[int]]) -> Measurement:
-        folders = zip(PARTS, context.dependencies.values(), strict=True)
-        inputs = [_modern_inputs(self.parts[part], load_file(folder / VECTORS)) for part, folder in folders]
-        everything = torch.cat(list(inputs[0].values()))
-        mean, scale = everything.mean(0), everything.std(0).clamp(min=1e-6)
-        rows, held_out, test = ({name: (x - mean) / scale for name, x in part.items()} for part in inputs)
+    def _measure_modern(self, context: RunContext, targets: Mapping[str, list[int]]) -> Measurement:
+        train_rows, validation_rows, test_rows = _standardized(self._modern_inputs(context))
         torch.manual_seed(self.training.seed)
-        fields: dict[str, Any] = {"input_type": "embeddings", "document_encoder": "transformer", "head": "classifier"}
-        fields |= {"sentence_embedding_size": len(mean), "hidden_size": 96, "dropout": 0.2}
-        model = SentenceSelector(SentenceSelectorConfig(**fields))
-        examples, validation = (
-            [EncodedExample(x, torch.tensor(targets[name])) for name, x in part.items() if targets[name]]
-            for part in (rows, held_out)
+        width = next(iter(train_rows.values())).shape[1]
+        config = SentenceSelectorConfig(
+            input_type="embeddings",
+            document_encoder="transformer",
+            head="classifier",
+            sentence_embedding_size=width,
+            hidden_size=96,
+            dropout=0.2,
         )
-        losses = fit_selector(model, examples, validation, self.training)
+        model = SentenceSelector(config)
+        losses = fit_selector(
+            model,
+            _encoded_examples(train_rows, targets),
+            _encoded_examples(validation_rows, targets),
+            self.training,
+        )
         rankings = {}
         for sample in self.parts["test"]:
             indices = sample.document.selectable
-            rankings[sample.id] = [indices[position] for position in model.rank(test[sample.id]).indices]
+            ranking = model.rank(test_rows[sample.id])
+            rankings[sample.id] = [indices[position] for position in ranking.indices]
         return self.keep(context, rankings, losses)
 
+    def _modern_inputs(self, context: RunContext) -> list[Vectors]:
+        """Return the inputs of the documents of each part."""
+        inputs = []
+        for part, folder in zip(PARTS, context.dependencies.values(), strict=True):
+            vectors = load_file(folder / VECTORS)
+            inputs.append(_with_features(self.parts[part], vectors))
+        return inputs
 
-def _modern_inputs(samples: Sequence[Sample], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By document, (N, v + 8)."""
+
+def _selector_examples(samples: Sequence[Sample], targets: Mapping[str, list[int]]) -> list[SelectorExample]:
+    examples = []
+    for sample in samples:
+        example = SelectorExample(
+            sentences=tuple(sample.sentence_texts(FIRST)),
+            extract=tuple(targets[sample.id]),
+        )
+        examples.append(example)
+    return examples
+
+
+def _encoded_examples(rows: Vectors, targets: Mapping[str, list[int]]) -> list[EncodedExample]:
+    """Return the documents that have a target."""
+    examples = []
+    for name, inputs in rows.items():
+        if targets[name]:
+            examples.append(EncodedExample(inputs, torch.tensor(targets[name])))
+    return examples
+
+
+def _with_features(samples: Sequence[Sample], vectors: Mapping[str, Tensor]) -> Vectors:
+    """Return embeddings, similarity to the mean embedding, and features of each document, (N, v + 8)."""
     rows = {}
     for sample in samples:
-        own, (features, _) = vectors[sample.id].float(), sentence_features(sample.document)
-        columns = [torch.from_numpy(features[name][: len(own)]).float() for name in _FEATURES]
-        near = torch.cosine_similarity(own, own[:FIRST].mean(0, keepdim=True))
-        rows[sample.id] = torch.cat([own, torch.stack([near, *columns], dim=1)], dim=1)
+        embeddings = vectors[sample.id].float()
+        mean = embeddings[:FIRST].mean(0, keepdim=True)
+        columns = [torch.cosine_similarity(embeddings, mean)]
+        features, _ = sentence_features(sample.document)
+        for name in _FEATURES:
+            column = features[name][: len(embeddings)]
+            columns.append(torch.from_numpy(column).float())
+        rows[sample.id] = torch.cat([embeddings, torch.stack(columns, dim=1)], dim=1)
     return rows
 
 
-class WriterRun(LearnedRun):
-    """The texts of a writer: a pointer-generator, or without copying a sequence-to-sequence model.
+def _standardized(parts: Sequence[Vectors]) -> list[Vectors]:
+    """Standardize the columns by means and deviations of the first part."""
+    reference = torch.cat(list(parts[0].values()))
+    mean = reference.mean(0)
+    scale = reference.std(0).clamp(min=1e-6)
+    return [{name: (rows - mean) / scale for name, rows in part.items()} for part in parts]
 
-    `size` is that of word vectors and of each LSTM. Writers have no choice to make on validation documents.
+
+class WriterRun(LearnedRun):
+    """The texts of a writer. It makes no choices on the validation documents.
+
+    Args:
+        seed: seed of initialization and order.
+        has_copy: whether it is a pointer-generator; otherwise it is a sequence-to-sequence model without copying.
+        vocab_size: size of the vocabulary.
+        size: size of word vectors and of each LSTM.
+        epochs: number of epochs.
     """
 
     seed: int
@@ -144,28 +224,61 @@ class WriterRun(LearnedRun):
     epochs: int = 4
 
     def measure(self, context: RunContext) -> Measurement:
-        pairs = [[(read_tokens(s), tokens_of(s.summary)) for s in self.parts[part]] for part in ("train", "test")]
-        words = frequent_words((text for pair in pairs[0] for text in pair), self.vocab_size)
-        rows, test = (encode_examples(words, part, SUMMARY_TOKENS) for part in pairs)
+        train_pairs = _token_pairs(self.parts["train"])
+        test_pairs = _token_pairs(self.parts["test"])
+        train_texts = (text for pair in train_pairs for text in pair)
+        words = frequent_words(train_texts, self.vocab_size)
+        train_rows = encode_examples(words, train_pairs, SUMMARY_TOKENS)
+        test_rows = encode_examples(words, test_pairs, SUMMARY_TOKENS)
         torch.manual_seed(self.seed)
         model = PointerGenerator(len(words), self.size, has_copy=self.has_copy)
-        losses = train(model, rows, self.epochs, 2e-3, self.seed)
-        texts = model.write(words, test, SUMMARY_TOKENS)
-        return self.keep(context, {s.id: text for s, text in zip(self.parts["test"], texts, strict=True)}, losses)
+        losses = train(model, train_rows, epochs=self.epochs, rate=_WRITER_RATE, seed=self.seed)
+        texts = model.write(words, test_rows, SUMMARY_TOKENS)
+        names = [sample.id for sample in self.parts["test"]]
+        return self.keep(context, dict(zip(names, texts, strict=True)), losses)
+
+
+def _token_pairs(samples: Sequence[Sample]) -> list[tuple[list[str], list[str]]]:
+    """Return the tokens that writers read of each document, and those of its abstract."""
+    return [(read_tokens(sample), tokens_of(sample.summary)) for sample in samples]
 
 
 def read_tokens(sample: Sample) -> list[str]:
-    """What a writer reads."""
-    return [token for text in _texts(sample, SOURCE_TOKENS) for token in tokens_of(text)][:SOURCE_TOKENS]
+    """Return the tokens of a document that a writer reads."""
+    tokens: list[str] = []
+    for text in sample.sentence_texts(SOURCE_TOKENS):
+        tokens.extend(tokens_of(text))
+    return tokens[:SOURCE_TOKENS]
 
 
 def copy_curve(samples: Sequence[Sample], texts: Mapping[str, str]) -> dict[str, list[float]]:
-    """Percent of the n-grams of texts, n from 1: `read` are in the tokens that writers read, `rest` only elsewhere."""
-    shares: dict[str, list[list[float]]] = {name: [[] for _ in range(LONGEST)] for name in ("read", "rest")}
+    """Return the percentage of the n-grams of texts that occur in their documents, for n from 1.
+
+    Args:
+        samples: the documents.
+        texts: text for each document.
+
+    Returns:
+        `read`: n-grams that occur in the tokens that writers read; `rest`: those that occur only elsewhere.
+    """
+    read_shares: list[list[float]] = [[] for _ in range(LONGEST)]
+    rest_shares: list[list[float]] = [[] for _ in range(LONGEST)]
     for sample in samples:
-        words, read, whole = map(split_words, (texts[sample.id], " ".join(read_tokens(sample)), sample.document.text))
+        words = split_words(texts[sample.id])
+        read = split_words(" ".join(read_tokens(sample)))
+        whole = split_words(sample.document.text)
         for n in range(1, min(LONGEST, len(words)) + 1):
-            own, near = ngrams(words, n), {*ngrams(read, n)}
-            for name, known in (("read", near), ("rest", {*ngrams(whole, n)} - near)):
-                shares[name][n - 1].append(100 * sum(gram in known for gram in own) / len(own))
-    return {name: [round(fmean(values), 2) for values in rows if values] for name, rows in shares.items()}
+            written = ngrams(words, n)
+            near = set(ngrams(read, n))
+            rest = set(ngrams(whole, n)) - near
+            read_shares[n - 1].append(_percentage(written, near))
+            rest_shares[n - 1].append(_percentage(written, rest))
+    return {"read": _means(read_shares), "rest": _means(rest_shares)}
+
+
+def _percentage(items: Sequence[tuple[str, ...]], known: set[tuple[str, ...]]) -> float:
+    return 100 * sum(item in known for item in items) / len(items)
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [round(fmean(values), 2) for values in rows if values]

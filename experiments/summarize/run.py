@@ -6,6 +6,7 @@ newest quarter is the test. Differences are paired over documents.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,18 +14,9 @@ from experiments import Options
 from experiments.study import Measurements, Study, bars, check_files, mini_lm, numbers_of
 from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, Sample, load
 from experiments.summarize.learned import PARTS, SelectorRun, VectorsRun, WriterRun, copy_curve
-from experiments.summarize.runs import (
-    LEADS,
-    LEARNED,
-    METRICS,
-    TRAINED,
-    WRITTEN,
-    ExtractRun,
-    Kind,
-    WeightsRun,
-    mean_metrics,
-)  # fmt: skip
-from graftlm.evaluation import Aim, Interval, Results, Row, bootstrap
+from experiments.summarize.runs import LEARNED, METRICS, TRAINED, WRITTEN, ExtractRun, Kind, mean_metrics
+from experiments.summarize.weights import LEADS, WeightsRun
+from graftlm.evaluation import Aim, Results, Row, bootstrap
 from graftlm.pipelines.summarize import SelectorTrainingConfig
 from graftlm.runs.run import Run
 
@@ -54,139 +46,247 @@ LABELS: dict[Kind, str] = {
 RIVALS: tuple[Kind, ...] = ("lead", "lexrank")
 ADDED: tuple[Kind, ...] = ("textrank", "centroid", "lsa", "sumbasic", *TRAINED, *WRITTEN)
 SEEDED: tuple[Kind, ...] = ("random", "default", *TRAINED, *WRITTEN)
-_LSTM = {"embedding_size": 64, "hidden_size": 64, "num_layers": 1, "dropout": 0.3, "vocab_size": 4096, "max_tokens": 20}
-_TRAINING = {"steps": 300, "batch_size": 16, "evaluate_every": 50, "patience": 3}
-_QUICK: dict[str, Any] = {"steps": 2, "batch_size": 2, "evaluate_every": 1}
+MIN_COLLECTIONS = 4  # on which the default selector is to be better than its rivals
+
+_LSTM = {
+    "embedding_size": 64,
+    "hidden_size": 64,
+    "num_layers": 1,
+    "dropout": 0.3,
+    "vocab_size": 4096,
+    "max_tokens": 20,
+}
+_TRAINING: dict[str, Any] = {
+    "steps": 300,
+    "batch_size": 16,
+    "evaluate_every": 50,
+    "patience": 3,
+}
+_QUICK: dict[str, Any] = {
+    "steps": 2,
+    "batch_size": 2,
+    "evaluate_every": 1,
+}
+_QUICK_WRITER = {"vocab_size": 100, "size": 4, "epochs": 1}
 FULL = CorpusSizes(validation=0.15, test=0.25)
 QUICK = CorpusSizes(validation=0.2, test=0.2, max_documents=8)
+
 Scores = Mapping[str, Sequence[Mapping[str, float]]]  # by document, for each budget
+Runs = Mapping[Kind, Sequence[ExtractRun]]  # runs of each row, one for each seed
 
 
 def run(options: Options) -> Results:
     """Learn the weights, train the rivals, measure all rows, and compare them in pairs."""
     check_files(options, FILES)
     study = Study(options)
-    documents: dict[str, Any] = {"longdocs": str(options.data / "longdocs"), "sizes": QUICK if options.quick else FULL}
-    weights = WeightsRun(id="weights", seeds=study.seeds, draws=2000 if options.quick else 100_000, **documents)
-    trained = _trained(study, documents)
-    runs = {
-        kind: [
-            ExtractRun(id=f"{kind}_s{seed}", kind=kind, seed=seed, depends_on=_source(kind, seed), **documents)
-            for seed in (study.seeds if kind in SEEDED else study.seeds[:1])
-        ]
-        for kind in LABELS
+    documents: dict[str, Any] = {
+        "longdocs": str(options.data / "longdocs"),
+        "sizes": QUICK if options.quick else FULL,
     }
-    measured = study.execute([weights, *trained, *(run for several in runs.values() for run in several)], "selectors")
+    draws = 2000 if options.quick else 100_000
+    weights = WeightsRun(id="weights", seeds=study.seeds, draws=draws, **documents)
+    trained = _trained_runs(study, documents)
+    runs = {kind: _extract_runs(study, kind, documents) for kind in LABELS}
+    extract_runs = [run for several in runs.values() for run in several]
+    measured = study.execute([weights, *trained, *extract_runs], "selectors")
     parts = load(documents["longdocs"], documents["sizes"])
-    scores: Any = {
-        kind: mean_scores([measured[run.id].details["scores"] for run in several]) for kind, several in runs.items()
-    }
-    rows = [Row(id=kind, label=label, metrics={**mean_metrics(scores[kind])}) for kind, label in LABELS.items()]
-    human = {sample.id: sample.summary for sample in parts["test"]}
+    scores = {kind: _row_scores(several, measured) for kind, several in runs.items()}
+    rows = []
+    for kind, label in LABELS.items():
+        rows.append(Row(id=kind, label=label, metrics={**mean_metrics(scores[kind])}))
     differences = {kind: paired_differences(parts["test"], scores, kind) for kind in LEARNED}
     details = {
         "documents": {part: _by_corpus(samples) for part, samples in parts.items()},
         "differences": differences,
         "corpora": {kind: corpus_means(parts["test"], scores[kind]) for kind in LABELS},
         "default_less": {kind: paired_differences(parts["test"], scores, "default", (kind,)) for kind in ADDED},
-        "by_seed": {kind: [numbers_of([measured[run.id].row]) for run in runs[kind]] for kind in SEEDED},
-        "copy": {kind: [measured[run.id].details["copy"] for run in runs[kind]] for kind in WRITTEN}
-        | {"human": [copy_curve(parts["test"], human)]},
+        "by_seed": {kind: _numbers_by_seed(runs[kind], measured) for kind in SEEDED},
+        "copy": _copy_curves(parts["test"], runs, measured),
         "training": {run.id: measured[run.id].details for run in trained},
-        **_search(measured),
+        "search": measured["weights"].details["search"],
+        "kept": measured["weights"].details["kept"],
     }
     names = {f"{name}_lead{LEADS[0]}": name for name in METRICS}
     plots = {"rouge": bars(rows, names, f"F1 at the words of Lead-{LEADS[0]}, %")}
-    return study.write(NAME, rows, aims=aims(differences["default"]), details=details, plots=plots)
+    return study.write(
+        NAME,
+        rows,
+        aims=aims(differences["default"]),
+        details=details,
+        plots=plots,
+    )
 
 
-def _trained(study: Study, documents: Mapping[str, Any]) -> list[Run]:
-    """The runs that train selectors and writers, behind those of the vectors."""
-    quick = study.options.quick
-    encoder = study.options.backbone or mini_lm(study.options.data, "The encoder of a trained selector")
-    runs: list[Run] = [VectorsRun(id=f"vectors_{part}", part=part, encoder=encoder, **documents) for part in PARTS]
-    vectors = tuple(run.id for run in runs)
-    sizes = {"vocab_size": 100, "size": 4, "epochs": 1} if quick else {}
-    for seed in study.seeds:
-        for kind in TRAINED:
-            changes: Any = {"learning_rate": 1e-3} if kind == "modern" else {"learning_rate": 2e-3, "model": _LSTM}
-            training = SelectorTrainingConfig.parse(
-                {"kind": kind, "seed": seed} | _TRAINING | changes | (_QUICK if quick else {})
-            )
-            needs = vectors if kind == "modern" else ()
-            runs.append(SelectorRun(id=f"train_{kind}_s{seed}", training=training, depends_on=needs, **documents))
-        for kind in WRITTEN:
-            has_copy = kind == "pointer_generator"
-            runs.append(WriterRun(id=f"train_{kind}_s{seed}", seed=seed, has_copy=has_copy, **sizes, **documents))
+def _extract_runs(study: Study, kind: Kind, documents: Mapping[str, Any]) -> list[ExtractRun]:
+    """Return the runs of a row: one for each seed, or only one if the row has no seed."""
+    seeds = study.seeds if kind in SEEDED else study.seeds[:1]
+    runs = []
+    for seed in seeds:
+        run = ExtractRun(
+            id=f"{kind}_s{seed}",
+            kind=kind,
+            seed=seed,
+            depends_on=_source(kind, seed),
+            **documents,
+        )
+        runs.append(run)
     return runs
 
 
 def _source(kind: Kind, seed: int) -> tuple[str, ...]:
-    """The run that a row's run reads."""
+    """Return the run whose output a row reads."""
     if kind in (*TRAINED, *WRITTEN):
         return (f"train_{kind}_s{seed}",)
     return ("weights",) if kind in LEARNED else ()
 
 
-def _search(measured: Measurements) -> dict[str, Any]:
-    details = measured["weights"].details
-    return {name: details[name] for name in ("search", "kept")}
+def _trained_runs(study: Study, documents: Mapping[str, Any]) -> list[Run]:
+    """Return the runs of the embeddings, then those that train selectors and writers."""
+    options = study.options
+    encoder = options.backbone or mini_lm(options.data, "The encoder of a trained selector")
+    runs: list[Run] = [VectorsRun(id=f"vectors_{part}", part=part, encoder=encoder, **documents) for part in PARTS]
+    vectors = tuple(run.id for run in runs)
+    sizes = _QUICK_WRITER if options.quick else {}
+    for seed in study.seeds:
+        for kind in TRAINED:
+            run = SelectorRun(
+                id=f"train_{kind}_s{seed}",
+                training=_selector_training(kind, seed, quick=options.quick),
+                depends_on=vectors if kind == "modern" else (),
+                **documents,
+            )
+            runs.append(run)
+        for kind in WRITTEN:
+            run = WriterRun(
+                id=f"train_{kind}_s{seed}",
+                seed=seed,
+                has_copy=kind == "pointer_generator",
+                **sizes,
+                **documents,
+            )
+            runs.append(run)
+    return runs
+
+
+def _selector_training(kind: Kind, seed: int, *, quick: bool) -> SelectorTrainingConfig:
+    values: dict[str, Any] = {"kind": kind, "seed": seed, **_TRAINING}
+    if kind == "modern":
+        values["learning_rate"] = 1e-3
+    else:
+        values["learning_rate"] = 2e-3
+        values["model"] = _LSTM
+    if quick:
+        values.update(_QUICK)
+    return SelectorTrainingConfig.parse(values)
+
+
+def _row_scores(runs: Sequence[ExtractRun], measured: Measurements) -> Scores:
+    """Return the scores of a row: the mean over its runs."""
+    return mean_scores([measured[run.id].details["scores"] for run in runs])
+
+
+def _numbers_by_seed(runs: Sequence[ExtractRun], measured: Measurements) -> list[Any]:
+    return [numbers_of([measured[run.id].row]) for run in runs]
+
+
+def _copy_curves(samples: Sequence[Sample], runs: Runs, measured: Measurements) -> dict[str, Any]:
+    """Return the copy curves of writers, for each seed, and of the human abstracts."""
+    curves: dict[str, Any] = {}
+    for kind in WRITTEN:
+        curves[kind] = [measured[run.id].details["copy"] for run in runs[kind]]
+    abstracts = {sample.id: sample.summary for sample in samples}
+    curves["human"] = [copy_curve(samples, abstracts)]
+    return curves
 
 
 def _by_corpus(samples: Sequence[Sample]) -> dict[str, int]:
-    return {corpus: sum(sample.corpus == corpus for sample in samples) for corpus in CORPORA}
+    """Return the number of documents of each collection."""
+    counts = Counter(sample.corpus for sample in samples)
+    return {corpus: counts[corpus] for corpus in CORPORA}
 
 
 def mean_scores(by_seed: Sequence[Scores]) -> Scores:
-    """The mean over seeds of each document's scores."""
-    return {
-        name: [
-            {metric: sum(scores[name][position][metric] for scores in by_seed) / len(by_seed) for metric in values}
-            for position, values in enumerate(rows)
-        ]
-        for name, rows in by_seed[0].items()
-    }
+    """Return the mean over seeds of each document's scores."""
+    means: dict[str, list[dict[str, float]]] = {}
+    for name, rows in by_seed[0].items():
+        means[name] = []
+        for position, row in enumerate(rows):
+            mean = {}
+            for metric in row:
+                values = [scores[name][position][metric] for scores in by_seed]
+                mean[metric] = sum(values) / len(values)
+            means[name].append(mean)
+    return means
+
+
+def _values(scores: Scores, names: Sequence[str], position: int, metric: str) -> list[float]:
+    """Return a metric of documents at a budget."""
+    return [scores[name][position][metric] for name in names]
+
+
+def _ids_by_corpus(samples: Sequence[Sample]) -> dict[str, list[str]]:
+    return {corpus: [sample.id for sample in samples if sample.corpus == corpus] for corpus in CORPORA}
 
 
 def corpus_means(samples: Sequence[Sample], scores: Scores) -> dict[str, dict[str, float]]:
-    """Means of a row by collection, for each metric and budget."""
-    return {
-        corpus: {
-            f"{name}_lead{count}": round(float(sum(values) / len(values)), 3)
-            for position, count in enumerate(LEADS)
-            for name in METRICS
-            for values in [[scores[sample.id][position][name] for sample in samples if sample.corpus == corpus]]
-        }
-        for corpus in CORPORA
-    }
+    """Return the means of a row by collection, for each metric and budget."""
+    means: dict[str, dict[str, float]] = {}
+    for corpus, names in _ids_by_corpus(samples).items():
+        means[corpus] = {}
+        for position, count in enumerate(LEADS):
+            for metric in METRICS:
+                values = _values(scores, names, position, metric)
+                means[corpus][f"{metric}_lead{count}"] = round(sum(values) / len(values), 3)
+    return means
 
 
 def paired_differences(
-    samples: Sequence[Sample], scores: Mapping[Kind, Scores], kind: Kind, rivals: Sequence[Kind] = RIVALS
+    samples: Sequence[Sample],
+    scores: Mapping[Kind, Scores],
+    kind: Kind,
+    rivals: Sequence[Kind] = RIVALS,
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """By collection, metric and budget: a row less the best of its rivals there, and the bootstrap interval."""
+    """Return a row less the best of its rivals, with bootstrap intervals.
+
+    Args:
+        samples: test documents.
+        scores: scores of each row.
+        kind: the row.
+        rivals: rows of which the best is subtracted, for each collection, metric and budget.
+
+    Returns:
+        By collection, metric and budget: the rival, and the mean difference with its interval.
+    """
     differences: dict[str, dict[str, dict[str, Any]]] = {}
-    for corpus in CORPORA:
-        names = [sample.id for sample in samples if sample.corpus == corpus]
+    for corpus, names in _ids_by_corpus(samples).items():
         differences[corpus] = {}
         for position, count in enumerate(LEADS):
             for metric in METRICS:
-                values = {row: [scores[row][name][position][metric] for name in names] for row in (kind, *rivals)}
-                best = max(rivals, key=lambda row, values=values: sum(values[row]))
-                pairs = zip(values[kind], values[best], strict=True)
-                interval: Interval = bootstrap([own - other for own, other in pairs])
+                totals = {rival: sum(_values(scores[rival], names, position, metric)) for rival in rivals}
+                best = max(totals, key=totals.__getitem__)
+                ours = _values(scores[kind], names, position, metric)
+                theirs = _values(scores[best], names, position, metric)
+                interval = bootstrap([own - other for own, other in zip(ours, theirs, strict=True)])
                 differences[corpus][f"{metric}_lead{count}"] = {"rival": best, **interval.model_dump()}
     return differences
 
 
 def aims(differences: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Aim]:
-    """At each budget and metric, on at least four collections the interval of the difference is above 0."""
+    """Return an aim for each metric and budget: on four collections the interval of the difference is above 0."""
+    first = next(iter(CORPORA))
     made = []
-    for name in differences[next(iter(CORPORA))]:
+    for name in differences[first]:
         metric, _, budget = name.partition("_lead")
         count = sum(differences[corpus][name]["low"] > 0 for corpus in CORPORA)
-        text = (
-            f"collections where the default is above Lead-{budget} and LexRank, {metric}, at the words of Lead-{budget}"
+        aim = Aim(
+            text=(
+                f"collections where the default is above Lead-{budget} and LexRank, {metric}, "
+                f"at the words of Lead-{budget}"
+            ),
+            metric=name,
+            aim=MIN_COLLECTIONS,
+            measured=count,
+            met=count >= MIN_COLLECTIONS,
         )
-        made.append(Aim(text=text, metric=name, aim=4, measured=count, met=count >= 4))
+        made.append(aim)
     return made

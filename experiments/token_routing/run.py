@@ -1,6 +1,6 @@
-"""Four LoRA experts on one small backbone that is pretrained here, mixed in every way of the table, for every seed.
+"""Four LoRA experts on a small backbone that is pretrained here, mixed in every way of the table, for every seed.
 
-Every row's settings are chosen on validation questions with the first seed, by the search of `routing_smollm2`.
+The settings of every row are chosen on validation questions with the first seed, by the search of `routing_smollm2`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from graftlm.demo.run import train_corpus_tokenizer
 from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.evaluation.plots import PALETTE
 from graftlm.files.writing import fill_once
+from graftlm.runs.run import Run
 
 NAME = "token-routing"
 TABLES = ("1", "switch", "cache")
 INTERVALS = (1, 2, 3, 4)  # k: routes are renewed every k tokens
 FIRST = "code"  # the domain of a changing document's first half
-WINDOW, SHOWN_TOKENS = 16, 48
-BOOSTS = (1, 2, 8)  # beside the published 4
+WINDOW = 16
+SHOWN_TOKENS = 48
+BOOSTS = (1, 2, 8)  # in addition to the published 4
+SKILL_ROWS = ROWS | MORE
 QUESTIONS = {
     "base": "backbone",
     **{f"expert_{domain}": f"{domain} expert everywhere" for domain in DOMAINS},
-    **{row: label for row, label in (ROWS | MORE).items() if row not in ("backbone", "published")},
+    **{row: label for row, label in SKILL_ROWS.items() if row not in ("backbone", "published")},
     **{f"paper_k{k}": f"the paper's weighting, k = {k}" for k in INTERVALS},
     "linear_k2": "routed, k = 2, factors summed as published",
     "published": "as published: MiniLM, factor 4, factors summed",
@@ -55,13 +58,23 @@ CACHES = {f"cache_k{k}": f"keys and values kept or made again, k = {k}" for k in
 LABELS = QUESTIONS | DOCUMENTS | CACHES
 # The paper's weighting, without centring, by the backbone's token embeddings, with the exact sum.
 PAPERS: dict[str, Any] = {"policy": "nearest", "embedder": {"centre": False, "whiten": False}}
-LIMITS = {"oracle": 1.02, "lora_all": 1.02, "uniform": 1, "base": 1, "paper_k2": 1, "arrow": 1, "xlora": 1, "ties": 1}
+LIMITS = {  # upper bound of the ratio of log-perplexities to this row
+    "oracle": 1.02,
+    "lora_all": 1.02,
+    "uniform": 1,
+    "base": 1,
+    "paper_k2": 1,
+    "arrow": 1,
+    "xlora": 1,
+    "ties": 1,
+}
 
 
 class TokenRoutingStudy(SkillStudy):
     """The small backbone, its texts, and the runs on them."""
 
-    expert_rates, router_rates = (3e-3, 1e-2, 3e-2), (1e-2, 3e-2, 1e-1)
+    expert_rates = (3e-3, 1e-2, 3e-2)
+    router_rates = (1e-2, 3e-2, 1e-1)
     routings: Mapping[str, dict[str, Any]] = {
         "states": {"embedder": {"layers": 2}},
         "discriminant": {"policy": "discriminant", "embedder": {"layers": 2}},
@@ -75,20 +88,40 @@ class TokenRoutingStudy(SkillStudy):
     def set_up(self, quick: bool) -> None:
         """Pretrain the backbone, and write the texts."""
         self.dtype = "auto"
-        self.sizes = runs.QUICK_SIZES if quick else runs.RoutingSizes(steps=40, batch_size=4, centroids=100)
-        amounts = self.sizes.amounts if quick else RoutingTextSizes(trained=700, tested=84, chosen=12)
-        self.sizes = self.sizes.model_copy(update={"amounts": amounts})
+        if quick:
+            self.sizes = runs.QUICK_SIZES
+            longest = {"prompt": 100, "answer": 48, "program": 90}
+        else:
+            self.sizes = runs.RoutingSizes(
+                steps=40,
+                batch_size=4,
+                centroids=100,
+                amounts=RoutingTextSizes(trained=700, tested=84, chosen=12),
+            )
+            longest = {"prompt": 200, "answer": 24, "program": 110}
+        amounts = self.sizes.amounts
         self.counts = {"train": amounts.trained, "validation": amounts.validated, "test": amounts.tested}
         corpus = self.options.out / "backbone" / "corpus.jsonl"
-        self.backbone = self.options.backbone or self._pretrain(corpus, amounts)
+        known: set[int] = set()
+        if self.options.backbone:
+            self.backbone = self.options.backbone
+        else:
+            self.backbone = self._pretrain(corpus, amounts)
+            known = shingles(read_texts(corpus))
         tokenizer = runs.load_once(self.backbone, self.options.device, self.dtype).need_tokenizer()
-        longest = {"prompt": 100 if quick else 200, "answer": 48 if quick else 24, "program": 90 if quick else 110}
-        known = set() if self.options.backbone else shingles(read_texts(corpus))
-        write_skills(read_skills(self.options.data), self.texts, tokenizer, self.counts, self.seeds, longest, known)
+        write_skills(
+            read_skills(self.options.data),
+            self.texts,
+            tokenizer,
+            counts=self.counts,
+            seeds=self.seeds,
+            longest=longest,
+            known=known,
+        )
         write_changing(self.texts, f"test{self.seeds[0]}", tokenizer, amounts)
 
     def _pretrain(self, corpus: Path, amounts: RoutingTextSizes) -> str:
-        """Pretrain the backbone on English novels, Wikipedia and Python; gives its folder."""
+        """Pretrain the backbone on English novels, Wikipedia and Python, and return its folder."""
         tokenizer = corpus.parent / "tokenizer"
 
         def fill(_: Path) -> None:
@@ -96,13 +129,17 @@ class TokenRoutingStudy(SkillStudy):
             train_corpus_tokenizer([corpus], self.sizes.vocabulary).save_pretrained(tokenizer)
 
         settings = self.sizes.model_dump(mode="json", include={"amounts", "vocabulary"})
-        fill_once(corpus.parent, settings | {"sources": [str(self.options.data / name) for name in FILES]}, fill)
+        settings["sources"] = [str(self.options.data / name) for name in FILES]
+        fill_once(corpus.parent, settings, fill)
         run = PretrainRun(
             id="pretraining",
             tokenizer=str(tokenizer),
             sources=[SourceConfig(path=str(corpus))],
             batch_size=self.sizes.backbone_batch,
-            **self.sizes.model_dump(include={"width", "layers", "heads", "length"}),
+            width=self.sizes.width,
+            layers=self.sizes.layers,
+            heads=self.sizes.heads,
+            length=self.sizes.length,
         )
         self.execute([run], "backbone")
         return str(self.runs / run.id)
@@ -116,27 +153,41 @@ class TokenRoutingStudy(SkillStudy):
         fields = super().routed(row)
         if kind == "linear":
             fields["routing"] = {**fields["routing"], "combination": "linear"}
-        return fields | ({"questions": self.sizes.amounts.chosen} if row.startswith("published") else {})
+        if row.startswith("published"):
+            fields["questions"] = self.sizes.amounts.chosen
+        return fields
 
     def few(self, row: str, seed: int, cache: str) -> AnswerRun:
-        """A routed row on few questions, with a treatment of keys and values."""
+        """Return the run of a routed row on few questions, with a setting of `cache`."""
         run = self.row_run(row, seed)
-        changes = {"id": f"few-{row}-{cache}_s{seed}", "questions": self.sizes.amounts.chosen}
-        return run.model_copy(update={**changes, "routing": run.routing | {"cache": cache}})
+        changes = {
+            "id": f"few-{row}-{cache}_s{seed}",
+            "questions": self.sizes.amounts.chosen,
+            "routing": run.routing | {"cache": cache},
+        }
+        return run.model_copy(update=changes)
 
     def documents(self, row: str, seed: int) -> SwitchRun:
-        """One row on the documents that change domain."""
+        """Return the run of a row on the documents that change domain."""
         needs: tuple[str, ...] = self.trained(seed)
+        domains: tuple[str, ...] = DOMAINS
         fields: dict[str, Any] = {"part": f"test{self.seeds[0]}", "examples": self.examples}
         if row == "switch_base":
-            needs, fields["mixture_kind"] = (), "none"
-        elif domain := row.partition("switch_expert_")[2]:
+            needs = ()
+            domains = ()
+            fields["mixture_kind"] = "none"
+        elif row.startswith("switch_expert_"):
+            domain = row.removeprefix("switch_expert_")
             fields["routing"] = {"fixed": {domain: 1.0}}
         else:
             window = WINDOW if row == "switch_routed" else None
             fields["routing"] = self.routing | {"every": 2, "prompt": "causal", "window": window}
-        shared = self.shared(seed, DOMAINS if needs else ())
-        return SwitchRun(id=f"{row}_s{seed}", depends_on=needs, **shared, **fields)
+        return SwitchRun(
+            id=f"{row}_s{seed}",
+            depends_on=needs,
+            **self.shared(seed, domains),
+            **fields,
+        )
 
 
 def run(options: Options) -> Results:
@@ -145,90 +196,144 @@ def run(options: Options) -> Results:
     check_files(options, (*FILES, *QUESTION_FILES))
     study = TokenRoutingStudy(options)
     rows, details = study.table(QUESTIONS)
-    plots = {"log-perplexity": bars(rows, {f"nll_{d}": d for d in DOMAINS}, "nats per answer token")}
+    columns = {f"nll_{domain}": domain for domain in DOMAINS}
+    plots = {"log-perplexity": bars(rows, columns, "nats per answer token")}
     if "switch" in tables:
-        of_documents, plots["switch"] = table_switch(study, study.seeds)
-        rows += of_documents
+        document_rows, plots["switch"] = table_switch(study, study.seeds)
+        rows += document_rows
     if "cache" in tables:
         rows += table_cache(study, study.seeds[0])
-    more: dict[str, Any] = {"paper": published(__file__, {row.id for row in rows}), "aims": aims(rows, details)}
-    return study.write(NAME, rows, details=details, plots=plots, **more)
+    return study.write(
+        NAME,
+        rows,
+        details=details,
+        plots=plots,
+        paper=published(__file__, {row.id for row in rows}),
+        aims=aims(rows, details),
+    )
 
 
 def table_switch(study: TokenRoutingStudy, seeds: Sequence[int]) -> tuple[list[Row], Figure]:
-    """Documents of code and then prose: every single expert, and routes by the last tokens and by all tokens."""
-    of_row = {row: [study.documents(row, seed) for seed in seeds] for row in DOCUMENTS if row != "switch_by_hand"}
-    experts = [study.expert(domain, seed) for seed in seeds for domain in DOMAINS]
-    study.execute([*experts, *(run for of_seeds in of_row.values() for run in of_seeds)], "documents")
-    metrics = {row: [study.measured[run.id].row.metrics for run in of_seeds] for row, of_seeds in of_row.items()}
-    details = {row: [study.measured[run.id].details for run in of_seeds] for row, of_seeds in of_row.items()}
-    halves = zip(*(details[f"switch_expert_{half}"] for half in (FIRST, SECOND)), strict=True)
-    metrics["switch_by_hand"] = [{**half_nats(*(half["documents"] for half in pair))} for pair in halves]
+    """Measure documents of code and then prose, with every single expert and with routes."""
+    runs_by_row: dict[str, list[SwitchRun]] = {}
+    for row in DOCUMENTS:
+        if row != "switch_by_hand":
+            runs_by_row[row] = [study.documents(row, seed) for seed in seeds]
+    needed: list[Run] = [study.expert(domain, seed) for seed in seeds for domain in DOMAINS]
+    for row_runs in runs_by_row.values():
+        needed += row_runs
+    study.execute(needed, "documents")
+    metrics: dict[str, list[Any]] = {}
+    details: dict[str, list[dict[str, Any]]] = {}
+    for row, row_runs in runs_by_row.items():
+        measured = [study.measured[run.id] for run in row_runs]
+        metrics[row] = [measurement.row.metrics for measurement in measured]
+        details[row] = [measurement.details for measurement in measured]
+    first_halves = details[f"switch_expert_{FIRST}"]
+    second_halves = details[f"switch_expert_{SECOND}"]
+    metrics["switch_by_hand"] = [
+        half_nats(first["documents"], second["documents"])
+        for first, second in zip(first_halves, second_halves, strict=True)
+    ]
     figure = switch_plot({LABELS[row]: details[row][0] for row in ("switch_routed", "switch_routed_all")})
     return [combined_row(row, label, metrics[row]) for row, label in DOCUMENTS.items()], figure
 
 
 def table_cache(study: TokenRoutingStudy, seed: int) -> list[Row]:
-    """Nats of right answers under `cache: keep` and `recompute`, on the same questions."""
-    pairs = {k: [study.few(f"routed_k{k}", seed, cache) for cache in ("keep", "recompute")] for k in INTERVALS}
-    experts = [study.expert(domain, seed) for domain in DOMAINS]
-    study.execute([*experts, *(run for pair in pairs.values() for run in pair)], "keys and values")
+    """Measure the nats of right answers under `cache: keep` and `recompute`, on the same questions."""
+    pairs: dict[int, tuple[AnswerRun, AnswerRun]] = {}
+    needed: list[Run] = [study.expert(domain, seed) for domain in DOMAINS]
+    for k in INTERVALS:
+        pairs[k] = (study.few(f"routed_k{k}", seed, "keep"), study.few(f"routed_k{k}", seed, "recompute"))
+        needed += pairs[k]
+    study.execute(needed, "keys and values")
     rows = []
-    for k, pair in pairs.items():
-        keep, again = (np.concatenate([of["nll"] for of in answered(study, run).values()]) for run in pair)
-        nats = {"nats_keep": keep, "nats_recompute": again, "nats_apart": np.abs(keep - again)}
-        metrics = {name: float(of_answers.mean()) for name, of_answers in nats.items()}
-        rows.append(Row(id=f"cache_k{k}", label=LABELS[f"cache_k{k}"], metrics={**metrics}))
+    for k, (keep_run, recompute_run) in pairs.items():
+        keep = _answer_nats(study, keep_run)
+        recompute = _answer_nats(study, recompute_run)
+        row = Row(
+            id=f"cache_k{k}",
+            label=LABELS[f"cache_k{k}"],
+            metrics={
+                "nats_keep": float(keep.mean()),
+                "nats_recompute": float(recompute.mean()),
+                "nats_apart": float(np.abs(keep - recompute).mean()),
+            },
+        )
+        rows.append(row)
     return rows
 
 
+def _answer_nats(study: TokenRoutingStudy, run: AnswerRun) -> np.ndarray:
+    """Return the nats per token of the right answers to all questions of a run."""
+    return np.concatenate([values["nll"] for values in answered(study, run).values()])
+
+
 def aims(rows: Sequence[Row], details: Mapping[str, Any]) -> list[Aim]:
-    """The aims of the measured tables."""
+    """Return the aims of the measured tables."""
     metrics = numbers_of(rows)
     measured: list[Aim] = []
     for row, limit in LIMITS.items():
         text = f"log-perplexity at k = 2 over that of: {LABELS[row]}"
         ratio = metrics["routed_k2"]["nll_average"] / metrics[row]["nll_average"]
-        measured.append(aim(text, "nll_average", limit, ratio, operator.lt if limit == 1 else operator.le))
+        relation = operator.lt if limit == 1 else operator.le
+        measured.append(aim(text, "nll_average", limit, ratio, relation))
     text = "log-perplexity at k = 2 minus the published system's, high end of the paired interval"
     high = details["routed_k2_minus"]["published"]["nll_average"]["questions"]["high"]
     measured.append(aim(text, "nll_average", 0.0, high))
     led = next(row for row in rows if row.id == "routed_k2").metrics["routing_accuracy"]
     assert isinstance(led, Interval)
     measured.append(aim("prompts with the right expert, percent", "routing_accuracy", 95.0, led.mean, operator.ge))
-    if routed := metrics.get("switch_routed"):
-        ratio = routed["nll_document"] / min(metrics[f"switch_expert_{d}"]["nll_document"] for d in DOMAINS)
-        text = "changing documents: log-perplexity over the best single expert's"
-        measured.append(aim(text, "nll_document", 1.0, ratio))
-        text = "changing documents: tokens until the route has switched, median"
-        measured.append(aim(text, "switch_tokens", 32, routed["switch_tokens"], operator.le))
+    if "switch_routed" in metrics:
+        measured += _document_aims(metrics)
     return measured
 
 
+def _document_aims(metrics: Mapping[str, Mapping[str, float]]) -> list[Aim]:
+    """Return the aims of the documents that change domain."""
+    routed = metrics["switch_routed"]
+    best_expert = min(metrics[f"switch_expert_{domain}"]["nll_document"] for domain in DOMAINS)
+    ratio = routed["nll_document"] / best_expert
+    switch_tokens = routed["switch_tokens"]
+    perplexity_text = "changing documents: log-perplexity over the best single expert's"
+    tokens_text = "changing documents: tokens until the route has switched, median"
+    return [
+        aim(perplexity_text, "nll_document", 1.0, ratio),
+        aim(tokens_text, "switch_tokens", 32, switch_tokens, operator.le),
+    ]
+
+
 def switch_plot(details: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """The mean weight of every expert around the boundary: a panel for each row.
+    """Plot the mean weight of every expert around the boundary, with a panel for each row.
 
     Args:
         details: `documents` and `names` of each row, by label.
     """
     figure = Figure(figsize=(9.2, 1.2 + 2.4 * len(details)), layout="constrained")
     panels = np.atleast_1d(figure.subplots(len(details), 1, sharex=True, sharey=True))
-    for axes, (label, of_row) in zip(panels, details.items(), strict=True):
-        means = _weights_around_boundary(of_row["documents"])
+    for axes, (label, row_details) in zip(panels, details.items(), strict=True):
+        means = _weights_around_boundary(row_details["documents"])
         positions = np.arange(len(means)) - len(means) // 2
-        for index, name in enumerate(of_row["names"]):
+        for index, name in enumerate(row_details["names"]):
             axes.plot(positions, means[:, index], color=PALETTE[index], linewidth=1.8, label=f"{name} expert")
         axes.axvline(0, color="#222222", linewidth=0.9)
         axes.set_title(label, loc="left", fontsize=10)
         axes.set_ylabel("weight")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("tokens from the boundary: code before it, prose behind it")
+    panels[-1].set_xlabel("tokens from the boundary: code before it, prose after it")
     panels[0].legend(loc="center left", frameon=False, fontsize=9)
     return figure
 
 
 def _weights_around_boundary(documents: Documents) -> np.ndarray:
-    """The mean weights at as many tokens before the boundary as after it; every document reaches so far."""
-    reach = [min(document["first"], len(document["weights"]) - document["first"]) for document in documents]
-    cut = min(SHOWN_TOKENS, *reach)
-    return np.mean([np.array(d["weights"])[d["first"] - cut : d["first"] + cut] for d in documents], axis=0)
+    """Return the mean weights at as many tokens before the boundary as after it, which every document has."""
+    cut = SHOWN_TOKENS
+    for document in documents:
+        before = document["first"]
+        after = len(document["weights"]) - before
+        cut = min(cut, before, after)
+    around = []
+    for document in documents:
+        weights = np.array(document["weights"])
+        around.append(weights[document["first"] - cut : document["first"] + cut])
+    return np.mean(around, axis=0)

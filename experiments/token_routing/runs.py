@@ -35,12 +35,16 @@ class RoutingSizes(Config):
     """Sizes of one reproduction.
 
     Args:
-        amounts: of text.
-        vocabulary, width, layers, heads: of the backbone.
+        amounts: amounts of text.
+        vocabulary: number of tokens of the backbone.
+        width: width of the backbone.
+        layers: layers of the backbone.
+        heads: attention heads of the backbone.
         length: tokens of a row, for the backbone and the experts.
-        backbone_batch: batch size of the backbone's training, which reads its texts once.
-        rank: of every expert.
-        steps, batch_size: of every expert, and of X-LoRA's router.
+        backbone_batch: batch size of the training of the backbone, which reads its texts once.
+        rank: rank of every expert.
+        steps: training steps of every expert, and of the router of X-LoRA.
+        batch_size: batch size of these trainings.
         centroids: maximum number of examples of each domain in the centroids.
     """
 
@@ -73,16 +77,17 @@ QUICK_SIZES = RoutingSizes(
 
 
 class RoutingRun(Run):
-    """What all runs of token routing share.
+    """The base of all runs of token routing.
 
     Args:
-        domains: of the experts; training reads their questions and predicts all of their text.
-        backbone: a model's folder or hub name.
+        domains: domains of the experts; training reads their questions and predicts all of their text.
+        backbone: folder or hub name of a model.
         texts: folder of the texts.
-        seed: of training, and of the examples in centroids.
-        device: the fastest device where it is None.
-        dtype: of the backbone.
-        answers_only: training predicts the answers, and not the prompts.
+        sizes: sizes of the models and the training.
+        seed: seed of the training, and of the examples in centroids.
+        device: device of the models; None for the fastest one.
+        dtype: dtype of the backbone.
+        answers_only: whether training predicts only the answers, and not the prompts.
     """
 
     domains: tuple[str, ...] = ()
@@ -98,26 +103,49 @@ class RoutingRun(Run):
         return {key: value for key, value in super().settings().items() if key != "device"}
 
     def load_backbone(self) -> Backbone:
-        """A copy of the backbone, which is loaded once in a process: PEFT changes its modules."""
+        """Return a copy of the backbone, because PEFT changes its modules. It is loaded once in a process."""
         loaded = load_once(self.backbone, self.device, self.dtype)
         return Backbone.wrap(copy.deepcopy(loaded.model), loaded.tokenizer, loaded.name)
 
     def mixture(self, backbone: Backbone) -> Mixture:
-        """The training batches."""
+        """Return the training batches."""
         columns = {"text_column": "answer", "prompt_column": "prompt"} if self.answers_only else {}
-        files = [str(Path(self.texts) / f"{domain}-train.jsonl") for domain in self.domains]
-        sources = [SourceConfig.parse({"path": file, **columns}) for file in files]
-        data = DataConfig(new=sources, replay_fraction=0, length=self.sizes.length, boundaries="whole", seed=self.seed)
+        sources = []
+        for domain in self.domains:
+            file = Path(self.texts) / f"{domain}-train.jsonl"
+            sources.append(SourceConfig.parse({"path": str(file), **columns}))
+        data = DataConfig(
+            new=sources,
+            replay_fraction=0,
+            length=self.sizes.length,
+            boundaries="whole",
+            seed=self.seed,
+        )
         return build_mixture(data, backbone.need_tokenizer(), self.sizes.batch_size)
 
     def train(self, model: Any, batches: Mixture, learning_rate: float, context: RunContext) -> TrainingSummary:
+        """Train a model in the folder of a run."""
         steps = self.sizes.steps
-        more: dict[str, Any] = {"warmup_steps": max(1, min(10, steps // 4)), "checkpoint_every": max(1, steps // 2)}
-        config = training_config(steps, self.sizes.batch_size, learning_rate, self.seed, precision="bf16", **more)
-        return train(model, batches, config, context.folder / "training", identity={"run": context.key}, progress=False)
+        config = training_config(
+            steps,
+            self.sizes.batch_size,
+            learning_rate,
+            self.seed,
+            precision="bf16",
+            warmup_steps=max(1, min(10, steps // 4)),
+            checkpoint_every=max(1, steps // 2),
+        )
+        return train(
+            model,
+            batches,
+            config,
+            context.folder / "training",
+            identity={"run": context.key},
+            progress=False,
+        )
 
     def train_xlora(self, backbone: Backbone, adapters: Sequence[Path], rate: float, context: RunContext) -> Any:
-        """X-LoRA with a router trained on all domains, for as many steps and rows as one expert."""
+        """Return X-LoRA whose router is trained on all domains, with the steps and rows of one expert."""
         mixture = self.mixture(backbone)
         set_seed(self.seed)
         model = load_xlora(backbone, adapters)
@@ -131,15 +159,16 @@ class RoutingRun(Run):
 
 @functools.cache
 def load_once(name: str, device: str | None, dtype: str) -> Backbone:
-    """A backbone that the runs of a process share."""
+    """Load a backbone that all runs of a process share."""
     return BackboneConfig.parse({"name": name, "device": device, "dtype": dtype}).load()
 
 
 class ExpertRun(RoutingRun):
-    """Train plain LoRA on one domain, or on several. The artefact is a folder that PEFT reads.
+    """Trains plain LoRA on one domain, or on several. The artefact is a folder that PEFT reads.
 
     Args:
-        targets: the modules that the expert changes.
+        learning_rate: learning rate of the training.
+        targets: modules that the expert changes.
     """
 
     learning_rate: float
@@ -154,7 +183,8 @@ class ExpertRun(RoutingRun):
         mixture = self.mixture(backbone)
         set_seed(self.seed)
         started = time.process_time()
-        graft = build_routing(backbone, {domain: {"rank": self.sizes.rank, "targets": list(self.targets)}})
+        expert = {"rank": self.sizes.rank, "targets": list(self.targets)}
+        graft = build_routing(backbone, {domain: expert})
         with GraftedModel(backbone, {"graft": graft}) as model:
             summary = self.train(model, mixture, self.learning_rate, context)
             graft.write_adapter(domain, context.folder)
@@ -168,24 +198,36 @@ class ExpertRun(RoutingRun):
 
 
 def build_routing(backbone: Backbone, experts: Mapping[str, Any], **routing: Any) -> Any:
-    """A token-routing graft; `routing` is its config without the experts, whose folders may stand for their configs."""
-    configs = {name: {"path": str(expert)} if isinstance(expert, Path) else expert for name, expert in experts.items()}
-    return build_graft(graft_config({"kind": "token-routing", "experts": configs, **routing}), backbone)
+    """Return a token-routing graft.
+
+    Args:
+        backbone: the backbone.
+        experts: config of each expert, or the folder of its adapter.
+        **routing: the config of the graft without its experts.
+    """
+    configs = {}
+    for name, expert in experts.items():
+        configs[name] = {"path": str(expert)} if isinstance(expert, Path) else expert
+    config = graft_config({"kind": "token-routing", "experts": configs, **routing})
+    return build_graft(config, backbone)
 
 
 def load_xlora(backbone: Backbone, adapters: Sequence[str | Path]) -> Any:
-    """X-LoRA over frozen experts, with PEFT's defaults: a linear router on the backbone's last hidden states."""
+    """Return X-LoRA over frozen experts, with PEFT's defaults: a linear router on the backbone's last hidden states."""
     model: Any = backbone.model
     model.config.use_cache = False  # X-LoRA cannot use a cache
-    # X-LoRA looks its adapters up by number, whatever their names are.
-    numbered = {str(number): str(path) for number, path in enumerate(adapters)}
-    config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=model.config.hidden_size, adapters=numbered)
+    config = XLoraConfig(
+        task_type="CAUSAL_LM",
+        hidden_size=model.config.hidden_size,
+        # X-LoRA finds its adapters by number, regardless of their names.
+        adapters={str(number): str(path) for number, path in enumerate(adapters)},
+    )
     model = get_peft_model(model, config)
     model.base_model.internal_xlora_classifier.float()  # also on a backbone in half precision
     return model
 
 
 def load_arrow(backbone: Backbone, adapters: Sequence[str | Path], seed: int) -> Any:
-    """Arrow over frozen experts, with PEFT's defaults: each token of each layer takes its three closest experts."""
+    """Return Arrow over frozen experts, with PEFT's defaults: the three closest experts at each token of each layer."""
     config = ArrowConfig(top_k=min(3, len(adapters)), rng_seed=seed)
     return create_arrow_model(backbone.model, [str(path) for path in adapters], config)

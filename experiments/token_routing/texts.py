@@ -20,22 +20,28 @@ DOMAINS = ("math", "science", "code", "reading")
 PARTS = ("train", "validation", "test")
 GSM8K = ("routing/math/gsm8k/train.jsonl", "routing/math/gsm8k/test.jsonl")
 ARC = {
-    part: tuple(f"routing/science/arc_{level}/{part}.json" for level in ("easy", "challenge"))
-    for part in ("train", "test")
+    "train": ("routing/science/arc_easy/train.json", "routing/science/arc_challenge/train.json"),
+    "test": ("routing/science/arc_easy/test.json", "routing/science/arc_challenge/test.json"),
 }
-MBPP, ALGORITHMS = "routing/code/mbpp/mbpp.jsonl", "routing/code/thealgorithms_py.jsonl"
-XQUAD, QED = "routing/reading/xquad/xquad.en.json", "routing/reading/qed/qed-dev.jsonlines"
+MBPP = "routing/code/mbpp/mbpp.jsonl"
+ALGORITHMS = "routing/code/thealgorithms_py.jsonl"
+XQUAD = "routing/reading/xquad/xquad.en.json"
+QED = "routing/reading/qed/qed-dev.jsonlines"
 WIKIPEDIA = ("lm_text/wikitext2_valid_test/valid.txt", "lm_text/wikitext2_valid_test/test.txt")
 FILES = (ENGLISH, *WIKIPEDIA, ALGORITHMS)
-SHINGLE = 12
+SHINGLE = 12  # words
 _CHOICE = re.compile(r"Answer(\d): ")
 _QUESTION = "Please choose the correct answer to the question: "
 
 
 class RoutingQuestion(NamedTuple):
-    """A question with its right answer. `choices` holds all answers of a multiple-choice question.
+    """A question with its right answer.
 
-    `tests` is the source of the tests of a program.
+    Args:
+        prompt: the question, up to the answer.
+        answer: the right answer.
+        choices: all answers of a multiple-choice question.
+        tests: source of the tests of a program.
     """
 
     prompt: str
@@ -50,17 +56,19 @@ class RoutingQuestion(NamedTuple):
 
 
 class RoutingTextSizes(Config):
-    """Amount of each text.
+    """The amount of each text.
 
     Args:
         novels: number of English novels that the backbone reads.
         novel: characters of each novel.
-        wikipedia, code: characters of each that the backbone reads.
+        wikipedia: characters of Wikipedia that the backbone reads.
+        code: characters of Python that the backbone reads.
         trained: maximum number of training examples of an expert.
-        validated, tested: questions of each domain; every seed has its own tests.
+        validated: validation questions of each domain.
+        tested: test questions of each domain; every seed has different ones.
         chosen: test questions of each domain that slow rows answer.
         documents: number of documents that change domain, for validation and for test.
-        half: maximum number of tokens of a half of such a document; the minimum is half as many.
+        half: maximum number of tokens of a half of such a document; the minimum is half of it.
     """
 
     novels: int = 23
@@ -76,85 +84,131 @@ class RoutingTextSizes(Config):
 
 
 QUICK_TEXT_SIZES = RoutingTextSizes(
-    novels=2, novel=3_000, wikipedia=3_000, code=3_000, trained=12, validated=2, tested=3, chosen=3, documents=2, half=8
+    novels=2,
+    novel=3_000,
+    wikipedia=3_000,
+    code=3_000,
+    trained=12,
+    validated=2,
+    tested=3,
+    chosen=3,
+    documents=2,
+    half=8,
 )
 
 
 def write_corpus(data: Path, file: Path, amounts: RoutingTextSizes) -> None:
-    """Write the backbone's training text: English novels, Wikipedia, Python."""
-    novels = (text[: amounts.novel] for text in read_texts(data / ENGLISH)[: amounts.novels])
+    """Write the training text of the backbone: English novels, Wikipedia, Python."""
+    novels = [text[: amounts.novel] for text in read_texts(data / ENGLISH)[: amounts.novels]]
+    articles = up_to(_articles(data), amounts.wikipedia)
     modules = deal(read_texts(data / ALGORITHMS), {"backbone": 2, "expert": 1})["backbone"]
-    write_documents(file, [*novels, *up_to(_articles(data), amounts.wikipedia), *up_to(modules, amounts.code)])
+    write_documents(file, [*novels, *articles, *up_to(modules, amounts.code)])
 
 
 def write_changing(folder: Path, part: str, tokenizer: Any, amounts: RoutingTextSizes) -> None:
-    """Write the documents that change domain, of the written questions of one part."""
-    code, prose = (read_questions(folder, domain, part) for domain in ("code", "reading"))
+    """Write the documents that change domain, made of the written questions of one part."""
+    code = read_questions(folder, "code", part)
+    prose = read_questions(folder, "reading", part)
     write_lines(folder / f"changing-{part}.jsonl", _changing(code, prose, tokenizer, amounts))
 
 
 def read_questions(folder: Path, domain: str, part: str) -> list[RoutingQuestion]:
-    """The written questions of one domain and part."""
-    lines = json_lines(folder / f"{domain}-{part}.jsonl")
-    return [RoutingQuestion(e["prompt"], e["answer"], tuple(e["choices"]), e["tests"]) for e in lines]
+    """Read the written questions of one domain and part."""
+    questions = []
+    for entry in json_lines(folder / f"{domain}-{part}.jsonl"):
+        question = RoutingQuestion(
+            prompt=entry["prompt"],
+            answer=entry["answer"],
+            choices=tuple(entry["choices"]),
+            tests=entry["tests"],
+        )
+        questions.append(question)
+    return questions
 
 
 def read_changing(folder: Path, part: str) -> list[tuple[str, str]]:
-    """The documents that change domain, as pairs of code and prose."""
+    """Read the documents that change domain, as pairs of code and prose."""
     return [(first, second) for first, second in json_lines(folder / f"changing-{part}.jsonl")]
 
 
 def shingles(texts: Iterable[str]) -> set[int]:
-    """Hashes of all sequences of `SHINGLE` consecutive words; punctuation does not count."""
-    split = (re.findall(r"\w+", text.lower()) for text in texts)
-    return {hash(tuple(words[i : i + SHINGLE])) for words in split for i in range(len(words) - SHINGLE + 1)}
+    """Return hashes of all sequences of `SHINGLE` consecutive words, without punctuation."""
+    hashes = set()
+    for text in texts:
+        words = re.findall(r"\w+", text.lower())
+        for start in range(len(words) - SHINGLE + 1):
+            hashes.add(hash(tuple(words[start : start + SHINGLE])))
+    return hashes
 
 
 def cloze(entry: Mapping[str, str]) -> RoutingQuestion:
-    """A question of ARC or OpenBookQA, without its choices in the prompt."""
+    """Return a question of ARC or OpenBookQA, without its choices in the prompt."""
     question, _, rest = entry["instruction"].removeprefix(_QUESTION).partition("\n\nAnswer1: ")
     parts = _CHOICE.split("Answer1: " + rest.partition("\n\nAnswer format")[0])
-    choices = {f"answer{number}": f" {text.strip()}\n" for number, text in zip(parts[1::2], parts[2::2], strict=True)}
-    return RoutingQuestion(f"{question.strip()}\nAnswer:", choices[entry["answer"]], tuple(choices.values()))
+    choices = {}
+    for number, text in zip(parts[1::2], parts[2::2], strict=True):
+        choices[f"answer{number}"] = f" {text.strip()}\n"
+    return RoutingQuestion(
+        prompt=f"{question.strip()}\nAnswer:",
+        answer=choices[entry["answer"]],
+        choices=tuple(choices.values()),
+    )
 
 
 def _changing(
-    code: Sequence[RoutingQuestion], prose: Sequence[RoutingQuestion], tokenizer: Any, amounts: RoutingTextSizes
+    code: Sequence[RoutingQuestion],
+    prose: Sequence[RoutingQuestion],
+    tokenizer: Any,
+    amounts: RoutingTextSizes,
 ) -> list[tuple[str, str]]:
-    """Pairs of a program and a passage, each cut to its first tokens."""
-    programs = _cut([entry.answer.lstrip("\n") for entry in shuffled(code, "items")], tokenizer, amounts.half)
-    passages = _cut([entry.prompt.partition("\n")[0] for entry in shuffled(prose, "items")], tokenizer, amounts.half)
-    return list(zip(programs, passages, strict=False))[: amounts.documents]
+    """Return pairs of a program and a passage, both cut to their first tokens."""
+    programs = [entry.answer.lstrip("\n") for entry in shuffled(code, "items")]
+    passages = [entry.prompt.partition("\n")[0] for entry in shuffled(prose, "items")]
+    first_halves = _cut(programs, tokenizer, amounts.half)
+    second_halves = _cut(passages, tokenizer, amounts.half)
+    return list(zip(first_halves, second_halves, strict=False))[: amounts.documents]
 
 
 def _cut(texts: Sequence[str], tokenizer: Any, half: int) -> list[str]:
-    """The first `half` tokens of every distinct text that has at least half as many."""
+    """Return the first `half` tokens of every distinct text that has at least half as many."""
     halves = []
     for text in dict.fromkeys(texts):
-        starts = [start for start, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]]
-        if len(starts) >= half // 2:
-            halves.append((text[: starts[half]] if len(starts) > half else text).removesuffix("\n") + "\n")
+        offsets = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        if len(offsets) < half // 2:
+            continue
+        beginning = text
+        if len(offsets) > half:
+            stop, _ = offsets[half]
+            beginning = text[:stop]
+        halves.append(beginning.removesuffix("\n") + "\n")
     return halves
 
 
 def _articles(data: Path) -> list[str]:
-    """Wikipedia's articles, without the spaces that WikiText puts around punctuation."""
+    """Return the articles of Wikipedia, without the spaces that WikiText puts around punctuation."""
     articles = []
     for name in WIKIPEDIA:
         text = (data / name).read_text(encoding="utf-8").replace(" <unk>", "")
         text = re.sub(r" @(\W)@ ", r"\1", text)
-        text = re.sub(r" ([,.;:!?)\]]|'s\b)", r"\1", text).replace("( ", "(").replace("[ ", "[")
-        articles += [entry.strip() for entry in re.split(r"\n (?== [^=])", text) if entry.strip()]
+        text = re.sub(r" ([,.;:!?)\]]|'s\b)", r"\1", text)
+        text = text.replace("( ", "(").replace("[ ", "[")
+        entries = [entry.strip() for entry in re.split(r"\n (?== [^=])", text)]
+        articles += [entry for entry in entries if entry]
     return articles
 
 
 def alternating(data: Path, files: Sequence[str]) -> Iterator[Mapping[str, str]]:
-    """The questions of several files in turn. The rest of the longer files follows at the end."""
+    """Yield the questions of several files in turn. The rest of the longer files follows at the end."""
     lists = [json.loads((data / file).read_text(encoding="utf-8")) for file in files]
-    yield from (entry for entries in zip_longest(*lists) for entry in entries if entry is not None)
+    for entries in zip_longest(*lists):
+        for entry in entries:
+            if entry is not None:
+                yield entry
 
 
 def json_lines(file: Path) -> Iterator[Any]:
-    """The values of a file with one a line."""
+    """Yield the values of a file with one JSON value in each line."""
     with file.open(encoding="utf-8") as lines:
-        yield from (json.loads(line) for line in lines if line.strip())
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)

@@ -16,7 +16,8 @@ from graftlm.backbone import Backbone
 from graftlm.errors import BackboneError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.composition import Composition
-from graftlm.grafts.composition.method import CompositionConfig, pairs_of
+from graftlm.grafts.composition.config import CompositionConfig
+from graftlm.grafts.composition.pairs import pairs_of
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.store.manifest import read_manifest
 from tiny import BackboneFolder, save_tiny_backbone, tiny_model
@@ -41,8 +42,9 @@ def test_pairs_are_evenly_spaced_and_end_with_both_models(mine: int, theirs: int
     depths: Any = Depth(theirs), Depth(mine)
     count = theirs // stride
     if not 0 < count <= mine:
-        with pytest.raises(GraftError, match="stride"):
+        with pytest.raises(GraftError) as caught:
             pairs_of(config, "one", *depths)
+        assert f"stride of {stride}" in str(caught.value)
         return
     pairs = pairs_of(config, "one", *depths)
     assert len(pairs) == count
@@ -82,15 +84,17 @@ def test_the_augmenting_model_is_referenced_and_not_saved(tmp_path: Path, tiny_b
     assert manifest.parameters == 2 * 5 * 48 * 48
 
     (tmp_path / "one").rename(tmp_path / "two")
-    with pytest.raises(BackboneError, match=r"The augmenting model one can't be used.*augmenting\.one\.name"):
+    with pytest.raises(BackboneError) as unusable:
         load_graft(tmp_path / "graft", anchor)
+    assert "augmenting.one.name" in str(unusable.value)
     graft = load_graft(tmp_path / "graft", anchor, [f"augmenting.one.name={moved}"])
     assert isinstance(graft, Composition)
     other = save_tiny_backbone(tmp_path / "other", "gpt2", seed=1)
-    with pytest.raises(WrongBackboneError, match=r"trained with .*one as one, but .*other was found and its w"):
+    with pytest.raises(WrongBackboneError):
         load_graft(tmp_path / "graft", anchor, [f"augmenting.one.name={other}"])
-    with pytest.raises(RecipeError, match=r"unknown key augmenting\.one\.nam "):
+    with pytest.raises(RecipeError) as misspelt:
         load_graft(tmp_path / "graft", anchor, ["augmenting.one.nam=x"])
+    assert "augmenting.one.nam " in str(misspelt.value)
 
 
 def test_frozen_models_get_no_gradient_and_the_graft_owns_none_of_them() -> None:
@@ -104,43 +108,37 @@ def test_frozen_models_get_no_gradient_and_the_graft_owns_none_of_them() -> None
 
 
 BAD = {
-    "a layer out of range": ({"pairs": [[2, 0]]}, {}, "names layer 2 of one, which has layers 0 to 1"),
-    "the anchor's too": ({"pairs": [[0, -1]]}, {}, "names layer -1 of the anchor, which has layers 0 to 1"),
-    "a pair twice": ({"pairs": [[0, 1], [0, 1]]}, {}, r"\[0, 1\] of one is listed twice"),
-    "heads that do not divide": (
-        {},
-        {"heads": 7},
-        "7 heads do not divide the anchor's width 48 evenly: set heads to one of",
-    ),
-    "heads of an odd width": (
-        {},
-        {"heads": 16},
-        "16 heads do not divide the anchor's width 48 evenly: set heads to one",
-    ),
-    "a long stride": ({"stride": 9}, {}, "A stride of 9 skips all 2 layers of one: set stride to 2 or less"),
+    "a layer out of range": ({"pairs": [[2, 0]]}, {}, "layer 2 of one"),
+    "the anchor's too": ({"pairs": [[0, -1]]}, {}, "layer -1 of the anchor"),
+    "a pair twice": ({"pairs": [[0, 1], [0, 1]]}, {}, "[0, 1]"),
+    "heads that do not divide": ({}, {"heads": 7}, "set heads to one of"),
+    "heads of an odd width": ({}, {"heads": 16}, "set heads to one of"),
+    "a long stride": ({"stride": 9}, {}, "stride of 9"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_models_that_do_not_fit(case: str, tiny_backbone: BackboneFolder) -> None:
-    model, more, message = BAD[case]
+    model, more, offence = BAD[case]
     config = values(tiny_backbone("gpt2"), **more)
     config["augmenting"]["one"] |= model
-    with pytest.raises(GraftError, match=message) as caught:
+    with pytest.raises(GraftError) as caught:
         build_graft(graft_config(config), live("llama"))
+    assert offence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_more_pairs_than_the_anchor_has_layers() -> None:
-    with pytest.raises(GraftError, match="pairs 3 layers of one, but the anchor has 2: set stride to 2 or more"):
+    with pytest.raises(GraftError) as caught:
         composition(live("llama"), {"one": live("gemma3")})
+    assert "set stride to 2" in str(caught.value)
 
 
 RECIPES = {
     "no model": ({"augmenting": {}}, "augmenting"),
     "no name": ({"augmenting": {"one": {}}}, "augmenting.one.name"),
-    "a name of two words": ({"augmenting": {"my model": {"name": "x"}}}, "'my model' can't be used"),
-    "a module's own name": ({"augmenting": {"keys": {"name": "x"}}}, "'keys' can't be used"),
+    "a name of two words": ({"augmenting": {"my model": {"name": "x"}}}, "'my model'"),
+    "a module's own name": ({"augmenting": {"keys": {"name": "x"}}}, "'keys'"),
     "a pair of three": ({"augmenting": {"one": {"name": "x", "pairs": [[1, 2, 3]]}}}, "pairs"),
     "no heads": ({"heads": 0}, "heads"),
     "an unknown start": ({"init": "ones"}, "init"),
@@ -149,15 +147,17 @@ RECIPES = {
 
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipes(case: str) -> None:
-    more, message = RECIPES[case]
-    with pytest.raises(RecipeError, match=message) as caught:
+    more, offence = RECIPES[case]
+    with pytest.raises(RecipeError) as caught:
         graft_config(values("x") | more)
+    assert offence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_models_that_are_no_causal_language_models(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
-    with pytest.raises(GraftError, match=r"one can't be used.*see later ones"):
+    with pytest.raises(BackboneError) as encoder:
         build_graft(graft_config(values(tiny_backbone("bert"))), live("llama"))
+    assert "augmenting.one.name" in str(encoder.value)
     from transformers import ViTConfig, ViTForImageClassification
 
     small = {
@@ -168,8 +168,9 @@ def test_models_that_are_no_causal_language_models(tmp_path: Path, tiny_backbone
         "image_size": 16,
     }
     ViTForImageClassification(ViTConfig(**small)).save_pretrained(tmp_path / "vision")
-    with pytest.raises(BackboneError, match="The augmenting model one can't be used") as caught:
+    with pytest.raises(BackboneError) as caught:
         build_graft(graft_config(values(tmp_path / "vision")), live("llama"))
+    assert "augmenting.one.name" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -181,23 +182,24 @@ def test_the_backbone_itself() -> None:
 
 def test_a_vocabulary_that_is_too_small() -> None:
     augmenting = Backbone.wrap(tiny_model("llama", vocab_size=100))
-    with pytest.raises(
-        GraftError, match="go up to 299, and the augmenting model one has 100 embeddings: set alignment"
-    ):
+    with pytest.raises(GraftError) as caught:
         composition(live("llama"), {"one": augmenting})
+    assert "299" in str(caught.value)
+    assert "100 embeddings" in str(caught.value)
 
 
 def test_tokenizers_without_offsets(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
     augmenting = Backbone.wrap(tiny_model("llama", vocab_size=400), ByT5Tokenizer())
-    with pytest.raises(GraftError, match="The tokenizer of one gives no character offsets"):
+    with pytest.raises(GraftError) as caught:
         composition(live("llama"), {"one": augmenting})
+    assert "The tokenizer of one" in str(caught.value)
 
 
 def test_no_tokenizer_at_all() -> None:
     augmenting = Backbone.wrap(tiny_model("llama"))
-    with pytest.raises(BackboneError, match="has no tokenizer"):
+    with pytest.raises(BackboneError):
         composition(live("llama"), {"one": augmenting}, alignment="characters")
 
 

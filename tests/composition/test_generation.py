@@ -74,7 +74,7 @@ def test_the_answer_does_not_reach_the_encoder(model: GraftedModel) -> None:
 @pytest.mark.parametrize(("tokens", "model"), [(OTHER_TOKENS, {}), (TOKENS, {"refresh": "prompt"})], indirect=["model"])
 def test_assisted_decoding_is_refused_where_cropping_is_impossible(model: GraftedModel) -> None:
     ids = tiny_ids(1, 6).repeat(1, 3)
-    with pytest.raises(GraftError, match="decode without an assistant"):
+    with pytest.raises(GraftError, match="without an assistant"):
         model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=3)
 
 
@@ -98,23 +98,22 @@ def test_a_cache_filled_without_the_graft_is_refused(model: GraftedModel) -> Non
     with torch.no_grad():
         cache = anchor.model(ids, use_cache=True).past_key_values
     graft: Any = model.grafts["graft"]
-    with (
-        GraftedModel(anchor, {"graft": graft}) as again,
-        pytest.raises(GraftError, match="were read without these grafts"),
-    ):
+    with GraftedModel(anchor, {"graft": graft}) as again, pytest.raises(GraftError):
         again(ids[:, :1], past_key_values=cache, use_cache=True)
 
 
 @TOKENIZERS
 def test_embeddings_are_refused(model: GraftedModel) -> None:
-    with pytest.raises(GraftError, match="pass input_ids"):
+    with pytest.raises(GraftError) as caught:
         model(inputs_embeds=torch.zeros(1, 3, 48))
+    assert "input_ids" in str(caught.value)
 
 
 @TOKENIZERS
 def test_a_long_text_is_refused(model: GraftedModel) -> None:
-    with pytest.raises(GraftError, match="reads at most 512 tokens"):
+    with pytest.raises(GraftError) as caught:
         model(tiny_ids(1, 600))
+    assert "512 tokens" in str(caught.value)
 
 
 @TOKENIZERS

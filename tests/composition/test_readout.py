@@ -184,29 +184,30 @@ def test_the_gate_is_observed_and_described() -> None:
 def refusals() -> Sequence[Any]:
     soft = {"final_logit_softcapping": 5.0}
     return [
-        pytest.param(
-            "llama", ("llama", 1, OTHER_TOKENS), {}, "The tokenizer of one is not the backbone's", id="tokens"
-        ),
-        pytest.param("bert", ("llama", 1), {}, r"The backbone \(bert\) predicts no next token", id="encoder"),
-        pytest.param("gemma3", ("llama", 1), soft, r"The backbone \(gemma3_text\) changes its states", id="soft cap"),
+        pytest.param("llama", ("llama", 1, OTHER_TOKENS), {}, "The tokenizer of one", id="tokens"),
+        pytest.param("bert", ("llama", 1), {}, "The backbone (bert)", id="encoder"),
+        pytest.param("gemma3", ("llama", 1), soft, "The backbone (gemma3_text)", id="soft cap"),
     ]
 
 
-@pytest.mark.parametrize(("anchor", "one", "changes", "message"), refusals())
-def test_models_that_have_no_mixture(anchor: str, one: tuple[Any, ...], changes: Any, message: str) -> None:
-    with pytest.raises(GraftError, match=f"{message}.*: set readout to none") as caught:
+@pytest.mark.parametrize(("anchor", "one", "changes", "offender"), refusals())
+def test_models_that_have_no_mixture(anchor: str, one: tuple[Any, ...], changes: Any, offender: str) -> None:
+    with pytest.raises(GraftError) as caught:
         composition(live(anchor, **changes), {"one": live(*one)}, readout="mixture", cross=False)
+    assert offender in str(caught.value)
+    assert "readout" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "remedy"),
     [
-        ({"cross": False}, "leave nothing to train: set readout to mixture"),
-        ({"readout": "mixture", "refresh": "prompt"}, "read every token: set refresh to every"),
+        ({"cross": False}, "set readout to mixture"),
+        ({"readout": "mixture", "refresh": "prompt"}, "set refresh to every"),
     ],
 )
-def test_recipes(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
+def test_recipes(config: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(RecipeError) as caught:
         graft_config({"kind": "composition", "augmenting": {"one": {"name": "x"}}} | config)
+    assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
@@ -154,20 +153,21 @@ def test_source_after_and_unless() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "message"),
+    ("rules", "named"),
     [
-        ([{"label": "c", "words": ["x"], "reason": "w"}], "votes for 'c', which is no label"),
-        ([{"label": "a", "pattern": "{none}", "reason": "w"}], "names the list 'none', which the table lacks"),
-        ([{"label": "a", "reason": "w"}], "needs either words or a pattern"),
+        ([{"label": "c", "words": ["x"], "reason": "w"}], "'c'"),
+        ([{"label": "a", "pattern": "{none}", "reason": "w"}], "'none'"),
+        ([{"label": "a", "reason": "w"}], "words or a pattern"),
     ],
 )
-def test_a_table_that_contradicts_itself_is_refused(rules: list[dict], message: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(message)):
+def test_a_table_that_contradicts_itself_is_refused(rules: list[dict], named: str) -> None:
+    with pytest.raises(RecipeError) as error:
         _table(rules=rules)
+    assert named in str(error.value)
 
 
 def test_unknown_kinds_and_languages_are_named() -> None:
-    with pytest.raises(DataError, match=r"no checker of 'formalty' \(did you mean formality\?\)"):
+    with pytest.raises(DataError, match=r"'formalty' \(did you mean formality\?\)"):
         checker("formalty", "de")
     with pytest.raises(DataError, match="no gender checker for the language 'ja': choose one of de, es, fr"):
         checker("gender", "ja")

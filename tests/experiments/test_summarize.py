@@ -12,6 +12,7 @@ import torch
 from experiments import Options, reproduce, summarize
 from experiments.summarize.corpora import CORPORA, FILES, CorpusSizes, in_time, load, sample_of
 from experiments.summarize.learned import copy_curve
+from experiments.summarize.oracles import best_sentences, longest_runs
 from experiments.summarize.pointer_generator import (
     END,
     START,
@@ -23,10 +24,11 @@ from experiments.summarize.pointer_generator import (
     train,
 )
 from experiments.summarize.run import ADDED, LABELS
-from experiments.summarize.runs import COMMAND, LEADS, SETTINGS, WRITTEN, best_sentences, longest_runs
+from experiments.summarize.runs import WRITTEN
+from experiments.summarize.weights import COMMAND, LEADS, SETTINGS
 from graftlm.errors import DataError
 from graftlm.evaluation import Results, value_of
-from graftlm.pipelines.summarize.ranking import packaged_model
+from graftlm.pipelines.summarize.default_selector import packaged_model
 from proposals import proposal
 
 pytest.importorskip("sentencex")

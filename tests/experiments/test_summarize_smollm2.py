@@ -11,7 +11,8 @@ import torch
 from experiments import Options, reproduce, summarize_smollm2
 from experiments.summarize.corpora import CORPORA, Sample, sample_of
 from experiments.summarize_smollm2.prompts import PromptMaker, PromptSizes, gold_sentences, unlike
-from experiments.summarize_smollm2.run import LAYOUTS, RIVALS, WRITTEN, abstract_nats, tabulate, text_scores
+from experiments.summarize_smollm2.run import RIVALS, abstract_nats
+from experiments.summarize_smollm2.tables import LAYOUTS, WRITTEN, tabulate, text_scores
 from graftlm.backbone import Backbone
 from graftlm.evaluation import Results, value_of
 from proposals import proposal

@@ -89,6 +89,7 @@ _READOUT = "grafts/composition/readout.py"
 _POLICY, _MIXTURE = "grafts/token_routing/policy.py", "grafts/token_routing/mixture.py"
 _STATE, _EMBEDDERS = "grafts/token_routing/routing_state.py", "grafts/token_routing/embedders.py"
 _EXPERTS, _ROUTING = "grafts/token_routing/experts.py", "grafts/token_routing/method.py"
+_ADAPTERS = "grafts/token_routing/adapters.py"
 _BLOCKS, _PEFT = "grafts/baselines/block_expansion.py", "grafts/baselines/peft_graft.py"
 _DEEPER = "grafts/baselines/deeper_model.py"
 _PEFT_CONFIG, _PEFT_MODEL = "grafts/baselines/peft_config.py", "grafts/baselines/adapted_model.py"
@@ -128,9 +129,9 @@ MUTATIONS = [
         # Composition
         ("deviation doubled", "composition", _ATTENTION, "normal_(0, 1 / math.sqrt(linear.in_features))", "normal_(0, 2 / math.sqrt(linear.in_features))"),
         ("output projection not zero", "composition", _ATTENTION, "self.w_o.weight.zero_()", "self.w_o.weight.mul_(0.1)"),
-        ("scores without 1/sqrt(K)", "composition", _ATTENTION, "attn_mask=mask, is_causal=causal)", "attn_mask=mask, is_causal=causal, scale=1.0)"),
+        ("scores without 1/sqrt(K)", "composition", _ATTENTION, "is_causal=causal,", "is_causal=causal, scale=1.0,"),
         ("attention not causal", "composition", _ATTENTION, "causal = mask is None and q_BHTK.shape[2] > 1", "causal = False"),
-        ("empty masks attend everywhere", "composition", _ATTENTION, "return out_BTD if non_empty is None else out_BTD * non_empty[..., None].to(out_BTD.dtype)", "return out_BTD"),
+        ("empty masks attend everywhere", "composition", _ATTENTION, "return out_BTD * visibility.non_empty[..., None].to(out_BTD.dtype)", "return out_BTD"),
         ("queries without their norm", "composition", _ATTENTION, "self.norm_head_q, self.norm_q(anchor_BTD))", "self.norm_head_q, anchor_BTD)"),
         ("keys without their norm", "composition", _ATTENTION, "self.norm_kv(self.project(states_BSA))", "self.project(states_BSA)"),
         ("keys rotated by one position more", "composition", _ATTENTION, "k = rotate(k, positions.augmenting)", "k = rotate(k, positions.augmenting + 1)"),
@@ -150,30 +151,30 @@ MUTATIONS = [
         ("states of pairs in another order", "composition", "grafts/composition/augmenting.py", '["states", layer] for layer in self._layers]', '["states", layer] for layer in sorted(self._layers)]'),
         # Token routing
         ("cosines times temperature", "routing", _POLICY, "cosines / (config.temperature or", "cosines * (config.temperature or"),
-        ("negative cosine boosted", "routing", _POLICY, "torch.where(best > 0, best * config.boost, best / config.boost)", "best * config.boost"),
+        ("negative cosine boosted", "routing", _POLICY, "torch.where(best > 0, best * boost, best / boost)", "best * boost"),
         ("bare above the threshold", "routing", _POLICY, "(best < config.threshold)", "(best > config.threshold)"),
-        ("top experts not normalised", "routing", _POLICY, "values / values.sum(-1, keepdim=True))", "values)"),
-        ("centroids shifted", "routing", _POLICY, "vectors - centre_d, centroids_Md - centre_d", "vectors - centre_d, centroids_Md"),
+        ("top experts not normalised", "routing", _POLICY, "normalised = values / values.sum(-1, keepdim=True)", "normalised = values"),
+        ("centroids shifted", "routing", _POLICY, "centroids_Md = centroids_Md - centre_d", "centroids_Md = centroids_Md"),
         ("empty text routed", "routing", _POLICY, "return scores.masked_fill(empty, 0.0)", "return scores"),
-        ("discriminant without its bias", "routing", _POLICY, " - centroids_Md.square().sum(-1) / 2", ""),
-        ("discriminant in units of the whitened vectors", "routing", _POLICY, "sum(-1) / 2) / variance", "sum(-1) / 2)"),
+        ("discriminant without its bias", "routing", _POLICY, " - biases_M) / variance", ") / variance"),
+        ("discriminant in units of the whitened vectors", "routing", _POLICY, "biases_M) / variance", "biases_M)"),
         ("worst centroid of an expert", "routing", _POLICY, "scores, \"amax\")", "-scores, \"amax\")"),
         ("clusters start close together", "routing", _POLICY, "int(distances.argmax())", "int(distances.argmin())"),
         ("whitening by the variance", "routing", _POLICY, "(a * t / (a * t + (1 - a) * s_K)).sqrt()", "(a * t / (a * t + (1 - a) * s_K))"),
         ("expert's scale dropped", "routing", _MIXTURE, "own = weights[..., expert, None] * scale", "own = weights[..., expert, None]"),
-        ("linear combination without the root", "routing", _MIXTURE, "(own.sqrt() if root else own)", "own"),
+        ("linear combination without the root", "routing", _MIXTURE, "own = own.sqrt()", "pass"),
         ("update one token late", "routing", _STATE, "index - generated % config.every", "index - generated % (config.every + 1)"),
         ("prompt one token longer", "routing", _STATE, "generated = index + 1 - n", "generated = index - n"),
         ("reads: prompt ignored", "routing", _STATE, "torch.where((n > 1) & (generated > 0), n - 1, b)", "b"),
-        ("window one token wider", "routing", _EMBEDDERS, "last + 1 - (spans.window or columns.numel())", "last - (spans.window or columns.numel())"),
+        ("window one token wider", "routing", _EMBEDDERS, "last + 1 - window", "last - window"),
         ("special tokens embedded", "routing", _EMBEDDERS, "torch.isin(ids, self._special, invert=True)", "torch.ones_like(ids, dtype=torch.bool)"),
-        ("running sum of earlier documents", "routing", _EMBEDDERS, "((columns >= spans.start[:, -1:]) & self._not_special(new)).float()", "self._not_special(new).float()"),
+        ("running sum of earlier documents", "routing", _EMBEDDERS, "(in_document & self._not_special(new)).float()", "self._not_special(new).float()"),
         ("running sum not divided", "routing", _EMBEDDERS, "return sums / counts.clamp(min=1)", "return sums"),
         ("training on the farthest expert", "routing", _ROUTING, "one_hot(scores.argmax(-1), experts + 1)", "one_hot(scores.argmin(-1), experts + 1)"),
         ("training route from padding", "routing", _STATE, " & real[:, None, :]", ""),
         # LoRA: experts and baseline
-        ("expert's alpha not over rank", "lora", _EXPERTS, "return alpha / (rank**0.5 if peft_config.use_rslora else rank)", "return float(alpha)"),
-        ("rslora's root dropped", "lora", _EXPERTS, "rank**0.5 if peft_config.use_rslora else rank", "rank"),
+        ("expert's alpha not over rank", "lora", _ADAPTERS, "return alpha / (rank**0.5 if peft_config.use_rslora else rank)", "return float(alpha)"),
+        ("rslora's root dropped", "lora", _ADAPTERS, "rank**0.5 if peft_config.use_rslora else rank", "rank"),
         ("baseline's alpha not times rank", "lora", "grafts/baselines/method.py", '"lora_alpha": config.scale * self._rank', '"lora_alpha": config.scale'),
         ("baseline's rank from one side", "lora", "grafts/baselines/method.py", "sum(shape[-2:])", "max(shape[-2:])"),
         ("new expert's A normal", "lora", _EXPERTS, "nn.init.kaiming_uniform_(a, a=5**0.5)", "nn.init.normal_(a)"),

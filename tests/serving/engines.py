@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.serial_engine import SerialEngine
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.grafts import Graft
-from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.protocol import EngineLimits, Finish, GenerationRequest, RequestStream, TokenOutput
 from graftlm.testing import randomise
 from laws.examples import EXAMPLES, Example

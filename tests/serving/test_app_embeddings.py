@@ -77,17 +77,18 @@ def test_embeddings_are_means_of_the_last_states(
 def test_a_text_and_what_does_not_fit(client: openai.OpenAI) -> None:
     one, two = (client.embeddings.create(model="tiny", input=text).data for text in ("the fox", ["the fox"]))
     assert one[0].embedding == two[0].embedding
-    for wrong, sentence in [
-        ({"model": "dansk", "input": "a"}, "There is no model 'dansk' here"),
-        ({"model": "tiny", "input": ""}, "input has no tokens"),
-        ({"model": "tiny", "input": [[5], [999_999]]}, "input.1 holds the token id 999999"),
-        ({"model": "tiny", "input": [list(range(200))]}, "input has 200 tokens, but 128 is the most here"),
-        ({"model": "tiny", "input": ["a", "the fox " * 200]}, r"input.1 has \d+ tokens, but 128"),
-        ({"model": "tiny", "input": "a", "dimensions": 5}, "dimensions: this server does not implement it"),
-        ({"model": "tiny", "input": "a", "encoding_format": "hex"}, "encoding_format"),
+    for wrong, status, param in [
+        ({"model": "dansk", "input": "a"}, 404, None),
+        ({"model": "tiny", "input": ""}, 400, "input"),
+        ({"model": "tiny", "input": [[5], [999_999]]}, 400, "input.1"),
+        ({"model": "tiny", "input": [list(range(200))]}, 400, "input"),
+        ({"model": "tiny", "input": ["a", "the fox " * 200]}, 400, "input.1"),
+        ({"model": "tiny", "input": "a", "dimensions": 5}, 400, "dimensions"),
+        ({"model": "tiny", "input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
     ]:
-        with pytest.raises(openai.APIStatusError, match=sentence):
+        with pytest.raises(openai.APIStatusError) as caught:
             client.post("/embeddings", body=wrong, cast_to=object)
+        assert (caught.value.status_code, caught.value.param) == (status, param)
 
 
 def test_langchain_s_client_embeds(address: str) -> None:
@@ -107,38 +108,14 @@ def test_tokens_of_texts_and_chats(address: str) -> None:
     back = httpx.post(f"{address}/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert back == {"prompt": tokenizer.decode(tokens["tokens"])}
     unknown = httpx.post(f"{address}/detokenize", json={"tokens": [5, 900]}).json()
-    assert "tokens holds the token id 900" in unknown["error"]["message"]
+    assert unknown["error"]["param"] == "tokens"
     assert httpx.get(f"{address}/version").json() == {"version": __version__}
     chat = post(messages=[{"role": "user", "content": "the fox"}])
     assert "User: the fox" in str(tokenizer.decode(chat["tokens"]))
-    assert "either prompt or messages" in post(model="tiny")["error"]["message"]
+    assert "error" in post(model="tiny"), "neither prompt nor messages"
 
 
-@pytest.mark.parametrize("path", ["tokenize", "detokenize", "v1/embeddings", "v1/responses"])
+@pytest.mark.parametrize("path", ["tokenize", "detokenize", "v1/embeddings"])
 def test_keys_are_asked_for(path: str) -> None:
     with running(web_service(ScriptedEngine(), keys=ApiKeys([("ann", "k" * 40)]))) as address:
         assert httpx.post(f"{address}/{path}", json={}).status_code == 401
-
-
-def test_responses_are_those_of_chats(client: openai.OpenAI) -> None:
-    talk: Any = [
-        {"role": "user", "content": [{"type": "input_text", "text": "the fox"}]},
-        {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "a dog"}]},
-        {"role": "user", "content": "and"},
-    ]
-    texts = [("system", "Be brief."), ("user", "the fox"), ("assistant", "a dog"), ("user", "and")]
-    said: Any = [{"role": role, "content": text} for role, text in texts]
-    options: Any = {"model": "danish", "temperature": 0}
-    answer = client.responses.create(input=talk, instructions="Be brief.", max_output_tokens=8, **options)
-    chat = client.chat.completions.create(messages=said, max_tokens=8, **options)
-    assert answer.output_text == chat.choices[0].message.content
-    assert chat.usage is not None
-    assert answer.usage is not None
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (chat.usage.prompt_tokens, 8)
-    assert (answer.status, answer.incomplete_details and answer.incomplete_details.reason) == (
-        "incomplete",
-        "max_output_tokens",
-    )
-    assert client.responses.create(model="tiny", input="the fox", max_output_tokens=2).object == "response"
-    with pytest.raises(openai.NotFoundError, match="There is no model 'dansk' here"):
-        client.responses.create(model="dansk", input="a")

@@ -64,14 +64,14 @@ def test_without_a_key_nobody_is_served(guarded: str) -> None:
     for path in ("/v1/models", "/v1/anything", "/metrics", "/v1"):
         answer = httpx.get(f"{guarded}{path}")
         assert answer.status_code == 401
-        assert answer.json()["error"]["message"] == "The API key is missing: send the header Authorization: Bearer KEY."
+        assert answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{guarded}/health").status_code == 200, "who watches the server needs none"
 
 
 def test_openai_s_client_knows_a_wrong_key(guarded: str, engine: ScriptedEngine) -> None:
     wrong = openai.OpenAI(base_url=f"{guarded}/v1", api_key="x" * 32, max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="is not one that this server knows"):
+    with pytest.raises(openai.AuthenticationError):
         wrong.models.list()
     right = openai.OpenAI(base_url=f"{guarded}/v1", api_key=OTHER, max_retries=0)
     assert right.completions.create(model="tiny", prompt="a").choices[0].text == "Hello world!"
@@ -96,20 +96,22 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "culprit"),
     [
-        ("", "holds no API key: write one a line, as NAME:KEY"),
-        ("ann:short", "The API key ann of .* has 5 characters, and 16 are the least"),
-        (f"ann:{SECRET}\nann:{OTHER}", "has the same name twice"),
-        (f"ann:{SECRET}\nbob:{SECRET}", "has the same API key twice"),
+        ("", "keys"),
+        ("ann:short", "ann"),
+        (f"ann:{SECRET}\nann:{OTHER}", "name"),
+        (f"ann:{SECRET}\nbob:{SECRET}", "API key"),
     ],
 )
-def test_a_file_of_keys_that_can_t_be_meant(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_file_of_keys_that_can_t_be_meant(tmp_path: Path, text: str, culprit: str) -> None:
     (tmp_path / "keys").write_text(text)
-    with pytest.raises(GraftError, match=sentence):
+    with pytest.raises(GraftError) as caught:
         read_keys(tmp_path / "keys")
-    with pytest.raises(GraftError, match="can't be read"):
+    assert culprit in str(caught.value)
+    with pytest.raises(GraftError) as caught:
         read_keys(tmp_path / "nothing")
+    assert "nothing" in str(caught.value)
 
 
 def test_a_large_body_is_refused_before_it_is_read(guarded: str) -> None:
@@ -118,7 +120,7 @@ def test_a_large_body_is_refused_before_it_is_read(guarded: str) -> None:
     answer = raw(guarded, announced)
     assert answer.startswith("HTTP/1.1 413")
     assert "100 Continue" not in answer
-    assert "The request is larger than 2,000 bytes, which is the most: send less text." in answer
+    assert "request_too_large" in answer
 
 
 def test_a_large_body_of_unknown_length_is_refused_on_the_way(guarded: str) -> None:
@@ -136,7 +138,7 @@ def test_who_has_no_key_may_not_send_much_either(guarded: str) -> None:
 def test_a_slow_body_is_given_up(guarded: str) -> None:
     answer = raw(guarded, request("/v1/completions", "{", f"Authorization: Bearer {SECRET}").replace(": 1", ": 9"))
     assert answer.startswith("HTTP/1.1 408")
-    assert "did not arrive whole within 0.3 seconds" in answer
+    assert "request_timeout" in answer
 
 
 def test_more_requests_than_are_taken_at_a_time(guarded: str, engine: ScriptedEngine) -> None:
@@ -147,7 +149,7 @@ def test_more_requests_than_are_taken_at_a_time(guarded: str, engine: ScriptedEn
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(client.completions.create, model="tiny", prompt="a") for _ in range(2)]
         assert until(lambda: len(engine.requests) == count + 2)
-        with pytest.raises(openai.RateLimitError, match="2 requests are open, which is the most") as caught:
+        with pytest.raises(openai.RateLimitError) as caught:
             client.models.list()
         assert caught.value.response.headers["retry-after"] == "1"
         gate.set()
@@ -178,7 +180,7 @@ def test_by_default_no_other_site_is_good_and_the_server_is_local() -> None:
         assert form.status_code == 415, "what a page may send without asking the browser first"
         evil = raw(address, request("/v1/models", "", host="evil.example", method="GET"))
         assert evil.startswith("HTTP/1.1 421"), "a name that was bound anew to this machine"
-        assert "does not go by the name 'evil.example'" in evil
+        assert "unknown_host" in evil
         for host in ("localhost", "127.0.0.1:9999", "[::1]:80"):
             assert raw(address, request("/v1/models", "", host=host, method="GET")).startswith("HTTP/1.1 200")
 

@@ -47,7 +47,7 @@ def client(address: str) -> openai.OpenAI:
 def test_models_are_the_backbone_and_its_grafts(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "danish", "french"]
     assert client.models.retrieve("danish+french").id == "danish+french"
-    with pytest.raises(openai.NotFoundError, match="use one of tiny, danish, french"):
+    with pytest.raises(openai.NotFoundError, match="tiny, danish, french"):
         client.models.retrieve("dansk")
 
 
@@ -215,7 +215,7 @@ def test_an_answer_that_time_ended_says_so(client: openai.OpenAI, engine: Script
 def test_refusals_of_the_engine(client: openai.OpenAI, engine: ScriptedEngine, refusal, kind, code: str) -> None:
     engine.refusal = refusal
     for stream in (False, True):
-        with pytest.raises(kind, match=str(refusal)) as caught:
+        with pytest.raises(kind) as caught:
             client.completions.create(model="tiny", prompt="a", stream=stream)
         assert caught.value.code == code
         assert caught.value.status_code == refusal.status
@@ -223,14 +223,14 @@ def test_refusals_of_the_engine(client: openai.OpenAI, engine: ScriptedEngine, r
 
 def test_a_mistake_that_a_model_finds_is_the_request_s(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.refusal = TapConflictError("Both grafts write at ffn 0.")
-    with pytest.raises(openai.BadRequestError, match="Both grafts write at ffn 0"):
+    with pytest.raises(openai.BadRequestError):
         client.completions.create(model="danish+french", prompt="a")
 
 
 def test_an_error_on_the_way(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     broken = [*outputs("He", "llo")[:-1], EngineError("A gate broke.")]
     engine.scripts += [Script(list(broken)) for _ in range(2)]
-    with pytest.raises(openai.InternalServerError, match="A gate broke"):
+    with pytest.raises(openai.InternalServerError):
         client.completions.create(model="tiny", prompt="a")
     stream = client.completions.create(model="tiny", prompt="a", stream=True)
     seen = []
@@ -241,11 +241,13 @@ def test_an_error_on_the_way(client: openai.OpenAI, engine: ScriptedEngine) -> N
 
 def test_a_mistake_of_ours_tells_clients_nothing_of_itself(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.scripts += [Script([ZeroDivisionError("secret")]) for _ in range(2)]
-    with pytest.raises(openai.InternalServerError, match="Something broke in the server") as caught:
+    with pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(model="tiny", prompt="a")
+    assert caught.value.code == "internal_error"
     assert "secret" not in str(caught.value)
-    with pytest.raises(openai.APIError, match="Something broke in the server"):
+    with pytest.raises(openai.APIError) as streamed:
         list(client.completions.create(model="tiny", prompt="a", stream=True))
+    assert "secret" not in str(streamed.value)
 
 
 @pytest.mark.parametrize(

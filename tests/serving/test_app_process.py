@@ -191,27 +191,27 @@ def test_grafts_are_served_on_their_backbone_in_int8(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "culprit"),
     [
-        (("--graft", "danish"), "--graft takes NAME=DIR, such as danish=runs/danish/graft, but 'danish' was given."),
-        (("--graft", "a=b", "--graft", "a=c"), "--graft gives the name a twice"),
-        (("--graft", "a=nowhere"), "There is no folder nowhere, so it is not a graft"),
-        (("--grafts", "nowhere"), "There is no folder nowhere"),
-        (("--api-keys", "nowhere"), "The file of API keys nowhere can't be read"),
-        (("--chat-template", "nowhere"), "The chat template nowhere can't be read"),
-        (("--quantize", "int3"), "'int3' is not one of 'int8', 'int4'"),
-        (("--dtype", "half"), "'half' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
-        (("--name", "a+b"), "can't call the backbone 'a+b'"),
-        (("--host", "192.0.2.1"), "The address 192.0.2.1:0 can't be listened at"),
+        (("--graft", "danish"), "'danish'"),
+        (("--graft", "a=b", "--graft", "a=c"), "--graft"),
+        (("--graft", "a=nowhere"), "nowhere"),
+        (("--grafts", "nowhere"), "nowhere"),
+        (("--api-keys", "nowhere"), "nowhere"),
+        (("--chat-template", "nowhere"), "nowhere"),
+        (("--quantize", "int3"), "'int3'"),
+        (("--dtype", "half"), "'half'"),
+        (("--name", "a+b"), "'a+b'"),
+        (("--host", "192.0.2.1"), "192.0.2.1:0"),
     ],
 )
-def test_what_the_user_can_mend(home: Path, monkeypatch: pytest.MonkeyPatch, options, sentence: str) -> None:
+def test_what_the_user_can_mend(home: Path, monkeypatch: pytest.MonkeyPatch, options, culprit: str) -> None:
     from cli.tools import invoke
 
     monkeypatch.chdir(home)
     outcome = invoke("serve", "--backbone", "llama", "--port", "0", *options)
     assert outcome.code == 2
-    assert sentence in outcome.err
+    assert culprit in outcome.err
     assert outcome.err.count("\n") <= 4, "a sentence, no traceback"
 
 
@@ -222,7 +222,8 @@ def test_a_taken_port_is_noticed_before_anything_loads(home: Path, monkeypatch: 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         outcome = invoke("serve", "--backbone", "llama", "--port", str(port))
-    assert f"The address 127.0.0.1:{port} can't be listened at: name another" in outcome.err
+    assert outcome.code == 2
+    assert f"127.0.0.1:{port}" in outcome.err
     assert "loading" not in outcome.err
 
 
@@ -246,4 +247,5 @@ def test_without_the_extra_it_says_what_to_install(home: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "fastapi", None)
     outcome = invoke("serve", "--backbone", "llama", "--port", "0")
     assert outcome.code == 2
-    assert "needs the package fastapi, which is not installed: run `pip install 'graftlm[serve]'`" in outcome.err
+    assert "fastapi" in outcome.err
+    assert "graftlm[serve]" in outcome.err

@@ -13,7 +13,7 @@ import torch
 from benchmarks.serial_engine import SerialEngine
 from graftlm.backbone import Site, Tap
 from graftlm.grafts import Graft
-from graftlm.serving.engine import BatchingEngine
+from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.protocol import (
     ContextLengthError,
     EngineLimits,
@@ -67,7 +67,7 @@ def test_the_queue_is_bounded() -> None:
     first = engine.submit([BLOCKING])
     assert Gate.reached.wait(30)
     waiting = [engine.submit([GenerationRequest(prompt(2), "llama", max_tokens=1)]) for _ in range(2)]
-    with pytest.raises(QueueFullError, match="2 requests are waiting already"):
+    with pytest.raises(QueueFullError):
         engine.submit([GenerationRequest(prompt(2), "llama")])
     with pytest.raises(QueueFullError):
         engine.submit([GenerationRequest(prompt(2), "llama")] * 2)
@@ -119,7 +119,7 @@ def test_what_runs_is_finished_when_the_engine_closes() -> None:
     threading.Timer(0.01, Gate.opened.set).start()
     assert engine.close(30)
     assert all(asyncio.run(read(ticket)).finish.reason in ("length", "stop") for ticket in tickets)
-    with pytest.raises(ShuttingDownError, match="shutting down"):
+    with pytest.raises(ShuttingDownError):
         engine.submit([BLOCKING])
     assert engine.close(0)
 
@@ -149,37 +149,30 @@ class Norms(Graft):
 
 
 @pytest.mark.parametrize(
-    ("refused", "error", "message"),
+    ("refused", "error", "culprit"),
     [
-        (GenerationRequest((), "llama"), ServingError, "prompt has no tokens"),
-        (
-            GenerationRequest((1, 304), "llama"),
-            ServingError,
-            "holds the token id 304, and the model has 304 tokens",
-        ),
-        (GenerationRequest((1,), "llama", max_tokens=0), ServingError, "max_tokens is 0"),
-        (GenerationRequest((1,), "llama", max_tokens=1025), ContextLengthError, "this server writes 1024 at most"),
-        (
-            GenerationRequest((1,) * 500, "llama", max_tokens=13),
-            ContextLengthError,
-            "which with 13 new ones makes 513, but 512",
-        ),
-        (GenerationRequest((1,), "dansk"), UnknownModelError, "There is no model 'dansk'"),
-        (GenerationRequest((1,), "a+dansk"), UnknownModelError, "There is no model 'dansk'"),
-        (GenerationRequest((1,), "a+"), UnknownModelError, "There is no model ''"),
-        (GenerationRequest((1,), "a+a"), ServingError, "names a twice"),
-        (GenerationRequest((1,), "llama+a"), ServingError, "is in every mixture already"),
-        (GenerationRequest((1,), "rewriting+again"), ServingError, "both replace what happens after norm"),
+        (GenerationRequest((), "llama"), ServingError, "prompt"),
+        (GenerationRequest((1, 304), "llama"), ServingError, "304"),
+        (GenerationRequest((1,), "llama", max_tokens=0), ServingError, "max_tokens"),
+        (GenerationRequest((1,), "llama", max_tokens=1025), ContextLengthError, "1024"),
+        (GenerationRequest((1,) * 500, "llama", max_tokens=13), ContextLengthError, "512"),
+        (GenerationRequest((1,), "dansk"), UnknownModelError, "'dansk'"),
+        (GenerationRequest((1,), "a+dansk"), UnknownModelError, "'dansk'"),
+        (GenerationRequest((1,), "a+"), UnknownModelError, "''"),
+        (GenerationRequest((1,), "a+a"), ServingError, "twice"),
+        (GenerationRequest((1,), "llama+a"), ServingError, "'llama+a'"),
+        (GenerationRequest((1,), "rewriting+again"), ServingError, "norm"),
     ],
 )
 def test_what_can_not_be_answered_is_refused_at_once(
-    engine: BatchingEngine, refused: GenerationRequest, error: type[ServingError], message: str
+    engine: BatchingEngine, refused: GenerationRequest, error: type[ServingError], culprit: str
 ) -> None:
     if "rewriting" in refused.model:
         for name in ("rewriting", "again"):
             engine.replace(name, Norms())
-    with pytest.raises(error, match=message):
+    with pytest.raises(error) as caught:
         engine.submit([refused])
+    assert culprit in str(caught.value)
     assert engine.stats().waiting == 0
 
 

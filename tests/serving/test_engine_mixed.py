@@ -15,9 +15,10 @@ from transformers import DynamicCache
 
 from graftlm.backbone import Call, Site, Tap
 from graftlm.errors import GraftError, TapConflictError
-from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces, trace_values
+from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.row_groups import MixedBatch
+from graftlm.grafted.traces import trace_values
 from graftlm.grafts import Graft
 from laws.examples import EXAMPLES, Example
 from laws.tools import graft_onto
@@ -279,7 +280,7 @@ def test_the_backbone_is_given_back_bit_for_bit() -> None:
     before = host.model(input_ids=ids).logits
     model = MultiGraftModel(host)
     model.prefill(graft_set, [prompt(4)], [0])
-    with pytest.raises(TapConflictError, match="carries grafts already"):
+    with pytest.raises(TapConflictError):
         MultiGraftModel(host)
     assert torch.equal(host.model(input_ids=ids).logits, before)  # a pass that is announced by nobody is bare
     model.detach()

@@ -61,7 +61,7 @@ def test_models_write_side_by_side(page: Page, engine: ScriptedEngine) -> None:
         expect(column(page, name).locator(".tokens")).to_have_text(
             f"Hello. This is {model}, née here. It writes 2 lines."
         )
-        expect(column(page, name).get_by_role("status")).to_contain_text("It ended by itself")
+        expect(column(page, name).get_by_role("status")).to_contain_text("The model ended the text")
     assert {(request.model, request.seed, request.temperature, request.max_tokens) for request in engine.requests} == {
         (model, 7, 0.5, 80) for model in ("tiny", "danish", "danish+router")
     }
@@ -86,7 +86,7 @@ def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Pa
         expect(page.get_by_role("button", name=asks)).to_be_enabled()
     expect(page.locator("#compare-error")).to_be_hidden()
     page.get_by_role("button", name="Generate").click()
-    expect(column(page, "danish").get_by_role("status")).to_contain_text("It ended by itself")
+    expect(column(page, "danish").get_by_role("status")).to_contain_text("The model ended the text")
 
 
 def test_tokens_are_coloured_by_what_wrote_them_with_values_on_hover_and_focus(page: Page) -> None:
@@ -194,7 +194,7 @@ def test_a_chat_has_a_system_prompt_and_enter_sends(page: Page, engine: Scripted
 
 def test_an_empty_prompt_and_a_server_that_is_gone_are_told_in_a_sentence(page: Page, complaints: list[str]) -> None:
     page.get_by_role("button", name="Generate").click()
-    expect(page.locator("#compare-error")).to_have_text("There is nothing to answer: write a text first.")
+    expect(page.locator("#compare-error")).to_have_text("The text is empty: write one first.")
     page.route("**/v1/completions", lambda route: route.abort())
     generate(page, "Hello.")
     expect(column(page, "danish").get_by_role("alert")).to_have_text(

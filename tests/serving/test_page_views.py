@@ -50,7 +50,7 @@ def test_a_conversation_goes_to_its_end_over_reloads(page: Page) -> None:
     expect(page.get_by_role("heading", name="The result")).to_be_focused()
     page.reload()
     expect(page.get_by_role("article", name="The result")).to_contain_text(FRENCH["a stranger"])
-    page.get_by_role("button", name="Begin anew").click()
+    page.get_by_role("button", name="Start again").click()
     page.reload()
     expect(page.get_by_role("article", name="The result")).to_have_count(0)
 
@@ -141,7 +141,7 @@ def test_a_pdf_file_is_sent_whole_and_shown_by_its_pages(page: Page, tmp_path: P
     expect(page.locator(".source mark a").last).to_have_text("A merchant who never drank any wrote this page.")
     page.locator(".sentences a").last.click()
     expect(page.locator(".source mark a").last).to_be_focused()
-    page.get_by_role("button", name="Take it out").click()
+    page.get_by_role("button", name="Remove the file").click()
     expect(page.get_by_label("Text to summarize")).to_have_value("")
     expect(page.get_by_label("Read it as")).to_be_enabled()
 

@@ -17,9 +17,10 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.prefix_blocks import BLOCK_TOKENS, PrefixBlocks, as_cache
 from graftlm.grafts import Graft, graft_class
 from graftlm.grafts.base import ReplacesModel
-from graftlm.serving import engine as engine_module
-from graftlm.serving.engine import BatchingEngine, next_pass
+from graftlm.serving import batching
+from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.protocol import EngineLimits, GenerationRequest
+from graftlm.serving.scheduler import next_pass
 from graftlm.serving.service import open_service
 from graftlm.serving.settings import ServerSettings
 from laws.examples import EXAMPLES, examples
@@ -56,7 +57,7 @@ def assert_same(with_cache: Sequence[Completion], without: Sequence[Completion])
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_PART_TOKENS", 48)
+    monkeypatch.setattr(batching, "_PART_TOKENS", 48)
 
 
 REQUESTS = st.builds(
@@ -172,18 +173,22 @@ def test_padding_is_no_part_of_a_block() -> None:
     assert layer.keys.flatten().tolist() == list(range(7, 17))
 
 
-def test_rows_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_PART_TOKENS", 100)
-
-    def rows(lengths: list[int], known: list[int | None], owners: str = "a" * 9, apart: bool = True) -> Any:
-        return next_pass([TEXT[:length] for length in lengths], known, owners[: len(lengths)], apart=apart)
+def test_rows_of_a_pass() -> None:
+    def rows(lengths: list[int], known: list[int | None], owners: str = "a" * 9, share_prefixes: bool = True) -> Any:
+        return next_pass(
+            [TEXT[:length] for length in lengths],
+            known,
+            owners[: len(lengths)],
+            part_tokens=100,
+            share_prefixes=share_prefixes,
+        )
 
     assert rows([10, 20, 30], [0, 0, 0]) == ([0, 1, 2], 0)
     assert rows([100, 10, 80], [64, 0, 64]) == ([0, 2], 36)
     assert rows([66, 140], [64, 128]) == ([0, 1], 12)
     assert rows([100, 170], [64, 128]) == ([0, 1], 42)
     assert rows([150, 40], [0, 0]) == ([1], 0)
-    assert rows([1, 48, 40, 24, 16], [0] * 5, apart=False) == ([1, 2, 3, 4], 0), (
+    assert rows([1, 48, 40, 24, 16], [0] * 5, share_prefixes=False) == ([1, 2, 3, 4], 0), (
         "padding of 64 tokens, and 111 with the first"
     )
     assert rows([150], [0]) == ([0], 150)

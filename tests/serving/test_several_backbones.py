@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -23,9 +24,10 @@ from graftlm.errors import ArtifactError, BackboneError, GraftError
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.recipe import run_recipe
 from graftlm.runs.task_run import TaskRecipe
+from graftlm.serving.backbones import load_backbones, name_models
 from graftlm.serving.protocol import EngineLimits, GenerationRequest, ShuttingDownError
 from graftlm.serving.router import EngineRouter
-from graftlm.serving.service import Service, load_backbones, name_models, open_service
+from graftlm.serving.service import Service, open_service
 from graftlm.serving.settings import ServerSettings
 from graftlm.serving.store import GraftStore
 from graftlm.store.artifact import save_graft
@@ -88,54 +90,69 @@ def address(service: Service) -> Iterator[str]:
         yield address
 
 
-def bodies(model: str) -> list[tuple[str, dict[str, Any]]]:
-    """Requests to every route that names a model, with answers that do not depend on chance."""
-    user, how = [{"role": "user", "content": "the fox"}], {"model": model, "temperature": 0}
+class Request(NamedTuple):
+    """A request whose answer does not depend on chance; `key` is the same for the same request."""
+
+    key: str
+    path: str
+    body: dict[str, Any]
+
+
+def requests_to(model: str) -> list[Request]:
+    """Requests to every route that names a model."""
+    user = [{"role": "user", "content": "the fox"}]
+    greedy = {"model": model, "temperature": 0, "max_tokens": 12}
+    ids = {"model": model, "prompt": [5, 9, 40], "max_tokens": 12, "seed": 3, "temperature": 1}
+    embedded = {"model": model, "input": "the fox", "encoding_format": "base64"}
     return [
-        ("v1/completions", how | {"prompt": "the quick", "max_tokens": 12}),
-        ("v1/completions", how | {"prompt": [5, 9, 40], "max_tokens": 12, "seed": 3, "temperature": 1}),
-        ("v1/chat/completions", how | {"messages": user, "max_tokens": 12}),
-        ("v1/responses", how | {"input": "the fox", "max_output_tokens": 12}),
-        ("v1/embeddings", {"model": model, "input": "the fox", "encoding_format": "base64"}),
-        ("tokenize", {"model": model, "messages": user}),
+        Request(f"{model} text", "v1/completions", greedy | {"prompt": "the quick"}),
+        Request(f"{model} ids", "v1/completions", ids),
+        Request(f"{model} chat", "v1/chat/completions", greedy | {"messages": user}),
+        Request(f"{model} embedding", "v1/embeddings", embedded),
+        Request(f"{model} tokens", "tokenize", {"model": model, "messages": user}),
     ]
 
 
-def said(address: str, path: str, body: dict[str, Any]) -> Any:
+def said(address: str, request: Request) -> Any:
     """What an answer says, without ids, times and the last digits of an embedding."""
-    answer = httpx.post(f"{address}/{path}", json=body, timeout=60)
+    answer = httpx.post(f"{address}/{request.path}", json=request.body, timeout=60)
     assert answer.status_code == 200, answer.text
     values = answer.json()
-    if path == "v1/embeddings":
+    if request.path == "v1/embeddings":
         return len(values["data"][0]["embedding"])
-    if path == "v1/responses":
-        return values["output"][0]["content"][0]["text"], values["usage"]["output_tokens"]
     if "choices" in values:
         choice = values["choices"][0]
-        return choice.get("text") or choice["message"]["content"], values["usage"]["prompt_tokens"]
+        text = choice.get("text") or choice["message"]["content"]
+        return text, values["usage"]["prompt_tokens"]
     return values
+
+
+_MODELS = {"one": ["one", "danish", "danish+german"], "org/two": ["org/two", "french"]}
 
 
 def test_each_model_answers_as_it_would_alone(address: str, grafts: Path, service: Service) -> None:
     """Interleaved requests to all models, against a server of each backbone."""
     alone: dict[str, Any] = {}
-    for name, models in (("one", ["one", "danish", "danish+german"]), ("org/two", ["org/two", "french"])):
-        asked = [(model, number, *body) for model in models for number, body in enumerate(bodies(model))]
-        own = {part: grafts / part for model in models for part in model.split("+") if part != name}
+    requests: list[Request] = []
+    for name, models in _MODELS.items():
+        parts = {part for model in models for part in model.split("+")} - {name}
+        own = {part: grafts / part for part in parts}
         with running(open_service(decoders()[name], own, name=name, **limits())) as single:
-            alone |= {f"{model} {number}": said(single, path, body) for model, number, path, body in asked}
-    together = [(model, number, *body) for number in range(6) for model in _MODELS for body in [bodies(model)[number]]]
+            for model in models:
+                for request in requests_to(model):
+                    alone[request.key] = said(single, request)
+                    requests.append(request)
+    random.Random(0).shuffle(requests)
+    requests *= 2
     with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(lambda ask: (f"{ask[0]} {ask[1]}", said(address, ask[2], ask[3])), together * 2))
-    for key, value in found:
-        assert value == alone[key], key
-    assert len({alone[f"{model} 0"] for model in _MODELS}) == 5, "no two models say the same"
-    assert alone["one 5"]["max_model_len"] == 512
-    assert alone["org/two 5"]["max_model_len"] == 400
+        found = list(pool.map(lambda request: said(address, request), requests))
+    for request, value in zip(requests, found, strict=True):
+        assert value == alone[request.key], request.key
+    texts = {value for key, value in alone.items() if key.endswith(" text")}
+    assert len(texts) == 5, "no two models say the same"
+    assert alone["one tokens"]["max_model_len"] == 512
+    assert alone["org/two tokens"]["max_model_len"] == 400
     assert service.engine.stats().tokens == sum(member.engine.stats().tokens for member in service.members.values())
-
-
-_MODELS = ("one", "org/two", "danish", "french", "danish+german")
 
 
 def test_an_encoder_beside_decoders(address: str, reader: Backbone, grafts: Path) -> None:
@@ -143,7 +160,7 @@ def test_an_encoder_beside_decoders(address: str, reader: Backbone, grafts: Path
     with running(open_service(reader, {"tasks": grafts / "tasks"}, name="reader", **limits())) as single:
         expected = httpx.post(f"{single}/v1/graftlm/predict", json=body, timeout=60).json()["data"]
     with ThreadPoolExecutor(2) as pool:
-        text = pool.submit(said, address, *bodies("danish")[0])
+        text = pool.submit(said, address, requests_to("danish")[0])
         predicted = pool.submit(httpx.post, f"{address}/v1/graftlm/predict", json=body, timeout=60)
     assert text.result()
     for one, other in zip(predicted.result().json()["data"], expected, strict=True):
@@ -185,15 +202,15 @@ def test_what_is_served(address: str) -> None:
             "v1/completions",
             {"model": "danish+french", "prompt": "a"},
             400,
-            "'danish+french' joins what belongs to the backbones one and org/two: join grafts of one.",
+            "one and org/two",
         ),
-        ("v1/completions", {"model": "tasks", "prompt": "a"}, 400, "The encoder reader writes no text"),
-        ("v1/embeddings", {"model": "gone", "input": "a"}, 404, "There is no model 'gone' here"),
-        ("tokenize", {"model": "gone", "prompt": "a"}, 404, "There is no model 'gone' here"),
-        ("tokenize", {"prompt": "a"}, 400, "The key model is missing: several backbones are served"),
-        ("v1/graftlm/predict", {"model": "danish", "rows": ROWS}, 400, "one is served to write text"),
-        ("v1/graftlm/predict", {"model": "reader", "rows": ROWS}, 400, "'reader' has no heads: name one of tasks."),
-        ("v1/graftlm/clarify", {"model": "gone", "start": {"text": "a"}}, 404, "There is no model 'gone' here"),
+        ("v1/completions", {"model": "tasks", "prompt": "a"}, 400, "reader"),
+        ("v1/embeddings", {"model": "gone", "input": "a"}, 404, "'gone'"),
+        ("tokenize", {"model": "gone", "prompt": "a"}, 404, "'gone'"),
+        ("tokenize", {"prompt": "a"}, 400, "model"),
+        ("v1/graftlm/predict", {"model": "danish", "rows": ROWS}, 400, "one"),
+        ("v1/graftlm/predict", {"model": "reader", "rows": ROWS}, 400, "tasks"),
+        ("v1/graftlm/clarify", {"model": "gone", "start": {"text": "a"}}, 404, "'gone'"),
     ],
 )
 def test_names_that_do_not_fit(address: str, path: str, body: dict[str, Any], status: int, sentence: str) -> None:
@@ -214,7 +231,7 @@ def test_changed_grafts_and_the_end_reach_every_engine(reader: Backbone, tmp_pat
     write(reader, tmp_path / "foreign", 4)
     service.reload(now=True)
     assert [engine.names for engine in router.engines] == [("one", "german"), ("org/two", "danish")]
-    assert "which none of one, org/two is: serve that one too" in service.store.problems()["foreign"]
+    assert "one, org/two" in service.store.problems()["foreign"]
     shutil.rmtree(tmp_path / "danish")
     service.reload(now=True)
     assert router.names == ("one", "org/two", "german")
@@ -233,7 +250,7 @@ def test_changed_grafts_and_the_end_reach_every_engine(reader: Backbone, tmp_pat
 
 def test_a_graft_of_two_equal_backbones_is_refused(grafts: Path) -> None:
     twins = {"one": decoders()["one"], "two": decoders()["one"]}
-    with pytest.raises(ArtifactError, match="was trained on llama, which both one and two are: serve one of them"):
+    with pytest.raises(ArtifactError, match="one and two"):
         GraftStore(twins, {"danish": grafts / "danish"}).open()
 
 
@@ -249,9 +266,7 @@ def test_models_are_loaded_by_what_their_grafts_are(
     assert inspect_model(models["writer"], "causal-lm", dtype="bfloat16")[0] == sizes["writer"] / 2
     memory = psutil.virtual_memory()._replace(available=sum(sizes.values()) - 1)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    with pytest.raises(
-        BackboneError, match=r"The weights take 0\.0 GB \(writer 0\.0 \+ reader 0\.0\), and cpu has 0\.0"
-    ):
+    with pytest.raises(BackboneError, match="writer .* reader"):
         load_backbones(models, {}, grafts, device="cpu")
     for name, backbone in loaded.items():  # one alone fits, and without grafts the architecture decides
         assert load_backbones({name: models[name]}, {}, device="cpu")[name].kind == backbone.kind
@@ -260,7 +275,7 @@ def test_models_are_loaded_by_what_their_grafts_are(
 def test_an_encoder_is_one_whatever_graft_is_named(tiny_backbone: BackboneFolder, grafts: Path) -> None:
     given = {"danish": grafts / "danish"}
     backbones = load_backbones({"reader": str(tiny_backbone("bert"))}, given, device="cpu")
-    with pytest.raises(GraftError, match="danish was trained on llama, but .*bert"):
+    with pytest.raises(GraftError, match="danish .* llama"):
         open_service(backbones, given, **limits())
 
 
@@ -291,12 +306,13 @@ def test_names_of_backbones(tmp_path: Path) -> None:
         "llama": str(tmp_path / "llama"),
         "b": "org/x",
     }
-    with pytest.raises(GraftError, match="Two backbones have the name a: give each its own by --backbone NAME=MODEL"):
+    with pytest.raises(GraftError):
         name_models([("a", "x"), ("a", "y")])
     for text in ("=x", "x="):
-        with pytest.raises(GraftError, match=f"--backbone takes MODEL or NAME=MODEL.*'{text}'"):
+        with pytest.raises(GraftError) as caught:
             split_model(text)
-    with pytest.raises(GraftError, match="The name one is the backbone's"):
+        assert repr(text) in str(caught.value)
+    with pytest.raises(GraftError):
         GraftStore({"one": Backbone.wrap(tiny_model("llama"), tiny_tokenizer())}, {"one": tmp_path}).open()
 
 

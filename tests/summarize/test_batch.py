@@ -140,17 +140,18 @@ def test_what_failed_or_was_changed_is_done_again(tmp_path: Path) -> None:
 def test_a_file_holds_summaries_of_one_kind(tmp_path: Path) -> None:
     paths, out = write_documents(tmp_path, 1), tmp_path / "rows.jsonl"
     list(append_summaries(out, paths, OPTIONS, selector=LeadSelector()))
-    with pytest.raises(
-        RecipeError, match="holds summaries with budget 2 sentences, but this run has budget 3 sentences"
-    ):
+    with pytest.raises(RecipeError) as error:
         pending_documents(out, paths, {"budget": "3 sentences"})
+    assert "budget 2 sentences" in str(error.value)
+    assert "budget 3 sentences" in str(error.value)
     done = invoke("summarize", str(paths[0]), "--out", str(out), "--budget", "3")
     assert (done.code, done.out) == (2, "")
     for line in ('{"a": 1}', "[1]", "tea"):
         out.write_text(line + "\n")
-        with pytest.raises(DataError, match=r"rows.jsonl line 1 is no row of graft summarize --batch"):
+        with pytest.raises(DataError) as unreadable:
             pending_documents(out, paths, OPTIONS)
-    with pytest.raises(DataError, match="can't be written to"):
+        assert "rows.jsonl line 1" in str(unreadable.value)
+    with pytest.raises(DataError):
         list(append_summaries(tmp_path, paths, OPTIONS, selector=LeadSelector()))
 
 
@@ -165,7 +166,8 @@ def test_a_library_that_stumbles_stops_no_other_document(tmp_path: Path) -> None
 
     first, second = summarize_many(write_documents(tmp_path, 2), selector=Stumbles())
     assert isinstance(first, many.SummaryFailure)
-    assert "(RecursionError: maximum recursion depth exceeded), which is a bug here" in first.error
+    assert "RecursionError: maximum recursion depth exceeded" in first.error
+    assert "something" not in first.error, "only the first line of the message"
     assert isinstance(second, Summary)
 
 
@@ -202,8 +204,9 @@ def test_documents_are_found_once_each(tmp_path: Path) -> None:
     (tmp_path / "notes.docx").write_text("x")
     assert list(find_documents([paths[3], tmp_path])) == [paths[3], *(path for path in paths if path != paths[3])]
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="has no document"):
+    with pytest.raises(DataError) as error:
         list(find_documents([tmp_path / "none"]))
+    assert str(tmp_path / "none") in str(error.value)
 
 
 def test_skipped_files_are_reported(tmp_path: Path) -> None:
@@ -213,10 +216,8 @@ def test_skipped_files_are_reported(tmp_path: Path) -> None:
     warnings: list[str] = []
     documents = list(find_documents([tmp_path], warn=warnings.append))
     assert [path.name for path in documents] == ["a.md", "b.RST"]
-    assert warnings == [
-        f"{tmp_path / 'LICENSE'} is skipped: no reader knows files that end in LICENSE.",
-        f"{tmp_path / 'c.docx'} is skipped: no reader knows files that end in .docx.",
-    ]
+    skipped = [warning.split(" ")[0] for warning in warnings]
+    assert skipped == [str(tmp_path / "LICENSE"), str(tmp_path / "c.docx")]
     done = invoke("summarize", str(tmp_path), "--batch")
     assert f"warning: {warnings[1]}" in done.err.splitlines()
     assert "warning" not in invoke("summarize", str(tmp_path), "--batch", "--quiet").err

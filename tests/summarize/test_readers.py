@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.pipelines.summarize import SourceDocument, read_document, read_text
 from graftlm.pipelines.summarize import readers as reading
-from graftlm.pipelines.summarize.document import build_document, normalize_title
+from graftlm.pipelines.summarize.document import normalize_title
+from graftlm.pipelines.summarize.document_builder import build_document
 from graftlm.pipelines.summarize.text import MAX_SENTENCE, split_sentences
 from summarize.tools import TEA, pdf_pages, write_pdf
 
@@ -191,19 +192,20 @@ def test_jats_is_read_with_its_abstract() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "cause"),
     [
-        ("<TEI><p>One is here.</p></TEI>", r"is XML with the root <TEI>, but a JATS <article> is expected: save it as"),
-        ("<article><p>One is here.</article>", r"is no whole XML \(mismatched tag: line 1, column 26\): save or fetch"),
-        ("<article><body><p>1</p></body></article>" * 2, "is no whole XML"),
-        ("no tag at all", "is no whole XML"),
+        ("<TEI><p>One is here.</p></TEI>", "<TEI>"),
+        ("<article><p>One is here.</article>", "mismatched tag: line 1, column 26"),
+        ("<article><body><p>1</p></body></article>" * 2, "line 1, column 40"),
+        ("no tag at all", "line 1, column 0"),
     ],
 )
-def test_other_xml_is_refused(tmp_path: Path, source: str, message: str) -> None:
+def test_other_xml_is_refused(tmp_path: Path, source: str, cause: str) -> None:
     (tmp_path / "a.xml").write_text(source)
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(DataError) as error:
         read_document(tmp_path / "a.xml")
     assert str(error.value).startswith(str(tmp_path / "a.xml"))
+    assert cause in str(error.value)
 
 
 def test_html_knows_its_navigation() -> None:
@@ -243,13 +245,11 @@ def test_only_whole_sentences_are_selected_where_there_are_enough() -> None:
     assert informal.selectable == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [("english", "is no language that"), ("th", "Sentences of the language 'th'"), ("km", "can't be told apart")],
-)
-def test_a_language_that_can_t_be_split_by(code: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+@pytest.mark.parametrize("code", ["english", "th", "km"])
+def test_a_language_that_can_t_be_split_by(code: str) -> None:
+    with pytest.raises(RecipeError) as error:
         read_text("One is here.", language=code)
+    assert repr(code) in str(error.value)
 
 
 def write_columns(path: Path) -> Path:
@@ -383,7 +383,7 @@ def test_scripts_are_split_by_their_marks(text: str, language: str, count: int) 
 
 
 def test_a_script_without_marks_is_refused() -> None:
-    with pytest.raises(DataError, match="Thai script, whose sentences can't be told apart"):
+    with pytest.raises(DataError, match="Thai"):
         read_text("สวัสดีครับ ผมชื่อสมชาย")
 
 
@@ -394,21 +394,24 @@ def test_a_line_break_is_a_space_to_the_splitter() -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.docx", b"x", "is no document that can be read"),
-        ("a.txt", b"caf\xe9", "is not UTF-8 text"),
-        ("a.txt", b"a\0b", "is a binary file"),
-        ("a.txt", b" \n--- \n", "has no sentence"),
-        ("a.md", b"```\nx\n```", "has no sentence"),
-        ("a.pdf", b"hello", "is not a whole PDF file"),
-        ("a.pdf", b"", "is not a whole PDF file"),
+        ("a.docx", b"x", ".docx"),
+        ("a.txt", b"caf\xe9", "UTF-8"),
+        ("a.txt", b"a\0b", "NUL"),
+        ("a.txt", b" \n--- \n", "no sentence"),
+        ("a.md", b"```\nx\n```", "no sentence"),
+        ("a.pdf", b"hello", "PDF"),
+        ("a.pdf", b"", "PDF"),
     ],
 )
 def test_what_can_not_be_read_is_told_in_a_sentence(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as error:
         read_document(tmp_path / name)
-    with pytest.raises(DataError, match="can't be read"):
+    assert str(tmp_path / name) in str(error.value)
+    assert message in str(error.value)
+    with pytest.raises(DataError) as missing:
         read_document(tmp_path / "none.txt")
+    assert str(tmp_path / "none.txt") in str(missing.value)
 
 
 def test_encrypted_and_scanned_pdfs_are_refused(tmp_path: Path) -> None:
@@ -418,38 +421,42 @@ def test_encrypted_and_scanned_pdfs_are_refused(tmp_path: Path) -> None:
         writer.encrypt(password, owner_password="owner", algorithm="RC4-128")
         writer.write(tmp_path / f"{name}.pdf")
     assert len(read_document(tmp_path / "open.pdf").sentences) == 2  # protected against changes alone
-    with pytest.raises(DataError, match="is encrypted and asks for a password"):
+    with pytest.raises(DataError, match="encrypted"):
         read_document(tmp_path / "locked.pdf")
     picture = Path(mpl.get_data_path()) / "images" / "home.pdf"
-    with pytest.raises(DataError, match="no text, as scans have"):
+    with pytest.raises(DataError, match="OCR"):
         read_document(picture)
     (tmp_path / "half.pdf").write_bytes(whole.read_bytes()[:300])
-    with pytest.raises(DataError, match="is not a whole PDF file"):
+    with pytest.raises(DataError) as error:
         read_document(tmp_path / "half.pdf")
+    assert str(tmp_path / "half.pdf") in str(error.value)
 
 
 def test_a_file_of_200_mb_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "a.txt").open("wb") as file:
         file.truncate(200_000_000)
     monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("was read"))
-    with pytest.raises(DataError, match=r"has 200,000,000 bytes, and one document may have .*: split it"):
+    with pytest.raises(DataError) as error:
         read_document(tmp_path / "a.txt")
+    assert "200,000,000" in str(error.value)
 
 
 def test_too_much_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_CHARACTERS", 20)
-    with pytest.raises(DataError, match="has 21 characters"):
+    with pytest.raises(DataError) as long_text:
         read_text("x" * 21)
-    with pytest.raises(DataError, match="more than 20 characters"):
+    assert "21 characters" in str(long_text.value)
+    with pytest.raises(DataError) as long_pdf:
         read_document(write_pdf(tmp_path / "a.pdf", "One two three.", "Four five six."))
+    assert "20 characters" in str(long_pdf.value)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "markdown_it", None)
-    with pytest.raises(
-        MissingExtraError, match=r"Reading Markdown needs the package markdown-it-py.*graftlm\[summarize\]"
-    ):
+    with pytest.raises(MissingExtraError) as error:
         build_document("x", ["x"], reading.markdown_blocks("x"))
+    assert "markdown-it-py" in str(error.value)
+    assert "graftlm[summarize]" in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "suffix"), [("eips", ".md"), ("keps", ".md"), ("peps", ".rst")])

@@ -26,7 +26,7 @@ from graftlm.pipelines.summarize import (
     select,
     summarize,
 )
-from graftlm.pipelines.summarize.ranking import RankingModel, sentence_features
+from graftlm.pipelines.summarize.default_selector import RankingModel, sentence_features
 from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.text import split_words
 from summarize.tools import TEA
@@ -98,7 +98,8 @@ def test_a_budget_is_never_exceeded(amount: int, unit, seed: int) -> None:
             len(sentence.text.split()) if unit in ("words", "tokens") else len(sentence.text)
             for sentence in document.sentences
         )
-        assert "fits into a budget" in str(refusal) and smallest > amount  # noqa: PT017, PT018
+        assert str(amount) in str(refusal)  # noqa: PT017
+        assert smallest > amount
         return
     assert extract.used == sizes[unit](extract) <= amount
     assert list(extract.indices) == sorted(set(extract.indices))
@@ -177,9 +178,10 @@ def test_the_best_of_each_section_of_a_long_document_come_first() -> None:
 
 def test_what_the_user_should_know_is_noted() -> None:
     one = select(read_text("Tea is good."), LeadSelector(), Budget())
-    assert one.notes == ("The text is one sentence long: its summary is that sentence.",)
+    assert len(one.notes) == 1
     short = select(read_text("Tea is good. Water is wet."), LeadSelector(), Budget(amount=900, unit="characters"))
-    assert short.notes == ("The text is no longer than the requested summary: the extract is all of it.",)
+    assert len(short.notes) == 1
+    assert short.notes != one.notes
     assert select(read_text(TEA, ".md"), LeadSelector(), Budget(amount=2)).notes == ()
 
 
@@ -203,12 +205,13 @@ def test_budgets_are_read(text: str, amount: int, unit: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "ten", "3q", "1.5c"])
 def test_what_is_no_budget_is_told(text: str) -> None:
-    with pytest.raises(RecipeError, match="is no budget"):
+    with pytest.raises(RecipeError) as error:
         Budget.read(text)
+    assert repr(text) in str(error.value)
 
 
 def test_tokens_need_a_tokenizer() -> None:
-    with pytest.raises(RecipeError, match="needs a model's tokenizer"):
+    with pytest.raises(RecipeError, match="tokenizer"):
         select(read_text(TEA, ".md"), LeadSelector(), Budget(amount=5, unit="tokens"))
 
 

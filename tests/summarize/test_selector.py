@@ -209,34 +209,44 @@ def test_examples_come_from_the_oracle() -> None:
 
 
 def test_files_that_are_no_selector_are_named(trained: TrainedSelector, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="it does not exist"):
+    with pytest.raises(ArtifactError) as missing:
         load_selector(tmp_path / "none")
+    assert str(tmp_path / "none") in str(missing.value)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    with pytest.raises(ArtifactError, match=r"selector.json is missing"):
+    with pytest.raises(ArtifactError, match="selector.json"):
         load_selector(tmp_path / "other")
-    with pytest.raises(ArtifactError, match="holds something that is no selector"):
+    with pytest.raises(ArtifactError):
         trained.save(tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
     for name in ("config.json", "model.safetensors", "tokenizer.json", "selector.json"):
         folder = trained.save(tmp_path / "cut")
         (folder / name).write_bytes((folder / name).read_bytes()[:-20])
-        with pytest.raises(ArtifactError, match="is no whole selector"):
+        with pytest.raises(ArtifactError) as damaged:
             load_selector(folder)
+        assert str(folder) in str(damaged.value)
 
 
 def test_what_can_not_be_trained_is_told() -> None:
-    with pytest.raises(DataError, match="no document with an extract"):
+    with pytest.raises(DataError, match="extract"):
         train_selector([SelectorExample(("a b",), ())], examples(1), training("pointer"))
-    with pytest.raises(DataError, match="needs an encoder"):
+    with pytest.raises(DataError, match="encoder"):
         train_selector(examples(2), examples(1), training("modern"))
-    with pytest.raises(RecipeError, match="head is 'guess'"):
-        SentenceSelectorConfig(head="guess")
-    with pytest.raises(RecipeError, match="num_heads"):
-        SentenceSelectorConfig(document_encoder="transformer", hidden_size=5)
-    with pytest.raises(RecipeError, match="beam_size is 0"):
-        SentenceSelectorConfig(beam_size=0)
-    with pytest.raises(RecipeError, match="dropout is 1"):
-        SentenceSelectorConfig(dropout=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"head": "guess"}, "head"),
+        ({"document_encoder": "transformer", "hidden_size": 5}, "hidden_size"),
+        ({"beam_size": 0}, "beam_size"),
+        ({"dropout": 1}, "dropout"),
+    ],
+)
+def test_an_invalid_value_of_the_model_config_is_named(values: dict[str, object], key: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        SentenceSelectorConfig(**values)
+    assert key in str(error.value)
 
 
 def test_the_defaults_are_those_of_the_thesis() -> None:

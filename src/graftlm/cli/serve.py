@@ -3,45 +3,73 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from graftlm.cli.common import configure_logging, log
 from graftlm.cli.inputs import Device, DtypeName, Quantization, Quiet, Trust, flag, option
 from graftlm.errors import GraftError, MissingExtraError
 from graftlm.files.model_files import find_model
 
+_PACKAGES = ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn")
+
 
 def serve(
-    backbone: Annotated[list[str], option("[NAME=]MODEL", "A model's name or folder; or several.", show_default=False)],
-    graft: Annotated[list[str] | None, option("NAME=DIR", "Folder of a graft, and its name in requests.")] = None,
-    grafts: Annotated[Path | None, option("DIR", "A folder of grafts' folders; new ones are served too.")] = None,
+    backbone: Annotated[
+        list[str],
+        option("[NAME=]MODEL", "Name or folder of a model; may be repeated.", show_default=False),
+    ],
+    graft: Annotated[
+        list[str] | None,
+        option("NAME=DIR", "Folder of a graft, and its name in requests; may be repeated."),
+    ] = None,
+    grafts: Annotated[
+        Path | None,
+        option("DIR", "Folder with grafts' folders; new ones are served too."),
+    ] = None,
     name: Annotated[str | None, option("NAME", "Name of a single backbone in requests.")] = None,
-    host: Annotated[str, option("ADDRESS", "Address; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, option("N", "Port; 0 selects a free one.", min=0, max=65535)] = 8000,
-    api_keys: Annotated[Path | None, option("FILE", "Lines of NAME:KEY; by default $GRAFTLM_API_KEYS.")] = None,
-    allow_host: Annotated[list[str] | None, option("NAME", "A name that the Host header may have.")] = None,
-    allow_origin: Annotated[list[str] | None, option("URL", "A site whose pages may use the server.")] = None,
-    chat_template: Annotated[Path | None, option("FILE", "Jinja chat template in place of the tokenizer's.")] = None,
-    batch_size: Annotated[int, option("N", "Continuations generated at the same time.", min=1)] = 16,
-    queue: Annotated[int, option("N", "Further continuations that may wait.", min=0)] = 64,
+    host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 listens on all networks.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8000,
+    api_keys: Annotated[
+        Path | None,
+        option("FILE", "File with lines of NAME:KEY; by default $GRAFTLM_API_KEYS."),
+    ] = None,
+    allow_host: Annotated[list[str] | None, option("NAME", "Further allowed value of the Host header.")] = None,
+    allow_origin: Annotated[list[str] | None, option("URL", "Site whose pages may use the server.")] = None,
+    chat_template: Annotated[
+        Path | None,
+        option("FILE", "Jinja chat template that replaces the tokenizer's own."),
+    ] = None,
+    batch_size: Annotated[
+        int,
+        option("N", "Maximum number of continuations generated at the same time.", min=1),
+    ] = 16,
+    queue: Annotated[int, option("N", "Maximum number of further continuations that wait.", min=0)] = 64,
     context: Annotated[
-        int | None, option("N", "Tokens of prompt and answer; by default the model's limit.", min=1)
+        int | None,
+        option("N", "Maximum tokens of a prompt and its answer; by default the model's limit.", min=1),
     ] = None,
     max_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 1024,
-    prefix_cache: Annotated[int, option("N", "Tokens kept of read texts; 0 keeps none.", min=0)] = 8192,
-    seconds: Annotated[float, option("S", "Maximum time of a request.", min=0.1)] = 300.0,
+    prefix_cache: Annotated[int, option("N", "Tokens in the prefix cache; 0 disables it.", min=0)] = 8192,
+    seconds: Annotated[float, option("S", "Maximum duration of a request.", min=0.1)] = 300.0,
     max_body: Annotated[int, option("BYTES", "Maximum size of a request.", min=1024)] = 2**20,
-    grace: Annotated[float, option("S", "For running requests at the end.", min=0)] = 30.0,
+    grace: Annotated[float, option("S", "Time for running requests to finish at shutdown.", min=0)] = 30.0,
     reload_every: Annotated[
-        float, option("S", "Interval of checks for changed grafts; 0: only at SIGHUP.", min=0)
+        float,
+        option("S", "Interval of checks for changed grafts; 0 checks only at SIGHUP.", min=0),
     ] = 2.0,
     device: Device = None,
     dtype: Annotated[DtypeName, option("DTYPE", "Precision of the backbone; by default its own.")] = "auto",
-    quantize: Annotated[Quantization | None, option("KIND", "Weights in int8 or int4: less memory, slower.")] = None,
+    quantize: Annotated[
+        Quantization | None,
+        option("KIND", "Quantize weights to int8 or int4: less memory, slower."),
+    ] = None,
     pack: Annotated[
-        bool, flag("--pack/--no-pack", "Copy bfloat16 weights for the CPU: prompts, batches faster.")
+        bool,
+        flag("--pack/--no-pack", "Prepack bfloat16 weights for faster CPU inference."),
     ] = True,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
@@ -50,13 +78,8 @@ def serve(
     from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
 
     pairs = [split_model(text) for text in backbone]
-    for _, model in pairs:
-        find_model(model)
-    if name and (len(pairs) > 1 or pairs[0][0]):
-        raise GraftError("--name is for a single backbone without a name: give each one's by --backbone NAME=MODEL.")
-    if chat_template and len(pairs) > 1:
-        raise GraftError("--chat-template is for a single backbone: put chat_template.jinja into the one's folder.")
-    given = named_folders(graft or [])
+    _check_single_backbone(pairs, name, chat_template)
+    folders = named_folders(graft or [])
     settings = ServerSettings(
         host=host,
         port=port,
@@ -67,54 +90,107 @@ def serve(
         reload_seconds=reload_every,
         chat_template=None if chat_template is None else read_template(chat_template),
     )
-    settings.check_address()  # now, as loading takes long
+    settings.check_address()  # before the models are loaded, which takes long
     keys = read_keys(api_keys)
-    for package in ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"):
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "serve", "A server")
+    _check_packages()
     log(f"loading {', '.join(model for _, model in pairs)}", quiet=quiet)
-    gc.disable()  # a million objects are imported to stay, and each full collection would visit all so far
-    configure_logging()
-    from graftlm.serving import server
-    from graftlm.serving.protocol import EngineLimits
-    from graftlm.serving.service import load_backbones, name_models, open_service
+    with _without_garbage_collection():
+        configure_logging()
+        from graftlm.serving import server
+        from graftlm.serving.backbones import load_backbones, name_models
+        from graftlm.serving.protocol import EngineLimits
+        from graftlm.serving.service import open_service
 
-    models = name_models((name or own, model) for own, model in pairs)
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "quantize": quantize}
-    loaded = load_backbones(models, given, grafts, device=device, **options)
-    gc.enable()
+        models = name_models((name or own_name, model) for own_name, model in pairs)
+        backbones = load_backbones(
+            models,
+            folders,
+            grafts,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            quantize=quantize,
+        )
     server.log_to_stderr(quiet)
-    sizes = {"batch_size": batch_size, "queue": queue, "max_tokens": max_tokens, "prefix_tokens": prefix_cache}
-    limits = EngineLimits(**sizes, context=context, seconds=seconds, pack=pack)
-    service = open_service(loaded, given, grafts, settings=settings, limits=limits, keys=keys)
+    limits = EngineLimits(
+        batch_size=batch_size,
+        queue=queue,
+        context=context,
+        max_tokens=max_tokens,
+        seconds=seconds,
+        prefix_tokens=prefix_cache,
+        pack=pack,
+    )
+    service = open_service(backbones, folders, grafts, settings=settings, limits=limits, keys=keys)
     if not settings.is_local and not keys:
-        log(f"whoever reaches {host} can use this server: --api-keys (or {KEYS_VARIABLE}) asks for a key.")
+        log(f"everyone who reaches {host} can use this server: require a key with --api-keys or {KEYS_VARIABLE}.")
     server.serve(service, lambda address: log(f"serving {', '.join(service.engine.names)} at {address}"))
 
 
+def _check_single_backbone(
+    pairs: list[tuple[str | None, str]],
+    name: str | None,
+    chat_template: Path | None,
+) -> None:
+    """Check that the models exist, and that the options for a single backbone are used with one only."""
+    for _, model in pairs:
+        find_model(model)
+    if name and (len(pairs) > 1 or pairs[0][0]):
+        raise GraftError("--name is for a single backbone without a name: use --backbone NAME=MODEL instead.")
+    if chat_template and len(pairs) > 1:
+        raise GraftError(
+            "--chat-template is for a single backbone: put chat_template.jinja into the model's folder instead."
+        )
+
+
+def _check_packages() -> None:
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "serve", "A server")
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection, which would visit the objects of all imported modules again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def split_model(text: str) -> tuple[str | None, str]:
-    """The name, if there is one, and the model of `[NAME=]MODEL`."""
+    """Return the name, or None, and the model of `[NAME=]MODEL`."""
     name, equals, model = text.partition("=")
     if equals and not (name and model):
-        raise GraftError(f"--backbone takes MODEL or NAME=MODEL, such as reader=bert-base-uncased, but found {text!r}.")
-    return (name, model) if equals and not Path(text).exists() else (None, text)
+        raise GraftError(
+            f"--backbone is {text!r}, but MODEL or NAME=MODEL is expected, such as reader=bert-base-uncased."
+        )
+    is_path = Path(text).exists()
+    if equals and not is_path:
+        return name, model
+    return None, text
 
 
 def named_folders(pairs: list[str]) -> dict[str, Path]:
-    """Folders by name, from `NAME=DIR` pairs. Raises GraftError if a pair has another form, or a name is not unique."""
+    """Return folders by name, from `NAME=DIR` pairs.
+
+    Raises:
+        GraftError: a pair has another form, or a name is not unique.
+    """
     folders: dict[str, Path] = {}
     for pair in pairs:
         name, _, folder = pair.partition("=")
         if not name or not folder:
-            raise GraftError(f"--graft takes NAME=DIR, such as danish=runs/danish/graft, but {pair!r} was given.")
+            raise GraftError(f"--graft is {pair!r}, but NAME=DIR is expected, such as danish=runs/danish/graft.")
         if name in folders:
-            raise GraftError(f"--graft gives the name {name} twice: give each graft one of its own.")
+            raise GraftError(f"--graft has the name {name} twice: give the grafts different names.")
         folders[name] = Path(folder)
     return folders
 
 
 def read_template(file: Path) -> str:
-    """The text of a chat template."""
+    """Return the text of a chat template."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,7 +8,7 @@ Shape suffixes: B rows, T tokens of this pass, V in the vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby

@@ -7,5 +7,11 @@ from typing import Any
 
 
 def pipeline(name: str) -> Any:
-    """Import the package of a pipeline by name. The command line uses it, so it imports no pipeline by itself."""
+    """Import and return the package of a pipeline.
+
+    The command line calls this function so that it imports a pipeline only when one is used.
+
+    Args:
+        name: `summarize` or `clarify`.
+    """
     return import_module(f"{__name__}.{name}")

@@ -1,1 +1,1 @@
-"""A server that speaks the OpenAI protocol, for one backbone and its grafts, and a page where one watches them work."""
+"""An OpenAI-compatible server for backbones and their grafts, and a page that shows the activity of grafts."""

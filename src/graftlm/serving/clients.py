@@ -1,4 +1,4 @@
-"""The engine as a function that waits, for pipelines, which run in threads of their own."""
+"""A blocking client of an engine, for pipelines that run in threads."""
 
 from __future__ import annotations
 
@@ -6,55 +6,103 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from graftlm.serving import protocol
+from graftlm.serving.protocol import (
+    Engine,
+    EngineError,
+    Finish,
+    GenerationRequest,
+    RequestStream,
+    ServingError,
+    ShuttingDownError,
+)
 
-OnText = Callable[[str], object] | None  # called with each piece of a text
-OnEvent = Callable[[dict[str, Any]], object]  # called with each event of a stream
+Event = dict[str, object]
+"""A JSON object of an event stream."""
+OnText = Callable[[str], object] | None
+"""Called with each piece of a text."""
+OnEvent = Callable[[Event], object]
+"""Called with each event."""
 
 
 class EngineClient:
-    """Sends the requests of one HTTP client to a model of an engine, one at a time, and waits for each result."""
+    """Sends requests of one HTTP client to a model, one at a time, and waits for each result.
 
-    def __init__(self, engine: protocol.Engine, model: str, user: str = "") -> None:
+    Args:
+        engine: the engine.
+        model: name of the model.
+        user: name of the API key or address of the HTTP client.
+    """
+
+    def __init__(self, engine: Engine, model: str, user: str = "") -> None:
         self.model = model
-        self._engine, self._user = engine, user
-        self._lock, self._disconnected = threading.Lock(), False
-        self._stream: protocol.RequestStream | None = None
+        self._engine = engine
+        self._user = user
+        self._lock = threading.Lock()
+        self._disconnected = False
+        self._stream: RequestStream | None = None
 
     def generate(
-        self, prompt: Sequence[int], max_tokens: int, on_text: OnText = None, **options: Any
-    ) -> protocol.Finish:
-        """The end of a continuation, with its whole text; call it from a thread without an event loop.
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        on_text: OnText = None,
+        *,
+        stop: tuple[str, ...] = (),
+    ) -> Finish:
+        """Generate a continuation greedily. Call it from a thread without an event loop.
 
-        Raises ServingError if the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
+        Args:
+            prompt: token ids.
+            max_tokens: maximum number of new tokens.
+            on_text: called with each piece of the text.
+            stop: strings before the first of which the continuation ends.
+
+        Returns:
+            The end of the continuation, with its whole text.
+
+        Raises:
+            ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
         """
-        request = protocol.GenerationRequest(tuple(prompt), self.model, max_tokens, user=self._user, **options)
+        request = GenerationRequest(
+            prompt=tuple(prompt),
+            model=self.model,
+            max_tokens=max_tokens,
+            stop=stop,
+            user=self._user,
+        )
         with self._lock:
             if self._disconnected:
-                raise protocol.ServingError("The client has disconnected.")
+                raise ServingError("The client has disconnected.")
             self._stream = self._engine.submit([request])
-        return asyncio.run(_read(self._stream, on_text or (lambda text: None)))
+        return asyncio.run(_read(self._stream, on_text))
 
     def disconnect(self) -> None:
-        """Cancel the running request, and accept no other."""
+        """Cancel the running request, and refuse further ones."""
         with self._lock:
             self._disconnected = True
             if self._stream is not None:
                 self._stream.cancel()
 
 
-async def _read(stream: protocol.RequestStream, on_text: Callable[[str], object]) -> protocol.Finish:
+async def _read(stream: RequestStream, on_text: OnText) -> Finish:
     text = ""
     async for item in stream:
         text += item.text
-        on_text(item.text)
-        if isinstance(item, protocol.Finish):
-            if item.reason == "cancelled":
-                raise protocol.ShuttingDownError("The server is shutting down: ask again in a moment.")
-            if item.reason == "time":
-                message = "The time of a request was over before the model had finished: ask for less, or try later."
-                raise protocol.ServingError(message, status=503, code="timed_out")
+        if on_text is not None:
+            on_text(item.text)
+        if isinstance(item, Finish):
+            _check_complete(item)
             return dataclasses.replace(item, text=text)
-    raise protocol.EngineError("The engine stopped before its answer had an end: ask again.")
+    raise EngineError("The stream of the engine ended early: try again.")
+
+
+def _check_complete(finish: Finish) -> None:
+    if finish.reason == "cancelled":
+        raise ShuttingDownError
+    if finish.reason == "time":
+        raise ServingError(
+            "The time limit of requests passed during generation: send a shorter text, or try again later.",
+            status=503,
+            code="timed_out",
+        )

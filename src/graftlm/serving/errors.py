@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, each with its HTTP status: {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's form, with their HTTP status: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -20,7 +21,7 @@ LOG = logging.getLogger("graftlm.serving")
 
 
 class UnsupportedValueError(ValueError):
-    """A key of OpenAI's protocol that this server does not implement; validators of pydantic raise ValueErrors."""
+    """A key of OpenAI's protocol that this server does not implement. A ValueError, as pydantic's validators raise."""
 
 
 class ErrorResponse(BaseModel):
@@ -29,73 +30,118 @@ class ErrorResponse(BaseModel):
     error: ErrorObject
 
 
-def error_body(error: GraftError) -> dict[str, Any]:
-    """The JSON object of an error. An error that is no `ServingError` is a mistake in the request."""
+def error_body(error: GraftError) -> dict[str, dict[str, str | None]]:
+    """Return the JSON object of an error. An error that is not a `ServingError` counts as a mistake in the request."""
     known = error if isinstance(error, ServingError) else ServingError()
-    values = {"message": str(error), "type": known.kind, "param": known.param, "code": known.code}
-    # An error quotes the request, which may have unpaired surrogates.
-    return {"error": {key: value and value.encode("utf-8", "replace").decode() for key, value in values.items()}}
+    return {
+        "error": {
+            "message": _valid_unicode(str(error)),
+            "type": known.kind,
+            "param": _valid_unicode(known.param),
+            "code": known.code,
+        }
+    }
+
+
+def _valid_unicode(text: str | None) -> str | None:
+    """Replace unpaired surrogates, which an error may quote from the request."""
+    if text is None:
+        return None
+    return text.encode("utf-8", "replace").decode()
 
 
 def error_response(error: GraftError) -> JSONResponse:
-    """The HTTP response of an error."""
+    """Return the HTTP response of an error."""
     status = error.status if isinstance(error, ServingError) else 400
-    headers = {"Retry-After": "1"} if isinstance(error, QueueFullError | ShuttingDownError) else {}
+    headers = {}
+    if isinstance(error, QueueFullError | ShuttingDownError):
+        headers["Retry-After"] = "1"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status, headers)
+    return JSONResponse(error_body(error), status_code=status, headers=headers)
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
-    """The response of a `GraftError`, a body that does not fit, or a path that is not there."""
+    """Return the response of a `GraftError`, of an invalid body, or of an unknown path."""
     if isinstance(error, RequestValidationError):
-        error = _invalid(request, error)
-    elif isinstance(error, HTTPException):
-        error = _routing_error(request, error)
+        return error_response(_invalid_request(request, error))
+    if isinstance(error, HTTPException):
+        return error_response(_routing_error(request, error))
     assert isinstance(error, GraftError)
     return error_response(error)
 
 
-def _invalid(request: Request, error: RequestValidationError) -> ServingError:
-    """The error of a body or path parameter that does not fit its schema."""
+def _invalid_request(request: Request, error: RequestValidationError) -> ServingError:
+    """Return the error of a body or path parameter that does not fit its schema."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        why = str(first.get("ctx", {}).get("error", "")).rstrip(".")
+        reason = str(first.get("ctx", {}).get("error", "")).rstrip(".")
         return ServingError(
-            f"The body is not JSON ({why} at character {first['loc'][-1]}): send a JSON object.", code="invalid_json"
+            f"The body is not JSON ({reason} at character {first['loc'][-1]}): send a JSON object.",
+            code="invalid_json",
         )
     if first["loc"][0] != "body":
-        return ServingError(f"{first['loc'][-1]}: {first['msg']}.", str(first["loc"][-1]))
+        parameter = str(first["loc"][-1])
+        return ServingError(f"{parameter}: {first['msg']}.", parameter)
     model: type[Config] | None = get_type_hints(request.scope["endpoint"]).get("body")
     if model is None or not isinstance(error.body, dict):
         return ServingError("The request has no JSON object in its body: send one.")
+    return _invalid_body(model, error.body)
+
+
+def _invalid_body(model: type[Config], body: dict[str, Any]) -> ServingError:
+    """Validate a body again, for an error with all that `explain` needs."""
     try:
-        model.model_validate(error.body)
-    except ValidationError as refusal:
-        problem = max(refusal.errors(), key=lambda item: (item["type"] == "extra_forbidden", len(item["loc"])))
-        param = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[")))
+        model.model_validate(body)
+    except ValidationError as error:
+        problem = max(error.errors(), key=_relevance)
         unsupported = isinstance(problem.get("ctx", {}).get("error"), UnsupportedValueError)
-        code = "unsupported_parameter" if unsupported else None
-        own = getattr(model, "own_keys", lambda text, body: text)
-        return ServingError(own(explain(refusal, model, "The request"), error.body), own(param, error.body), code=code)
+        return ServingError(
+            explain(error, model, "The request"),
+            param=_path(problem),
+            code="unsupported_parameter" if unsupported else None,
+        )
     return ServingError("The request does not fit its schema: compare it with /openapi.json.")
+
+
+def _relevance(problem: ErrorDetails) -> tuple[bool, int]:
+    """Rank unknown keys first, then the most deeply nested problems, as `explain` does."""
+    return problem["type"] == "extra_forbidden", len(problem["loc"])
+
+
+def _path(problem: ErrorDetails) -> str:
+    """Return the key of a problem, such as `messages.0.role`, without pydantic's labels of validators."""
+    labels = ("function-", "list[")
+    parts = [str(part) for part in problem["loc"]]
+    return ".".join(part for part in parts if not part.startswith(labels))
 
 
 def _routing_error(request: Request, error: HTTPException) -> ServingError:
     path = request.url.path[:200]
     if error.status_code == 404:
-        message = f"Nothing answers at {path}: see /openapi.json for what there is."
-        return ServingError(message, status=404, code="unknown_url")
+        return ServingError(
+            f"The path {path} does not exist: see /openapi.json for the available ones.",
+            status=404,
+            code="unknown_url",
+        )
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{path} does not answer {request.method[:20]}: use {allowed}."
-        return ServingError(message, status=405, code="method_not_allowed")
-    message = "The body can't be read as JSON (too deep, too large a number, or no UTF-8): send an object."
-    return ServingError(message, code="invalid_json")
+        return ServingError(
+            f"The path {path} does not support {request.method[:20]}: use {allowed}.",
+            status=405,
+            code="method_not_allowed",
+        )
+    return ServingError(
+        "The body can't be read as JSON (nested too deeply, a number too large, or not UTF-8): send an object.",
+        code="invalid_json",
+    )
 
 
 def internal_error(path: str, error: Exception) -> ServingError:
-    """The error that clients receive for an unexpected exception; the log has the traceback."""
+    """Log an unexpected exception with its traceback, and return the error that clients receive."""
     LOG.error("%s failed", path, exc_info=error)
-    message = "Something broke in the server, whose log says what: try again."
-    return ServingError(message, status=500, code="internal_error")
+    return ServingError(
+        "The server failed; its log has the details: try again.",
+        status=500,
+        code="internal_error",
+    )

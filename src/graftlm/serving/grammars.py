@@ -1,6 +1,6 @@
-"""What an answer may be: JSON by a schema, a regular expression, one of several texts, a Lark grammar, tool calls.
+"""Grammars that constrain an answer: a JSON schema, a regular expression, a choice of texts, a Lark grammar.
 
-llguidance compiles a grammar for the model's tokens, and says for each row which tokens may come next.
+llguidance compiles a grammar for the model's tokens, and computes for each row which tokens may come next.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -21,14 +22,16 @@ from llguidance.hf import from_tokenizer
 from graftlm.errors import did_you_mean
 from graftlm.serving.protocol import EngineError, ServingError
 
+Schema = Mapping[str, Any] | bool
+
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The spaces of `json.dumps`: with any spaces allowed, a weak model may write nothing else."""
-_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_OF_SCHEMAS = _MAPS | {
+"""The spaces of `json.dumps`. A weak model that may write any spaces often writes nothing else."""
+_MAPS_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_WITH_SCHEMAS = _MAPS_OF_SCHEMAS | {
     "items", "prefixItems", "additionalItems", "additionalProperties", "propertyNames", "contains", "anyOf", "allOf",
     "oneOf", "not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
-_KEYWORDS = _OF_SCHEMAS | {
+_KEYWORDS = _WITH_SCHEMAS | {
     "type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
     "maxLength", "pattern", "format", "minItems", "maxItems", "uniqueItems", "minContains", "maxContains", "required",
     "minProperties", "maxProperties", "dependentRequired", "dependencies", "$ref", "$dynamicRef", "$recursiveRef",
@@ -36,110 +39,146 @@ _KEYWORDS = _OF_SCHEMAS | {
     "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator",
     "nullable", "contentEncoding", "contentMediaType", "contentSchema",
 }  # fmt: skip
-"""Those that llguidance follows or refuses, and those without which an answer fits too: others would do nothing."""
-_CPU_SECONDS, _BYTES = 3, 2**32  # for the compilation of a grammar
-_TRIAL = f"""
-import resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_SECONDS}, {_CPU_SECONDS}))
-resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
-from llguidance import LLMatcher, LLTokenizer
-LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
-"""
+"""Keywords that llguidance implements or rejects, and annotations. It ignores others, which would be misleading."""
+_TRIAL = Path(__file__).with_name("grammar_trial.py")
+_TRIAL_SECONDS = 3
+_TRIAL_BYTES = 2**32
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokenizer, number of tokens and end tokens. All methods are thread-safe.
+    """Compiles grammars for a model. All methods are thread-safe; call them from the threads of `pool`.
 
-    Each grammar is tried in a process of its own, which is stopped if it takes too long: compilation can take hours.
-    Call the methods from the threads of `pool`.
+    Compilation can take hours, so each grammar is compiled in another process first, within limits.
+
+    All methods raise ServingError if the grammar is invalid, unsupported or too complex.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocabulary: number of token ids of the model.
+        end_ids: tokens that end a text.
+
+    Attributes:
+        pool: threads for compilation.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Collection[int]) -> None:
-        self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, sorted(end_ids)
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._end_ids = sorted(end_ids)
         self._lock = threading.Lock()
-        self._tokens: LLTokenizer | None = None
-        self._matcher = lru_cache(maxsize=64)(self._new_matcher)
+        self._llguidance_tokenizer: LLTokenizer | None = None
+        self._cached_matcher = lru_cache(maxsize=64)(self._new_matcher)
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="graftlm-grammars")
 
-    def json(self, schema: Mapping[str, Any] | bool, param: str) -> LLMatcher:
-        """JSON that a schema describes, with the spaces that `json.dumps` writes.
+    def json(self, schema: Schema, param: str) -> LLMatcher:
+        """Compile a JSON schema; the spaces are those of `json.dumps`.
 
-        Raises ServingError if the schema is wrong, or has a keyword that is not supported; so of the other methods.
+        Args:
+            schema: the schema.
+            param: the request's key for the grammar, which errors name.
         """
-        return self._compile(LLMatcher.grammar_from_json_schema(as_text(schema, param), overrides=JSON_OPTIONS), param)
+        text = checked_schema(schema, param)
+        return self._compile(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS), param)
 
     def regex(self, pattern: str, param: str) -> LLMatcher:
-        """Text that a regular expression of Rust's syntax matches as a whole."""
+        """Compile a regular expression in Rust's syntax, which matches the whole answer."""
         return self._compile(LLMatcher.grammar_from_regex(pattern), param)
 
     def lark(self, grammar: str, param: str) -> LLMatcher:
-        """Text that the rule `start` of a Lark grammar matches."""
+        """Compile a Lark grammar with the rule `start`."""
         return self._compile(LLMatcher.grammar_from_lark(grammar), param)
 
     def choice(self, texts: Sequence[str], param: str) -> LLMatcher:
-        """One of these texts."""
-        return self.lark("start: " + " | ".join(map(quoted, texts)), param)
+        """Compile a choice of one of these texts."""
+        alternatives = " | ".join(quoted(text) for text in texts)
+        return self.lark(f"start: {alternatives}", param)
 
     def _compile(self, grammar: str, param: str) -> LLMatcher:
-        matcher = self._matcher(grammar)
-        problem = matcher.get_error() if matcher else f"its compilation takes more than {_CPU_SECONDS} seconds"
-        if matcher is None or problem:
-            reason = " ".join(problem.split())[:300].rstrip(".")
-            if "coerce_one_of" in reason:
-                reason = "the branches of oneOf are not known to exclude each other; use anyOf, or give each a required"
-                reason += " const of its own, a text"
-            code = "grammar_too_complex" if matcher is None else None
-            raise ServingError(f"{param} can't be followed ({reason}): change it.", param, code=code)
+        matcher = self._cached_matcher(grammar)
+        if matcher is None:
+            raise ServingError(
+                f"{param} is too complex: its compilation takes more than {_TRIAL_SECONDS} seconds; simplify it.",
+                param,
+                code="grammar_too_complex",
+            )
+        problem = matcher.get_error()
+        if problem:
+            raise ServingError(f"{param} is not supported ({_reason(problem)}): change it.", param)
         return matcher
 
     def _new_matcher(self, grammar: str) -> LLMatcher | None:
-        """The compiled grammar; None if a trial takes too long."""
-        trial = subprocess.run([sys.executable, "-P", "-c", _TRIAL], input=grammar.encode(), stderr=subprocess.DEVNULL)
+        """Compile a grammar; None if the trial exceeds its limits."""
+        command = [sys.executable, "-P", str(_TRIAL), str(_TRIAL_SECONDS), str(_TRIAL_BYTES)]
+        trial = subprocess.run(command, input=grammar.encode(), stderr=subprocess.DEVNULL)
         if trial.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
             return None
         if trial.returncode:
-            raise EngineError(f"A trial of this form ended with status {trial.returncode}: ask again, or change it.")
-        return LLMatcher(self._llguidance_tokens(), grammar, log_level=0)
+            raise EngineError(
+                f"The compilation of the grammar failed with status {trial.returncode}: try again, or change it."
+            )
+        return LLMatcher(self._tokenizer_of_llguidance(), grammar, log_level=0)
 
-    def _llguidance_tokens(self) -> LLTokenizer:
+    def _tokenizer_of_llguidance(self) -> LLTokenizer:
         with self._lock:
-            if self._tokens is None:
+            if self._llguidance_tokenizer is None:
                 try:
-                    self._tokens = from_tokenizer(self._tokenizer, self._vocabulary, self._end_ids)
+                    self._llguidance_tokenizer = from_tokenizer(self._tokenizer, self._vocabulary, self._end_ids)
                 except (ValueError, TypeError) as error:
+                    reason = str(error).rstrip(".")
                     raise ServingError(
-                        f"Answers can't be constrained with this model's tokenizer ({str(error).rstrip('.')}): ask for "
-                        "any text, without tools."
+                        f"Answers can't be constrained with this model's tokenizer ({reason}): leave out tools and "
+                        "formats of the answer."
                     ) from error
-            return self._tokens
+            return self._llguidance_tokenizer
 
 
-def as_text(schema: Mapping[str, Any] | bool, param: str) -> str:
-    """A schema as JSON; ServingError for an unknown keyword, and for llguidance's own, which can switch checks off."""
+def _reason(problem: str) -> str:
+    """Return llguidance's error in one line."""
+    if "coerce_one_of" in problem:
+        return (
+            "the branches of oneOf may overlap; use anyOf, or give each branch a required property with another "
+            "constant string"
+        )
+    return " ".join(problem.split())[:300].rstrip(".")
+
+
+def checked_schema(schema: Schema, param: str) -> str:
+    """Return a schema as JSON.
+
+    Raises:
+        ServingError: the schema has an unknown keyword, or llguidance's own one, which can switch checks off.
+    """
     text = json.dumps(schema)
     if '"x-guidance"' in text:
-        raise ServingError(f"{param} has the key x-guidance, which is the server's: leave it out.", param)
+        raise ServingError(f"{param} has the key x-guidance, which is reserved for the server: leave it out.", param)
     for keyword in _keywords(schema):
-        if keyword not in _KEYWORDS and not keyword.startswith("x-") and f'"#/{keyword}/' not in text:
+        is_known = keyword in _KEYWORDS or keyword.startswith("x-")
+        is_reference_target = f'"#/{keyword}/' in text
+        if not is_known and not is_reference_target:
             hint = did_you_mean(keyword, sorted(_KEYWORDS))
-            why = f"{param} has the keyword {keyword[:50]!r}, which would do nothing{hint}: change or remove it."
-            raise ServingError(why, param)
+            raise ServingError(
+                f"{param} has the unknown keyword {keyword[:50]!r}{hint}: change it, or leave it out.", param
+            )
     return text
 
 
-def _keywords(schema: Any) -> Iterator[str]:
-    """The keywords of a schema and of all schemas in it."""
-    schemas = [schema]
-    while schemas:
-        if isinstance(current := schemas.pop(), list):
-            schemas += current
+def _keywords(schema: object) -> Iterator[str]:
+    """Yield the keywords of a schema and of all schemas in it."""
+    remaining = [schema]
+    while remaining:
+        current = remaining.pop()
+        if isinstance(current, list):
+            remaining.extend(current)
         elif isinstance(current, Mapping):
             yield from current
-            for key in _OF_SCHEMAS & current.keys():
-                is_map = key in _MAPS and isinstance(current[key], Mapping)
-                schemas += current[key].values() if is_map else [current[key]]
+            for key in _WITH_SCHEMAS & current.keys():
+                inner = current[key]
+                if key in _MAPS_OF_SCHEMAS and isinstance(inner, Mapping):
+                    remaining.extend(inner.values())
+                else:
+                    remaining.append(inner)
 
 
 def quoted(text: str) -> str:
-    """A text as a literal of a Lark grammar."""
+    """Return a text as a literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)

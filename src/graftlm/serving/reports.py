@@ -1,4 +1,4 @@
-"""Reports of the grafts in service: what they are, what they learned and forgot, and the results of their run."""
+"""Reports of the grafts in service: their configuration, what they learned and forgot, and the results of their run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from graftlm.backbone import UNLIMITED
 from graftlm.errors import GraftError
 from graftlm.evaluation import Interval, Results
 from graftlm.evaluation.results import FILE_NAME, Metric, Row
-from graftlm.serving.middleware import DOCUMENT_FACTOR
 from graftlm.serving.service import Service
 from graftlm.serving.store import StoredGraft
 from graftlm.store.manifest import Manifest
@@ -26,7 +25,14 @@ _METRICS = TypeAdapter(dict[str, OnErrorOmit[StrictInt | StrictFloat | Interval]
 
 
 class ServedBackbone(BaseModel):
-    """A backbone of grafts; an encoder writes no text."""
+    """A backbone.
+
+    Attributes:
+        name: name in requests.
+        kind: causal-lm or encoder; an encoder can't generate text.
+        chat: whether its tokenizer has a chat template.
+        context: maximum number of tokens of a prompt and its continuation; None if there is no limit.
+    """
 
     name: str
     kind: str
@@ -35,14 +41,25 @@ class ServedBackbone(BaseModel):
 
 
 class TradeOff(BaseModel):
-    """Learning and forgetting in nats per token; None where they were not measured."""
+    """Learning and forgetting in nats per token; None if not measured."""
 
     learned: Interval | None
     forgotten: Interval | None
 
 
 class GraftSummary(TradeOff):
-    """A graft in short; `audit` says whether it has the page of an audit."""
+    """A graft in short.
+
+    Attributes:
+        name: name in requests.
+        backbone: name of its backbone.
+        kind: its method.
+        label: description of its method.
+        parameters: number of its parameters.
+        steps: number of training steps.
+        tokens: number of training tokens.
+        audit: whether it has an audit page.
+    """
 
     name: str
     backbone: str
@@ -55,7 +72,13 @@ class GraftSummary(TradeOff):
 
 
 class ServedModels(BaseModel):
-    """The response of /v1/graftlm/grafts; `limits` are the largest values that requests may have."""
+    """The response of /v1/graftlm/grafts.
+
+    Attributes:
+        backbones: the backbones.
+        limits: the largest values that requests may have.
+        data: the grafts.
+    """
 
     object: Literal["list"] = "list"
     backbones: list[ServedBackbone]
@@ -64,7 +87,13 @@ class ServedModels(BaseModel):
 
 
 class TradeOffPoint(TradeOff):
-    """A method's learning and forgetting; `own` marks the graft itself."""
+    """A method's learning and forgetting.
+
+    Attributes:
+        id: id of the method's row in the report.
+        label: description of the method.
+        own: whether it is the graft itself.
+    """
 
     id: str
     label: str
@@ -75,11 +104,12 @@ class GraftReport(BaseModel):
     """The response of /v1/graftlm/grafts/NAME/report.
 
     Attributes:
-        points: the graft, and the methods of the same run.
+        name: name of the graft in requests.
+        points: the graft, and the other methods of the same run.
         measured: all metrics of the graft.
         training: settings of the run.
-        results: the run's results.json, if it is in a folder of the graft's run.
-        audit: the HTML page of the graft's audit, if it has one.
+        results: the run's results.json, if it is in the folder of the graft or of its run.
+        audit: the HTML page of the graft's audit, if there is one.
     """
 
     name: str
@@ -90,66 +120,95 @@ class GraftReport(BaseModel):
     audit: str | None
 
 
-def served_models(service: Service, limits: dict[str, int]) -> ServedModels:
-    """The backbones and the grafts of a service, with its limits and those of its routes."""
-    each = list(service.members.values()) or [service]
-    sizes = {"max_tokens": max(min(own.limits.max_tokens, own.context - 1) for own in each)}
-    sizes["document_bytes"] = DOCUMENT_FACTOR * service.settings.body_bytes
-    backbones = [_served_backbone(own) for own in each]
-    grafts = [graft_summary(entry) for entry in service.store.entries().values()]
-    return ServedModels(backbones=backbones, limits=sizes | limits, data=grafts)
+def served_models(service: Service, limits: Mapping[str, int]) -> ServedModels:
+    """Return the backbones and grafts of a service, with the limits of requests.
+
+    Args:
+        service: the service.
+        limits: further limits, those of the routes.
+    """
+    services = list(service.members.values()) or [service]
+    max_tokens = max(min(own.limits.max_tokens, own.context - 1) for own in services)
+    return ServedModels(
+        backbones=[_served_backbone(own) for own in services],
+        limits={"max_tokens": max_tokens, "document_bytes": service.settings.document_bytes, **limits},
+        data=[graft_summary(entry) for entry in service.store.entries().values()],
+    )
 
 
-def _served_backbone(own: Service) -> ServedBackbone:
-    kind, context = getattr(own.engine, "kind", "causal-lm"), own.context if own.context < UNLIMITED else None
-    return ServedBackbone(name=own.name, kind=kind, chat=not own.tokenizer.plain, context=context)
+def _served_backbone(service: Service) -> ServedBackbone:
+    return ServedBackbone(
+        name=service.name,
+        kind=getattr(service.engine, "kind", "causal-lm"),
+        chat=not service.tokenizer.plain,
+        context=service.context if service.context < UNLIMITED else None,
+    )
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:
-    """A graft in short, from its graft.json."""
+    """Return a graft in short, from its graft.json."""
     manifest = entry.manifest
-    steps, tokens = map(manifest.training.get, ("steps", "tokens"))
     return GraftSummary(
         name=entry.name,
         backbone=entry.backbone,
         kind=manifest.kind,
         label=_label(manifest),
         parameters=manifest.parameters,
-        steps=steps if type(steps) is int else None,
-        tokens=tokens if type(tokens) is int else None,
+        steps=_integer(manifest.training.get("steps")),
+        tokens=_integer(manifest.training.get("tokens")),
         audit=_audit_path(entry) is not None,
         **_trade_off(_measured(manifest)),
     )
 
 
 def graft_report(entry: StoredGraft) -> GraftReport:
-    """The measurements of a graft, from its graft.json and from the results.json of its run if there is one."""
-    manifest, measured = entry.manifest, _measured(entry.manifest)
+    """Return the measurements of a graft, from its graft.json and from the results.json of its run if there is one."""
+    manifest = entry.manifest
+    measured = _measured(manifest)
     results, row_id = _find_results(entry)
-    rows = results.rows if results is not None else [Row(id=row_id, label=_label(manifest), metrics=measured)]
-    document = results.model_dump(mode="json") | {"command": _without_paths(results.command)} if results else None
+    if results is None:
+        rows = [Row(id=row_id, label=_label(manifest), metrics=measured)]
+    else:
+        rows = results.rows
     settings = _mapping(manifest.training.get("training"))
+    audit_path = _audit_path(entry)
     return GraftReport(
         name=entry.name,
-        points=[
-            TradeOffPoint(id=row.id, label=row.label, own=row.id == row_id, **_trade_off(row.metrics))
-            for row in rows
-            if {"learned", "forgotten"} & row.metrics.keys()
-        ],
+        points=_points(rows, row_id),
         measured=measured,
         training={key: settings[key] for key in _SETTINGS if settings.get(key) is not None},
-        results=document,
-        audit=page.read_text(encoding="utf-8") if (page := _audit_path(entry)) else None,
+        results=None if results is None else _document(results),
+        audit=None if audit_path is None else audit_path.read_text(encoding="utf-8"),
     )
 
 
+def _points(rows: list[Row], own_id: str) -> list[TradeOffPoint]:
+    points = []
+    for row in rows:
+        if "learned" in row.metrics or "forgotten" in row.metrics:
+            point = TradeOffPoint(
+                id=row.id,
+                label=row.label,
+                own=row.id == own_id,
+                **_trade_off(row.metrics),
+            )
+            points.append(point)
+    return points
+
+
+def _document(results: Results) -> dict[str, JsonValue]:
+    document = results.model_dump(mode="json")
+    document["command"] = _without_paths(results.command)
+    return document
+
+
 def _without_paths(command: str) -> str:
-    """A command without absolute paths of this machine, which older reports may have."""
+    """Replace absolute paths of this machine, which older reports may have."""
     return re.sub(r"(?<![^\s='\"])/[^\s'\"]+", "DIR", command)
 
 
 def _find_results(entry: StoredGraft) -> tuple[Results | None, str]:
-    """The results of the run that trained a graft, and the id of its row in them.
+    """Return the results of the run that trained a graft, and the id of the graft's row.
 
     A damaged file counts as missing, because graft.json has the graft's own metrics.
     """
@@ -164,8 +223,9 @@ def _find_results(entry: StoredGraft) -> tuple[Results | None, str]:
 
 
 def _result_folders(entry: StoredGraft) -> Iterator[tuple[Path, str]]:
-    """The folders that may hold results.json, each with the graft's row id: its own, its run's, and the parent's."""
-    kind, folder = entry.manifest.kind, entry.folder.absolute()
+    """Yield folders that may have results.json, with the graft's row id: its own, its run's, and the parent's."""
+    kind = entry.manifest.kind
+    folder = entry.folder.absolute()
     yield folder, kind
     if folder.name == _GRAFT_FOLDER:
         yield folder.parent, kind
@@ -173,24 +233,30 @@ def _result_folders(entry: StoredGraft) -> Iterator[tuple[Path, str]]:
 
 
 def _audit_path(entry: StoredGraft) -> Path | None:
-    """audit.html in the graft's folder or its run's, or in a folder `audit` there."""
+    """Return the path of audit.html in the graft's folder or its run's, or in a folder `audit` there."""
     folders = [folder for folder, _ in _result_folders(entry)][:2]
-    paths = [folder / name for folder in folders for name in ("audit.html", "audit/audit.html")]
-    return next((path for path in paths if path.is_file()), None)
+    for folder in folders:
+        for name in ("audit.html", "audit/audit.html"):
+            path = folder / name
+            if path.is_file():
+                return path
+    return None
 
 
 def _measured(manifest: Manifest) -> dict[str, Metric]:
-    """The metrics in graft.json; values that are no metrics are left out."""
+    """Return the metrics in graft.json without invalid ones."""
     return _METRICS.validate_python(_mapping(manifest.training.get("measured")))
 
 
 def _trade_off(metrics: Mapping[str, Metric]) -> dict[str, Interval | None]:
-    """Both metrics as intervals."""
-    both = {name: metrics.get(name) for name in ("learned", "forgotten")}
-    return {
-        name: Interval(mean=value, low=value, high=value) if isinstance(value, int | float) else value
-        for name, value in both.items()
-    }
+    """Return learning and forgetting as intervals."""
+    return {name: _interval(metrics.get(name)) for name in ("learned", "forgotten")}
+
+
+def _interval(value: Metric | None) -> Interval | None:
+    if isinstance(value, int | float):
+        return Interval(mean=value, low=value, high=value)
+    return value
 
 
 def _label(manifest: Manifest) -> str:
@@ -199,5 +265,9 @@ def _label(manifest: Manifest) -> str:
     return manifest.kind
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""The engines of several backbones as one: each request goes to the engine that knows its model."""
+"""The engines of several backbones as one engine."""
 
 from __future__ import annotations
 
@@ -11,47 +11,74 @@ from graftlm.serving.protocol import EngineStats, GenerationRequest, RequestStre
 
 
 class EngineRouter:
-    """An `Engine` of `protocol.py` over several; requests that are submitted together are for one backbone."""
+    """An `Engine` that sends requests to the engine of their model.
+
+    Requests that are submitted together are for one backbone.
+
+    Args:
+        engines: the engines of the backbones.
+    """
 
     def __init__(self, engines: Sequence[ThreadedEngine]) -> None:
         self.engines = tuple(engines)
 
     def _owners(self) -> dict[str, ThreadedEngine]:
-        """The engine of each name: the backbones' names first, then the grafts' names."""
-        names = [(engine, engine.names) for engine in self.engines]
-        grafts = {graft: engine for engine, (_, *grafts) in names for graft in grafts}
-        return {engine.name: engine for engine in self.engines} | grafts
+        """Return the engine of each name; the backbones' names come first."""
+        owners = {engine.name: engine for engine in self.engines}
+        for engine in self.engines:
+            for graft in engine.names[1:]:
+                owners[graft] = engine
+        return owners
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The backbones' names, followed by the grafts' names."""
         return tuple(self._owners())
 
     def of(self, model: str) -> ThreadedEngine:
-        """The engine of a model. Raises UnknownModelError, and ServingError for a mixture over two backbones."""
+        """Return the engine of a model.
+
+        Raises:
+            UnknownModelError: a name is unknown.
+            ServingError: a mixture has grafts of several backbones.
+        """
         owners = self._owners()
-        check_model([*owners], model)
+        check_model(list(owners), model)
         engines = {owners[part].name: owners[part] for part in model.split("+")}
         if len(engines) > 1:
-            why = f"{model!r} joins what belongs to the backbones {' and '.join(engines)}: join grafts of one."
-            raise ServingError(why, "model")
+            raise ServingError(
+                f"The mixture {model!r} has models of the backbones {' and '.join(engines)}: join grafts of the same "
+                "backbone.",
+                "model",
+            )
         return next(iter(engines.values()))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
+        """Submit requests to the engine of the first one's model."""
         return self.of(requests[0].model).submit(requests)
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Use a graft on its own backbone; a graft of the same name on another one is gone."""
-        for engine in sorted(self.engines, key=lambda engine: not engine.fits(graft)):  # which may refuse it
+        """Use a graft on its own backbone, and remove the name from the others."""
+        # The engine of the graft comes first, because it may reject the graft.
+        engines = sorted(self.engines, key=lambda engine: not engine.fits(graft))
+        for engine in engines:
             engine.replace(name, graft if engine.fits(graft) else None)
 
     def stats(self) -> EngineStats:
-        each = [engine.stats() for engine in self.engines]
-        finished = sum((Counter(stats.finished) for stats in each), Counter[str]())
-        running, waiting, tokens = map(
-            sum, zip(*((stats.running, stats.waiting, stats.tokens) for stats in each), strict=True)
+        """Return the sums over all engines."""
+        stats_of_engines = [engine.stats() for engine in self.engines]
+        finished: Counter[str] = Counter()
+        for stats in stats_of_engines:
+            finished.update(stats.finished)
+        return EngineStats(
+            running=sum(stats.running for stats in stats_of_engines),
+            waiting=sum(stats.waiting for stats in stats_of_engines),
+            tokens=sum(stats.tokens for stats in stats_of_engines),
+            finished=finished,
         )
-        return EngineStats(running, waiting, tokens, finished)
 
     def close(self, grace: float) -> bool:
-        with ThreadPoolExecutor(len(self.engines)) as pool:  # all have the same seconds
-            return all([*pool.map(lambda engine: engine.close(grace), self.engines)])
+        """Close all engines at the same time. Return True if all requests finished."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            results = list(pool.map(lambda engine: engine.close(grace), self.engines))
+        return all(results)

@@ -1,4 +1,4 @@
-"""The server process: uvicorn with signals for stopping and reloading."""
+"""The server process: uvicorn with signals that stop the server and reload grafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
 
 import uvicorn
 
@@ -21,7 +20,11 @@ _LAST_SECONDS = 5  # for responses to reach their clients after the engine has f
 
 
 def log_to_stderr(quiet: bool) -> None:
-    """Log changes of grafts and the end of the server, a line each; with `quiet` warnings only."""
+    """Log changes of grafts and the shutdown to stderr.
+
+    Args:
+        quiet: log warnings only.
+    """
     handler = logging.StreamHandler()
     handler.set_name(LOG.name)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -32,12 +35,14 @@ def log_to_stderr(quiet: bool) -> None:
 
 
 class GraftServer(uvicorn.Server):
-    """A uvicorn server that lets the engine finish at the first signal; a second signal ends it at once.
+    """A uvicorn server whose engine finishes its requests after the first signal; a second signal ends it at once.
 
-    `on_ready` is called with the address once the server accepts requests.
+    Args:
+        service: the parts of the server.
+        on_ready: called with the address once the server accepts requests.
     """
 
-    def __init__(self, service: Service, on_ready: Callable[[str], None] = lambda address: None) -> None:
+    def __init__(self, service: Service, on_ready: Callable[[str], None] | None = None) -> None:
         config = uvicorn.Config(
             create_app(service),
             host=service.settings.host,
@@ -49,36 +54,51 @@ class GraftServer(uvicorn.Server):
             timeout_graceful_shutdown=_LAST_SECONDS,
         )
         super().__init__(config)
-        self.service, self.on_ready = service, on_ready
+        self.service = service
+        self.on_ready = on_ready
         self._tasks: set[asyncio.Task[object]] = set()  # asyncio itself keeps weak references only
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, and install the signal handlers."""
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn has logged the reason
             self.service.settings.check_address()
             raise
         if threading.current_thread() is threading.main_thread():
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._on_stop)
-            reload = self.service.reload
-            loop.add_signal_handler(signal.SIGHUP, lambda: self._start(asyncio.to_thread(reload, now=True)))
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        self.on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            self._handle_signals()
+        if self.on_ready is not None:
+            self.on_ready(self._address())
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Do nothing, in place of uvicorn's own signal handlers."""
         yield
 
-    def _start(self, work: Coroutine[Any, Any, object]) -> None:
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_stop)
+        loop.add_signal_handler(signal.SIGINT, self._on_stop)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
+
+    def _address(self) -> str:
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:{port}"
+
+    def _start(self, work: Coroutine[object, object, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _on_reload(self) -> None:
+        self._start(asyncio.to_thread(self.service.reload, now=True))
+
     def _on_stop(self) -> None:
         if self.service.closing.is_set():
-            self.should_exit = self.force_exit = True
+            self.should_exit = True
+            self.force_exit = True
             self._start(asyncio.to_thread(self.service.engine.close, 0))
         else:
             self.service.closing.set()
@@ -86,13 +106,23 @@ class GraftServer(uvicorn.Server):
 
     async def _stop(self) -> None:
         """Let the engine finish, then exit."""
+        grace = self.service.settings.grace
         stats = self.service.engine.stats()
-        LOG.info("stopping: %s running and %s waiting are finished first", stats.running, stats.waiting)
-        if not await asyncio.to_thread(self.service.engine.close, self.service.settings.grace):
-            LOG.warning("stopped after %g seconds with requests unfinished", self.service.settings.grace)
+        LOG.info("stopping after %s running and %s waiting requests", stats.running, stats.waiting)
+        finished = await asyncio.to_thread(self.service.engine.close, grace)
+        if not finished:
+            LOG.warning("stopped with unfinished requests after %g seconds", grace)
         self.should_exit = True
 
 
-def serve(service: Service, on_ready: Callable[[str], None] = lambda address: None) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP loads changed grafts. Raises GraftError if the address is not available."""
+def serve(service: Service, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; SIGHUP loads changed grafts.
+
+    Args:
+        service: the parts of the server.
+        on_ready: called with the address once the server accepts requests.
+
+    Raises:
+        GraftError: the address is not available.
+    """
     GraftServer(service, on_ready).run()

@@ -1,4 +1,4 @@
-"""The settings of the web side, and API keys from a file or an environment variable."""
+"""The settings of the HTTP server, and API keys from a file or an environment variable."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,23 +18,24 @@ from graftlm.errors import GraftError
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEYS_VARIABLE = "GRAFTLM_API_KEYS"
 _MIN_KEY_LENGTH = 16
+_DOCUMENT_FACTOR = 8  # a document, such as a PDF file, may be larger than other requests by this factor
 
 
 class ServerSettings(Config):
     """The settings of the HTTP server.
 
     Args:
-        host: address to listen at; the default accepts connections of this machine only.
-        port: 0 selects a free port.
-        hosts: names that the Host header may have. None allows any name, or this machine's names if `host` is one.
+        host: address to listen on; the default accepts connections from this machine only.
+        port: port to listen on; 0 selects a free one.
+        hosts: allowed values of the Host header. None allows the loopback names if `host` is one of them, else any.
         origins: web origins whose pages may use the server from a browser.
         body_bytes: maximum size of a request, checked before it is parsed.
         body_seconds: maximum time for a request to arrive.
-        send_seconds: a client that accepts nothing of a stream for so long counts as disconnected.
+        send_seconds: time after which a client that does not read its stream counts as disconnected.
         requests: maximum number of open requests.
         grace: seconds in which running requests may finish when the server stops.
-        reload_seconds: interval between checks of the grafts' files; 0 checks only after a SIGHUP.
-        chat_template: Jinja chat template in place of the tokenizer's own.
+        reload_seconds: interval between checks of the grafts' files; 0 checks only after SIGHUP.
+        chat_template: Jinja chat template that replaces the tokenizer's own.
     """
 
     host: str = "127.0.0.1"
@@ -53,27 +55,45 @@ class ServerSettings(Config):
         """Whether only this machine can connect."""
         return self.host in LOOPBACK
 
+    @property
+    def document_bytes(self) -> int:
+        """Maximum size of a request with a document."""
+        return _DOCUMENT_FACTOR * self.body_bytes
+
     def check_address(self) -> None:
-        """Raise GraftError if the server can't listen at its address."""
+        """Check that the server can listen on its address.
+
+        Raises:
+            GraftError: the address is in use or not available.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
             socket.create_server((self.host, self.port), family=family).close()
         except OSError:
-            why = f"The address {self.host}:{self.port} can't be listened at"
-            raise GraftError(f"{why}: name another (--port 0 takes a free one).") from None
+            raise GraftError(
+                f"The server can't listen on {self.host}:{self.port}: choose another address (--port 0 selects a free "
+                "port)."
+            ) from None
 
     def allowed_hosts(self) -> frozenset[str] | None:
-        """Names that the Host header may have, in lower case; None allows any.
+        """Return the allowed values of the Host header in lower case; None allows any.
 
-        A local server checks them against DNS rebinding: a foreign page could reach it under the name of its own site.
+        A local server checks the header against DNS rebinding, by which a page of another site could reach the server
+        under the name of that site.
         """
         if self.hosts is not None:
             return frozenset(name.lower() for name in self.hosts)
-        return frozenset(LOOPBACK) if self.is_local else None
+        if self.is_local:
+            return frozenset(LOOPBACK)
+        return None
 
 
 class ApiKeys:
-    """Names by API key, of which only hashes are kept, from pairs of both. Without keys anyone may use the server."""
+    """API keys with the names of their users. Only hashes of the keys are kept. Falsy without keys.
+
+    Args:
+        keys: pairs of a name and a key.
+    """
 
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
         self._names = {_hash(key): name for name, key in keys}
@@ -82,15 +102,17 @@ class ApiKeys:
         return bool(self._names)
 
     def name_of(self, key: str) -> str | None:
-        """The name of a key. All known keys are compared, each in constant time."""
+        """Return the name of a key, which is compared with all known keys in constant time."""
         digest = _hash(key)
         names = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
         return names[0] if names else None
 
     def name_of_header(self, header: str) -> str | None:
-        """The name of the key in an Authorization header."""
+        """Return the name of the key in an Authorization header."""
         scheme, _, key = header.strip().partition(" ")
-        return self.name_of(key.strip()) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            return None
+        return self.name_of(key.strip())
 
 
 def _hash(key: str) -> bytes:
@@ -98,9 +120,13 @@ def _hash(key: str) -> bytes:
 
 
 def read_keys(file: Path | None = None) -> ApiKeys:
-    """API keys from a file, else from GRAFTLM_API_KEYS: `NAME:KEY` or `KEY`, separated by lines or commas.
+    """Read API keys: `NAME:KEY` or `KEY`, separated by lines or commas.
 
-    Raises GraftError if the file can not be read or has no key, or a key is too short or not unique.
+    Args:
+        file: a text file; None reads the environment variable GRAFTLM_API_KEYS.
+
+    Raises:
+        GraftError: the file can't be read or has no key, or a key is too short or not unique.
     """
     if file is None:
         return _parse(os.environ.get(KEYS_VARIABLE, ""), KEYS_VARIABLE)
@@ -110,23 +136,32 @@ def read_keys(file: Path | None = None) -> ApiKeys:
         raise GraftError(f"The file of API keys {file} can't be read ({error}): name a text file.") from None
     keys = _parse(text, str(file))
     if not keys:
-        raise GraftError(f"{file} holds no API key: write one a line, as NAME:KEY, or leave the option out.")
+        raise GraftError(f"The file {file} has no API key: write one a line as NAME:KEY, or leave out the option.")
     return keys
 
 
 def _parse(text: str, source: str) -> ApiKeys:
-    lines = [line.strip() for line in text.replace(",", "\n").splitlines()]
-    pairs = []
-    for number, line in enumerate((line for line in lines if line and not line.startswith("#")), start=1):
+    pairs: list[tuple[str, str]] = []
+    for line in text.replace(",", "\n").splitlines():
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
         name, colon, key = line.partition(":")
-        pairs.append((name.strip(), key.strip()) if colon else (f"key-{number}", line))
+        if colon:
+            pairs.append((name.strip(), key.strip()))
+        else:
+            pairs.append((f"key-{len(pairs) + 1}", line))
     for name, key in pairs:
         if len(key) < _MIN_KEY_LENGTH:
             raise GraftError(
-                f"The API key {name} of {source} has {len(key)} characters, and {_MIN_KEY_LENGTH} are the least: make "
-                'one, as with python -c "import secrets; print(secrets.token_urlsafe(32))".'
+                f"The API key {name} of {source} has {len(key)} characters, but at least {_MIN_KEY_LENGTH} are "
+                'expected: generate one with python -c "import secrets; print(secrets.token_urlsafe(32))".'
             )
-    for column, what in enumerate(("name", "API key")):
-        if len({pair[column] for pair in pairs}) < len(pairs):
-            raise GraftError(f"{source} has the same {what} twice: give each user one of their own.")
+    _check_unique([name for name, _ in pairs], "name", source)
+    _check_unique([key for _, key in pairs], "API key", source)
     return ApiKeys(pairs)
+
+
+def _check_unique(values: list[str], kind: str, source: str) -> None:
+    if max(Counter(values).values(), default=0) > 1:
+        raise GraftError(f"{source} has the same {kind} twice: give each user another name and key.")

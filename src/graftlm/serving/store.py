@@ -1,6 +1,6 @@
-"""The grafts of a server by name: folders that were given, and the sub-folders of one folder, loaded again on changes.
+"""The grafts of a server: folders with names, and the sub-folders of one folder, loaded again when they change.
 
-A name that a client sends never becomes a path: it is looked up among the known names.
+A name from a client never becomes a path: it is looked up among the known names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,14 +27,23 @@ LOG = logging.getLogger("graftlm.serving")
 
 FileSignature = tuple[tuple[int, ...] | None, ...]
 """Inode, size and times of each of a graft's files; None for a missing file."""
-Replace = Callable[[str, Any], None]
-OnOutcome = Callable[[str, str], None]
+Replace = Callable[[str, Graft | None], object]
+"""Puts a graft into service, or removes its name."""
+OnOutcome = Callable[[str, str], object]
 """Called with a graft's name and the outcome of its new files: loaded, refused or withdrawn."""
 
 
 @dataclass(frozen=True)
 class StoredGraft:
-    """A graft in service: its name and its backbone's, its files, and when graft.json changed, in Unix time."""
+    """A graft in service.
+
+    Attributes:
+        name: name in requests.
+        backbone: name of its backbone.
+        folder: its files.
+        manifest: the content of its graft.json.
+        changed: modification time of graft.json, in seconds since 1970.
+    """
 
     name: str
     backbone: str
@@ -46,7 +54,15 @@ class StoredGraft:
 
 @dataclass
 class WatchedFolder:
-    """A graft's folder: the signature of its files at the last check, and at the last load or failure."""
+    """The folder of a graft.
+
+    Attributes:
+        folder: its path.
+        given: whether it was given with a name, instead of found in the folder of grafts.
+        seen: signature of the files at the last check.
+        processed: signature of the files at the last load or failure.
+        graft: the graft in service, if there is one.
+    """
 
     folder: Path
     given: bool
@@ -62,7 +78,7 @@ class GraftStore:
     Args:
         backbones: the grafts' backbones by name; no graft may have such a name.
         given: folders of grafts by name.
-        folder: a folder with further grafts' folders, named as the folders are; it is searched at each refresh.
+        folder: a folder with further grafts' folders, whose names they have; it is searched at each refresh.
     """
 
     backbones: Mapping[str, Backbone]
@@ -73,85 +89,104 @@ class GraftStore:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def entries(self) -> dict[str, StoredGraft]:
-        """The grafts in service by name, in the order of names."""
+        """Return the grafts in service, sorted by name."""
         return {name: watched.graft for name, watched in sorted(self._watched.items()) if watched.graft is not None}
 
     def problems(self) -> dict[str, str]:
-        """The errors of the newest files by graft; an older state of the graft may be in service."""
+        """Return the errors of the newest files by graft; an older state of the graft may be in service."""
         return dict(self._problems)
 
-    def open(self, on_outcome: OnOutcome = lambda name, outcome: None) -> dict[str, Graft]:
+    def open(self, on_outcome: OnOutcome | None = None) -> dict[str, Graft]:
         """Load all grafts for the first time. A broken graft of `folder` becomes a problem.
 
-        Raises GraftError if a graft that was given by name is not usable.
+        Raises:
+            GraftError: a graft that was given with a name can't be used.
         """
         for name in self.given:
-            if not NAME.fullmatch(name) or name in self.backbones:
+            if not self._is_usable(name):
                 raise GraftError(_bad_name(name, self.backbones))
         if self.folder is not None and not self.folder.is_dir():
-            raise ArtifactError(f"There is no folder {self.folder}: name the folder that holds the grafts' folders.")
+            raise ArtifactError(f"The folder {self.folder} does not exist: name a folder with grafts' folders.")
         grafts: dict[str, Graft] = {}
-        self.refresh(grafts.__setitem__, on_outcome, now=True)
-        if broken := [name for name in self.given if name in self._problems]:
-            raise ArtifactError(self._problems[broken[0]])
+
+        def add(name: str, graft: Graft | None) -> None:
+            assert graft is not None, "nothing is removed at the first load"
+            grafts[name] = graft
+
+        self.refresh(add, on_outcome, now=True)
+        for name in self.given:
+            if name in self._problems:
+                raise ArtifactError(self._problems[name])
         return grafts
 
-    def refresh(
-        self, replace: Replace, on_outcome: OnOutcome = lambda name, outcome: None, *, now: bool = False
-    ) -> None:
-        """Check all files once, and load those that changed and are the same as at the last check.
+    def refresh(self, replace: Replace, on_outcome: OnOutcome | None = None, *, now: bool = False) -> None:
+        """Check all files once, and load changed files that are the same as at the last check.
 
-        `replace` puts a graft into service, or with None removes it. With `now` changed files are loaded at once, and
-        failed files are tried again.
+        Args:
+            replace: puts a graft into service, or removes its name.
+            on_outcome: called for each graft that was loaded, refused or withdrawn.
+            now: load changed files at once, and try failed files again.
         """
         with self._lock:
             self._search()
             for name, watched in list(self._watched.items()):
                 signature = read_signature(watched.folder)
-                failed = now and name in self._problems
-                unchanged = signature == watched.processed and not failed
-                ready = signature == watched.seen or now  # changed files may still be incomplete
+                complete = now or signature == watched.seen  # files that are being written change between two checks
+                try_again = now and name in self._problems
+                changed = signature != watched.processed or try_again
                 watched.seen = signature
-                if ready and not unchanged and (outcome := self._process(name, watched, replace)):
-                    on_outcome(name, outcome)
+                if complete and changed:
+                    outcome = self._process(name, watched, replace)
+                    if outcome is not None and on_outcome is not None:
+                        on_outcome(name, outcome)
+
+    def _is_usable(self, name: str) -> bool:
+        return NAME.fullmatch(name) is not None and name not in self.backbones
 
     def _search(self) -> None:
         """Watch all folders that were given or that are in `folder` now."""
         for name, folder in self.given.items():
             self._watched.setdefault(name, WatchedFolder(folder, given=True))
-        for folder in sorted(self.folder.iterdir()) if self.folder is not None and self.folder.is_dir() else ():
-            if folder.name.startswith(".") or folder.name in self.given or not (folder / JSON_NAME).is_file():
+        if self.folder is None or not self.folder.is_dir():
+            return
+        for folder in sorted(self.folder.iterdir()):
+            name = folder.name
+            if name.startswith(".") or name in self.given or not (folder / JSON_NAME).is_file():
                 continue
-            if NAME.fullmatch(folder.name) and folder.name not in self.backbones:
-                self._watched.setdefault(folder.name, WatchedFolder(folder, given=False))
+            if self._is_usable(name):
+                self._watched.setdefault(name, WatchedFolder(folder, given=False))
             else:
-                self._report(folder.name, _bad_name(folder.name, self.backbones))
+                self._report(name, _bad_name(name, self.backbones))
 
     def _process(self, name: str, watched: WatchedFolder, replace: Replace) -> str | None:
-        """Withdraw a graft whose folder is gone, or load its files; returns the outcome."""
+        """Withdraw a graft whose folder is gone, or load its files. Return the outcome."""
         if watched.seen is None and not watched.given:
-            del self._watched[name]
-            self._problems.pop(name, None)
-            if watched.graft is None:
-                return None
-            replace(name, None)
-            LOG.info("graft %s: its folder is gone, and so is its name", name)
-            return "withdrawn"
+            return self._withdraw(name, watched, replace)
         try:
             graft, entry = self._load(name, watched.folder)
             if read_signature(watched.folder) != watched.seen:
-                return None  # the files changed during loading; the next check sees it
+                return None  # the files changed during loading; the next check loads them again
             replace(name, graft)
-        except Exception as error:  # whatever the error of the new files, the old graft stays in service
-            if not isinstance(error, OSError):  # such as a full disk, which the next check may not meet
+        except Exception as error:  # whatever is wrong with the new files, the old graft stays in service
+            if not isinstance(error, OSError):  # an error such as a full disk may be gone at the next check
                 watched.processed = watched.seen
-            consequence = "; the one loaded before stays in service" if watched.graft is not None else ""
+            consequence = "; the previous version stays in service" if watched.graft is not None else ""
             self._report(name, str(error) or type(error).__name__, consequence)
             return "refused"
-        watched.processed, watched.graft = watched.seen, entry
+        watched.processed = watched.seen
+        watched.graft = entry
         self._problems.pop(name, None)
         LOG.info("graft %s: loaded from %s", name, watched.folder)
         return "loaded"
+
+    def _withdraw(self, name: str, watched: WatchedFolder, replace: Replace) -> str | None:
+        del self._watched[name]
+        self._problems.pop(name, None)
+        if watched.graft is None:
+            return None
+        replace(name, None)
+        LOG.info("graft %s: withdrawn, because its folder is gone", name)
+        return "withdrawn"
 
     def _report(self, name: str, problem: str, consequence: str = "") -> None:
         if self._problems.get(name) != problem:
@@ -159,7 +194,7 @@ class GraftStore:
         self._problems[name] = problem
 
     def _load(self, name: str, folder: Path) -> tuple[Graft, StoredGraft]:
-        """Load a graft from a copy of its files, so that later changes of the files can not reach it."""
+        """Load a graft from a copy of its files, which later changes of the files don't affect."""
         with tempfile.TemporaryDirectory(prefix="graftlm-") as scratch:
             copy = Path(scratch) / folder.name
             copy.mkdir()
@@ -169,28 +204,47 @@ class GraftStore:
             try:
                 manifest = read_manifest(copy)
                 manifest.check_alone(copy, "a server's model")
-                backbone = self._backbone_of(manifest, copy)
-                graft = load_graft(copy, self.backbones[backbone])
-                if graft.served_in_bfloat16 and self.backbones[backbone].model.dtype == torch.bfloat16:
+                backbone_name = self._backbone_of(manifest, copy)
+                backbone = self.backbones[backbone_name]
+                graft = load_graft(copy, backbone)
+                if graft.served_in_bfloat16 and backbone.model.dtype == torch.bfloat16:
                     graft.to(torch.bfloat16)
             except GraftError as error:
                 raise ArtifactError(str(error).replace(str(copy), str(folder))) from None
-        return graft, StoredGraft(name, backbone, folder, manifest, int((folder / JSON_NAME).stat().st_mtime))
+        entry = StoredGraft(
+            name=name,
+            backbone=backbone_name,
+            folder=folder,
+            manifest=manifest,
+            changed=int((folder / JSON_NAME).stat().st_mtime),
+        )
+        return graft, entry
 
     def _backbone_of(self, manifest: Manifest, folder: Path) -> str:
-        """The name of the backbone that a graft was trained on; ArtifactError if that is none or several of them."""
+        """Return the name of the backbone on which a graft was trained.
+
+        Raises:
+            ArtifactError: it is none or several of the backbones.
+        """
         if len(self.backbones) == 1:
-            return next(iter(self.backbones))  # of which `load_graft` says what sets it apart
+            return next(iter(self.backbones))  # `load_graft` explains a difference
+        trained_on = manifest.backbone.name
         names = [name for name, backbone in self.backbones.items() if manifest.backbone.matches(backbone) is None]
-        if len(names) != 1:
-            which = f"both {' and '.join(names)} are" if names else f"none of {', '.join(self.backbones)} is"
-            remedy = "serve one of them" if names else "serve that one too (--backbone), or leave the graft out"
-            raise ArtifactError(f"The graft {folder} was trained on {manifest.backbone.name}, which {which}: {remedy}.")
+        if not names:
+            raise ArtifactError(
+                f"The graft {folder} was trained on {trained_on}, which is none of {', '.join(self.backbones)}: serve "
+                "that backbone too (--backbone), or leave out the graft."
+            )
+        if len(names) > 1:
+            raise ArtifactError(
+                f"The graft {folder} was trained on {trained_on}, which is served as {' and '.join(names)}: serve it "
+                "once."
+            )
         return names[0]
 
 
 def read_signature(folder: Path) -> FileSignature | None:
-    """The signature of a graft's files, which changes when they change; None if there are no files."""
+    """Return the signature of a graft's files, which changes with the files; None if there are no files."""
     signature: list[tuple[int, ...] | None] = []
     for file in (JSON_NAME, TENSORS_NAME):
         try:
@@ -204,8 +258,8 @@ def read_signature(folder: Path) -> FileSignature | None:
 
 def _bad_name(name: str, backbones: Collection[str]) -> str:
     if name in backbones:
-        return f"The name {name} is the backbone's, and a graft needs one of its own: give it another."
+        return f"The name {name} of the graft is the name of a backbone: choose another name."
     return (
-        f"The name {name[:80]!r} can't be a graft's: up to 64 letters, digits, dots, dashes and underscores are "
-        "expected, a letter or digit first."
+        f"The name {name[:80]!r} of the graft is not usable: up to 64 letters, digits, dots, dashes and underscores "
+        "are expected, with a letter or digit at the beginning."
     )

@@ -1,7 +1,8 @@
-"""Tool calls: how the model is told of the tools, what a call looks like in its answer, and calls read from the text.
+"""Tool calls: their place in prompts, their grammar, and their extraction from answers.
 
-A call is JSON between `<tool_call>` and `</tool_call>`, as Hermes and Qwen write it. A chat template that knows this
-form gets the tools; other models get them in a system message. A grammar holds every call to its tool's schema.
+A call is JSON between `<tool_call>` and `</tool_call>`, as written by Hermes and Qwen. A chat template that uses this
+form receives the tools; for other templates, the tools are described in a system message. A grammar makes every call
+follow the schema of its tool.
 """
 
 from __future__ import annotations
@@ -13,11 +14,20 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from graftlm.serving.grammars import JSON_OPTIONS, GrammarCompiler, as_text, quoted
+from graftlm.serving.grammars import JSON_OPTIONS, GrammarCompiler, checked_schema, quoted
 from graftlm.serving.protocol import ServingError
+from graftlm.serving.text_matching import longest_beginning
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+ToolSchema = dict[str, Any]
+"""The JSON schema of a tool's arguments."""
+TemplateMessage = dict[str, Any]
+"""A message in the form of chat templates."""
+TemplateTool = dict[str, Any]
+"""A tool in the form of chat templates."""
 
 
 class ToolCall(NamedTuple):
@@ -28,62 +38,99 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-def tool_grammar(compiler: GrammarCompiler, tools: Mapping[str, Any], *, required: bool, parallel: bool) -> LLMatcher:
-    """The grammar of an answer with calls.
+def tool_grammar(
+    compiler: GrammarCompiler,
+    tools: Mapping[str, ToolSchema | None],
+    *,
+    required: bool,
+    parallel: bool,
+) -> LLMatcher:
+    """Compile the grammar of an answer with tool calls.
 
-    `tools` has the JSON schema of each tool's arguments by name, None for no arguments. With `required` the answer is
-    calls alone, else text with calls anywhere; with `parallel` there may be several. Raises ServingError if a schema is
-    wrong or not supported.
+    Args:
+        compiler: compiles the grammar.
+        tools: the schema of each tool's arguments by name; None for a tool without arguments.
+        required: the answer consists of calls; otherwise it is text with calls anywhere.
+        parallel: allow several calls.
+
+    Raises:
+        ServingError: a schema is wrong or not supported.
     """
-    schemas = {name: _NO_ARGUMENTS if own is None else {"type": "object"} | own for name, own in tools.items()}
-    bodies = []
-    for name, schema in schemas.items():
-        if schema["type"] != "object":
-            raise ServingError(f"The parameters of the tool {name} are no object: set their type to object.", "tools")
-        as_text(schema, "tools")
-        head = f'\n{{"name": {json.dumps(name)}, "arguments": '
-        text = json.dumps(schema | {"x-guidance": JSON_OPTIONS})
-        bodies.append(f"{quoted(head)} %json {text} {quoted('}' + chr(10) + CLOSE)}")
-    rules = [f"body: {' | '.join(f'body_{n}' for n in range(len(bodies)))}"]
-    rules += [f"body_{n}: {body}" for n, body in enumerate(bodies)]
-    if required:
-        rules += [f"start: {quoted(OPEN)} body" + (f' ("\\n" {quoted(OPEN)} body)*' if parallel else "")]
-    else:
-        rules += [
-            "start: (opened body)* TEXT" if parallel else "start: opened body | TEXT",
-            f"opened[lazy]: TEXT {quoted(OPEN)}",
-            r"TEXT: /(.|\n)*/",
-        ]
+    schemas = {name: _arguments_schema(name, schema) for name, schema in tools.items()}
+    bodies = [f"body_{number}: {_call_rule(name, schema)}" for number, (name, schema) in enumerate(schemas.items())]
+    alternatives = " | ".join(f"body_{number}" for number in range(len(bodies)))
+    rules = [
+        "%llguidance {}",
+        f"body: {alternatives}",
+        *bodies,
+        *_start_rules(required=required, parallel=parallel),
+    ]
     try:
-        return compiler.lark("%llguidance {}\n" + "\n".join(rules), "tools")
+        return compiler.lark("\n".join(rules), "tools")
     except ServingError as error:
-        for schema in schemas.values() if error.code is None else ():
-            compiler.json(schema, "tools")  # alone, so that the sentence is about the schema
+        if error.code is None:
+            for schema in schemas.values():
+                compiler.json(schema, "tools")  # alone, for an error about the schema instead of the whole grammar
         raise
 
 
-def without_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation for a chat template that has no place for tools: texts of the system, the user and the assistant.
+def _arguments_schema(name: str, schema: ToolSchema | None) -> ToolSchema:
+    if schema is None:
+        return _NO_ARGUMENTS
+    schema = {"type": "object", **schema}
+    if schema["type"] != "object":
+        raise ServingError(f"The parameters of the tool {name} must be an object: set their type to object.", "tools")
+    return schema
 
-    The tools become a part of the system's message, calls text of the assistant, and results messages of the user.
+
+def _call_rule(name: str, schema: ToolSchema) -> str:
+    checked_schema(schema, "tools")
+    beginning = quoted(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+    arguments = json.dumps(schema | {"x-guidance": JSON_OPTIONS})
+    end = quoted("}\n" + CLOSE)
+    return f"{beginning} %json {arguments} {end}"
+
+
+def _start_rules(*, required: bool, parallel: bool) -> list[str]:
+    opening = quoted(OPEN)
+    if required:
+        further_calls = f' ("\\n" {opening} body)*' if parallel else ""
+        return [f"start: {opening} body{further_calls}"]
+    return [
+        "start: (opened body)* TEXT" if parallel else "start: opened body | TEXT",
+        f"opened[lazy]: TEXT {opening}",
+        r"TEXT: /(.|\n)*/",
+    ]
+
+
+def without_tools(messages: Sequence[TemplateMessage], tools: Sequence[TemplateTool]) -> list[TemplateMessage]:
+    """Return a conversation for a chat template without tools.
+
+    The tools are described in the system message, calls become text of the assistant, and results become messages of
+    the user.
     """
     chat = [_as_text(message) for message in messages]
-    if tools:
-        first = chat.pop(0)["content"] + "\n\n" if chat[0]["role"] == "system" else ""
-        chat.insert(0, {"role": "system", "content": first + _instructions(tools)})
-    return chat
+    if not tools:
+        return chat
+    instructions = _instructions(tools)
+    if chat[0]["role"] == "system":
+        system = chat.pop(0)
+        instructions = f"{system['content']}\n\n{instructions}"
+    return [{"role": "system", "content": instructions}, *chat]
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+def _as_text(message: TemplateMessage) -> TemplateMessage:
     text = message["content"]
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    calls = [f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}" for function in functions]
-    return {"role": message["role"], "content": "\n".join([text, *calls] if text else calls)}
+    parts = [text] if text else []
+    for call in message.get("tool_calls", ()):
+        function = json.dumps(call["function"], ensure_ascii=False)
+        parts.append(f"{OPEN}\n{function}\n{CLOSE}")
+    return {"role": message["role"], "content": "\n".join(parts)}
 
 
-def _instructions(tools: Sequence[dict[str, Any]]) -> str:
+def _instructions(tools: Sequence[TemplateTool]) -> str:
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         f"These functions are available, one a line as JSON:\n{lines}\n"
@@ -93,52 +140,85 @@ def _instructions(tools: Sequence[dict[str, Any]]) -> str:
 
 
 class CallReader:
-    """Splits an answer into text and calls of the tools `names`, piece by piece; what may begin a call is held back."""
+    """Splits an answer that arrives in pieces into text and tool calls; a possible beginning of a call is held back.
+
+    Args:
+        names: names of the tools.
+
+    Attributes:
+        calls: number of calls so far.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, self._held, self._after_call = names, "", False
         self.calls = 0
+        self._names = names
+        self._held = ""
+        self._after_call = False
 
     def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text that is no call, and the calls that are complete."""
+        """Add a piece of the answer. Return the text outside of calls, and the complete calls."""
         self._held += text
-        shown, calls = "", list[ToolCall]()
-        while (start := self._held.find(OPEN)) >= 0 and (parsed := self._parse(start + len(OPEN))) is not None:
+        shown = ""
+        calls: list[ToolCall] = []
+        while True:
+            start = self._held.find(OPEN)
+            if start < 0:
+                start = len(self._held) - longest_beginning(self._held, [OPEN])
+                break
+            parsed = self._parse(start + len(OPEN))
+            if parsed is None:
+                break
             call, end = parsed
-            before, self._held = self._held[:start] if call else self._held[:end], self._held[end:]
-            shown += self._trimmed(before.rstrip() if call else before)
+            if call is None:
+                shown += self._trimmed(self._held[:end])
+            else:
+                shown += self._trimmed(self._held[:start].rstrip())
+                calls.append(call)
+            self._held = self._held[end:]
             self._after_call = call is not None
-            calls += [call] if call else []
         self.calls += len(calls)
-        if start < 0:
-            start = len(self._held) - max((n for n in range(len(OPEN)) if self._held.endswith(OPEN[:n])), default=0)
-        start = len(self._held[:start].rstrip())  # spaces before a call are not text
-        final, self._held = self._held[:start], self._held[start:]
+        final = self._held[:start].rstrip()  # spaces before a call are not text
+        self._held = self._held[len(final) :]
         return shown + self._trimmed(final), calls
 
     def rest(self) -> str:
-        """The text that was held back, without a call that has no end; call it at the end."""
-        text, self._held = self._held.partition(OPEN)[0], ""
-        return "" if self._after_call and OPEN.startswith(text.strip()) else text
+        """Return the text that was held back, without an incomplete call, after the last piece."""
+        text = self._held.partition(OPEN)[0]
+        self._held = ""
+        if self._after_call and OPEN.startswith(text.strip()):
+            return ""
+        return text
 
     def _trimmed(self, text: str) -> str:
-        """Text without the spaces that separate it from calls."""
-        text = text.lstrip() if self._after_call else text
-        self._after_call = self._after_call and not text
+        """Remove the spaces that separate a text from the call before it."""
+        if not self._after_call:
+            return text
+        text = text.lstrip()
+        if text:
+            self._after_call = False
         return text
 
     def _parse(self, start: int) -> tuple[ToolCall | None, int] | None:
-        """The call behind an opening, and its end; None for the call if it is text, None at all if more may follow."""
+        """Parse a call after its opening at `start`.
+
+        Returns:
+            The call, or None in place of it if this is text, and the end of what was parsed. None while the call may
+            be incomplete.
+        """
         body = self._held[start:].lstrip()
         try:
             value, end = json.JSONDecoder().raw_decode(body)
         except json.JSONDecodeError as error:
-            unfinished = error.msg.startswith("Unterminated") or error.pos >= len(body) - 6
-            return None if unfinished else (None, start)
+            incomplete = error.msg.startswith("Unterminated") or error.pos >= len(body) - 6
+            return None if incomplete else (None, start)
         closing = body[end:].lstrip()
         if CLOSE.startswith(closing) and closing != CLOSE:
             return None
         if not closing.startswith(CLOSE) or not isinstance(value, dict) or value.get("name") not in self._names:
             return None, start
-        call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(value.get("arguments", {})))
+        call = ToolCall(
+            id=f"call_{uuid.uuid4().hex[:24]}",
+            name=value["name"],
+            arguments=json.dumps(value.get("arguments", {})),
+        )
         return call, len(self._held) - len(closing) + len(CLOSE)

@@ -1,9 +1,9 @@
-"""The engine as the language model of pipelines, whose modules are imported with the first request for one."""
+"""The engine as the language model of pipelines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from graftlm.pipelines.clarify import Cost, Reply
 from graftlm.pipelines.summarize import Extract, LanguageModelWriter, PromptLayout, SummaryDecoding
@@ -11,30 +11,50 @@ from graftlm.pipelines.summarize.writer import WriterOutput
 from graftlm.serving.clients import EngineClient, OnEvent, OnText
 from graftlm.serving.tokenization import ServingTokenizer
 
+if TYPE_CHECKING:
+    from graftlm.pipelines.clarify.prompts import Prompt
+
 
 class ClarifyWriter:
-    """The `ChatModel` of clarifying conversations; prompts are chats if the tokenizer has a template, else texts."""
+    """The `ChatModel` of clarifying conversations. Prompts are chats if the tokenizer has a template, else texts.
+
+    Args:
+        client: sends the requests.
+        tokenizer: the tokenizer of the model.
+        max_tokens: maximum number of tokens of a reply.
+    """
 
     def __init__(self, client: EngineClient, tokenizer: ServingTokenizer, max_tokens: int) -> None:
         self.name = client.model
-        self._client, self._tokenizer, self._max_tokens = client, tokenizer, max_tokens
+        self._client = client
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
 
-    def generate(self, prompt: Any, *, on_text: OnText = None) -> Reply:
-        """Reply to a prompt; a failure is a `ServingError`."""
+    def generate(self, prompt: Prompt, *, on_text: OnText = None) -> Reply:
+        """Reply to a prompt.
+
+        Raises:
+            ServingError: the generation failed.
+        """
         if self._tokenizer.plain:
             ids = self._tokenizer.encode(prompt.text())
         else:
             ids = self._tokenizer.encode_chat(prompt.messages())
-        end = self._client.generate(ids, self._max_tokens, on_text, temperature=0.0, stop=(prompt.stop,))
-        cost = Cost(calls=1, prompt_tokens=end.prompt_tokens, new_tokens=end.completion_tokens)
-        return Reply(end.text, cost, end.reason == "length")
+        finish = self._client.generate(ids, self._max_tokens, on_text, stop=(prompt.stop,))
+        cost = Cost(calls=1, prompt_tokens=finish.prompt_tokens, new_tokens=finish.completion_tokens)
+        return Reply(finish.text, cost, finish.reason == "length")
 
 
 class SummaryWriter(LanguageModelWriter):
-    """The writer of summaries, without sampling.
+    """The writer of summaries, which decodes greedily.
 
-    Prompt and summary have at most `context` tokens, the summary `max_tokens`. The graft was trained with `layout`.
-    `on_event` is called with {"extract"} before the first token, and with {"text"}, each piece of the summary.
+    Args:
+        client: sends the requests.
+        tokenizer: the tokenizer of the model.
+        context: maximum number of tokens of a prompt and its summary.
+        max_tokens: maximum number of tokens of a summary.
+        layout: the prompt layout with which the graft was trained; None uses the default.
+        on_event: called with {"extract": ...} before the first token, and with {"text": ...} for each piece of text.
     """
 
     def __init__(
@@ -48,17 +68,27 @@ class SummaryWriter(LanguageModelWriter):
     ) -> None:
         decoding = SummaryDecoding(max_new_tokens=max_tokens)
         super().__init__(None, tokenizer.tokenizer, client.model, layout, decoding)
-        self._client, self._context, self._on_event = client, context, on_event
+        self._client = client
+        self._context = context
+        self._on_event = on_event
 
     @property
     def window(self) -> int:
+        """Maximum number of tokens of a prompt and its summary."""
         return min(self.layout.window or self._context, self._context)
 
     def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
+        """Write summaries, after an event with the first extract."""
         self._on_event({"extract": extracts[0].to_json()})
         return super().write_batch(extracts)
 
     def complete_batch(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
-        limit, on_text = self.decoding.max_new_tokens, lambda text: self._on_event({"text": text})
-        ends = [self._client.generate(prompt, limit, on_text) for prompt in prompts]
-        return [(end.text, end.reason == "length") for end in ends]
+        """Return the continuation of each prompt, and whether it reached the maximum length."""
+        completions = []
+        for prompt in prompts:
+            finish = self._client.generate(prompt, self.decoding.max_new_tokens, self._on_text)
+            completions.append((finish.text, finish.reason == "length"))
+        return completions
+
+    def _on_text(self, text: str) -> None:
+        self._on_event({"text": text})

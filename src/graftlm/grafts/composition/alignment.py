@@ -1,208 +1,249 @@
 """What an augmenting model reads in a pass, and which of it each anchor token sees.
 
-`PositionAlignment`: one tokenizer. Both models read the same tokens, and token t sees tokens up to t.
+`PositionAlignment`: one tokenizer. Both models read the same tokens, and token t sees the tokens up to t.
 
-`CharacterAlignment`: two tokenizers. At every anchor token the augmenting model has read the anchor's characters,
-tokenised by its own tokenizer. So what a token sees depends on no later token, in training as in generation. While a
-word grows, its tokens change ("ma", then "maison"), and both tokenisations are kept. The tokens form a tree in which
-each path from a root is one tokenisation of a document. An augmenting token attends to its ancestors, and an anchor
-token sees the path that ends where it ends. Words are tokenised one at a time (a word starts at white space), so the
-cost of a step is that of its word.
+`CharacterAlignment`: two tokenizers. At every anchor token, the augmenting model has read the characters of the anchor
+up to that token, in its own tokenisation. So what a token sees depends on no later token, both in training and in
+generation. The augmenting tokens form a tree (`token_tree.py`): an augmenting token attends to its ancestors, and an
+anchor token sees the path that ends where it ends.
 
 Shape suffixes: B rows, T anchor tokens of this pass, N new augmenting tokens, S all augmenting tokens so far.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from graftlm.backbone import Call, leading_bos, may_read
+from graftlm.backbone import Call, may_read
 from graftlm.backbone.cache import StateLayer
 from graftlm.errors import GraftError
 from graftlm.grafts.composition.attention import AttentionPositions, Visibility
-
-_MAX_WORD = 48  # characters; longer runs without white space are cut, which bounds the cost of a step
-_UNREAD = -1
-
-IncrementalDecoder = Callable[[int], str]  # takes the next token of a text and returns the characters that it completes
+from graftlm.grafts.composition.token_tree import UNREAD, Retokenizer, TokenTree
 
 
 @dataclass(frozen=True)
 class AlignedInputs:
-    """Keyword arguments of an augmenting model's forward pass, or None if there is nothing new to read.
+    """What an augmenting model reads in a pass, and what the anchor sees of it.
 
-    `visibility` is that of all augmenting tokens so far, `positions` of the anchor's and of the new augmenting tokens.
+    Args:
+        inputs: keyword arguments of the augmenting model's forward pass: `input_ids` (B, N), `attention_mask` and
+            `position_ids`; None if there is nothing new to read.
+        visibility: which augmenting tokens each anchor token of the pass sees, among all so far.
+        positions: positions of the anchor tokens and of the new augmenting tokens.
     """
 
-    inputs: dict[str, Any] | None
+    inputs: Mapping[str, Tensor | None] | None
     visibility: Visibility
     positions: AttentionPositions
 
 
 @dataclass(frozen=True)
 class PositionAlignment:
-    """One tokenizer: both models read the same tokens.
+    """Alignment of two models with the same tokenizer, which read the same tokens.
 
-    If `causal`, a token sees no later ones. With `prompt_only`, the augmenting model reads only the prompt.
+    Args:
+        causal: whether a token sees no later tokens.
+        prompt_only: whether the augmenting model reads only the prompt.
     """
 
     causal: bool
     prompt_only: bool
 
     def align(self, call: Call, past: int, state: StateLayer | None, cached: int = 0) -> AlignedInputs:
-        """The aligned inputs of a pass, after `past` anchor tokens and `cached` augmenting tokens in the cache."""
+        """Return the aligned inputs of a pass.
+
+        Args:
+            call: the pass of the anchor.
+            past: number of anchor tokens in the cache.
+            state: not used; see `CharacterAlignment.align`.
+            cached: number of augmenting tokens in the cache.
+        """
         assert call.input_ids is not None
         positions_BT = anchor_positions(call, past)
-        positions = AttentionPositions(positions_BT, positions_BT)
-        if self.prompt_only and past:  # every token after the prompt sees the whole prompt
-            real_BS = token_columns(call, cached)
-            if real_BS is None:
-                real_BS = torch.ones(1, cached, dtype=torch.bool, device=call.input_ids.device)
-            visible_BTS = real_BS[:, None].expand(-1, call.input_ids.shape[1], -1)
-            return AlignedInputs(None, Visibility.of(visible_BTS), positions)
+        positions = AttentionPositions(anchor=positions_BT, augmenting=positions_BT)
+        if self.prompt_only and past:
+            return AlignedInputs(inputs=None, visibility=_whole_prompt(call, cached), positions=positions)
         inputs = {
             "input_ids": call.input_ids,
             "attention_mask": call.attention_mask,
             "position_ids": call.positions_in_documents(),
         }
-        return AlignedInputs(inputs, self._visibility(call, past), positions)
+        return AlignedInputs(inputs=inputs, visibility=self._visibility(call, past), positions=positions)
 
     def _visibility(self, call: Call, past: int) -> Visibility:
         assert call.input_ids is not None
-        length, device = call.input_ids.shape[1], call.input_ids.device
-        masks = []  # each (B or 1, 1 or T, S)
-        if (real_BS := token_columns(call, past + length)) is not None:
-            masks.append(real_BS[:, None])
-        if (document_BT := call.document_numbers()) is not None:
-            masks.append(document_BT[:, :, None] == document_BT[:, None])
-        if self.prompt_only and call.prompt is not None:
-            masks.append(call.prompt[:, None])
+        length = call.input_ids.shape[1]
+        device = call.input_ids.device
+        masks = self._masks(call, past + length)
         if self.causal:
             if not masks and (past == 0 or length == 1):
                 return Visibility()
             order = torch.arange(past + length, device=device)
-            masks.append((order <= order[past:, None])[None])
+            causal_TS = order <= order[past:, None]
+            masks.append(causal_TS[None])
         mask_BTS = torch.ones(1, length, past + length, dtype=torch.bool, device=device)
         for mask in masks:
             mask_BTS = mask_BTS & mask
         return Visibility.of(mask_BTS)
 
+    def _masks(self, call: Call, total: int) -> list[Tensor]:
+        """Return the masks of padding, documents and the prompt, (B or 1, 1 or T, S) each."""
+        masks = []
+        real_BS = token_columns(call, total)
+        if real_BS is not None:
+            masks.append(real_BS[:, None])
+        document_BT = call.document_numbers()
+        if document_BT is not None:
+            masks.append(document_BT[:, :, None] == document_BT[:, None])
+        if self.prompt_only and call.prompt is not None:
+            masks.append(call.prompt[:, None])
+        return masks
+
+
+def _whole_prompt(call: Call, cached: int) -> Visibility:
+    """Return the visibility of tokens after the prompt, which see the whole prompt."""
+    assert call.input_ids is not None
+    real_BS = token_columns(call, cached)
+    if real_BS is None:
+        real_BS = torch.ones(1, cached, dtype=torch.bool, device=call.input_ids.device)
+    length = call.input_ids.shape[1]
+    visible_BTS = real_BS[:, None].expand(-1, length, -1)
+    return Visibility.of(visible_BTS)
+
 
 def anchor_positions(call: Call, past: int) -> Tensor:
-    """(B or 1, T) each token's position in its document, from 0."""
+    """Return the position of each token of a pass in its document, counted from 0.
+
+    Args:
+        call: the pass.
+        past: number of tokens in the cache.
+
+    Returns:
+        (B or 1, T) positions.
+    """
     assert call.input_ids is not None
     positions = call.positions_in_documents()
     if positions is not None:
         return positions
-    return torch.arange(past, past + call.input_ids.shape[1], device=call.input_ids.device)[None]
+    length = call.input_ids.shape[1]
+    columns = torch.arange(past, past + length, device=call.input_ids.device)
+    return columns[None]
 
 
 def token_columns(call: Call, length: int) -> Tensor | None:
-    """(B, length) False at padding; None without padding."""
-    mask = call.attention_mask if call.attention_mask is not None else call.token_mask
+    """Return which of the first `length` columns hold tokens.
+
+    Returns:
+        (B, length) a mask, False at padding; None without padding.
+    """
+    mask = call.attention_mask
+    if mask is None:
+        mask = call.token_mask
     if mask is None:
         return None
     mask = mask[:, :length].bool()
-    return None if may_read(mask) and bool(mask.all()) else mask
+    if may_read(mask) and bool(mask.all()):
+        return None
+    return mask
 
 
 class CharacterAlignment:
-    """Aligns an anchor's tokens with another tokenizer's by characters; with `prompt_only`, of the prompt alone.
+    """Alignment of an anchor's tokens with those of another tokenizer, by characters.
 
-    Raises GraftError if a tokenizer gives no character offsets.
+    Args:
+        anchor: tokenizer of the anchor.
+        augmenting: tokenizer of the augmenting model.
+        prompt_only: whether the augmenting model reads only the prompt.
+        name: name of the augmenting model in error messages.
+
+    Raises:
+        GraftError: if a tokenizer has no character offsets.
     """
 
     def __init__(
-        self, anchor: PreTrainedTokenizerBase, augmenting: PreTrainedTokenizerBase, *, prompt_only: bool, name: str
+        self,
+        anchor: PreTrainedTokenizerBase,
+        augmenting: PreTrainedTokenizerBase,
+        *,
+        prompt_only: bool,
+        name: str,
     ) -> None:
-        if not augmenting.is_fast or not anchor.is_fast:
-            owner = f"of {name}" if not augmenting.is_fast else "of the backbone"
-            raise GraftError(
-                f"The tokenizer {owner} gives no character offsets (it is a slow one), and two tokenizers are matched "
-                "by characters: save a tokenizer.json beside its model."
-            )
+        _require_offsets(augmenting, f"of {name}")
+        _require_offsets(anchor, "of the backbone")
         self.prompt_only = prompt_only
-        self.new_decoder = incremental_decoders(anchor)
-        self.special = set(anchor.all_special_ids)
-        self.end_of_text: dict[int, list[int]] = {}
-        if anchor.eos_token_id is not None and augmenting.eos_token_id is not None:
-            self.end_of_text = {int(anchor.eos_token_id): [int(augmenting.eos_token_id)]}  # type: ignore[arg-type]  # one id, for a text
-        self.bos = leading_bos(augmenting)
-        # A copy, because transformers changes padding and truncation of its own tokenizer while threads use it.
-        self._tokenizer = Tokenizer.from_str(augmenting.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self.tokens_of = lru_cache(maxsize=1 << 16)(self._tokens_of)
+        self._retokenizer = Retokenizer(anchor, augmenting)
         self._trees: WeakKeyDictionary[StateLayer, tuple[Tensor, list[TokenTree]]] = WeakKeyDictionary()
 
-    def _tokens_of(self, word: str, first: bool) -> tuple[int, ...]:
-        """The tokens of a word inside a text; `first` is for the first word of a text, which some tokenizers mark."""
-        if not first and word[0].isspace():
-            encoding = self._tokenizer.encode("a" + word, add_special_tokens=False)
-            if all(start >= 1 or stop <= 1 for start, stop in encoding.offsets):
-                pairs = zip(encoding.ids, encoding.offsets, strict=True)
-                return tuple(token for token, (_, stop) in pairs if stop > 1)
-        return tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)
-
     def align(self, call: Call, past: int, state: StateLayer | None, cached: int = 0) -> AlignedInputs:
-        """The aligned inputs of a pass after `past` anchor tokens; `state` keeps the tokens read so far."""
+        """Return the aligned inputs of a pass.
+
+        Args:
+            call: the pass of the anchor.
+            past: number of anchor tokens in the cache.
+            state: cache layer that keeps the tokens read so far; None without a cache.
+            cached: not used; see `PositionAlignment.align`.
+        """
         assert call.input_ids is not None
+        device = call.input_ids.device
         trees = self._load(state, len(call.input_ids))
-        old = [len(tree.tokens) for tree in trees]
+        old_counts = [len(tree.tokens) for tree in trees]
         columns_before = max(tree.columns_used for tree in trees)
         ends = self._read(call, past, trees)
-        width = max(len(tree.tokens) - count for tree, count in zip(trees, old, strict=True))
-        for tree, count in zip(trees, old, strict=True):
-            tree.columns += range(columns_before, columns_before + len(tree.tokens) - count)
-            tree.columns_used = columns_before + width  # all rows use as many
+        width = _assign_columns(trees, old_counts, columns_before)
         if state is not None:
             self._save(state, trees)
-        total, device = columns_before + width, call.input_ids.device
-        mask = np.stack([tree.path_masks(row_ends, total) for tree, row_ends in zip(trees, ends, strict=True)])
-        visibility = Visibility.of(torch.from_numpy(mask).to(device))
-        inputs, births = _new_tokens(trees, old, width, total, device)
-        positions = AttentionPositions(anchor_positions(call, past), births)
-        return AlignedInputs(inputs if width else None, visibility, positions)
+        total = columns_before + width
+        row_masks = []
+        for tree, row_ends in zip(trees, ends, strict=True):
+            row_masks.append(tree.path_masks(row_ends, total))
+        visible_BTS = torch.from_numpy(np.stack(row_masks)).to(device)
+        inputs, births_BN = _new_tokens(trees, old_counts, width, total, device)
+        return AlignedInputs(
+            inputs=inputs if width else None,
+            visibility=Visibility.of(visible_BTS),
+            positions=AttentionPositions(anchor=anchor_positions(call, past), augmenting=births_BN),
+        )
 
     def _read(self, call: Call, past: int, trees: list[TokenTree]) -> list[list[int]]:
-        """Add this pass's tokens to the trees; returns the node where each path ends, negative for an empty one."""
+        """Add the tokens of a pass to the trees.
+
+        Returns:
+            For each row, the node where the path of each token ends; a negative number for the empty path.
+        """
         assert call.input_ids is not None
-        is_real, document, is_prompt = (
-            None if values is None else values.tolist()
-            for values in (call.token_mask, call.document_numbers(), call.prompt if self.prompt_only else None)
-        )
+        ids = call.input_ids.tolist()
+        is_real = _flags(call.token_mask, call.input_ids)
+        is_wanted = _flags(call.prompt if self.prompt_only else None, call.input_ids)
+        starts = _document_starts(call)
+        past_prompt = self.prompt_only and past > 0
         ends: list[list[int]] = []
-        for b, (tree, ids) in enumerate(zip(trees, call.input_ids.tolist(), strict=True)):
+        for b, tree in enumerate(trees):
             row_ends: list[int] = []
-            for t, token in enumerate(ids):
-                if document is not None and t and document[b][t] != document[b][t - 1]:
+            for t, token in enumerate(ids[b]):
+                if starts[b][t]:
                     tree.begin_document()
-                real = is_real is None or is_real[b][t]
-                read = not (self.prompt_only and past) and (is_prompt is None or is_prompt[b][t])
-                if real and read:
+                real = is_real[b][t]
+                wanted = is_wanted[b][t] and not past_prompt
+                if real and wanted:
                     tree.add(token)
-                elif past == 0 or read:
+                elif past == 0 or wanted:
                     tree.skip()
                 row_ends.append(tree.end if real else -1)
             ends.append(row_ends)
         return ends
 
     def _save(self, state: StateLayer, trees: list[TokenTree]) -> None:
-        """Store the tokens read and the columns used, from which the trees are rebuilt after beams were reordered."""
-        ids = torch.full((len(trees), max(len(tree.ids) for tree in trees)), _UNREAD)
+        """Store the tokens and the columns, from which the trees are rebuilt after the rows were reordered."""
+        length = max(len(tree.ids) for tree in trees)
+        ids = torch.full((len(trees), length), UNREAD)
         used = torch.zeros(len(trees), trees[0].columns_used, dtype=torch.bool)
         for b, tree in enumerate(trees):
             ids[b, : len(tree.ids)] = torch.tensor(tree.ids, dtype=torch.long)
@@ -212,172 +253,88 @@ class CharacterAlignment:
 
     def _load(self, state: StateLayer | None, rows: int) -> list[TokenTree]:
         if state is None or state.keys is None:
-            return [TokenTree(self) for _ in range(rows)]
+            return [TokenTree(self._retokenizer) for _ in range(rows)]
         ids, trees = self._trees.pop(state, (None, []))
         if ids is state.keys:  # no operation has replaced the tensor
             return trees
         assert state.values is not None
-        return [TokenTree.rebuilt(self, ids, used) for ids, used in zip(state.keys.tolist(), state.values, strict=True)]
+        rebuilt = []
+        for row_ids, used in zip(state.keys.tolist(), state.values, strict=True):
+            rebuilt.append(TokenTree.rebuilt(self._retokenizer, row_ids, used))
+        return rebuilt
 
 
-@dataclass
-class TokenTree:
-    """The augmenting tokens of one row: a tree, each node with its parent (a negative number for a document's root)."""
+def _require_offsets(tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
+    if not tokenizer.is_fast:
+        raise GraftError(
+            f"The tokenizer {owner} has no character offsets (it is a slow one), but two tokenizers are matched by "
+            "characters: save a tokenizer.json next to its model."
+        )
 
-    alignment: CharacterAlignment
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    births: list[int] = field(default_factory=list)  # position of the anchor token with which each node was read
-    columns: list[int] = field(default_factory=list)
-    columns_used: int = 0
-    ids: list[int] = field(default_factory=list)  # the anchor's tokens
-    children: dict[tuple[int, int], int] = field(default_factory=dict)
-    root: int = 0
 
-    def __post_init__(self) -> None:
-        self.begin_document()
+def _flags(mask_BT: Tensor | None, input_ids: Tensor) -> list[list[bool]]:
+    """Return a mask as lists, True everywhere if there is none."""
+    if mask_BT is None:
+        rows, length = input_ids.shape
+        return [[True] * length for _ in range(rows)]
+    return mask_BT.tolist()
 
-    @classmethod
-    def rebuilt(cls, alignment: CharacterAlignment, ids: list[int], used_S: Tensor) -> TokenTree:
-        """The tree after these anchor tokens, whose nodes occupy the used columns."""
-        tree = cls(alignment)
-        for token in ids:
-            tree.skip() if token == _UNREAD else tree.add(token)
-        tree.columns = used_S.nonzero().squeeze(-1).tolist()
-        tree.columns_used = len(used_S)
-        return tree
 
-    def begin_document(self) -> None:
-        """Continue with an empty text."""
-        self.root -= 1
-        self.decode = self.alignment.new_decoder()
-        self.base: int = self.root  # end of the last complete word
-        self.end: int = self.root  # end of all that was read
-        self.word = ""  # the incomplete word
-        self.position = -1  # of the last anchor token
-        self.is_first_word = True
+def _document_starts(call: Call) -> list[list[bool]]:
+    """Return which tokens of a pass start another document than the first of their row."""
+    input_ids = cast("Tensor", call.input_ids)
+    document_BT = call.document_numbers()
+    if document_BT is None:
+        return torch.zeros(input_ids.shape, dtype=torch.bool).tolist()
+    starts_BT = torch.zeros_like(document_BT, dtype=torch.bool)
+    previous_BT = document_BT[:, :-1]
+    starts_BT[:, 1:] = document_BT[:, 1:] != previous_BT
+    return starts_BT.tolist()
 
-    def skip(self) -> None:
-        """Record an anchor token that is not read."""
-        self.ids.append(_UNREAD)
 
-    def add(self, token: int) -> None:
-        """Read one anchor token."""
-        self.ids.append(token)
-        self.position += 1
-        if self.base == self.root and self.alignment.bos is not None:
-            self.base = self._extend(self.base, (self.alignment.bos,))
-        if token in self.alignment.special:
-            self._complete(self.word)
-            self.decode, self.word = self.alignment.new_decoder(), ""
-            self.base = self._extend(self.base, self.alignment.end_of_text.get(token, ()))
-        else:
-            self.word += self.decode(token)
-            while (cut := _end_of_word(self.word)) is not None:
-                self._complete(self.word[:cut])
-                self.word = self.word[cut:]
-        self.end = self._extend(self.base, self._tokens(self.word))
+def _assign_columns(trees: list[TokenTree], old_counts: list[int], columns_before: int) -> int:
+    """Give the new nodes of all rows columns after the existing ones; every row uses the same number of columns.
 
-    def _complete(self, word: str) -> None:
-        self.base = self._extend(self.base, self._tokens(word))
-        self.is_first_word = self.is_first_word and not word
-
-    def _tokens(self, word: str) -> tuple[int, ...]:
-        return self.alignment.tokens_of(word, self.is_first_word) if word else ()
-
-    def _extend(self, node: int, tokens: Sequence[int]) -> int:
-        """Follow tokens from a node, with new nodes where there are none; returns the last node."""
-        for token in tokens:
-            child = self.children.get((node, token))
-            if child is None:
-                child = len(self.tokens)
-                self.children[node, token] = child
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(0 if node < 0 else self.depths[node] + 1)
-                self.births.append(self.position)
-            node = child
-        return node
-
-    def path_masks(self, ends: Sequence[int], columns: int) -> np.ndarray:
-        """(T, S) the columns on the paths that end at the given nodes; a negative node ends the empty path."""
-        masks = np.zeros((len(ends), columns), dtype=bool)
-        known: dict[int, np.ndarray] = {}
-        for mask, end in zip(masks, ends, strict=True):
-            node = end
-            while node >= 0 and node not in known:
-                mask[self.columns[node]] = True
-                node = self.parents[node]
-            mask |= known.get(node, False)
-            known[end] = mask
-        return masks
+    Returns:
+        N, the number of new columns.
+    """
+    new_counts = []
+    for tree, old_count in zip(trees, old_counts, strict=True):
+        new_counts.append(len(tree.tokens) - old_count)
+    width = max(new_counts)
+    for tree, new_count in zip(trees, new_counts, strict=True):
+        tree.columns += range(columns_before, columns_before + new_count)
+        tree.columns_used = columns_before + width
+    return width
 
 
 def _new_tokens(
-    trees: list[TokenTree], old: list[int], width: int, total: int, device: torch.device
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The new nodes of all rows as one batch, and their births (B, N). Filler tokens attend only to themselves."""
+    trees: list[TokenTree],
+    old_counts: list[int],
+    width: int,
+    total: int,
+    device: torch.device,
+) -> tuple[dict[str, Tensor | None], Tensor]:
+    """Return the new nodes of all rows as one batch, and their births (B, N).
+
+    Rows with fewer new nodes are filled with tokens that attend only to themselves.
+    """
     ids = np.zeros((len(trees), width), dtype=np.int64)
-    positions, births = np.zeros_like(ids), np.zeros_like(ids)
+    positions = np.zeros_like(ids)
+    births = np.zeros_like(ids)
     mask = np.zeros((len(trees), width, total), dtype=bool)
-    for b, (tree, start) in enumerate(zip(trees, old, strict=True)):
+    for b, (tree, start) in enumerate(zip(trees, old_counts, strict=True)):
         count = len(tree.tokens) - start
-        ids[b, :count], positions[b, :count] = tree.tokens[start:], tree.depths[start:]
+        ids[b, :count] = tree.tokens[start:]
+        positions[b, :count] = tree.depths[start:]
         births[b, :count] = tree.births[start:]
-        mask[b, :count] = tree.path_masks(range(start, start + count), total)
+        nodes = range(start, start + count)
+        mask[b, :count] = tree.path_masks(nodes, total)
         filler = np.arange(count, width)
         mask[b, filler, total - width + filler] = True
-    arrays = {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None], "births": births}
-    inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    return inputs, inputs.pop("births")
-
-
-def _end_of_word(text: str) -> int | None:
-    """The end of the first word of a growing text; None while the word may still grow."""
-    ends = range(1, len(text))
-    return next((at for at in ends if at >= _MAX_WORD or (text[at].isspace() and not text[at - 1].isspace())), None)
-
-
-def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:
-    """A factory of decoders, one per text. A character whose bytes span several tokens counts with its last byte."""
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder") or {}  # type: ignore[attr-defined]  # fast
-    if decoder.get("type") == "ByteLevel":
-        return _byte_level_decoders(tokenizer)
-    return lambda: _prefix_decoder(tokenizer)
-
-
-def _byte_level_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:
-    """For byte-level tokenizers, whose tokens stand for the same bytes everywhere."""
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    added = {token: str(entry).encode() for token, entry in tokenizer.added_tokens_decoder.items()}
-    names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))  # type: ignore[assignment]  # None for ids without a token
-    table = [
-        added.get(i, bytes(byte_of[c] for c in name if c in byte_of)) if name is not None else b""
-        for i, name in enumerate(names)
-    ]
-
-    def new() -> IncrementalDecoder:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda token: decoder.decode(table[token]) if token < len(table) else ""
-
-    return new
-
-
-def _prefix_decoder(tokenizer: PreTrainedTokenizerBase) -> IncrementalDecoder:
-    """For any tokenizer: the text that a token adds to the decoding of the tokens before it."""
-    previous: list[int] = []
-    pending: list[int] = []
-
-    def decode(token: int) -> str:
-        nonlocal previous
-        pending.append(token)
-        prefix = str(tokenizer.decode(previous, clean_up_tokenization_spaces=False))
-        text = str(tokenizer.decode(previous + pending, clean_up_tokenization_spaces=False))
-        if text.endswith("\ufffd") and len(pending) < 8:  # an incomplete character
-            return ""
-        previous = pending.copy()
-        pending.clear()
-        return text[len(prefix) :]
-
-    return decode
+    inputs: dict[str, Tensor | None] = {
+        "input_ids": torch.from_numpy(ids).to(device),
+        "position_ids": torch.from_numpy(positions).to(device),
+        "attention_mask": torch.from_numpy(mask[:, None]).to(device),
+    }
+    return inputs, torch.from_numpy(births).to(device)

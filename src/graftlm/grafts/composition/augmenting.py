@@ -1,15 +1,15 @@
-"""A frozen augmenting model: its pass beside each pass of the anchor, and its layers in the generation's cache."""
+"""A frozen augmenting model: its pass during each pass of the anchor, and its layers in the cache of a generation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
@@ -26,12 +26,13 @@ class AugmentingStates:
     """What one augmenting model provides for a pass of the anchor.
 
     Args:
-        states: per pair, new hidden states (B, S, A); None if nothing new was read.
-        visibility: of all augmenting tokens so far.
-        caches: per pair, the cache layer of its cross-attention; None without a cache.
-        is_empty: no augmenting token was read so far.
-        positions: of the anchor's tokens and of the new augmenting tokens; None for attention without positions.
-        last: the new last hidden states (B, S, A), which the model's output layer reads.
+        states: new hidden states (B, S, A) for each pair; None if nothing new was read.
+        visibility: which augmenting tokens each anchor token sees, among all so far.
+        caches: cache layer of the cross-attention of each pair; None without a cache.
+        is_empty: whether no augmenting token has been read yet.
+        positions: positions of the anchor's tokens and of the new augmenting tokens; None for attention without
+            positions.
+        last: new last hidden states (B, S, A), which the model's output layer reads; None if nothing new was read.
     """
 
     states: list[Tensor] | None
@@ -43,22 +44,66 @@ class AugmentingStates:
 
 
 class _UncroppableLayer(DynamicLayer):
-    """Keys and values that do not correspond one to one to the anchor's tokens, so that cropping is impossible."""
+    """Keys and values that cannot be cropped, as they do not correspond one to one to the anchor's tokens."""
 
     is_croppable = False
 
     def crop(self, tokens_to_remove: int) -> None:
         raise GraftError(
             "Assisted decoding removes rejected tokens from the cache, which a composition with two tokenizers or "
-            "refresh: prompt can't do: decode without an assistant or prompt_lookup_num_tokens."
+            "with refresh: prompt does not support: generate without an assistant and without "
+            "prompt_lookup_num_tokens."
         )
 
 
+@dataclass(frozen=True)
+class _CacheLayers:
+    """The layers of one augmenting model in the cache of a generation.
+
+    Args:
+        own: cache of the augmenting model's own pass; None if it reads only the prompt, or without a cache.
+        pairs: layer of the cross-attention of each pair; None without a cache.
+        state: layer of a character alignment; None for other alignments, or without a cache.
+    """
+
+    own: Cache | None = None
+    pairs: Sequence[CacheLayerMixin] | None = None
+    state: StateLayer | None = None
+
+    def augmenting_tokens(self) -> int:
+        """Return the number of augmenting tokens in the cache."""
+        if self.pairs:
+            return int(self.pairs[0].get_seq_length())
+        if self.own is not None and self.own.layers:
+            return int(self.own.layers[0].get_seq_length())
+        return 0
+
+    def has_read(self) -> bool:
+        """Return whether the model has read anything in this generation."""
+        if self.state is None:
+            return self.augmenting_tokens() > 0
+        return self.state.keys is not None
+
+
 def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -> Backbone:
-    """Load an augmenting model; a `BackboneError` if it can't be loaded, or is no language model."""
+    """Load an augmenting model.
+
+    Args:
+        name: name of the model in the graft's config.
+        config: which checkpoint to load.
+        device: device of the model.
+
+    Raises:
+        BackboneError: if the model cannot be loaded, or if it is not a language model.
+    """
     try:
-        options = config.model_dump(include={"dtype", "trust_remote_code"})
-        return load_backbone(config.name, device=device, tokenizer_required=False, **options)
+        return load_backbone(
+            config.name,
+            device=device,
+            tokenizer_required=False,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+        )
     except (BackboneError, UnknownFamilyError) as error:
         raise BackboneError(
             f"The augmenting model {name} can't be used. {error} It is set by the key augmenting.{name}.name of the "
@@ -67,157 +112,279 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
 
 
 class AugmentingModel:
-    """One frozen augmenting model of an anchor; `layers` has its layer in each pair."""
+    """One frozen augmenting model of an anchor.
+
+    Args:
+        name: name of the model in the graft's config.
+        backbone: the augmenting model.
+        layers: layer of the augmenting model in each pair, counted from 0.
+        anchor: the backbone of the composition.
+        config: configuration of the composition.
+
+    Raises:
+        GraftError: if the models or their tokenizers do not fit together.
+    """
 
     def __init__(
-        self, name: str, backbone: Backbone, layers: list[int], anchor: Backbone, config: CompositionConfig
+        self,
+        name: str,
+        backbone: Backbone,
+        layers: list[int],
+        anchor: Backbone,
+        config: CompositionConfig,
     ) -> None:
-        if backbone.model is anchor.model:
-            raise GraftError(
-                f"The augmenting model {name} is the backbone itself: load it a second time, or name another model."
-            )
-        if anchor.sites.family.causal and not backbone.sites.family.causal:
-            raise GraftError(
-                f"The augmenting model {name} ({backbone.sites.model_type}) is not causal, so its states would reveal "
-                "the tokens that the backbone has to predict: name a causal language model."
-            )
-        self.name, self.backbone, self._layers = name, backbone, layers
+        _check_model(name, backbone, anchor)
+        self.name = name
+        self.backbone = backbone
+        self._layers = layers
         backbone.model.requires_grad_(False).eval()
         self._prompt_only = config.refresh == "prompt"
         self._has_positions = config.positions != "none"
         self._anchor_layers = anchor.sites.n_layers
         self._alignment = choose_alignment(name, backbone, anchor, config)
-        if config.readout != "none" and isinstance(self._alignment, CharacterAlignment):
+        self._by_characters = isinstance(self._alignment, CharacterAlignment)
+        if config.readout != "none" and self._by_characters:
             raise GraftError(
-                f"The tokenizer of {name} is not the backbone's, and readout: mixture mixes probabilities of the same "
+                f"The tokenizer of {name} is not the backbone's, but readout: mixture mixes probabilities of the same "
                 "tokens: set readout to none, or name a model with the backbone's tokenizer."
             )
-        self._own_layers = 0 if self._prompt_only else backbone.sites.n_layers  # in the generation's cache
-        taps = [Tap(Site("layer", layer), "after", "replace", partial(_record, layer)) for layer in sorted(set(layers))]
-        self._tap_hooks = TapHooks(backbone.model, backbone.sites, {name: taps}, lambda call: None)
+        self._own_layers = 0 if self._prompt_only else backbone.sites.n_layers
+        taps = [_recording_tap(layer) for layer in sorted(set(layers))]
+        self._tap_hooks = TapHooks(backbone.model, backbone.sites, {name: taps}, _prepare_nothing)
 
     def read(self, call: Call) -> AugmentingStates:
         """Run the model on the new tokens of a pass of the anchor.
 
-        Raises GraftError if the pass has no token ids, or its cache was filled without this graft.
+        Args:
+            call: the pass of the anchor.
+
+        Raises:
+            GraftError: if the pass has no token ids, or if its cache was filled without this graft.
         """
-        if call.input_ids is None:
-            raise GraftError(
-                "A composition needs token ids, as the augmenting model reads them too: pass input_ids, not embeddings."
-            )
         past = call.past()
-        if past and self._prompt_only and call.prompt is not None:
-            raise GraftError(
-                "With refresh: prompt the augmenting model reads the prompt at once, but a pass was given only a part: "
-                "generate without prefill_chunk_size, or set refresh: every."
-            )
-        own_cache, caches, state = self._cache_layers(call.cache)
-        counting: Any = caches or (own_cache.layers if own_cache else ())  # without pairs, the model's own layers
-        cached = int(counting[0].get_seq_length()) if counting else 0
-        if past and (not cached if state is None else state.keys is None):
+        self._check_pass(call, past)
+        cache_layers = self._cache_layers(call.cache)
+        if past and not cache_layers.has_read():
             raise GraftError(
                 f"The cache holds {past} tokens that the augmenting model {self.name} has not read: start the "
-                "generation again with the graft attached, and without guidance_scale, whose second cache it does not "
-                "see."
+                "generation again with the graft attached, and without guidance_scale, which uses a second cache."
             )
-        aligned = self._alignment.align(call, past, state, cached)
-        states, last = self._run(aligned, own_cache)
-        positions = aligned.positions if self._has_positions else None
-        return AugmentingStates(states, aligned.visibility, caches, states is None and not cached, positions, last)
+        cached = cache_layers.augmenting_tokens()
+        aligned = self._alignment.align(call, past, cache_layers.state, cached)
+        states, last = self._run(aligned, cache_layers.own)
+        return AugmentingStates(
+            states=states,
+            visibility=aligned.visibility,
+            caches=cache_layers.pairs,
+            is_empty=states is None and cached == 0,
+            positions=aligned.positions if self._has_positions else None,
+            last=last,
+        )
+
+    def _check_pass(self, call: Call, past: int) -> None:
+        if call.input_ids is None:
+            raise GraftError(
+                "The pass has no token ids, but a composition needs them, as the augmenting model reads them too: pass "
+                "input_ids rather than embeddings."
+            )
+        if past and self._prompt_only and call.prompt is not None:
+            raise GraftError(
+                "With refresh: prompt the augmenting model reads the prompt in one pass, but a pass was given only a "
+                "part of it: generate without prefill_chunk_size, or set refresh: every."
+            )
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
-        """The output layer's logits of last hidden states."""
-        head: Any = self.backbone.model.get_output_embeddings()
+        """Return the logits of the output layer for last hidden states.
+
+        Args:
+            last: (B, K, A) last hidden states.
+
+        Returns:
+            (B, K, V) logits over the augmenting model's vocabulary.
+        """
+        head = cast("nn.Module", self.backbone.model.get_output_embeddings())
         return head(last)
 
     def _run(self, aligned: AlignedInputs, own_cache: Cache | None) -> tuple[list[Tensor] | None, Tensor | None]:
-        """The states of each pair, and the last ones; None if there is nothing new to read."""
+        """Return the states of each pair and the last states; None if there is nothing new to read."""
         if aligned.inputs is None:
             return None, None
         self._check_length(aligned.inputs, own_cache)
-        inputs = aligned.inputs | {"past_key_values": own_cache, "use_cache": own_cache is not None}
-        mask, model = inputs["attention_mask"], self.backbone.model
-        if mask is not None and mask.dim() == 4 and model.config._attn_implementation != "sdpa":
-            lowest = torch.full((), torch.finfo(model.dtype).min, dtype=model.dtype, device=mask.device)
-            inputs["attention_mask"] = torch.where(mask, lowest.new_zeros(()), lowest)  # only SDPA takes booleans
-        with torch.no_grad(), self._tap_hooks.announce(attention_mask=None) as calls:  # its taps read no padding
-            last = model.base_model(**inputs)[0]
-        return [calls[0].scratch["states", layer] for layer in self._layers], last
+        inputs: dict[str, object] = {
+            **aligned.inputs,
+            "attention_mask": self._attention_mask(aligned.inputs["attention_mask"]),
+            "past_key_values": own_cache,
+            "use_cache": own_cache is not None,
+        }
+        # The taps of the augmenting model do not read padding, so that they need no mask.
+        with torch.no_grad(), self._tap_hooks.announce(attention_mask=None) as calls:
+            last = self.backbone.model.base_model(**inputs)[0]
+        states = [calls[0].scratch["states", layer] for layer in self._layers]
+        return states, last
 
-    def _check_length(self, inputs: dict[str, Any], own_cache: Cache | None) -> None:
-        config = self.backbone.sites.config
-        needed = inputs["input_ids"].shape[1] + (0 if own_cache is None else int(own_cache.get_seq_length()))
-        limits: list[int | None] = [max_sequence_length(self.backbone)]
-        has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-        if isinstance(self._alignment, CharacterAlignment) and has_window:
-            limits.append(getattr(config, "sliding_window", None))  # the tree's mask has no window
-        limit = min(size for size in limits if size)
-        if needed > limit and inputs["position_ids"] is not None:  # padding has columns but no positions
-            needed = int(inputs["position_ids"].max()) + 1
+    def _attention_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Return the mask in the form that the model's attention accepts: only SDPA takes booleans."""
+        model = self.backbone.model
+        if mask is None or mask.dim() < 4 or model.config._attn_implementation == "sdpa":
+            return mask
+        lowest = torch.full((), torch.finfo(model.dtype).min, dtype=model.dtype, device=mask.device)
+        return torch.where(mask, lowest.new_zeros(()), lowest)
+
+    def _check_length(self, inputs: Mapping[str, Tensor | None], own_cache: Cache | None) -> None:
+        limit = self._max_length()
+        needed = cast("Tensor", inputs["input_ids"]).shape[1]
+        if own_cache is not None:
+            needed += int(own_cache.get_seq_length())
+        positions = inputs["position_ids"]
+        if needed > limit and positions is not None:  # padding has columns but no positions
+            needed = int(positions.max()) + 1
         if needed > limit:
             raise GraftError(
-                f"The augmenting model {self.name} reads at most {limit} tokens, and the text has {needed}: "
-                "shorten the text."
+                f"The augmenting model {self.name} reads at most {limit} tokens, but the text has {needed}: shorten "
+                "the text."
             )
 
-    def _cache_layers(
-        self, cache: Cache | None
-    ) -> tuple[Cache | None, Sequence[CacheLayerMixin] | None, StateLayer | None]:
-        """This model's layers in a generation's cache: its own, each pair's, and the state of a character alignment."""
+    def _max_length(self) -> int:
+        config = self.backbone.sites.config
+        limit = max_sequence_length(self.backbone)
+        layer_types = getattr(config, "layer_types", None)
+        has_window = not layer_types or "sliding_attention" in layer_types
+        window = getattr(config, "sliding_window", None)
+        if self._by_characters and has_window and window:
+            # The mask of the tree replaces that of the window, so a longer text would be read without a window.
+            limit = min(limit, window)
+        return limit
+
+    def _cache_layers(self, cache: Cache | None) -> _CacheLayers:
+        """Return this model's layers in the cache of a generation; the first call appends them.
+
+        All layers keep the full past, even those of a sliding window: these layers do not exist yet when `generate`
+        prepares the cache's layers for cropping.
+        """
         if cache is None:
-            return None, None, None
-        own, pairs = self._own_layers, len(self._layers)
-        has_state = isinstance(self._alignment, CharacterAlignment)
-        # All layers keep the full past, even with sliding windows: when `generate` asks layers to record what they
-        # drop, so that they can be cropped, these do not exist yet.
-        layer_class = _UncroppableLayer if has_state or self._prompt_only else DynamicLayer
-        new_layers = iter([layer_class] * (own + pairs) + [StateLayer] * has_state)
-        owner = f"{self.name} {id(self)}"
-        indices = slots(cache, owner, own + pairs + has_state, self._anchor_layers, lambda: next(new_layers)())
-        layers: list[Any] = [cache.layers[index] for index in indices]
-        layers[0].counts_tokens = layer_class is DynamicLayer
-        return Cache(layers=layers[:own]) if own else None, layers[own : own + pairs], layers[-1] if has_state else None
+            return _CacheLayers()
+        is_croppable = not self._by_characters and not self._prompt_only
+        layer_class = DynamicLayer if is_croppable else _UncroppableLayer
+        own = self._own_layers
+        attention_layers = own + len(self._layers)
+        classes: list[type[CacheLayerMixin]] = [layer_class] * attention_layers
+        if self._by_characters:
+            classes.append(StateLayer)
+        remaining = iter(classes)
+
+        def next_layer() -> CacheLayerMixin:
+            return next(remaining)()
+
+        indices = slots(
+            cache,
+            owner=f"{self.name} {id(self)}",
+            count=len(classes),
+            backbone_layers=self._anchor_layers,
+            make=next_layer,
+        )
+        layers = [cache.layers[index] for index in indices]
+        layers[0].counts_tokens = is_croppable  # type: ignore[attr-defined]  # read by `counted_tokens`
+        return _CacheLayers(
+            own=Cache(layers=layers[:own]) if own else None,
+            pairs=layers[own:attention_layers],
+            state=cast("StateLayer", layers[-1]) if self._by_characters else None,
+        )
+
+
+def _recording_tap(layer: int) -> Tap:
+    """Return a tap that records the hidden states after a layer."""
+    return Tap(
+        site=Site("layer", layer),
+        when="after",
+        act="replace",
+        function=partial(_record, layer),
+    )
 
 
 def _record(layer: int, call: Call, inputs: Tensor, outputs: Tensor) -> None:
     call.scratch["states", layer] = outputs
 
 
+def _prepare_nothing(call: Call) -> None:
+    pass
+
+
+def _check_model(name: str, augmenting: Backbone, anchor: Backbone) -> None:
+    if augmenting.model is anchor.model:
+        raise GraftError(
+            f"The augmenting model {name} is the backbone itself: load it a second time, or name another model."
+        )
+    if anchor.sites.family.causal and not augmenting.sites.family.causal:
+        raise GraftError(
+            f"The augmenting model {name} ({augmenting.sites.model_type}) is not causal, so its states would reveal "
+            "the tokens that the backbone has to predict: name a causal language model."
+        )
+
+
 def choose_alignment(
-    name: str, augmenting: Backbone, anchor: Backbone, config: CompositionConfig
+    name: str,
+    augmenting: Backbone,
+    anchor: Backbone,
+    config: CompositionConfig,
 ) -> PositionAlignment | CharacterAlignment:
-    """The alignment of the tokens of both models; a `GraftError` if they can't be aligned as configured."""
-    prompt_only, causal = config.refresh == "prompt", anchor.sites.family.causal
+    """Choose how the tokens of an augmenting model and of the anchor are aligned.
+
+    Args:
+        name: name of the augmenting model in error messages.
+        augmenting: the augmenting model.
+        anchor: the backbone of the composition.
+        config: configuration of the composition; `alignment: auto` compares the tokenizers.
+
+    Raises:
+        GraftError: if the tokens cannot be aligned as configured.
+    """
+    prompt_only = config.refresh == "prompt"
+    causal = anchor.sites.family.causal
     alignment = config.alignment
     if alignment == "auto":
-        alignment = "position" if same_tokenizer(anchor.tokenizer, augmenting.tokenizer) else "characters"
+        is_shared = same_tokenizer(anchor.tokenizer, augmenting.tokenizer)
+        alignment = "position" if is_shared else "characters"
     if alignment == "position":
-        known = len(augmenting.model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an Embedding's, a matrix
-        used = len(anchor.tokenizer) if anchor.tokenizer is not None else int(anchor.sites.config.vocab_size)
-        if known < used:
-            raise GraftError(
-                f"The backbone's tokens go up to {used - 1}, and the augmenting model {name} has {known} embeddings: "
-                "set alignment to characters, or name a model with the same tokenizer."
-            )
-        return PositionAlignment(causal, prompt_only)
+        _check_vocabulary(name, augmenting, anchor)
+        return PositionAlignment(causal=causal, prompt_only=prompt_only)
     if not causal:
         raise GraftError(
-            f"The backbone ({anchor.sites.model_type}) is not causal, and its tokenizer is not that of {name}: "
-            "tokens are matched by characters for causal language models only; name a model with the same tokenizer."
+            f"The backbone ({anchor.sites.model_type}) is not causal, and its tokenizer is not that of {name}, but "
+            "tokens are matched by characters for causal language models only: name a model with the same tokenizer."
         )
-    return CharacterAlignment(anchor.need_tokenizer(), augmenting.need_tokenizer(), prompt_only=prompt_only, name=name)
+    return CharacterAlignment(
+        anchor=anchor.need_tokenizer(),
+        augmenting=augmenting.need_tokenizer(),
+        prompt_only=prompt_only,
+        name=name,
+    )
+
+
+def _check_vocabulary(name: str, augmenting: Backbone, anchor: Backbone) -> None:
+    """Raise `GraftError` if the augmenting model lacks embeddings for tokens of the anchor."""
+    embeddings = cast("Tensor", augmenting.model.get_input_embeddings().weight)
+    known = len(embeddings)
+    used = int(anchor.sites.config.vocab_size) if anchor.tokenizer is None else len(anchor.tokenizer)
+    if known < used:
+        raise GraftError(
+            f"The backbone's tokens go up to {used - 1}, but the augmenting model {name} has {known} embeddings: "
+            "set alignment to characters, or name a model with the same tokenizer."
+        )
 
 
 def same_tokenizer(first: PreTrainedTokenizerBase | None, second: PreTrainedTokenizerBase | None) -> bool:
-    """Whether two tokenizers give the same ids; a model without a tokenizer is assumed to share the other's."""
+    """Return whether two tokenizers give the same ids.
+
+    A model without a tokenizer is assumed to have the same tokenizer as the other model.
+    """
     if first is None or second is None:
         return True
     return first.get_vocab() == second.get_vocab() and _rules(first) == _rules(second)
 
 
-def _rules(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What determines a fast tokenizer's ids beside its vocabulary, such as merges."""
+def _rules(tokenizer: PreTrainedTokenizerBase) -> object:
+    """Return what determines a tokenizer's ids in addition to its vocabulary, such as merges."""
     if not tokenizer.is_fast:
         return type(tokenizer).__name__
     state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it

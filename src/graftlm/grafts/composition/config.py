@@ -18,14 +18,14 @@ Pair = tuple[int, int]  # (layer of the augmenting model, layer of the anchor), 
 
 
 class AugmentingConfig(Config):
-    """One augmenting model.
+    """Configuration of one augmenting model.
 
     Args:
-        name: causal language model: hub name or folder.
-        stride: pairs every stride-th layer of this model, its last layer included. Default: the graft's stride.
-        pairs: (its layer, the anchor's layer), counted from 0, instead of a stride.
-        dtype: dtype of its weights; `auto` keeps the checkpoint's.
-        trust_remote_code: run model code that comes with the checkpoint.
+        name: name on the hub, or folder, of a causal language model.
+        stride: pairs every stride-th layer of this model, its last layer included. Default: the stride of the graft.
+        pairs: pairs (layer of this model, layer of the anchor), counted from 0, instead of a stride.
+        dtype: dtype of the weights; `auto` keeps the dtype of the checkpoint.
+        trust_remote_code: whether to run model code that comes with the checkpoint.
     """
 
     name: str = Field(min_length=1)
@@ -41,17 +41,18 @@ class CompositionConfig(GraftConfig):
     Args:
         augmenting: the augmenting models by name.
         stride: pairs every stride-th layer of each augmenting model with a layer of the anchor, evenly spaced.
-        heads: number of cross-attention heads. Default: the anchor's number of attention heads.
+        heads: number of heads of each cross-attention. Default: the number of attention heads of the anchor.
         init: `zero`: the untrained composition equals the anchor. `paper`: all matrices are random.
         norm: `pre`: RMS norms of the anchor's states and of the projected states before attention.
         positions: `none`: no positions, as in the paper. `rotary`: rotary positions of queries and keys. `local`:
             rotary, and half of the heads initially attend to the most recent token.
-        refresh: what the augmenting models read: `every` token, or only the `prompt`, as encoders.
-        alignment: matching of tokens: by `position` (one tokenizer), by `characters` (two tokenizers), or `auto`.
-        qk_norm: RMS norms of each head's queries and keys, so that attention can't saturate.
-        cross: whether there are cross-attentions; without them, the readout alone is trained.
+        refresh: what the augmenting models read: `every` token, or only the `prompt`, like an encoder.
+        alignment: how tokens are matched: by `position` (one tokenizer), by `characters` (two tokenizers), or `auto`,
+            which compares the tokenizers.
+        qk_norm: RMS norms of the queries and keys of each head, so that large values cannot saturate the softmax.
+        cross: whether there are cross-attentions; without them, only the readout is trained.
         readout: `mixture`: a gate mixes the next-token distributions of the anchor and of the augmenting models, which
-            share a tokenizer. `none`: the anchor's alone.
+            must have the anchor's tokenizer. `none`: the distribution is the anchor's.
     """
 
     kind: Literal["composition"] = "composition"
@@ -71,7 +72,8 @@ class CompositionConfig(GraftConfig):
     @classmethod
     def _check_names(cls, value: dict[str, AugmentingConfig]) -> dict[str, AugmentingConfig]:
         for name in value:
-            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or hasattr(nn.ModuleDict, name):
+            is_word = re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name)
+            if not is_word or hasattr(nn.ModuleDict, name):
                 raise ValueError(
                     f"the augmenting model's name {name!r} can't be used: use letters, digits, - and _, such as french"
                 )

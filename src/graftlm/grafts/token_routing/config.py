@@ -16,7 +16,7 @@ Combination = Literal["exact", "linear"]
 
 
 class ExpertConfig(Config):
-    """One expert: an existing LoRA adapter (`path`), or a new one that is trained here (`rank`).
+    """Configuration of one expert: an existing LoRA adapter (`path`), or a new one that is trained (`rank`).
 
     Args:
         path: folder that PEFT's `save_pretrained` wrote, or OWNER/NAME on the hub.
@@ -25,8 +25,8 @@ class ExpertConfig(Config):
         targets: modules that a new expert changes: attention, ffn, embedding, or the last parts of module names, such
             as q_proj.
         texts: examples of the expert's domain. The centroid is the mean of their embeddings.
-        sources: files with further examples, in the form of a recipe's `data` sources.
-        sha256: hash of the adapter's tensor file; written when the graft is saved.
+        sources: files with further examples, in the form of the `data` sources of a recipe.
+        sha256: SHA-256 of the adapter's tensor file, which is written when the graft is saved.
     """
 
     path: str | None = None
@@ -47,21 +47,21 @@ class ExpertConfig(Config):
 
 
 class EmbedderConfig(Config):
-    """The model that embeds text for routing.
+    """Configuration of the model that embeds text for routing.
 
     Args:
-        name: `backbone` for the mean of the backbone's own hidden states, or a sentence-transformers model by name or
-            folder.
-        layers: which hidden states of the backbone, numbered as in transformers. 0: token embeddings, at no cost. n:
-            after the n-th layer. -1: the last, behind the final norm. States come from a separate pass of the bare
-            backbone over those layers.
-        whiten: whiten vectors by the covariance of the examples within their domains. Default: only for `backbone`,
-            where an expert has several examples.
-        centre: subtract the mean of all centroids before comparing. Default: only for `backbone`, whose vectors share
-            one dominant direction.
-        centroids: number of centroids of each expert, by k-means of its examples; `all`: every example is one. The
-            score of an expert is that of its best centroid.
-        trust_remote_code: run code that comes with a sentence-transformers model.
+        name: `backbone` for the mean of the backbone's own hidden states, or the name or folder of a
+            sentence-transformers model.
+        layers: number of the backbone's hidden states, as in transformers. 0: token embeddings, at no cost. n: after
+            the n-th layer. -1: the last, after the final norm. The states are computed in a separate pass of the bare
+            backbone over these layers.
+        whiten: whether to whiten vectors by the covariance of the examples within their domains. Default: only for
+            `backbone`, and only if an expert has several examples.
+        centre: whether to subtract the mean of all centroids before vectors are compared. Default: only for `backbone`,
+            whose vectors share one dominant direction.
+        centroids: number of centroids of each expert, by k-means of its examples; `all` makes every example a centroid.
+            The score of an expert is that of its best centroid.
+        trust_remote_code: whether to run code that comes with a sentence-transformers model.
     """
 
     name: str = Field("backbone", min_length=1)
@@ -77,35 +77,37 @@ class EmbedderConfig(Config):
 
     @property
     def whitens(self) -> bool:
-        """Whether vectors are whitened, where the examples allow it."""
-        return self.name == "backbone" if self.whiten is None else self.whiten
+        """Whether vectors are whitened if the examples allow it."""
+        if self.whiten is None:
+            return self.name == "backbone"
+        return self.whiten
 
 
 class TokenRoutingConfig(GraftConfig):
-    """Configuration of a routing between LoRA experts.
+    """Configuration of the routing between LoRA experts.
 
     Args:
         experts: the experts by name.
         embedder: the model that embeds the text.
-        policy: `softmax`: softmax of the cosines over `temperature`. `nearest`, the paper's: the largest cosine is
-            multiplied by `boost` before a softmax. `discriminant`: softmax of linear discriminant scores over
-            `temperature`; every expert needs several examples.
-        temperature: of `softmax`, by default 0.03, and of `discriminant`, by default 1.
-        boost: of the `nearest` policy.
+        policy: `softmax`: softmax of the cosines divided by `temperature`. `nearest`, as in the paper: the largest
+            cosine is multiplied by `boost` before a softmax. `discriminant`: softmax of linear discriminant scores
+            divided by `temperature`; every expert needs several examples.
+        temperature: temperature of `softmax` (default: 0.03) and of `discriminant` (default: 1).
+        boost: factor of the `nearest` policy.
         top: number of largest weights to keep. Default: all.
-        threshold: minimum cosine. Below it no expert is used, and the bare backbone predicts.
+        threshold: minimum cosine. If all cosines are smaller, no expert is used, and the bare backbone predicts.
         every: k, the number of tokens between two updates of the weights.
-        reads: text that is embedded: `all` text so far, or the `prompt` only.
-        window: number of most recent tokens of that text. Default: all of them.
+        reads: text that is embedded: `all` text so far, or only the `prompt`.
+        window: number of most recent tokens of that text that are embedded. Default: all of them.
         prompt: `whole`: all tokens of a prompt have the weights of the whole prompt. `causal`: each token has the
             weights of the text before it.
-        cache: treatment of keys and values when weights change. `keep`: earlier tokens keep theirs. `recompute`: a full
-            pass computes them again at each change.
+        cache: what happens to keys and values when weights change. `keep`: earlier tokens keep theirs. `recompute`: a
+            full pass computes them again at each change.
         combination: `exact`: weighted sum of the experts' updates. `linear`, as published: the factors are summed
             before they are multiplied.
-        fixed: weights of the experts by name, which add up to at most 1, for every token in place of a route. The
-            bare backbone has the rest.
-        bundle: save the experts' factors in the artefact, instead of their paths and hashes.
+        fixed: weights of the experts by name for every token, instead of a route. Their sum is at most 1, and the bare
+            backbone has the rest.
+        bundle: whether to save the experts' factors in the artefact, instead of their paths and hashes.
     """
 
     kind: Literal["token-routing"] = "token-routing"
@@ -126,27 +128,30 @@ class TokenRoutingConfig(GraftConfig):
     bundle: bool = False
 
     def _problems(self) -> Iterator[str]:
+        fixed = self.fixed or {}
         if self.reads == "prompt" and self.prompt == "causal":
             yield "reads: prompt uses one route for the whole prompt: set prompt to whole"
-        for name in (self.fixed or {}).keys() - self.experts.keys():
-            yield f"fixed names {name}, and there is no such expert{did_you_mean(name, self.experts)}"
-        if sum((self.fixed or {}).values()) > 1 + 1e-6:
+        for name in fixed.keys() - self.experts.keys():
+            yield f"fixed names {name}, but there is no such expert{did_you_mean(name, self.experts)}"
+        if sum(fixed.values()) > 1 + 1e-6:
             yield "the weights of fixed add up to more than 1: lower them"
-        if self.policy == "discriminant" and self.threshold is not None:
-            yield "threshold is a cosine, and policy: discriminant has none: leave threshold out"
-        if self.policy == "discriminant" and self.embedder.whiten is False:
-            yield "policy: discriminant divides by the covariance of the examples: leave whiten out"
+        if self.policy == "discriminant":
+            if self.threshold is not None:
+                yield "threshold is a cosine, but policy: discriminant computes no cosines: leave threshold out"
+            if self.embedder.whiten is False:
+                yield "policy: discriminant divides by the covariance of the examples: leave whiten out"
 
     @property
     def whitens(self) -> bool:
-        """Whether vectors are whitened, where the examples allow it."""
+        """Whether vectors are whitened if the examples allow it."""
         return self.policy == "discriminant" or self.embedder.whitens
 
     @field_validator("experts")
     @classmethod
     def _check_names(cls, value: dict[str, ExpertConfig]) -> dict[str, ExpertConfig]:
         for name in value:
-            if name == "none" or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+            is_word = re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name)
+            if name == "none" or not is_word:
                 raise ValueError(
                     f"the expert's name {name!r} can't be used: use letters, digits, - and _, such as maths; the name "
                     "none is reserved for the bare backbone"

@@ -11,7 +11,7 @@ Shape suffixes: B rows, T tokens, E experts, R sum of ranks, d inputs, o outputs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +27,13 @@ _CACHED_STACKS = 4  # stacks of expert subsets that a module caches: routes chan
 
 
 class AdapterLayout(NamedTuple):
-    """The experts of a stack, in order, with their ranks and scales."""
+    """The experts of a stack in order, with their ranks and scales.
+
+    Args:
+        experts: number of each expert.
+        ranks: rank of each expert.
+        scales: factor s_e of each expert's update.
+    """
 
     experts: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -36,10 +42,11 @@ class AdapterLayout(NamedTuple):
 
 @dataclass
 class RouteWeights:
-    """The experts' weights in one pass.
+    """The weights of the experts in one pass.
 
-    Attributes:
-        weights: (B, T, E); T is 1 where all tokens share them. The remainder to 1 belongs to the bare backbone.
+    Args:
+        weights: (B, T, E), where T is 1 if all tokens have the same weights. The remainder to 1 is the weight of the
+            bare backbone.
         active: experts with a nonzero weight anywhere in the pass; None for all.
     """
 
@@ -49,23 +56,46 @@ class RouteWeights:
 
     @classmethod
     def of(cls, weights_BTE: Tensor, *, sparse: bool) -> RouteWeights:
-        """From weights; with `sparse`, experts without any weight are skipped, which reads the weights."""
+        """Build the weights of a pass.
+
+        Args:
+            weights_BTE: weight of each expert.
+            sparse: whether to skip experts without any weight; the weights must be read for that.
+        """
         if not sparse:
             return cls(weights_BTE)
-        used = (weights_BTE != 0).flatten(0, 1).any(0).nonzero().flatten().tolist()
-        return cls(weights_BTE, frozenset(used) if len(used) < weights_BTE.shape[-1] else None)
+        is_used_E = (weights_BTE != 0).flatten(0, 1).any(0)
+        used = is_used_E.nonzero().flatten().tolist()
+        if len(used) == weights_BTE.shape[-1]:
+            return cls(weights_BTE)
+        return cls(weights_BTE, active=frozenset(used))
 
     def scaled(self, layout: AdapterLayout, like: Tensor, *, root: bool = False) -> Tensor:
-        """(B, T, R): w_e s_e, or its square root, repeated by rank; computed once per pass and layout."""
+        """Compute w_e s_e for each column of a stack, once per pass and layout.
+
+        Args:
+            layout: the experts of the stack.
+            like: tensor whose dtype and device the result has.
+            root: whether to compute the square root of w_e s_e.
+
+        Returns:
+            (B, T, R) factors; those of an expert are repeated by its rank.
+        """
         key = (layout, like.dtype, like.device, root)
         if key not in self._scaled:
-            weights = self.weights.to(like.device)
-            parts = []  # no tensor of scales or ranks, whose copy to a GPU would wait for it
-            for expert, rank, scale in zip(*layout, strict=True):
-                own = weights[..., expert, None] * scale
-                parts.append((own.sqrt() if root else own).to(like.dtype).expand(*weights.shape[:-1], rank))
-            self._scaled[key] = torch.cat(parts, -1)
+            self._scaled[key] = self._compute_scaled(layout, like, root=root)
         return self._scaled[key]
+
+    def _compute_scaled(self, layout: AdapterLayout, like: Tensor, *, root: bool) -> Tensor:
+        weights = self.weights.to(like.device)
+        parts = []
+        # A loop, because copying a tensor of scales or ranks to a GPU would wait for the GPU.
+        for expert, rank, scale in zip(*layout, strict=True):
+            own = weights[..., expert, None] * scale
+            if root:
+                own = own.sqrt()
+            parts.append(own.to(like.dtype).expand(*weights.shape[:-1], rank))
+        return torch.cat(parts, -1)
 
 
 class _StackedFactors(NamedTuple):
@@ -79,51 +109,76 @@ class _StackedFactors(NamedTuple):
 class MixedProjection(nn.Module):
     """The experts that change one module.
 
-    Outside training, each expert's factors are views of one stack, so that they are in memory once.
+    Outside of training, the factors of all experts are views of one stack, so that they are in memory only once.
 
     Args:
-        factors: by the expert's number.
+        factors: factors of each expert, by the number of the expert.
         target: sizes of the module.
-        combination: `exact`, or `linear`: (sum of sqrt(w_e s_e) B_e) (sum of sqrt(w_e s_e) A_e) x, with cross terms.
+        combination: `exact`, or `linear`: (sum of sqrt(w_e s_e) B_e) (sum of sqrt(w_e s_e) A_e) x, which has cross
+            terms between the experts.
         trained: numbers of the experts that are trained.
     """
 
     def __init__(
-        self, factors: Mapping[int, Factors], target: ExpertTarget, combination: Combination, trained: frozenset[int]
+        self,
+        factors: Mapping[int, Factors],
+        target: ExpertTarget,
+        combination: Combination,
+        trained: frozenset[int],
     ) -> None:
         super().__init__()
-        self.target, self.combination = target, combination
+        self.target = target
+        self.combination = combination
         experts = tuple(sorted(factors))
-        ranks, scales = (tuple(factors[e].a.shape[0] for e in experts), tuple(factors[e].scale for e in experts))
-        self.layout = AdapterLayout(experts, ranks, scales)
-        self.a = nn.ParameterList(nn.Parameter(factors[e].a, requires_grad=e in trained) for e in experts)
-        self.b = nn.ParameterList(nn.Parameter(factors[e].b, requires_grad=e in trained) for e in experts)
+        self.layout = AdapterLayout(
+            experts=experts,
+            ranks=tuple(len(factors[expert].a) for expert in experts),
+            scales=tuple(factors[expert].scale for expert in experts),
+        )
+        self.a = nn.ParameterList()
+        self.b = nn.ParameterList()
+        for expert in experts:
+            is_trained = expert in trained
+            self.a.append(nn.Parameter(factors[expert].a, requires_grad=is_trained))
+            self.b.append(nn.Parameter(factors[expert].b, requires_grad=is_trained))
         self._trains = not trained.isdisjoint(experts)
         self._full_stack: _StackedFactors | None = None
         self._subset_stacks: dict[tuple[int, ...], _StackedFactors] = {}
 
     def factors(self, expert: int) -> Factors:
-        """The factors of one expert."""
+        """Return the factors of one expert.
+
+        Args:
+            expert: number of the expert.
+        """
         index = self.layout.experts.index(expert)
         return Factors(self.a[index], self.b[index], self.layout.scales[index])
 
     def forward(self, x: Tensor, routes: RouteWeights) -> Tensor | None:
-        """The weighted sum of updates, (B, T, o); None where no expert has a weight.
+        """Compute the weighted sum of the updates.
 
-        x is (B, T, d), or (B, T) token ids for an embedding; it may hold only the last tokens of the pass.
+        Args:
+            x: (B, T, d) inputs of the module, or (B, T) token ids for an embedding. It may hold only the last tokens of
+                the pass.
+            routes: weights of the experts in the pass.
+
+        Returns:
+            (B, T, o); None where no expert has a weight.
         """
         stack = self._active_stack(routes.active)
         if stack is None:
             return None
+        is_linear = self.combination == "linear"
         u_BTR = self._down(x, stack.a)
-        linear = self.combination == "linear"
-        weights = routes.scaled(stack.layout, u_BTR, root=linear)[:, -x.shape[1] :]
+        all_weights = routes.scaled(stack.layout, u_BTR, root=is_linear)
+        weights = all_weights[:, -x.shape[1] :]
         u_BTR = u_BTR * weights
-        if linear:
-            experts = len(stack.layout.experts)
-            u_BTR = u_BTR.unflatten(-1, (experts, -1)).sum(-2).repeat(1, 1, experts) * weights
+        if is_linear:
+            u_BTR = _add_experts(u_BTR, len(stack.layout.experts)) * weights
         delta = u_BTR @ stack.b.to(u_BTR.dtype)
-        return delta if self.target.scale == 1 else delta * self.target.scale
+        if self.target.scale == 1:
+            return delta
+        return delta * self.target.scale
 
     def _down(self, x: Tensor, a_Rd: Tensor) -> Tensor:
         if self.target.is_embedding:
@@ -132,41 +187,81 @@ class MixedProjection(nn.Module):
         return functional.linear(x.to(dtype), a_Rd.to(dtype))
 
     def _active_stack(self, active: frozenset[int] | None) -> _StackedFactors | None:
-        """The factors of the active experts; None when none of them changes this module."""
+        """Return the factors of the active experts; None if none of them changes this module."""
         if self._trains and torch.is_grad_enabled():
             return self._stack(self.layout.experts)
-        first, full = self.a[0], self._full_stack
-        if torch.compiler.is_compiling():  # without the check below, which compiled code can't make
-            return full or self._stack(self.layout.experts)
-        if full is None or first.untyped_storage()._cdata != full.a.untyped_storage()._cdata:
-            self._subset_stacks.clear()  # parameters were moved or replaced
-            full = self._full_stack = self._stack(self.layout.experts)
-            self._make_views(full)
+        if torch.compiler.is_compiling():
+            # Compiled code cannot compare the storages of tensors.
+            return self._full_stack or self._stack(self.layout.experts)
+        full = self._current_full_stack()
         if active is None or self._trains:
             return full
-        chosen = tuple(e for e in self.layout.experts if e in active)
-        if not chosen or len(chosen) == len(self.layout.experts):
-            return full if chosen else None
+        chosen = tuple(expert for expert in self.layout.experts if expert in active)
+        if not chosen:
+            return None
+        if len(chosen) == len(self.layout.experts):
+            return full
+        return self._subset_stack(chosen)
+
+    def _current_full_stack(self) -> _StackedFactors:
+        """Return the stack of all experts, which is built again if parameters were moved or replaced."""
+        full = self._full_stack
+        if full is None or not _share_storage(self.a[0], full.a):
+            self._subset_stacks.clear()
+            full = self._stack(self.layout.experts)
+            self._full_stack = full
+            self._make_views(full)
+        return full
+
+    def _subset_stack(self, chosen: tuple[int, ...]) -> _StackedFactors:
+        """Return the stack of some experts; the most recently built ones are cached."""
         if chosen not in self._subset_stacks:
             while len(self._subset_stacks) >= _CACHED_STACKS:
-                del self._subset_stacks[next(iter(self._subset_stacks))]
+                oldest = next(iter(self._subset_stacks))
+                del self._subset_stacks[oldest]
             self._subset_stacks[chosen] = self._stack(chosen)
         return self._subset_stacks[chosen]
 
     @torch.no_grad()
     def _make_views(self, stack: _StackedFactors) -> None:
+        """Replace the data of the parameters by views of the stack."""
         if len(self.a) == 1 or any(isinstance(parameter, DTensor) for parameter in self.a):
             return
-        for own, stacked in ((self.a, stack.a), (self.b, stack.b)):
-            for parameter, rows in zip(own, stacked.split(self.layout.ranks), strict=True):
-                parameter.data = rows
+        _set_data(self.a, stack.a.split(self.layout.ranks))
+        _set_data(self.b, stack.b.split(self.layout.ranks))
 
     def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
         factors = [self.factors(expert) for expert in experts]
-        ranks, scales = tuple(len(own.a) for own in factors), tuple(own.scale for own in factors)
-        a, b = (  # sharded or not
-            [p.full_tensor() if isinstance(p, DTensor) else p for p in own]
-            for own in zip(*((own.a, own.b) for own in factors), strict=True)
+        layout = AdapterLayout(
+            experts=experts,
+            ranks=tuple(len(own.a) for own in factors),
+            scales=tuple(own.scale for own in factors),
         )
-        layout = AdapterLayout(experts, ranks, scales)
-        return _StackedFactors(layout, *(a[0], b[0]) if len(a) == 1 else (torch.cat(a), torch.cat(b)))
+        return _StackedFactors(
+            layout=layout,
+            a=_concatenate([own.a for own in factors]),
+            b=_concatenate([own.b for own in factors]),
+        )
+
+
+def _add_experts(u_BTR: Tensor, experts: int) -> Tensor:
+    """Replace the part of each expert by the sum over the experts, which have equal ranks."""
+    sum_BTr = u_BTR.unflatten(-1, (experts, -1)).sum(-2)
+    return sum_BTr.repeat(1, 1, experts)
+
+
+def _share_storage(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _set_data(parameters: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part
+
+
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    """Concatenate factors, which are gathered if they are sharded. A single one is not copied."""
+    full = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+    if len(full) == 1:
+        return full[0]
+    return torch.cat(full)

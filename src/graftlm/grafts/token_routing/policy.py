@@ -23,107 +23,205 @@ Linear discriminant scores of centroids c_j, with equal priors, are products of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
 MINIMUM_SHRINKAGE = 1e-3
-"""Lower bound of a. Without it, directions absent from the examples would count without bound."""
-TEMPERATURES = {"softmax": 0.03, "discriminant": 1.0}  # where the config has none
+"""Lower bound of a. Without it, the weight of directions that are absent from the examples would be unbounded."""
+TEMPERATURES = {"softmax": 0.03, "discriminant": 1.0}
+"""Default temperature of each policy."""
+_K_MEANS_STEPS = 100  # at most
 
 
 def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
-    """(..., E) scores to (..., E + 1) weights that sum to one; the last weight is the bare backbone's.
+    """Turn the scores of the experts into weights.
 
     `softmax` and `discriminant`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost`
-    before a softmax; a negative one is divided by it, so that the nearest expert stays so. `top` breaks ties by order.
+    before a softmax; a negative one is divided by it, so that the nearest expert remains the nearest. With `top`, equal
+    weights are ordered by the number of the expert.
+
+    Args:
+        cosines: (..., E) scores, see `scores_of`.
+        config: configuration of the routing.
+
+    Returns:
+        (..., E + 1) weights that sum to one; the last weight is that of the bare backbone.
     """
     best = cosines.amax(-1, keepdim=True)
-    if config.policy != "nearest":
-        scores = cosines / (config.temperature or TEMPERATURES[config.policy])
+    if config.policy == "nearest":
+        weights = _boost_nearest(cosines, config.boost).softmax(-1)
     else:
-        boosted = torch.where(best > 0, best * config.boost, best / config.boost)
-        nearest = torch.zeros_like(cosines, dtype=torch.bool).scatter(-1, cosines.argmax(-1, keepdim=True), True)
-        scores = torch.where(nearest, boosted, cosines)
-    weights = scores.softmax(-1)
+        scores = cosines / (config.temperature or TEMPERATURES[config.policy])
+        weights = scores.softmax(-1)
     if config.top is not None and config.top < weights.shape[-1]:
-        values, indices = (x[..., : config.top] for x in weights.sort(dim=-1, descending=True, stable=True))
-        weights = torch.zeros_like(weights).scatter(-1, indices, values / values.sum(-1, keepdim=True))
-    bare = torch.zeros_like(best) if config.threshold is None else (best < config.threshold).to(weights.dtype)
-    return torch.cat([weights * (1 - bare), bare], dim=-1)
+        weights = _keep_largest(weights, config.top)
+    bare = torch.zeros_like(best)
+    if config.threshold is not None:
+        bare = (best < config.threshold).to(weights.dtype)
+    weights = weights * (1 - bare)
+    return torch.cat([weights, bare], dim=-1)
+
+
+def _boost_nearest(cosines: Tensor, boost: float) -> Tensor:
+    best = cosines.amax(-1, keepdim=True)
+    boosted = torch.where(best > 0, best * boost, best / boost)
+    nearest = cosines.argmax(-1, keepdim=True)
+    none = torch.zeros_like(cosines, dtype=torch.bool)
+    is_nearest = none.scatter(-1, nearest, True)
+    return torch.where(is_nearest, boosted, cosines)
+
+
+def _keep_largest(weights: Tensor, count: int) -> Tensor:
+    """Set all but the largest weights to zero, and normalise the others."""
+    ordered = weights.sort(dim=-1, descending=True, stable=True)
+    values = ordered.values[..., :count]
+    indices = ordered.indices[..., :count]
+    normalised = values / values.sum(-1, keepdim=True)
+    return torch.zeros_like(weights).scatter(-1, indices, normalised)
 
 
 def scores_of(
-    centroids_Md: Tensor, vectors: Tensor, centre_d: Tensor, whitener_Kd: Tensor | None = None, variance: Any = None
+    centroids_Md: Tensor,
+    vectors: Tensor,
+    centre_d: Tensor,
+    whitener_Kd: Tensor | None = None,
+    variance: Tensor | float | None = None,
 ) -> Tensor:
-    """(..., M) cosines of vectors (..., d) to the centroids, or with a variance a t their linear discriminant scores.
+    """Compute the scores of the centroids for vectors: cosines, or linear discriminant scores if there is a variance.
 
-    A zero vector, which stands for an empty text, has the score 0. `centre_d` is subtracted from both sides, which
-    shifts all discriminant scores alike. With a whitener, both sides are whitened.
+    A zero vector, which is the embedding of an empty text, has the score 0.
+
+    Args:
+        centroids_Md: the centroids.
+        vectors: (..., d) embeddings.
+        centre_d: subtracted from the centroids and the vectors; it shifts all discriminant scores equally.
+        whitener_Kd: the matrix V, with which the centroids and the vectors are whitened; None for no whitening.
+        variance: the number a t of the module's equations; None for cosines.
+
+    Returns:
+        (..., M) scores.
     """
     empty = (vectors == 0).all(-1, keepdim=True)
-    vectors, centroids_Md = vectors - centre_d, centroids_Md - centre_d
+    vectors = vectors - centre_d
+    centroids_Md = centroids_Md - centre_d
     if whitener_Kd is not None:
-        vectors, centroids_Md = whiten(vectors, whitener_Kd), whiten(centroids_Md, whitener_Kd)
+        vectors = whiten(vectors, whitener_Kd)
+        centroids_Md = whiten(centroids_Md, whitener_Kd)
     if variance is None:
-        scores = nn.functional.normalize(vectors, dim=-1) @ nn.functional.normalize(centroids_Md, dim=-1).T
+        directions = functional.normalize(vectors, dim=-1)
+        centroid_directions_Md = functional.normalize(centroids_Md, dim=-1)
+        scores = directions @ centroid_directions_Md.T
     else:
-        scores = (vectors @ centroids_Md.T - centroids_Md.square().sum(-1) / 2) / variance
+        biases_M = centroids_Md.square().sum(-1) / 2
+        scores = (vectors @ centroids_Md.T - biases_M) / variance
     return scores.masked_fill(empty, 0.0)
 
 
 def best_scores(scores: Tensor, owners_M: Tensor, experts: int) -> Tensor:
-    """(..., E) the largest of each expert's scores, from (..., M); `owners_M` are the centroids' experts."""
-    least = scores.new_full((*scores.shape[:-1], experts), -torch.inf)
-    return least.scatter_reduce(-1, owners_M.expand_as(scores), scores, "amax")
+    """Return the largest score of each expert.
+
+    Args:
+        scores: (..., M) scores of the centroids.
+        owners_M: number of the expert of each centroid.
+        experts: E, the number of experts.
+
+    Returns:
+        (..., E) scores.
+    """
+    shape = (*scores.shape[:-1], experts)
+    lowest = scores.new_full(shape, -torch.inf)
+    owners = owners_M.expand_as(scores)
+    return lowest.scatter_reduce(-1, owners, scores, "amax")
 
 
 def cluster(vectors_Nd: Tensor, count: int | str) -> Tensor:
-    """(at most count, d) centroids by k-means; for `all` the vectors themselves.
+    """Compute centroids by k-means, without random numbers.
 
-    It starts from the vector that is nearest to the mean, and then each time from the one that is farthest from all
-    chosen ones, so that it needs no random numbers. Equal vectors give one centroid.
+    The first initial centroid is the vector that is nearest to the mean; each following one is the vector that is
+    farthest from those that are already chosen. Equal vectors give one centroid.
+
+    Args:
+        vectors_Nd: vectors of the examples.
+        count: number of centroids, or `all` for the vectors themselves.
+
+    Returns:
+        (at most count, d) centroids.
     """
     if not isinstance(count, int):
         return vectors_Nd
     points = vectors_Nd.double()
-    centroids = points.mean(0, keepdim=True)
-    if count > 1:
-        centroids = points[(points - centroids).norm(dim=1).argmin()][None]
-    while len(centroids) < count and (distances := torch.cdist(points, centroids).amin(1)).max() > 1e-9:
-        centroids = torch.cat([centroids, points[int(distances.argmax())][None]])
-    for _ in range(100 if count > 1 else 0):
+    mean = points.mean(0, keepdim=True)
+    if count == 1:
+        return mean.to(vectors_Nd.dtype)
+    centroids = _initial_centroids(points, mean, count)
+    for _ in range(_K_MEANS_STEPS):
         nearest = torch.cdist(points, centroids).argmin(1)
-        means = torch.stack([points[nearest == k].mean(0) for k in nearest.unique()])
+        clusters = [points[nearest == k] for k in nearest.unique()]
+        means = torch.stack([own.mean(0) for own in clusters])
         if torch.equal(means, centroids):
             break
         centroids = means
     return centroids.to(vectors_Nd.dtype)
 
 
+def _initial_centroids(points: Tensor, mean: Tensor, count: int) -> Tensor:
+    first = (points - mean).norm(dim=1).argmin()
+    centroids = points[first][None]
+    while len(centroids) < count:
+        distances = torch.cdist(points, centroids).amin(1)
+        if not distances.max() > 1e-9:
+            break
+        farthest = int(distances.argmax())
+        centroids = torch.cat([centroids, points[farthest][None]])
+    return centroids
+
+
 def whiten(vectors: Tensor, whitener_Kd: Tensor) -> Tensor:
-    """(..., d) vectors, whitened: v - V^T V v."""
+    """Whiten vectors: v - V^T V v.
+
+    Args:
+        vectors: (..., d) vectors.
+        whitener_Kd: the matrix V.
+
+    Returns:
+        (..., d) whitened vectors.
+    """
     return vectors - (vectors @ whitener_Kd.T) @ whitener_Kd
 
 
 def fit_whitener(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(K, d) float32 matrix V and the number a t, from the example vectors (n, d) of each domain."""
+    """Estimate the within-domain covariance of examples.
+
+    Args:
+        groups: (n, d) example vectors of each domain.
+
+    Returns:
+        The matrix V (K, d) and the number a t of the module's equations, both in float32.
+
+    Raises:
+        GraftError: if no domain has examples that differ from each other.
+    """
     from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds to import
 
-    centred_Nd = torch.cat([group - group.mean(0) for group in groups]).double()
+    centred = [group - group.mean(0) for group in groups]
+    centred_Nd = torch.cat(centred).double()
     count, width = centred_Nd.shape
     _, singular_K, u_Kd = torch.linalg.svd(centred_Nd, full_matrices=False)
     s_K = singular_K.square() / count
     t = s_K.sum() / width
     if not t > 1e-12:
         raise GraftError(
-            "embedder.whiten needs examples of one expert that differ from each other, and none do: give each expert "
-            "several examples, or set whiten to false."
+            "The examples of each expert are equal, but embedder.whiten needs examples that differ from each other: "
+            "give each expert several examples, or set whiten to false."
         )
-    a = max(MINIMUM_SHRINKAGE, ledoit_wolf_shrinkage(centred_Nd.cpu().numpy(), assume_centered=True))
+    shrinkage = ledoit_wolf_shrinkage(centred_Nd.cpu().numpy(), assume_centered=True)
+    a = max(MINIMUM_SHRINKAGE, shrinkage)
     f_K = (a * t / (a * t + (1 - a) * s_K)).sqrt()
-    return ((1 - f_K).sqrt()[:, None] * u_Kd).float().contiguous(), (a * t).float()
+    lengths_K = (1 - f_K).sqrt()
+    whitener_Kd = lengths_K[:, None] * u_Kd
+    return whitener_Kd.float().contiguous(), (a * t).float()

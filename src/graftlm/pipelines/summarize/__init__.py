@@ -4,38 +4,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from graftlm.pipelines.summarize.batch import append_summaries, find_documents, pending_documents, summarize_many
+from graftlm.pipelines.summarize.default_selector import DefaultSelector
 from graftlm.pipelines.summarize.document import Section, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
-from graftlm.pipelines.summarize.ranking import DefaultSelector
 from graftlm.pipelines.summarize.readers import read_document, read_foreign_pdf, read_text
 from graftlm.pipelines.summarize.selection import Budget, Extract, LeadSelector, RankedSentence, Selector, select
 from graftlm.pipelines.summarize.summary import Summary, format_summary, summarize
 
 if TYPE_CHECKING:
-    from graftlm.pipelines.summarize.selector import (
+    from graftlm.pipelines.summarize.prompt_layout import CHAT_LAYOUT, PromptLayout
+    from graftlm.pipelines.summarize.selector_training import (
         SelectorExample,
         SelectorTrainingConfig,
-        TrainedSelector,
-        load_selector,
         selector_example,
         train_selector,
     )
-    from graftlm.pipelines.summarize.writer import (
-        CHAT_LAYOUT,
-        LanguageModelWriter,
-        PromptLayout,
-        SummaryDecoding,
-        WriterExample,
-        load_writer,
-        train_writer,
-    )
+    from graftlm.pipelines.summarize.trained_selector import TrainedSelector, load_selector
+    from graftlm.pipelines.summarize.writer import LanguageModelWriter, SummaryDecoding, load_writer
+    from graftlm.pipelines.summarize.writer_training import WriterExample, train_writer
 
-_SELECTOR = "SelectorExample SelectorTrainingConfig TrainedSelector load_selector selector_example train_selector"
-_WRITER = "CHAT_LAYOUT LanguageModelWriter PromptLayout SummaryDecoding WriterExample load_writer train_writer"
+# These names need torch and transformers, which are slow to import and which an extract does without.
+_LAZY_NAMES = {
+    "SelectorExample": "selector_training",
+    "SelectorTrainingConfig": "selector_training",
+    "TrainedSelector": "trained_selector",
+    "load_selector": "trained_selector",
+    "selector_example": "selector_training",
+    "train_selector": "selector_training",
+    "CHAT_LAYOUT": "prompt_layout",
+    "LanguageModelWriter": "writer",
+    "PromptLayout": "prompt_layout",
+    "SummaryDecoding": "writer",
+    "load_writer": "writer",
+    "WriterExample": "writer_training",
+    "train_writer": "writer_training",
+}
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in (("selector", _SELECTOR), ("writer", _WRITER)):  # an extract does without their slow imports
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_LAZY_NAMES[name]}")
+    return getattr(module, name)

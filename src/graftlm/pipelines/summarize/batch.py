@@ -1,7 +1,7 @@
-"""Summaries of many documents: some in memory at a time, and a JSON lines file that a later run continues.
+"""Summaries of many documents: a stream of results, and a JSON Lines file that a later run continues.
 
-A row is the JSON of one document's summary, or has the key `error`. In a file, a row also has the options of the run
-and the state of the document's file, so a later run can tell which rows are still valid.
+A row is the JSON of the summary of one document, or has the key `error`. In a file, a row also has the options of the
+run and the state of the document's file, by which a later run decides whether the row is still valid.
 """
 
 from __future__ import annotations
@@ -15,37 +15,56 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import DataError, GraftError, RecipeError
+from graftlm.errors import DataError, GraftError, RecipeError, first_line
 from graftlm.pipelines.summarize.readers import SUFFIXES
 from graftlm.pipelines.summarize.summary import Summary, summarize, summarize_batch
 
-_LARGE_FILE = 1_000_000  # bytes
+_ROW_TYPES = {"document": str, "options": dict, "file": dict}
+_LARGE_FILE = 1_000_000  # bytes of a document after which unreachable objects are freed
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryFailure:
-    """A document without a summary, and the error."""
+    """A document without a summary.
+
+    Attributes:
+        document: path of the file.
+        error: message of the error.
+    """
 
     document: str
     error: str
 
-    to_json = asdict
+    def to_json(self) -> dict[str, object]:
+        """Return the fields as a dictionary."""
+        return asdict(self)
 
 
 def summarize_many(paths: Iterable[Path], batch_size: int = 1, **arguments: Any) -> Iterator[Summary | SummaryFailure]:
-    """Summarize files with the `arguments` of `summarize`; only `batch_size` documents are in memory.
+    """Summarize files; at most `batch_size` documents are in memory.
 
-    The writer completes that many at once. Where one of them fails, each is completed alone.
+    Args:
+        paths: the files.
+        batch_size: number of documents that the writer completes in one batch. If the batch fails, each document is
+            completed alone.
+        **arguments: arguments of `summarize`.
     """
     paths = iter(paths)
     while batch := list(islice(paths, batch_size)):
-        results: list[Summary | SummaryFailure] = []
-        with suppress(Exception):  # which document failed, and why, is said when each is alone
-            results += summarize_batch(batch, **arguments) if len(batch) > 1 else []
+        summaries = _summarize_together(batch, arguments)
         for path in batch:
-            yield results.pop(0) if results else _summarize_or_fail(path, arguments)
+            yield summaries.pop(0) if summaries else _summarize_or_fail(path, arguments)
             if _file_state(path).get("bytes", 0) >= _LARGE_FILE:
-                gc.collect()  # parsers leave reference cycles behind that keep a document in memory
+                gc.collect()  # Parsers leave reference cycles, which would keep the document in memory.
+
+
+def _summarize_together(paths: Sequence[Path], arguments: Mapping[str, Any]) -> list[Summary]:
+    """Return the summaries of a batch, or none if it has one document or fails."""
+    if len(paths) > 1:
+        # Summarizing the documents alone then finds which one failed, and why.
+        with suppress(Exception):
+            return summarize_batch(paths, **arguments)
+    return []
 
 
 def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | SummaryFailure:
@@ -53,75 +72,113 @@ def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | Su
         return summarize(path, **arguments)
     except GraftError as error:
         return SummaryFailure(str(path), str(error))
-    except Exception as error:  # an unexpected error in one file must not stop the others
-        cause = str(error).splitlines()[0].rstrip(".") if str(error) else "no more is known"
-        return SummaryFailure(
-            str(path),
-            f"{path} could not be summarized ({type(error).__name__}: {cause}), which is a bug here or in a library: "
-            "leave it out, and report it.",
+    except Exception as error:
+        # An unexpected error in one file must not stop the others.
+        kind = type(error).__name__
+        cause = f"{kind}: {first_line(error)}" if str(error) else kind
+        message = (
+            f"{path} could not be summarized ({cause}), which is a bug in GraftLM or in a library: "
+            "exclude the file, and report the bug."
         )
+        return SummaryFailure(str(path), message)
 
 
 def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
-    """Yield files, and all documents below folders in the order of their names; each file once.
+    """Yield files, and all documents in folders and their subfolders in the order of their names; each file once.
 
-    `warn` receives one sentence for each file below a folder that no reader knows; hidden files are skipped in silence.
-    A folder without a document raises `DataError`.
+    Args:
+        paths: files and folders.
+        warn: receives a sentence for each file in a folder that no reader supports. Hidden files are skipped silently.
+
+    Raises:
+        DataError: a folder has no document.
     """
     seen: set[Path] = set()
     for path in paths:
         files = _documents_below(path, warn) if path.is_dir() else [path]
-        yield from (file for file in files if file not in seen)
-        seen.update(files)
+        for file in files:
+            if file not in seen:
+                seen.add(file)
+                yield file
 
 
 def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
-    documents = []
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+    documents: list[Path] = []
+    for file in sorted(folder.rglob("*")):
+        if not file.is_file():
+            continue
         if file.suffix.lower() in SUFFIXES:
             documents.append(file)
-        elif not any(part.startswith(".") for part in file.relative_to(folder).parts):
-            warn(f"{file} is skipped: no reader knows files that end in {file.suffix or file.name}.")
+        elif not _is_hidden(file.relative_to(folder)):
+            warn(f"{file} is skipped: no reader supports files that end in {file.suffix or file.name}.")
     if not documents:
-        raise DataError(f"{folder} has no document: files ending in {' '.join(SUFFIXES)} are expected.")
+        raise DataError(f"{folder} has no document: files that end in one of {' '.join(SUFFIXES)} are expected.")
     return documents
 
 
-def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, Any]) -> list[Path]:
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, object]) -> list[Path]:
     """Return the documents without a valid row in a file, after removing invalid rows from the file.
 
-    A row is invalid if it is cut off, has an error, or is older than its document's last change. Others stay there.
-    All rows of a file have the same `options`, the JSON of the run's options.
+    A row is invalid if it is truncated, has an error, or is older than the last change of its document. Rows of other
+    documents are kept.
 
-    Raises DataError if the file holds something else, and RecipeError if the rows of the file have other options.
+    Args:
+        out: the file of summaries; it may be missing.
+        paths: the documents.
+        options: JSON of the options of the run; all rows of a file have the same ones.
+
+    Raises:
+        DataError: the file has other content.
+        RecipeError: the rows of the file have other options.
     """
     by_name = {str(path): path for path in paths}
-    done = _keep_valid_rows(out, options, by_name) if out.is_file() else set()
+    if not out.is_file():
+        return list(by_name.values())
+    done = _keep_valid_rows(out, options, by_name)
     return [path for name, path in by_name.items() if name not in done]
 
 
 def append_summaries(
-    out: Path, paths: Sequence[Path], options: Mapping[str, Any], **arguments: Any
-) -> Iterator[dict[str, Any]]:
-    """Append a row for each document to a file, with the arguments of `summarize_many`, and yield the written row.
+    out: Path,
+    paths: Sequence[Path],
+    options: Mapping[str, object],
+    **arguments: Any,
+) -> Iterator[dict[str, object]]:
+    """Append a row for each document to a file, and yield the written row.
 
-    Raises `DataError` if the file can't be written.
+    Args:
+        out: the file of summaries.
+        paths: the documents.
+        options: JSON of the options of the run.
+        **arguments: arguments of `summarize_many`.
+
+    Raises:
+        DataError: the file can't be written.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = out.open("ab")
     except OSError as error:
-        raise DataError(f"{out} can't be written to ({error.strerror}): name another file for the summaries.") from None
+        raise DataError(f"{out} can't be written ({error.strerror}): name another file for the summaries.") from None
     with file:
-        for path, result in zip(paths, summarize_many(paths, **arguments), strict=True):
-            row = result.to_json() | {"options": dict(options), "file": _file_state(path)}
+        results = summarize_many(paths, **arguments)
+        for path, result in zip(paths, results, strict=True):
+            row = {
+                **result.to_json(),
+                "options": dict(options),
+                "file": _file_state(path),
+            }
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
             yield row
 
 
 def _file_state(path: Path) -> dict[str, int]:
-    """Return size and modification time in nanoseconds, or nothing for a missing file."""
+    """Return size and modification time in nanoseconds; empty for a missing file."""
     try:
         stat = path.stat()
     except OSError:
@@ -129,21 +186,19 @@ def _file_state(path: Path) -> dict[str, int]:
     return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
 
-def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, Path]) -> set[str]:
-    """Rewrite the file with its valid rows, one for each document; returns their documents."""
+def _keep_valid_rows(out: Path, options: Mapping[str, object], paths: Mapping[str, Path]) -> set[str]:
+    """Rewrite the file with its valid rows, one for each document; returns the names of their documents."""
     draft = out.with_name(f".{out.name}.part")
     done: set[str] = set()
     try:
         with out.open("rb") as old, draft.open("wb") as new:
-            for number, line in enumerate(old, 1):
+            for number, line in enumerate(old, start=1):
                 if not line.endswith(b"\n"):
-                    break  # an interruption cut the last line off
+                    break  # An interruption truncated the last line.
                 row = _parse_row(line, f"{out} line {number}")
                 _check_options(out, row["options"], options)
                 name = row["document"]
-                path = paths.get(name)
-                is_valid = path is None or ("error" not in row and row["file"] == _file_state(path))
-                if is_valid and name not in done:
+                if name not in done and _is_valid(row, paths.get(name)):
                     new.write(line)
                     done.add(name)
         draft.replace(out)
@@ -152,18 +207,26 @@ def _keep_valid_rows(out: Path, options: Mapping[str, Any], paths: Mapping[str, 
     return done
 
 
+def _is_valid(row: Mapping[str, object], path: Path | None) -> bool:
+    """Return whether a row is one of another document, or a summary of the current state of the document."""
+    if path is None:
+        return True
+    return "error" not in row and row["file"] == _file_state(path)
+
+
 def _parse_row(line: bytes, name: str) -> dict[str, Any]:
+    """Return a row with the keys `document`, `options` and `file`; DataError for other lines."""
     with suppress(ValueError, KeyError, TypeError):
         row = json.loads(line)
-        if isinstance(row["document"], str) and isinstance(row["options"], dict) and isinstance(row["file"], dict):
+        if all(isinstance(row[key], kind) for key, kind in _ROW_TYPES.items()):
             return row
-    raise DataError(f"{name} is no row of graft summarize --batch: name another file for the summaries.")
+    raise DataError(f"{name} was not written by graft summarize --batch: name another file for the summaries.")
 
 
-def _check_options(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _check_options(out: Path, old: Mapping[str, object], new: Mapping[str, object]) -> None:
     for name in {**new, **old}:
         if old.get(name) != new.get(name):
             raise RecipeError(
-                f"{out} holds summaries with {name} {old.get(name)}, but this run has {name} {new.get(name)}: name "
-                "another file, or use the same options."
+                f"The summaries in {out} have {name} {old.get(name)}, but this run has {name} {new.get(name)}: "
+                "name another file, or use the same options."
             )

@@ -1,4 +1,4 @@
-"""Sentence selection: a selector ranks sentences, and a hard budget limits the extract."""
+"""Sentence selection: a selector ranks sentences, and a budget limits the extract."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
-from operator import itemgetter
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from pydantic import Field
 
@@ -19,14 +17,24 @@ from graftlm.pipelines.summarize.text import split_words
 
 BudgetUnit = Literal["sentences", "words", "characters", "tokens"]
 _BUDGET = re.compile(r"\s*(\d+)\s*(s|sentences?|w|words?|c|characters?|t|tokens?)?\s*", re.IGNORECASE)
-_UNITS: dict[str, BudgetUnit] = {"s": "sentences", "w": "words", "c": "characters", "t": "tokens"}
-_LONG = 100  # sentences from which sections matter
-_MAX_REJECTED = 200  # sentences tried without success before the rest of a budget stays unused
+_UNITS: dict[str, BudgetUnit] = {
+    "s": "sentences",
+    "w": "words",
+    "c": "characters",
+    "t": "tokens",
+}
+_LONG = 100  # sentences above which `per_section` applies
+_MAX_REJECTED = 200  # sentences that do not fit, after which the rest of a budget is left unused
 
 
 @dataclass(frozen=True, slots=True)
 class RankedSentence:
-    """Index of a sentence in its document, and its score in the selector's own unit; higher is better."""
+    """A sentence with its score.
+
+    Attributes:
+        index: index of the sentence in its document.
+        score: score in the unit of the selector; higher is better.
+    """
 
     index: int
     score: float
@@ -37,40 +45,59 @@ class Selector(Protocol):
 
     @property
     def name(self) -> str:
-        """Name for people."""
+        """Human-readable name."""
         ...
 
     def rank(self, document: SourceDocument) -> Sequence[RankedSentence]:
-        """Return sentences of `document.selectable`, best first. A selector may leave sentences out."""
+        """Return sentences of `document.selectable`, best first. A selector may omit sentences."""
         ...
 
 
 class Budget(Config):
-    """Upper limit of an extract. Characters are those of the extract, with single spaces between sentences."""
+    """Upper limit of an extract.
+
+    Args:
+        amount: maximum size.
+        unit: unit of the size. Characters include the single spaces between sentences.
+    """
 
     amount: int = Field(10, ge=1)
     unit: BudgetUnit = "sentences"
 
     @classmethod
     def read(cls, text: str) -> Budget:
-        """Parse a budget of the command line, as `10s`, `200w`, `1200 characters`, `300t`, or raise `RecipeError`."""
+        """Parse a budget of the command line.
+
+        Args:
+            text: a number and a unit, such as `10s`, `200w`, `1200 characters` or `300t`.
+
+        Raises:
+            RecipeError: the text is not a budget.
+        """
         match = _BUDGET.fullmatch(text)
         if match is None or int(match[1]) < 1:
             raise RecipeError(
-                f"{text!r} is no budget: a number above 0 and a unit are expected, as 10s (sentences), "
+                f"{text!r} is not a budget: give a number above 0 and a unit, such as 10s (sentences), "
                 "200w (words), 1200c (characters) or 300t (tokens)."
             )
-        return cls(amount=int(match[1]), unit=_UNITS[(match[2] or "s")[0].lower()])
+        initial = (match[2] or "s")[0].lower()
+        return cls(amount=int(match[1]), unit=_UNITS[initial])
 
     def __str__(self) -> str:
-        return f"{self.amount:,} {self.unit if self.amount > 1 else self.unit[:-1]}"
+        unit = self.unit if self.amount > 1 else self.unit.removesuffix("s")
+        return f"{self.amount:,} {unit}"
 
 
 @dataclass(frozen=True)
 class Extract:
-    """Selected sentences of a document by their indices and scores, in document order.
+    """Selected sentences of a document, in document order.
 
     Attributes:
+        document: the document.
+        indices: indices of the sentences in the document.
+        scores: score of each sentence.
+        selector: name of the selector.
+        budget: limit of the extract.
         used: size of the extract in the budget's unit.
         notes: remarks for the user, one sentence each.
     """
@@ -93,15 +120,22 @@ class Extract:
         """The selected sentences as one paragraph."""
         return " ".join(sentence.text for sentence in self.sentences)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the sentences with their positions and scores, the selector and the budget."""
-        sections = self.document.sections
-        rows = [
-            {"index": index, **sentence.to_json(), "section": sections[sentence.section].title, "score": score}
-            for index, sentence, score in zip(self.indices, self.sentences, self.scores, strict=True)
-        ]
-        budget = self.budget.model_dump(mode="json") | {"used": self.used}
-        return {"selector": self.selector, "budget": budget, "sentences": rows}
+        rows = []
+        for index, sentence, score in zip(self.indices, self.sentences, self.scores, strict=True):
+            row = {
+                "index": index,
+                **sentence.to_json(),
+                "section": self.document.sections[sentence.section].title,
+                "score": score,
+            }
+            rows.append(row)
+        return {
+            "selector": self.selector,
+            "budget": {**self.budget.model_dump(mode="json"), "used": self.used},
+            "sentences": rows,
+        }
 
 
 def select(
@@ -115,61 +149,124 @@ def select(
 ) -> Extract:
     """Take sentences in ranked order while they fit. Sentences that do not fit and repeated sentences are skipped.
 
-    Once one did not fit, those with fewer than `min_filler` words are skipped too: they fill the budget and say little.
-    Of more than 100 sentences, the `per_section` best of each section come first.
+    Args:
+        document: the document.
+        selector: ranks its sentences.
+        budget: limit of the extract.
+        count_tokens: returns the number of tokens of a text; a budget in tokens needs it.
+        min_filler: minimum number of words of a sentence that is taken after another did not fit. Short sentences fill
+            the budget, but have little content.
+        per_section: in a ranking of more than 100 sentences, number of best sentences of each section that come first.
 
-    Raises `RecipeError` if no sentence fits, or the budget is in tokens and `count_tokens` is missing.
+    Raises:
+        RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
     """
     if budget.unit == "tokens" and count_tokens is None:
         raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in words.")
-
-    def size_with(index: int, text: str) -> int:
-        """Return the size of the extract with one more sentence."""
-        if budget.unit == "sentences":
-            return used + 1
-        if budget.unit == "words":
-            return used + len(split_words(text))
-        if count_tokens is None or budget.unit == "characters":
-            return used + len(text) + bool(texts)
-        return count_tokens(" ".join(text for _, text in sorted((texts | {index: text}).items())))
-
-    scores: dict[int, float] = {}
-    texts: dict[int, str] = {}
-    seen: set[str] = set()
-    used = rejected = 0
     ranking = selector.rank(document)
     if per_section is not None and len(ranking) > _LONG:
-        numbers: defaultdict[int, count[int]] = defaultdict(count)  # by section
-        sections = [document.sentences[ranked.index].section for ranked in ranking]
-        is_late = [next(numbers[section]) >= per_section for section in sections]
-        ranking = [ranked for _, ranked in sorted(zip(is_late, ranking, strict=True), key=itemgetter(0))]
+        ranking = _best_of_sections_first(document, ranking, per_section)
+    filling = _Filling(budget, count_tokens, min_filler)
     for ranked in ranking:
-        text = document.sentences[ranked.index].text
-        if text in seen:
-            continue
-        if rejected and scores and len(split_words(text)) < min_filler:
-            continue
-        size = size_with(ranked.index, text)
-        if size > budget.amount:
-            rejected += 1
-            if rejected == _MAX_REJECTED:
-                break
-            continue
-        scores[ranked.index], texts[ranked.index], used = ranked.score, text, size
-        seen.add(text)
-        if used == budget.amount:
+        filling.offer(ranked, document.sentences[ranked.index].text)
+        if filling.is_complete:
             break
-    if not scores and rejected:
+    if filling.rejected and not filling.scores:
         raise RecipeError(
             f"No sentence of {document.name} fits into a budget of {budget}: allow more, or count in sentences."
         )
-    notes = ()
+    indices = sorted(filling.scores)
+    return Extract(
+        document=document,
+        indices=tuple(indices),
+        scores=tuple(filling.scores[index] for index in indices),
+        selector=selector.name,
+        budget=budget,
+        used=filling.used,
+        notes=_selection_notes(document, len(indices)),
+    )
+
+
+class _Filling:
+    """The sentences of an extract that is being filled.
+
+    Attributes:
+        scores: score of each taken sentence by its index.
+        used: size in the budget's unit.
+        rejected: number of sentences that did not fit.
+    """
+
+    def __init__(self, budget: Budget, count_tokens: Callable[[str], int] | None, min_filler: int) -> None:
+        self.scores: dict[int, float] = {}
+        self.used = 0
+        self.rejected = 0
+        self._budget = budget
+        self._count_tokens = count_tokens
+        self._min_filler = min_filler
+        self._texts: dict[int, str] = {}
+        self._seen: set[str] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the budget is used, or too many sentences did not fit."""
+        return self.used == self._budget.amount or self.rejected == _MAX_REJECTED
+
+    def offer(self, ranked: RankedSentence, text: str) -> None:
+        """Take a sentence if it fits, and is neither repeated nor short filler."""
+        if text in self._seen:
+            return
+        is_filler = bool(self.rejected and self.scores)
+        if is_filler and len(split_words(text)) < self._min_filler:
+            return
+        size = self._size_with(ranked.index, text)
+        if size > self._budget.amount:
+            self.rejected += 1
+            return
+        self.scores[ranked.index] = ranked.score
+        self.used = size
+        self._texts[ranked.index] = text
+        self._seen.add(text)
+
+    def _size_with(self, index: int, text: str) -> int:
+        """Return the size of the extract with one more sentence."""
+        if self._budget.unit == "sentences":
+            return self.used + 1
+        if self._budget.unit == "words":
+            return self.used + len(split_words(text))
+        if self._budget.unit == "characters" or self._count_tokens is None:
+            space = 1 if self._texts else 0
+            return self.used + space + len(text)
+        texts = {**self._texts, index: text}
+        in_order = " ".join(texts[position] for position in sorted(texts))
+        return self._count_tokens(in_order)
+
+
+def _best_of_sections_first(
+    document: SourceDocument,
+    ranking: Sequence[RankedSentence],
+    per_section: int,
+) -> list[RankedSentence]:
+    """Move the sentences after the `per_section` best of their section to the end of a ranking."""
+    counts: defaultdict[int, int] = defaultdict(int)
+    best: list[RankedSentence] = []
+    rest: list[RankedSentence] = []
+    for ranked in ranking:
+        section = document.sentences[ranked.index].section
+        if counts[section] < per_section:
+            best.append(ranked)
+        else:
+            rest.append(ranked)
+        counts[section] += 1
+    return [*best, *rest]
+
+
+def _selection_notes(document: SourceDocument, count: int) -> tuple[str, ...]:
+    """Return a note if an extract of `count` sentences is the whole document."""
     if len(document.sentences) == 1:
-        notes = (f"{document.name} is one sentence long: its summary is that sentence.",)
-    elif len(scores) == len(document.sentences):
-        notes = (f"{document.name} is no longer than the requested summary: the extract is all of it.",)
-    indices = tuple(sorted(scores))
-    return Extract(document, indices, tuple(scores[index] for index in indices), selector.name, budget, used, notes)
+        return (f"{document.name} is one sentence long: its summary is that sentence.",)
+    if count == len(document.sentences):
+        return (f"{document.name} is no longer than the requested summary: the extract is the whole document.",)
+    return ()
 
 
 @dataclass(frozen=True)
@@ -179,13 +276,18 @@ class LeadSelector:
     name: str = "Lead"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """Return all selectable sentences in order."""
+        """Return all selectable sentences in order; scores fall from 0."""
         return FixedSelector(document.selectable).rank(document)
 
 
 @dataclass(frozen=True)
 class FixedSelector:
-    """Returns given sentences in the given order, such as an oracle extract."""
+    """Returns given sentences in the given order, such as an oracle extract.
+
+    Args:
+        indices: indices of the sentences, best first.
+        name: human-readable name.
+    """
 
     indices: Sequence[int]
     name: str = "gold extract"

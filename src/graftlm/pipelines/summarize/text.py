@@ -1,4 +1,4 @@
-"""Text processing: sentence boundaries, words and n-grams, and the libraries of the extra `summarize`."""
+"""Text processing: language detection, sentence boundaries, words and n-grams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,90 +14,155 @@ from graftlm.config import read_yaml
 from graftlm.errors import DataError, RecipeError
 from graftlm.files import extras
 
-import_extra = partial(extras.import_extra, "summarize")
-_LINE_BREAK = re.compile(r"[\r\n]")
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")  # a CJK character is a word
-MAX_SENTENCE = 1000  # characters
-_SCRIPT_SAMPLE = 20_000  # characters read to detect the script
+MAX_SENTENCE = 1000
+"""Maximum length of a sentence in characters; longer ones are divided."""
+
 WORDS = read_yaml(Path(__file__).with_name("words.yaml"))
+"""Word lists of `words.yaml`: languages of scripts, common English words, and section titles."""
+
+_SCRIPT_SAMPLE = 20_000  # characters read to detect the script
+_MIN_ENGLISH_SAMPLE = 40  # words below which a text counts as English
+_ENGLISH_SHARE = 0.06  # share of common words above which a text counts as English
+_LINE_BREAK = re.compile(r"[\r\n]")
+# Every Chinese or Japanese character is a word.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")
 _LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(?:-\w{2,8})*", re.IGNORECASE)
 _ABBREVIATION = re.compile(r"\b(?:Eqs?|Figs?|Secs?|Refs?|Tabs?)\.$")
 
 
-@cache
-def element_roles(markup: str) -> dict[str, Any]:
-    """The role of each element of a markup language of `readers/elements.yaml`."""
-    listed = read_yaml(Path(__file__).with_name("readers") / "elements.yaml")[markup].items()
-    return {name: role for role, names in listed for name in (names.split() if isinstance(names, str) else names)}
+def import_extra(module: str, purpose: str) -> Any:
+    """Import a module of a library that the extra `summarize` installs.
+
+    Args:
+        module: dotted name of the module.
+        purpose: what the module is needed for, as the subject of a sentence in the error message.
+
+    Raises:
+        MissingExtraError: the library is not installed.
+    """
+    return extras.import_extra("summarize", module, purpose)
 
 
 def detect_language(texts: Iterable[str], name: str = "The text") -> str:
-    """Return the language code to split sentences by. The script decides; Latin script counts as English.
+    """Return the language code whose rules split the sentences.
 
-    Raises DataError if the script has no punctuation that ends sentences.
+    The most frequent script decides. Latin script counts as English.
+
+    Args:
+        texts: pieces of the text; the first 20,000 characters are read.
+        name: name of the text in error messages.
+
+    Raises:
+        DataError: the script has no punctuation that ends sentences.
     """
     sample = itertools.islice(itertools.chain.from_iterable(texts), _SCRIPT_SAMPLE)
-    scripts = Counter(unicodedata.name(letter, "").split(" ")[0] for letter in sample if letter.isalpha())
+    letters = (character for character in sample if character.isalpha())
+    scripts = Counter(_script(letter) for letter in letters)
     if not scripts:
         return "en"
-    if scripts["HIRAGANA"] + scripts["KATAKANA"] > 0.1 * scripts.total():
-        return "ja"  # most letters of Japanese text are Chinese characters
+    kana = scripts["HIRAGANA"] + scripts["KATAKANA"]
+    if kana > 0.1 * scripts.total():
+        return "ja"  # Most letters of Japanese text are Chinese characters.
     script = scripts.most_common(1)[0][0]
     if script in WORDS["unsplit"]["scripts"]:
         raise DataError(
-            f"{name} is in {script.capitalize()} script, whose sentences can't be told apart: give a text in another "
-            "script."
+            f"{name} is in {script.capitalize()} script, which has no punctuation between sentences: "
+            "give a text in another script."
         )
     return WORDS["languages"].get(script, "en")
 
 
+def _script(letter: str) -> str:
+    """Return the script of a letter: the first word of its Unicode name."""
+    return unicodedata.name(letter, "").split(" ")[0]
+
+
 def looks_english(text: str) -> bool:
-    """Whether a text has as many of the commonest English words as English has; short texts do."""
+    """Return whether common English words are as frequent as in English; texts below 40 words count as English."""
     words = split_words(text[:_SCRIPT_SAMPLE])
-    return len(words) < 40 or sum(word in WORDS["english"] for word in words) > 0.06 * len(words)
+    if len(words) < _MIN_ENGLISH_SAMPLE:
+        return True
+    common = sum(word in WORDS["english"] for word in words)
+    return common > _ENGLISH_SHARE * len(words)
 
 
 def check_language(code: str) -> str:
-    """Return a language code in lower case; RecipeError if it is none, or no mark ends the language's sentences."""
+    """Return a language code in lower case.
+
+    Raises:
+        RecipeError: the code is malformed, or the language has no punctuation that ends sentences.
+    """
     if not _LANGUAGE_CODE.fullmatch(code):
-        raise RecipeError(f"{code!r} is no language that sentences can be split by: give a code such as en, de or zh.")
-    if code.lower().split("-")[0] in WORDS["unsplit"]["languages"]:
-        raise RecipeError(f"Sentences of the language {code!r} can't be told apart: give a text in another language.")
-    return code.lower()
+        raise RecipeError(f"{code!r} is not a language code: give a code such as en, de or zh.")
+    code = code.lower()
+    base = code.split("-")[0]
+    if base in WORDS["unsplit"]["languages"]:
+        raise RecipeError(
+            f"The language {code!r} has no punctuation between sentences: give a text in another language."
+        )
+    return code
 
 
 def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]]:
     """Yield start and end of each sentence of a paragraph, without surrounding white space.
 
-    `!` or `?` before a small letter, as in "await! is", ends no sentence, and "Eq." or "Fig." doesn't either. A
-    sentence of more than `MAX_SENTENCE` characters is divided after a comma or space.
+    A boundary after `!` or `?` and before a lower-case letter, as in "await! is", is ignored, and so is one after
+    an abbreviation such as "Eq." or "Fig.". A sentence longer than `MAX_SENTENCE` is divided after a semicolon, comma
+    or space.
+
+    Args:
+        text: the paragraph.
+        language: code of the language whose rules apply.
+
+    Raises:
+        MissingExtraError: sentencex is not installed.
     """
-    sentencex: Any = import_extra("sentencex", "Splitting sentences")
+    sentencex = import_extra("sentencex", "Splitting sentences")
+    single_line = _LINE_BREAK.sub(" ", text)  # has the same length
     pending = None
-    for boundary in sentencex.get_sentence_boundaries(language, _LINE_BREAK.sub(" ", text)):  # keeps the length
-        start, end = boundary["start_index"], boundary["end_index"]
-        before, after = text[max(start - 8, 0) : start].rstrip(), text[start:end].lstrip()
-        is_inside = (before[-1:] in ("!", "?") and after[:1].islower()) or _ABBREVIATION.search(before)
-        if pending is not None and not is_inside:
+    for boundary in sentencex.get_sentence_boundaries(language, single_line):
+        start = boundary["start_index"]
+        end = boundary["end_index"]
+        if pending is None:
+            pending = start
+        elif not _continues_sentence(text, start, end):
             yield from _short_parts(text, pending, start)
-            pending = None
-        pending = start if pending is None else pending
+            pending = start
     if pending is not None:
         yield from _short_parts(text, pending, len(text))
+
+
+def _continues_sentence(text: str, start: int, end: int) -> bool:
+    """Return whether the piece from `start` to `end` belongs to the sentence before it."""
+    before = text[max(start - 8, 0) : start].rstrip()
+    after = text[start:end].lstrip()
+    if _ABBREVIATION.search(before):
+        return True
+    return before[-1:] in ("!", "?") and after[:1].islower()
 
 
 def _short_parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the stripped range, divided where it is too long."""
     while start < end:
-        cut = end
-        if end - start > MAX_SENTENCE:
-            cuts = (text.rfind(mark, start, start + MAX_SENTENCE) + 1 for mark in (";", ",", " "))
-            cut = next((cut for cut in cuts if cut > start + MAX_SENTENCE // 2), start + MAX_SENTENCE)
+        cut = _cut_position(text, start, end)
         part = text[start:cut]
-        if stripped := part.strip():
+        stripped = part.strip()
+        if stripped:
             first = start + len(part) - len(part.lstrip())
             yield first, first + len(stripped)
         start = cut
+
+
+def _cut_position(text: str, start: int, end: int) -> int:
+    """Return the end of the first part of a range: in its second half, after a semicolon, comma or space."""
+    if end - start <= MAX_SENTENCE:
+        return end
+    limit = start + MAX_SENTENCE
+    for mark in (";", ",", " "):
+        cut = text.rfind(mark, start, limit) + 1
+        if cut > start + MAX_SENTENCE // 2:
+            return cut
+    return limit
 
 
 def split_words(text: str) -> list[str]:
@@ -107,5 +171,6 @@ def split_words(text: str) -> list[str]:
 
 
 def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    """Return all runs of `n` words."""
-    return list(zip(*(words[first:] for first in range(n)), strict=False))
+    """Return all runs of `n` consecutive words."""
+    count = len(words) - n + 1
+    return [tuple(words[first : first + n]) for first in range(count)]

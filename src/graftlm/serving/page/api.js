@@ -1,4 +1,4 @@
-// The server's answers, whole or as events; every failure is an ApiError of one sentence.
+// Requests to the server, with whole or streamed responses. Every failure is an ApiError with one sentence.
 
 import { keep, kept, tab } from "./dom.js";
 
@@ -15,18 +15,18 @@ export class ApiError extends Error {
 export const key = () => kept(tab, "key") ?? "";
 export const setKey = (value) => keep(tab, "key", value || null);
 
-/** The JSON at a path of the server; a body makes it a POST. */
+/** Fetch JSON from a path of the server; with a body, as a POST. */
 export async function ask(path, body = null, signal = null) {
   const response = await send(path, body, signal);
   try {
     return await response.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server sent an answer that is no JSON.", response.status);
+    throw new ApiError("The response of the server is not JSON.", response.status);
   }
 }
 
-/** The events of a streamed answer, as JSON values, one after the other. */
+/** Yield the events of a streamed response as JSON values. */
 export async function* stream(path, body, signal) {
   const response = await send(path, body, signal);
   let whole = false;
@@ -39,7 +39,7 @@ export async function* stream(path, body, signal) {
     if (value.error) throw errorOf(value, response.status);
     yield value;
   }
-  if (!whole) throw new ApiError("The answer broke off: the server went away before it was whole.");
+  if (!whole) throw new ApiError("The response is incomplete: the server closed the connection early.");
 }
 
 async function send(path, body, signal) {
@@ -77,11 +77,11 @@ function parsed(data) {
   try {
     return JSON.parse(data) ?? {};
   } catch {
-    throw new ApiError("The server sent an event that is no JSON.");
+    throw new ApiError("The server sent an event that is not JSON.");
   }
 }
 
-/** What stands behind `data:` in each event. */
+/** Yield the data of each event. */
 async function* lines(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -103,6 +103,6 @@ async function read(reader) {
     return await reader.read();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The answer broke off: the connection to the server was lost.");
+    throw new ApiError("The response is incomplete: the connection to the server was lost.");
   }
 }

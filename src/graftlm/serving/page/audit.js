@@ -1,4 +1,4 @@
-// The page of an audit inside of this one: its texts and figures alone, put into elements of our own.
+// The page of an audit inside of this page: only its texts and figures, in new elements.
 
 import { decimals, h } from "./dom.js";
 import { hideTip, tipAt } from "./tokens.js";
@@ -6,7 +6,7 @@ import { hideTip, tipAt } from "./tokens.js";
 const TAGS = { H1: "h3", H2: "h4", H3: "h5", H4: "h6", P: "p", TABLE: "table", THEAD: "thead", TBODY: "tbody", TR: "tr", TH: "th", TD: "td", UL: "ul", LI: "li", DIV: "div", SECTION: "div", ARTICLE: "div", SPAN: "span" };
 const CLASSES = ["soft", "text", "tokens", "token", "pair"];
 
-/** The elements of a page of `graft audit`. Nothing of it runs, and of its markup only the names above are kept. */
+/** Return the elements of a page of `graft audit`. No script runs, and only the elements and attributes above are kept. */
 export function auditOf(page) {
   const read = new DOMParser().parseFromString(page.replaceAll(/<style\b.*?<\/style>/gs, "").replaceAll(' style="--s:', ' data-s="'), "text/html");
   const choices = JSON.parse(read.getElementById("choices")?.textContent ?? "[]");
@@ -27,7 +27,7 @@ function copy(node) {
   return [element];
 }
 
-/** Show both models' choices at the token that the pointer or the arrow keys reach. */
+/** Show both models' choices at the token under the pointer or at the arrow keys' position. */
 function explain(text, choices) {
   const tokens = [...text.querySelectorAll(".audit-token")];
   tokens.forEach((token, place) => token.setAttribute("tabindex", place ? -1 : 0));

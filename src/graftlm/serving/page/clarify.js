@@ -1,17 +1,17 @@
-// The clarifying conversation as a form. Its state is the pipeline's own JSON, kept here, so that a reload goes on.
+// The clarifying conversation as a form. Its state is the pipeline's JSON, stored here to survive a reload.
 
 import { ask } from "./api.js";
 import { byId, complain, decimals, entitle, excess, forever, h, keep, kept, many } from "./dom.js";
 
 const SKIPPED = {
-  nothing: "The model found nothing to ask.",
-  "no-question": "The model said something that is no question, so nothing was asked.",
+  nothing: "The model asked nothing.",
+  "no-question": "The model’s reply is not a question, so nothing was asked.",
   repeated: "The model repeated its question, so nothing was asked.",
-  unusable: "The model's question or its options fit another text, so nothing was asked.",
+  unusable: "The model’s question does not fit the text, so nothing was asked.",
 };
 const HOW = {
   informed: "Written with your answers",
-  settled: "Written without asking: the answers it thought possible lead there",
+  settled: "Written without asking: all likely answers lead to this text",
   plain: "Written from the text alone",
 };
 
@@ -51,7 +51,7 @@ export class Clarify {
     byId("target-field").hidden = Object.keys(languages).length < 2;
   }
 
-  /** What was asked before a reload, in the fields again. */
+  /** Fill the fields with the values from before a reload. */
   refill() {
     const asked = this.state?.asked;
     if (!asked) return;
@@ -99,7 +99,7 @@ export class Clarify {
       this.draw();
       byId("conversation").querySelector("[tabindex='-1']")?.focus();
     } catch (error) {
-      complain(byId("clarify-error"), error.name === "AbortError" ? "You stopped it; nothing was kept of this turn." : error.message);
+      complain(byId("clarify-error"), error.name === "AbortError" ? "You stopped it; the turn was discarded." : error.message);
     } finally {
       this.running = null;
       this.busy("");
@@ -133,7 +133,7 @@ export class Clarify {
       { class: "sheet question", "aria-labelledby": "question" },
       h("h2", { id: "question", tabindex: -1 }, question.text),
       h("p", { class: "note" }, why(gain)),
-      answers.length > 0 && h("fieldset", { class: "answers" }, h("legend", {}, "Answers that the model thinks possible"), ...answers),
+      answers.length > 0 && h("fieldset", { class: "answers" }, h("legend", {}, "Likely answers"), ...answers),
       h("div", { class: "field" }, h("label", { for: "own-words" }, answers.length ? "Or in your own words" : "Your answer"), own),
       h(
         "div",
@@ -147,7 +147,7 @@ export class Clarify {
       event.preventDefault();
       const text = own.value.trim() || new FormData(form).get("answer");
       if (text) this.answer(text);
-      else complain(byId("clarify-error"), "There is no answer yet: choose one, write one, or skip the question.");
+      else complain(byId("clarify-error"), "The answer is missing: choose one, write one, or skip the question.");
     });
     return form;
   }
@@ -166,7 +166,7 @@ export class Clarify {
       h(
         "div",
         { class: "actions" },
-        h("button", { type: "button", class: "quiet", onclick: () => this.forget() }, "Begin anew"),
+        h("button", { type: "button", class: "quiet", onclick: () => this.forget() }, "Start again"),
         h("button", { type: "button", class: "quiet", onclick: () => download(conversation) }, "Save the conversation"),
       ),
     );
@@ -200,7 +200,7 @@ function turnOf(turn) {
 }
 
 function why(gain) {
-  if (!gain) return "Asked because the text leaves it open; what an answer changes was not measured.";
+  if (!gain) return "Asked because the text is ambiguous; the effect of an answer was not measured.";
   return `Asked because the answer changes what is written: it is expected to bring ${decimals(gain.bits, 2)} bits.`;
 }
 
@@ -215,7 +215,7 @@ function outcomes(question, gain) {
   );
 }
 
-/** A table with a row's first cell as its head. */
+/** Return a table whose first cells are row headers. */
 export function table(head, rows, caption = null, kind = null) {
   return h(
     "table",

@@ -1,4 +1,4 @@
-// One model beside others: which grafts act, what it wrote, how fast, and which graft did what.
+// The column of one model: its grafts, its text, its speed, and the activity of each graft.
 
 import { stream } from "./api.js";
 import { complain, decimals, h, many } from "./dom.js";
@@ -7,7 +7,7 @@ import { TokenText } from "./tokens.js";
 let columns = 0; // ever made, for ids
 
 export class Column {
-  /** `chosen` are the grafts that act at first; `changed` and `removed` are called when the user does that. */
+  /** `chosen` are the grafts at the start; `changed` and `removed` are called after these actions of the user. */
   constructor(served, labels, chosen, changed, removed) {
     this.labels = labels;
     this.writers = served.backbones.filter((one) => one.kind !== "encoder").map((one) => one.name);
@@ -61,7 +61,7 @@ export class Column {
     return h("fieldset", { class: "chips" }, h("legend", {}, "Grafted on ", select), ...labels);
   }
 
-  /** Show the grafts of the chosen backbone alone, and choose no other. */
+  /** Show only the grafts of the chosen backbone, and deselect others. */
   showOwn() {
     for (const { input, label, backbone } of this.boxes) {
       label.hidden = backbone !== this.backbone;
@@ -104,7 +104,7 @@ export class Column {
     this.legend.replaceChildren(...(legend ? [legend] : []));
   }
 
-  /** Write the continuation of a prompt, or the answer to what was said; never throws what a server may say. */
+  /** Generate the continuation of a prompt or the next message of a chat; errors of the server are shown, not thrown. */
   async write(asked, signal) {
     const { mode, prompt } = asked;
     complain(this.error);
@@ -158,7 +158,7 @@ export class Column {
     return { ...shared, messages: [...first, ...this.history, { role: "user", content: prompt }], logprobs: true, top_logprobs: 3 };
   }
 
-  /** Say how an answer ended, and remember a chat's; `history` is that of its beginning. */
+  /** Show how an answer ended, and store it in the chat; `history` is the chat at its beginning. */
   end({ mode, prompt }, answer, history, status, mistake = "") {
     if (this.history !== history) return;
     this.status.textContent = status;
@@ -168,8 +168,8 @@ export class Column {
 }
 
 const ENDS = {
-  stop: "It ended by itself",
-  length: "It reached the most tokens",
+  stop: "The model ended the text",
+  length: "The maximum length was reached",
   time: "The server’s time limit ended it",
   stopped: "You stopped it",
 };
@@ -183,7 +183,7 @@ function told(answer, clock, finish) {
   return `${end}: ${many(tokens, "token")}${rate}, the first after ${decimals((clock.first - clock.begun) / 1000, 2)} s.`;
 }
 
-/** The tokens of a chunk of a chat. */
+/** Return the tokens of a chunk of a chat. */
 function chatTokens(choice) {
   const likely = choice.logprobs?.content?.map((one) => ({
     text: one.token,
@@ -193,7 +193,7 @@ function chatTokens(choice) {
   return tokensOf(choice.delta?.content ?? "", likely ?? [], choice.graftlm?.trace ?? []);
 }
 
-/** The tokens of a chunk of a completion. */
+/** Return the tokens of a chunk of a completion. */
 function completionTokens(choice) {
   const found = choice.logprobs;
   const likely = found?.tokens?.map((text, place) => ({

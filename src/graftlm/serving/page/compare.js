@@ -113,9 +113,9 @@ export class Compare {
   }
 
   mistake(prompt) {
-    if (!this.served) return "The server has not said yet what it serves: wait a moment.";
-    if (this.columns.length === 0) return "There is no model to ask: add one.";
-    return prompt.trim() ? "" : "There is nothing to answer: write a text first.";
+    if (!this.served) return "The list of models is still loading: wait a moment.";
+    if (this.columns.length === 0) return "There is no model: add one.";
+    return prompt.trim() ? "" : "The text is empty: write one first.";
   }
 
   busy(is) {
@@ -129,7 +129,7 @@ export class Compare {
 
 const FIELDS = ["system", "temperature", "most", "seed", "colour"];
 
-/** Whether a key sends the text: Enter, but with Shift, while a word is composed, or on a screen's keyboard, which has no Shift+Enter. */
+/** Return whether a key sends the text: Enter, except with Shift, during text composition, or on touch screens, which have no Shift+Enter. */
 function sends(event) {
   if (event.key !== "Enter" || event.isComposing) return false;
   return event.ctrlKey || event.metaKey || !(event.shiftKey || matchMedia("(pointer: coarse)").matches);

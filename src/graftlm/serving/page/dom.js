@@ -1,4 +1,4 @@
-// Elements out of values. Every text becomes a text node, so that nothing a server says is ever read as HTML.
+// Elements from values. Every text becomes a text node, so that nothing from the server is parsed as HTML.
 
 /** An element with attributes, `on…` handlers and children; null and false children are left out. */
 export function h(name, attributes = {}, ...children) {
@@ -22,7 +22,7 @@ function fill(element, attributes, children) {
 
 export const byId = (id) => document.getElementById(id);
 
-/** Put a sentence into an error's place, or hide the place without one. */
+/** Show a message in an error's element, or hide the element without one. */
 export function complain(place, sentence = "") {
   place.textContent = sentence;
   place.hidden = !sentence;
@@ -34,24 +34,24 @@ export const count = (number) => number.toLocaleString("en");
 /** One token, 2 tokens. */
 export const many = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
-/** A number with so many decimals, with a true minus sign. */
+/** Format a number with a typographic minus sign. */
 export const decimals = (number, places = 3) => number.toFixed(places).replace(/^-/, "−");
 
-/** What is wrong with a text that is longer than the server takes, or nothing. */
+/** Return the error of a text that is longer than the server's limit, or an empty string. */
 export function excess(text, most) {
   const length = Array.from(text).length; // the server counts characters, not units of two bytes
-  return length > most ? `The text has ${many(length, "character")}, and ${count(most)} are the most: shorten it.` : "";
+  return length > most ? `The text has ${many(length, "character")}, but at most ${count(most)} are accepted: shorten it.` : "";
 }
 
-/** Every choice has its whole name as a title, since a narrow field cuts it. */
+/** Set the full name of each choice as its title, because a narrow field truncates it. */
 export function entitle() {
   for (const select of document.querySelectorAll("select")) select.title = select.selectedOptions[0]?.textContent ?? "";
 }
 
-/** White space that one can see. */
+/** Make white space visible. */
 export const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 
-/** What a browser keeps, where it keeps anything at all. */
+/** Read a stored value; null if there is none or storage is disabled. */
 export function kept(storage, key) {
   try {
     return JSON.parse(storage().getItem(`graftlm.${key}`));
@@ -65,7 +65,7 @@ export function keep(storage, key, value) {
     if (value === null) storage().removeItem(`graftlm.${key}`);
     else storage().setItem(`graftlm.${key}`, JSON.stringify(value));
   } catch {
-    // storage is full or switched off: the page works on, and forgets
+    // storage is full or disabled: the page works without it
   }
 }
 

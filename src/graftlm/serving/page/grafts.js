@@ -1,4 +1,4 @@
-// The grafts that are served, and what each learned and forgot, as a plot and a table.
+// The served grafts, with what each of them learned and forgot as a plot and a table.
 
 import { ask } from "./api.js";
 import { auditOf } from "./audit.js";
@@ -47,7 +47,7 @@ function facts(graft, several) {
   ].filter(([, value]) => value);
 }
 
-/** A part that a button opens, which is asked for when it is opened first. */
+/** Return a section that a button opens; its content is requested when it is first opened. */
 function part(id, name, error, make) {
   const place = h("div", { id, hidden: true });
   const button = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": id }, `Show ${name}`);
@@ -76,7 +76,7 @@ async function toggle(name, button, place, error, make) {
 
 function draw(report) {
   const drawn = plot(report.points, `Learned against forgotten, ${report.name}`);
-  const why = report.points.length ? "Either learning or forgetting was not measured, so there is nothing to draw." : "Its run measured neither learning nor forgetting.";
+  const why = report.points.length ? "Learning or forgetting was not measured, so there is no plot." : "Its run measured neither learning nor forgetting.";
   return [
     h(
       "div",

@@ -1,4 +1,4 @@
-// The page's frame: which view is shown, the colours, the key, and what the server serves.
+// The frame of the page: the views, the colour theme, the API key, and the list of models.
 
 import { ApiError, ask, setKey } from "./api.js";
 import { Clarify } from "./clarify.js";
@@ -42,7 +42,7 @@ function chooseTheme() {
 
 function askForKey(event) {
   byId("key").hidden = false;
-  byId("key-note").textContent = `${event.detail} It stays in this tab and is forgotten when the tab is closed.`;
+  byId("key-note").textContent = `${event.detail} It is kept in this tab until the tab is closed.`;
   byId("key-field").focus();
 }
 
@@ -54,7 +54,7 @@ function useKey(event) {
   load();
 }
 
-/** Ask what is served, and tell every view. */
+/** Request the list of models, and pass it to every view. */
 async function load() {
   complain(byId("boot"));
   try {
@@ -79,7 +79,7 @@ function offerModels(select, served) {
   if ([...select.options].some((option) => option.value === chosen)) select.value = chosen;
 }
 
-/** A field takes what the server takes. */
+/** Apply the server's limit to a field. */
 function limitField(field, most) {
   field.max = most;
   if (Number(field.value) > most) field.value = most;

@@ -1,4 +1,4 @@
-// Markdown as elements, made of text nodes alone: no HTML of the text is read, and no address in it is followed.
+// Markdown as elements and text nodes: HTML in the text is not parsed, and addresses are not followed.
 
 import { h } from "./dom.js";
 
@@ -31,7 +31,7 @@ export function markdown(text, paint = plain(text)) {
   return blocks;
 }
 
-/** The nodes of one line or sentence. */
+/** Return the nodes of one line or sentence. */
 export const sentence = (text) => inline(text, 0, text.length, plain(text));
 
 const plain = (text) => (start, end) => [text.slice(start, end)];
@@ -55,13 +55,13 @@ function block(text, lines, place, paint, state) {
 
 const begins = (line) => !line.text.trim() || [FENCE, HEADING, RULE, ITEM, QUOTE].some((pattern) => pattern.test(line.text));
 
-/** The first line from `place` on that another block begins with. */
+/** Return the first line after `place` that begins another block. */
 function endOf(lines, place) {
   while (place < lines.length && !begins(lines[place])) place += 1;
   return place;
 }
 
-/** Where the words of a heading end: before its blanks, and before number signs that a blank parts from them. */
+/** Return the end of a heading's text, without trailing blanks and number signs after a blank. */
 function headingEnd(line, start) {
   const end = line.trimEnd().length;
   let sign = end;
@@ -105,14 +105,14 @@ function quote(text, lines, place, paint) {
   return [[h("blockquote", {}, ...parts)], place];
 }
 
-/** Start and end of each cell of a row, empty ones too; bars at its edges bound no cell. */
+/** Return start and end of each cell of a row, including empty cells; bars at its edges are ignored. */
 function cells(row) {
   const bars = [...row.matchAll(BAR)].filter((match) => match[0] === "|").map((match) => match.index);
   const all = [-1, ...bars].map((bar, place) => [bar + 1, bars[place] ?? row.length]);
   return all.filter(([start, end], place) => (place > 0 && place < bars.length) || row.slice(start, end).trim());
 }
 
-/** Whether a line has dashes alone in its cells, as the one below a table's head. */
+/** Return whether all cells of a line are dashes, as in the line below a table's head. */
 function rules(row) {
   const dashes = cells(row).map(([start, end]) => row.slice(start, end).trim());
   return dashes.length > 0 && dashes.every((one) => DASHES.test(one));
@@ -152,7 +152,7 @@ function inline(text, start, end, paint, depth = 0) {
   return nodes;
 }
 
-/** The nodes of one match of INLINE. */
+/** Return the nodes of one match of INLINE. */
 function marked(text, match, from, paint, depth) {
   const [whole, escaped, ticks, inside, label, address, strong] = match;
   const within = (before, after) => inline(text, from + before, from + whole.length - after, paint, depth + 1);

@@ -19,18 +19,18 @@ const SHAPES = [
 
 const polygon = (points) => s("polygon", { points: points.map((point) => point.map((one) => one.toFixed(1)).join(",")).join(" ") });
 
-/** The mark of the n-th method: shape, colour and, for the graft itself, a ring. */
+/** Return the mark of the n-th method: shape, colour and, for the graft itself, a ring. */
 export function markOf(index, own, x, y) {
   const shape = SHAPES[index % SHAPES.length](x, y, 5.5);
   return s("g", { class: `mark series-${index % 8}` }, own && s("circle", { class: "ring", cx: x, cy: y, r: 11 }), shape);
 }
 
-/** A mark alone, for a table. */
+/** Return a single mark, for a table. */
 export function markIcon(index, own) {
   return s("svg", { class: "mark-icon", viewBox: "0 0 26 26", "aria-hidden": "true", focusable: "false" }, markOf(index, own, 13, 13));
 }
 
-/** The plot of points that have both figures, or null without any. */
+/** Return the plot of points with both figures; null if there are none. */
 export function plot(points, title) {
   const shown = points.map((point, index) => ({ ...point, index })).filter((point) => point.learned && point.forgotten);
   if (shown.length === 0) return null;
@@ -47,7 +47,7 @@ export function plot(points, title) {
 
 const sentence = (point) => `${point.label}: learned ${decimals(point.learned.mean)}, forgot ${decimals(point.forgotten.mean)}.`;
 
-/** Every number of one axis, with 0 among them. */
+/** Return all numbers of one axis, including 0. */
 const spread = (points, key) => [0, ...points.flatMap((point) => [point[key].low, point[key].high, point[key].mean])];
 
 function scale(values, from, to) {
@@ -59,7 +59,7 @@ function scale(values, from, to) {
   return map;
 }
 
-/** At most six round numbers between two. */
+/** Return at most six round numbers of an interval. */
 function ticks(low, high) {
   const rough = (high - low) / 5;
   const unit = 10 ** Math.floor(Math.log10(rough));

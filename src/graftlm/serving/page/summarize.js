@@ -1,4 +1,4 @@
-// A summary beside its source: each sentence leads to the passage that it rests on, and back.
+// A summary next to its source: each sentence is linked to its passage, and back.
 
 import { stream } from "./api.js";
 import { byId, complain, count, entitle, excess, h, many } from "./dom.js";
@@ -43,7 +43,7 @@ export class Summarize {
     byId("summary-most").disabled = !byId("writer").value;
   }
 
-  /** A file's text into the field, or a PDF file in its place. */
+  /** Put the text of a file into the field, or hold a PDF file instead. */
   async take(file, text = "") {
     complain(byId("summarize-error"));
     byId("file").value = "";
@@ -59,7 +59,7 @@ export class Summarize {
     byId("summarize-status").textContent = `${file.name} was read: ${many(byId("source-text").value.length, "character")}.`;
   }
 
-  /** Hold a PDF file, or a text. */
+  /** Hold a PDF file or a text. */
   hold(pdf, text = "", format = "text", name = "") {
     this.pdf = pdf;
     byId("source-text").value = text;
@@ -95,7 +95,7 @@ export class Summarize {
     }
   }
 
-  /** The extract is shown before the model writes, what it writes as it comes, and the links at last. */
+  /** Show the extract first, then the text while the model writes it, and the links at the end. */
   async listen(body, text) {
     let [read, draft] = [{}, ""];
     for await (const event of stream("v1/graftlm/summarize", body, this.running.signal)) {
@@ -114,7 +114,7 @@ export class Summarize {
     document.querySelector("#summarize-form [type=submit]").disabled = Boolean(sentence);
   }
 
-  /** Both panes. The source opens at its first passage; once it is open it stays where its reader left it. */
+  /** Draw both panes. The source is scrolled to its first passage once, and then left at the reader's position. */
   draw(pages, found) {
     const linked = passagesOf(found);
     const sentences = found.draft ? [] : sentencesOf(found, linked);
@@ -144,13 +144,13 @@ export class Summarize {
   }
 }
 
-/** How far down a source its first passage is, with two lines before it. */
+/** Return the position of the first passage in a source, with two lines before it. */
 function firstPassage(source) {
   const mark = source.querySelector("mark");
   return mark ? mark.getBoundingClientRect().top - source.getBoundingClientRect().top - 2 * parseFloat(getComputedStyle(source).lineHeight) : 0;
 }
 
-/** What is wrong with a file, in a sentence, or null. */
+/** Return the error of an unsuitable file; null if it is suitable. */
 async function misfit(file, suffix, limits) {
   const known = [...TEXTS, "pdf"];
   if (!known.includes(suffix)) return `${file.name} is no text that can be read here: one that ends in ${known.map((one) => `.${one}`).join(" ")} is expected.`;
@@ -165,7 +165,7 @@ async function misfit(file, suffix, limits) {
   }
 }
 
-/** The bytes of a file, in base64. */
+/** Return the bytes of a file in base64. */
 async function base64(file) {
   const reader = new FileReader();
   await new Promise((resolve, reject) => {
@@ -176,14 +176,14 @@ async function base64(file) {
   return reader.result.slice(reader.result.indexOf(",") + 1);
 }
 
-/** The passages that are linked, in the order of the source: the extract, and what supports a written sentence. */
+/** Return the linked passages in the order of the source: the extract, and the support of written sentences. */
 function passagesOf(found) {
   const linked = new Map(found.extract.sentences.map((one) => [one.index, one]));
   for (const link of found.links) if (link.mark !== "unsupported") linked.set(link.nearest, { index: link.nearest, ...link.source });
   return [...linked.values()].sort((one, other) => one.index - other.index);
 }
 
-/** The summary's sentences, each with its mark and the number of its passage, from 1; null where nothing supports it. */
+/** Return the summary's sentences with mark and number of passage, from 1; null without support. */
 function sentencesOf(found, linked) {
   const numbers = new Map(linked.map((one, place) => [one.index, place + 1]));
   if (!found.writer || found.links.length === 0) return found.extract.sentences.map((one) => ({ text: one.text, mark: "", passage: numbers.get(one.index) }));
@@ -200,7 +200,7 @@ function body(sentences, writer) {
   return h("ol", { class: "sentences" }, ...items);
 }
 
-/** The source page by page, with its passages as links back. Markdown is drawn as such where that keeps every passage. */
+/** Return the source page by page, with links from its passages. Markdown is rendered if all passages are kept. */
 function sourceOf(pages, format, linked, sentences) {
   return pages.flatMap((text, index) => {
     const ranges = rangesOf(text, linked, pages.length > 1 || format === "pdf" ? index + 1 : null);
@@ -213,7 +213,7 @@ function sourceOf(pages, format, linked, sentences) {
   });
 }
 
-/** The linked passages of a page without overlaps. Offsets count characters, which in JavaScript may be two units. */
+/** Return the linked passages of a page without overlaps. Offsets count characters, which may be two units in JavaScript. */
 function rangesOf(text, linked, page) {
   const units = [0];
   for (const character of text) units.push(units.at(-1) + character.length);
@@ -222,7 +222,7 @@ function rangesOf(text, linked, page) {
   return here.filter((range, place) => here.slice(0, place).every((before) => before.end <= range.start));
 }
 
-/** `paint(start, end)` gives the nodes of these characters; the passages among them are marked. */
+/** Return a function from a range of characters to its nodes, with marked passages. */
 function painter(text, ranges, sentences) {
   const seen = new Set(); // the passages that have been painted, of which the first part has the id
   const paint = (start, end) => {
@@ -245,19 +245,19 @@ function mark(text, passage, sentences, first) {
   return h("mark", { class: back || sentences.length === 0 ? null : "unused", "data-number": passage }, inside);
 }
 
-/** Each passage has its number behind its last part. */
+/** Add the number of each passage after its last part. */
 function number(source) {
   const last = new Map([...source.querySelectorAll("mark")].map((one) => [one.dataset.number, one]));
   for (const [passage, one] of last) one.append(h("sup", { "aria-hidden": "true" }, passage));
 }
 
-/** Let a sentence and its passage stand out together. */
+/** Highlight a sentence together with its passage. */
 function light(panes, element) {
   const passage = element?.closest?.("[data-passage]")?.dataset.passage;
   for (const one of panes.querySelectorAll("[data-passage]")) one.classList.toggle("lit", one.dataset.passage === passage);
 }
 
-/** Go to the other end of a link, without the address changing. */
+/** Go to the target of a link without a change of the address. */
 function follow(event) {
   const link = event.target.closest("a[data-passage]");
   if (!link) return;

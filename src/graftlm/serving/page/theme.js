@@ -1,4 +1,4 @@
-// Runs before anything is drawn, so that the page never flashes in the other colours.
+// Runs before the page is drawn, so that it does not flash in the other theme.
 {
   let theme = null;
   try {

@@ -1,4 +1,4 @@
-// Generated tokens: coloured by what grafts did or by surprise, with the figures where one points or goes.
+// Generated tokens, coloured by the activity of grafts or by surprise, with the figures in a tooltip.
 
 import { decimals, h, many, visible } from "./dom.js";
 
@@ -58,7 +58,7 @@ export class TokenText {
     token.element.style.setProperty("--t", `${(1 + 2 * strength).toFixed(1)}px`);
   }
 
-  /** The class of a token's look and how strong it is, 0 to 1. */
+  /** Return the CSS class of a token and its strength, from 0 to 1. */
   look(token) {
     if (this.mode === "surprise") {
       return token.p === null || token.p > 0.9 ? [null, 0] : ["surprise", 1 - token.p];
@@ -109,7 +109,7 @@ export class TokenText {
     if (place >= 0) this.tokens[place].element.classList.add("here");
   }
 
-  /** The legend of what is coloured, or null. */
+  /** Return the legend of the colours, or null. */
   legend() {
     if (this.mode === "surprise") return surpriseLegend(this.tokens);
     const names = Object.keys(this.tokens.find((token) => largest(token.values) !== null)?.values ?? {});
@@ -127,7 +127,7 @@ export class TokenText {
 const share = (mean, led, names) =>
   names.length > 1 ? `${Math.round(100 * mean)}%, most in ${many(led, "token")}` : `${Math.round(100 * mean)}% on average`;
 
-/** Gives each label its pattern, the same in all columns. */
+/** Assigns a pattern to each label, the same in all columns. */
 export class Labels {
   constructor() {
     this.known = [];
@@ -166,7 +166,7 @@ function spoken(token) {
   return [visible(token.text), ...values, ...sure].join(", ");
 }
 
-// One tip for the whole page, and what a screen reader says of the token that the arrow keys reached.
+// One tooltip for the whole page, and the text for screen readers at the token of the arrow keys.
 
 const tip = h("div", { class: "tip", id: "tip", role: "tooltip", hidden: true });
 const said = h("p", { class: "hidden", role: "status" });
@@ -181,7 +181,7 @@ export function hideTip() {
   anchor = null;
 }
 
-/** Show nodes beside an element. */
+/** Show nodes next to an element. */
 export function tipAt(element, ...nodes) {
   tip.replaceChildren(...nodes);
   placeTip(element);

@@ -1,63 +1,131 @@
-"""Markdown reader. The tokens of markdown-it-py hold the readable text; their line maps lead to the source."""
+"""Markdown reader.
+
+markdown-it-py yields tokens with their readable text and their lines. The text is located in those lines to find its
+source positions.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan, aligned_spans
+from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
+from graftlm.pipelines.summarize.document_builder import aligned_spans
 from graftlm.pipelines.summarize.text import import_extra
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _FRONT_MATTER = re.compile(r"\A ?---[ \t]*\r?\n.*?^(?:---|\.\.\.)[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 _TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*\r?$", re.MULTILINE)
 _LINK_END = re.compile(r"\](?:\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)|\[[^\]]*\])?")
+_CHECKBOX = re.compile(r"\[[ xX]\]\s")
+_HEADING_LINK = re.compile(r"\[[^\]]*\]\(#[^)]*\)")
+
+
+class _Token(Protocol):
+    """The attributes of the tokens of markdown-it-py that the reader uses. `map` has the first line, and the end."""
+
+    type: str
+    tag: str
+    content: str
+    markup: str
+    map: tuple[int, int]
+    children: Sequence[_Token]
+
+
+class _Line(NamedTuple):
+    """A line without its line break, and its position in the source."""
+
+    start: int
+    text: str
+
+
+class _Part(NamedTuple):
+    """Readable text and its range in the content of a token; `start` is -1 if the text was not found there."""
+
+    text: str
+    start: int
+    end: int
 
 
 def markdown_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings, and other blocks by their kind. Raw HTML is skipped.
 
-    Front matter and boxes to tick are fields; an item that is a link to a heading is furniture.
+    Front matter and list items with a checkbox are fields; an item that consists of a link to a heading is furniture.
     """
-    markdown: Any = import_extra("markdown_it", "Reading Markdown")
-    parser = markdown.MarkdownIt("commonmark").enable(["table", "strikethrough"]).disable("text_join")
     front_matter = _FRONT_MATTER.match(text)
     skipped = front_matter.end() if front_matter else 0
     if skipped:
-        yield TextBlock((TextSpan(text[:skipped], 0, skipped),), kind="field")
-        if title := _TITLE.search(text, 0, skipped):
-            yield TextBlock((TextSpan(title[1], *title.span(1)),), 1)
-    lines = [(match.start() + skipped, match.group().rstrip("\r\n")) for match in _LINE.finditer(text[skipped:])]
-    level, in_table = 0, False
-    for token in parser.parse(text[skipped:]):
-        if token.type in ("table_open", "table_close"):
-            in_table = token.type == "table_open"
+        yield from _front_matter_blocks(text, skipped)
+    lines = _source_lines(text, skipped)
+    level = 0
+    in_table = False
+    for token in _parser().parse(text[skipped:]):
+        if token.type == "table_open":
+            in_table = True
+        elif token.type == "table_close":
+            in_table = False
         elif token.type == "heading_open":
             level = int(token.tag[1])
         elif token.type in ("fence", "code_block"):
-            first, last = (lines[min(index, len(lines) - 1)][0] for index in token.map)
-            yield TextBlock((TextSpan(text[first:last], first, last),), kind="code")
+            yield _code_block(text, token, lines)
         elif token.type == "inline":
-            kind = "table" if in_table else _inline_kind(token)
-            yield TextBlock(tuple(_spans(token, lines[token.map[0] :])), level, kind=kind)
+            kind = "table" if in_table else _inline_kind(token.content)
+            spans = _spans(token, lines[token.map[0] :])
+            yield TextBlock(tuple(spans), level, kind=kind)
             level = 0
 
 
-def _inline_kind(token: Any) -> BlockKind:
-    if re.match(r"\[[ xX]\]\s", token.content):
+def _parser() -> Any:
+    markdown = import_extra("markdown_it", "Reading Markdown")
+    parser = markdown.MarkdownIt("commonmark")
+    return parser.enable(["table", "strikethrough"]).disable("text_join")
+
+
+def _front_matter_blocks(text: str, end: int) -> Iterator[TextBlock]:
+    """Yield the front matter, which ends at `end`, as a field, and its title as a heading."""
+    yield TextBlock((TextSpan(text[:end], 0, end),), kind="field")
+    title = _TITLE.search(text, 0, end)
+    if title:
+        start, end = title.span(1)
+        yield TextBlock((TextSpan(title[1], start, end),), 1)
+
+
+def _source_lines(text: str, skipped: int) -> list[_Line]:
+    """Return the lines after the front matter."""
+    lines = []
+    for match in _LINE.finditer(text[skipped:]):
+        line = _Line(match.start() + skipped, match.group().rstrip("\r\n"))
+        lines.append(line)
+    return lines
+
+
+def _code_block(text: str, token: _Token, lines: Sequence[_Line]) -> TextBlock:
+    first_line, end_line = token.map
+    last = len(lines) - 1
+    start = lines[min(first_line, last)].start
+    end = lines[min(end_line, last)].start
+    return TextBlock((TextSpan(text[start:end], start, end),), kind="code")
+
+
+def _inline_kind(content: str) -> BlockKind:
+    if _CHECKBOX.match(content):
         return "field"
-    if token.content.startswith("$$"):
+    if content.startswith("$$"):
         return "formula"
-    return "furniture" if re.fullmatch(r"\[[^\]]*\]\(#[^)]*\)", token.content.strip()) else "prose"
+    if _HEADING_LINK.fullmatch(content.strip()):
+        return "furniture"
+    return "prose"
 
 
-def _spans(token: Any, lines: list[tuple[int, str]]) -> Iterator[TextSpan]:
+def _spans(token: _Token, lines: Sequence[_Line]) -> Iterator[TextSpan]:
     """Yield the readable spans of an inline token whose content begins in the first of `lines`."""
-    content, offsets = token.content, _source_offsets(token.content, lines)
+    content = token.content
+    offsets = _source_offsets(content, lines)
     parts = list(_readable_parts(token.children, content.replace("\n", " ")))
-    if any(start < 0 for _, start, _ in parts):  # unexpected markup: keep the content as it is
-        parts = [(content, 0, len(content))]
+    if any(part.start < 0 for part in parts):
+        # The markup is unexpected: keep the content with its markup.
+        parts = [_Part(content, 0, len(content))]
     for text, start, end in parts:
         if "\n" in content[start:end]:
             yield from aligned_spans(text, offsets[start:end])
@@ -65,42 +133,59 @@ def _spans(token: Any, lines: list[tuple[int, str]]) -> Iterator[TextSpan]:
             yield TextSpan(text, offsets[start], offsets[end - 1] + 1)
 
 
-def _source_offsets(content: str, lines: list[tuple[int, str]]) -> list[int]:
+def _source_offsets(content: str, lines: Sequence[_Line]) -> list[int]:
     """Return the source position of each character of a token's content; a line break maps to the end of its line."""
     offsets: list[int] = []
-    for part, (start, line) in zip(content.split("\n"), lines, strict=False):
-        first = start + max(line.rstrip().rfind(part.rstrip()), 0)
+    for part, line in zip(content.split("\n"), lines, strict=False):
+        column = line.text.rstrip().rfind(part.rstrip())
+        first = line.start + max(column, 0)
         offsets.extend(range(first, first + len(part) + 1))
     return offsets
 
 
-def _readable_parts(children: list[Any], content: str) -> Iterator[tuple[str, int, int]]:
-    """Yield readable text with its start and end in `content`; a start of −1 means that the text was not located."""
+def _readable_parts(children: Sequence[_Token], content: str) -> Iterator[_Part]:
+    """Yield the readable text of the children of a token, up to the first that is not found in `content`."""
     cursor = 0
     for child in children:
-        literal = child.markup if child.type == "text_special" else child.content
         if child.type in ("text", "text_special", "code_inline"):
-            start = content.find(literal, cursor) if literal else cursor
-            cursor = start + len(literal)
-            yield child.content, start, cursor
-            if start < 0:
+            part = _text_part(child, content, cursor)
+            yield part
+            if part.start < 0:
                 return
+            cursor = part.end
         elif child.type in ("softbreak", "hardbreak"):
-            start = content.find(" ", cursor) if child.type == "softbreak" else _hard_break(content, cursor)
+            start = _line_break(child, content, cursor)
             cursor = start + 1
-            yield " ", start, cursor
-        elif child.type == "image":
-            cursor = _link_end(content, content.find("![", cursor) + 2 + len(child.content))
-        elif child.type == "html_inline":
-            cursor = content.find(child.content.replace("\n", " "), cursor) + len(child.content)
-        elif child.type == "link_close" and child.markup != "autolink":
-            cursor = _link_end(content, cursor)
+            yield _Part(" ", start, cursor)
+        else:
+            cursor = _end_of_markup(child, content, cursor)
 
 
-def _hard_break(content: str, cursor: int) -> int:
-    """Return the position of the line break after two spaces or a backslash."""
+def _text_part(child: _Token, content: str, cursor: int) -> _Part:
+    literal = child.markup if child.type == "text_special" else child.content
+    start = content.find(literal, cursor) if literal else cursor
+    return _Part(child.content, start, start + len(literal))
+
+
+def _line_break(child: _Token, content: str, cursor: int) -> int:
+    """Return the position of a line break; a hard break follows two spaces or a backslash."""
+    if child.type == "softbreak":
+        return content.find(" ", cursor)
     spaces = re.compile(r"\\? +").match(content, cursor)
     return spaces.end() - 1 if spaces else -1
+
+
+def _end_of_markup(child: _Token, content: str, cursor: int) -> int:
+    """Return the position after a child without readable text."""
+    if child.type == "image":
+        label = content.find("![", cursor) + 2
+        return _link_end(content, label + len(child.content))
+    if child.type == "html_inline":
+        literal = child.content.replace("\n", " ")
+        return content.find(literal, cursor) + len(child.content)
+    if child.type == "link_close" and child.markup != "autolink":
+        return _link_end(content, cursor)
+    return cursor
 
 
 def _link_end(content: str, cursor: int) -> int:

@@ -25,55 +25,71 @@ _SENTENCE_ENDS = ".!?;,。！？"
 
 def plain_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings of plain text; what does not look like prose is a table."""
+    matches = (match for match in _LINE.finditer(text) if match.group())
+    lines = [TextSpan(match.group(), match.start(), match.end()) for match in matches]
     paragraph: list[TextSpan] = []
-    lines = [TextSpan(match.group(), match.start(), match.end()) for match in _LINE.finditer(text) if match.group()]
     for index, line in enumerate(lines):
         following = lines[index + 1].text if index + 1 < len(lines) else ""
-        level = heading_level(line.text, following, isolated=not (paragraph or following.strip()))
+        is_empty = not line.text.strip()
+        is_isolated = not paragraph and not following.strip()
+        level = heading_level(line.text, following, isolated=is_isolated)
         marker = list_item(line.text)
-        if paragraph and (level or marker or not line.text.strip()):
+        if paragraph and (level or marker or is_empty):
             yield _paragraph(paragraph)
             paragraph = []
         if level:
             yield TextBlock((line,), level)
-        elif not _UNDERLINE.match(line.text) and line.text.strip():
-            paragraph.append(TextSpan(line.text[marker:], line.start + marker, line.end))
+        elif not is_empty and not _UNDERLINE.match(line.text):
+            span = TextSpan(line.text[marker:], line.start + marker, line.end)
+            paragraph.append(span)
     if paragraph:
         yield _paragraph(paragraph)
 
 
 def _paragraph(spans: list[TextSpan]) -> TextBlock:
     block = TextBlock(tuple(spans))
-    return block if looks_like_prose(block.text) else TextBlock(block.spans, kind="table")
+    if looks_like_prose(block.text):
+        return block
+    return TextBlock(block.spans, kind="table")
 
 
 def list_item(line: str) -> int:
-    """Return where the text of a list's item begins; 0 for any other line."""
+    """Return the position of the text of a list item, after its marker; 0 for any other line."""
     match = _LIST_ITEM.match(line)
     return match.end() if match else 0
 
 
 def looks_like_prose(text: str) -> bool:
-    """Whether most characters are letters, and most lines have no gap as columns have."""
+    """Return whether most characters are letters, and most lines have no gap as between columns."""
     dense = "".join(text.split())
+    letters = sum(character.isalpha() for character in dense)
     gaps = len(_GAP.findall(text))
-    return 2 * sum(map(str.isalpha, dense)) > len(dense) and gaps < max(2, len(text.strip().splitlines()))
+    lines = text.strip().splitlines()
+    return 2 * letters > len(dense) and gaps < max(2, len(lines))
 
 
 def heading_level(line: str, following: str, *, isolated: bool) -> int:
-    """Return the level of a heading, or 0 for any other line."""
+    """Return the level of a heading, or 0 for any other line.
+
+    Args:
+        line: the line.
+        following: the next line, which may underline the heading.
+        isolated: whether the line is a paragraph of only one line.
+    """
     words = line.split()
     if not words or len(words) > _MAX_HEADING_WORDS or _UNDERLINE.match(line):
         return 0
+    stripped = line.strip()
     underline = _UNDERLINE.match(following)
-    if underline and len(following.strip()) >= min(len(line.strip()), 4):
+    if underline and len(following.strip()) >= min(len(stripped), 4):
         return _UNDERLINE_LEVELS.get(underline[1], 3)
     if not isolated:
         return 0
     if _KNOWN_HEADING.match(line):
         return 1
-    if line.strip()[-1] in _SENTENCE_ENDS:
+    if stripped[-1] in _SENTENCE_ENDS:
         return 0
-    if numbered := _NUMBERED_HEADING.match(line):
+    numbered = _NUMBERED_HEADING.match(line)
+    if numbered:
         return 1 + numbered[1].count(".")
-    return 1 if line.isupper() and len(line.strip()) > 3 else 0
+    return 1 if line.isupper() and len(stripped) > 3 else 0

@@ -1,125 +1,233 @@
-"""reStructuredText reader. docutils parses; the raw text and the line of its nodes lead to the source."""
+"""reStructuredText reader.
+
+docutils parses the text. Its nodes have raw text and a line number, with which the reader locates them in the source.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan, aligned_spans
+from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
+from graftlm.pipelines.summarize.document_builder import aligned_spans
 from graftlm.pipelines.summarize.text import import_extra
 
-_SKIPPED = {"system_message", "comment", "substitution_definition", "target", "topic", "pending", "raw", "image"}
-_UNREAD = {"footnote_reference", "citation_reference", "image", "raw"}  # inside paragraphs
+_SKIPPED = {
+    "comment",
+    "image",
+    "pending",
+    "raw",
+    "substitution_definition",
+    "system_message",
+    "target",
+    "topic",
+}
+_SKIPPED_INLINE = {"footnote_reference", "citation_reference", "image", "raw"}
 _KINDS: dict[str, BlockKind] = {
-    "table": "table", "caption": "caption", "math_block": "formula", "literal_block": "code", "doctest_block": "code",
-    "field_list": "field", "docinfo": "field", "option_list": "field", "line_block": "field", "term": "field",
-    "footnote": "reference", "citation": "reference", "rubric": "caption", "attribution": "caption",
-}  # fmt: skip
-_TEXTS = {"paragraph", "title", "line", "term", "caption", "rubric", "attribution"} | {
-    "literal_block", "doctest_block", "math_block",
-}  # fmt: skip
+    "table": "table",
+    "caption": "caption",
+    "rubric": "caption",
+    "attribution": "caption",
+    "math_block": "formula",
+    "literal_block": "code",
+    "doctest_block": "code",
+    "field_list": "field",
+    "docinfo": "field",
+    "option_list": "field",
+    "line_block": "field",
+    "term": "field",
+    "footnote": "reference",
+    "citation": "reference",
+}
+_TEXTS = {
+    "attribution",
+    "caption",
+    "doctest_block",
+    "line",
+    "literal_block",
+    "math_block",
+    "paragraph",
+    "rubric",
+    "term",
+    "title",
+}
 _ROLE = re.compile(r"(?::[\w:+.-]+:)?`~?(.+?)(?:\s*<[^<>]*>)?`", re.DOTALL)
-_OTHER_BREAKS = str.maketrans(dict.fromkeys("\t\v\f\x1c\x1d\x1e\x85\u2028\u2029\0", " "))  # lines are \n, \r and \r\n
-_LINES_AHEAD = 200  # lines in which a node's text is looked for
+# Characters at which `str.splitlines` breaks lines, but docutils does not; lines end with \n, \r or \r\n.
+_OTHER_BREAKS = str.maketrans(dict.fromkeys("\t\v\f\x1c\x1d\x1e\x85\u2028\u2029\0", " "))
+_LINES_AHEAD = 200  # lines in which the reader looks for the text of a node
+
+
+class _Node(Protocol):
+    """The attributes of the nodes of docutils that the reader uses; nodes of text have no raw text."""
+
+    tagname: str
+    rawsource: str
+    line: int | None
+    children: Sequence[_Node]
+
+    def astext(self) -> str: ...
+
+    def next_node(self, condition: Callable[[_Node], bool]) -> _Node | None: ...
 
 
 def rst_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings, and other blocks by their kind. No file is included."""
-    frontend: Any = import_extra("docutils.frontend", "Reading reStructuredText")
-    rst: Any = import_extra("docutils.parsers.rst", "Reading reStructuredText")
-    utils: Any = import_extra("docutils.utils", "Reading reStructuredText")
-    settings = frontend.get_default_settings(rst.Parser)
-    quiet = {"report_level": 5, "halt_level": 6, "file_insertion_enabled": False, "raw_enabled": False}
-    vars(settings).update(quiet, line_length_limit=len(text) + 1)
+    """Yield paragraphs, list items and headings, and other blocks by their kind. Directives include no files."""
     plain = text.translate(_OTHER_BREAKS)
-    document = utils.new_document("", settings)
-    rst.Parser(rfc2822=True).parse(plain, document)
+    document = _parse(plain)
     return _RstBlockReader(plain).read(document, "prose", 0)
 
 
+def _parse(text: str) -> _Node:
+    """Return the document node of docutils, parsed without output and without access to files."""
+    frontend = import_extra("docutils.frontend", "Reading reStructuredText")
+    rst = import_extra("docutils.parsers.rst", "Reading reStructuredText")
+    utils = import_extra("docutils.utils", "Reading reStructuredText")
+    settings = frontend.get_default_settings(rst.Parser)
+    settings.report_level = 5
+    settings.halt_level = 6
+    settings.file_insertion_enabled = False
+    settings.raw_enabled = False
+    settings.line_length_limit = len(text) + 1
+    document = utils.new_document("", settings)
+    rst.Parser(rfc2822=True).parse(text, document)
+    return document
+
+
 class _RstBlockReader:
-    """Walks the nodes in order and looks for the lines of each in the lines of the source."""
+    """Walks the nodes in order and locates the text of each in the lines of the source."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
         self._starts = [0]
         for line in text.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
-        self._next = 0, 0  # line and column after the last located line
+        # Position after the last text that was located.
+        self._next_line = 0
+        self._next_column = 0
 
-    def read(self, node: Any, kind: BlockKind, level: int) -> Iterator[TextBlock]:
-        """Yield the blocks of a node; `kind` is that of its parent."""
+    def read(self, node: _Node, kind: BlockKind, level: int) -> Iterator[TextBlock]:
+        """Yield the blocks of a node.
+
+        Args:
+            node: a node of docutils.
+            kind: kind of the parent node.
+            level: number of sections around the node.
+        """
         name = node.tagname
         if name in _SKIPPED:
             return
-        kind, level = _KINDS.get(name, kind), level + (name == "section")
+        kind = _KINDS.get(name, kind)
+        if name == "section":
+            level += 1
         if name in _TEXTS:
-            if positions := self._locate(node):
-                is_heading = name == "title" and kind == "prose"
-                yield TextBlock(tuple(self._spans(node, positions)), max(level, 1) if is_heading else 0, kind=kind)
-            return
-        if name == "field" and node.children[0].astext().lower() == "title":
-            title = node.next_node(lambda inner: inner.tagname == "paragraph")
-            if title is not None and (positions := self._locate(title)):
-                yield TextBlock(tuple(self._spans(title, positions)), 1)
-            return
-        for child in node.children:
-            if child.tagname != "#text":
-                yield from self.read(child, kind, level)
+            is_heading = name == "title" and kind == "prose"
+            heading_level = max(level, 1) if is_heading else 0
+            yield from self._text_block(node, heading_level, kind)
+        elif name == "field" and node.children[0].astext().lower() == "title":
+            title = node.next_node(_is_paragraph)
+            if title is not None:
+                yield from self._text_block(title, 1, "prose")
+        else:
+            for child in node.children:
+                if child.tagname != "#text":
+                    yield from self.read(child, kind, level)
 
-    def _locate(self, node: Any) -> list[int]:
-        """Return the source position of each character of the raw text; empty if a line is not there."""
+    def _text_block(self, node: _Node, level: int, kind: BlockKind) -> Iterator[TextBlock]:
+        """Yield the block of a node with text; nothing if the text is not found in the source."""
+        positions = self._locate(node)
+        if positions:
+            yield TextBlock(tuple(_spans(node, positions)), level, kind=kind)
+
+    def _locate(self, node: _Node) -> list[int]:
+        """Return the source position of each character of the raw text; empty if a line is not found."""
         raw = node.rawsource.split("\n")
-        first, column = self._next
-        if node.tagname in ("paragraph", "title"):  # the line of a literal block is often its last
+        first = self._next_line
+        if node.tagname in ("paragraph", "title"):
+            # Other nodes, such as literal blocks, often have the number of their last line.
             first = max(first, (node.line or 1) - 2)
-        for start in range(first, min(first + _LINES_AHEAD, len(self._lines))):
-            columns = [
-                line.find(part.strip(), column if (start, index) == (self._next[0], 0) else 0)
-                for index, (part, line) in enumerate(zip(raw, self._lines[start : start + len(raw)], strict=False))
-            ]
+        end = min(first + _LINES_AHEAD, len(self._lines))
+        for start in range(first, end):
+            columns = self._find_columns(raw, start)
             if len(columns) == len(raw) and min(columns) >= 0:
                 return self._positions(raw, start, columns)
         return []
 
+    def _find_columns(self, raw: Sequence[str], start: int) -> list[int]:
+        """Return the column of each line of raw text in the lines from `start`; -1 if a line does not match."""
+        lines = self._lines[start : start + len(raw)]
+        columns = []
+        for index, (part, line) in enumerate(zip(raw, lines, strict=False)):
+            is_next = index == 0 and start == self._next_line
+            first_column = self._next_column if is_next else 0
+            columns.append(line.find(part.strip(), first_column))
+        return columns
+
     def _positions(self, raw: Sequence[str], start: int, columns: Sequence[int]) -> list[int]:
+        """Return the source positions of raw text that begins in the line `start`, line breaks included."""
         positions: list[int] = []
         for index, (part, column) in enumerate(zip(raw, columns, strict=True), start):
             indent = len(part) - len(part.lstrip())
             first = self._starts[index] + column - min(indent, column)
-            positions += range(first, first + len(part))
-            positions.append(self._starts[index] + len(self._lines[index]))  # the line break
-            self._next = index, column + len(part.strip())
+            line_break = self._starts[index] + len(self._lines[index])
+            positions.extend(range(first, first + len(part)))
+            positions.append(line_break)
+            self._next_line = index
+            self._next_column = column + len(part.strip())
         return positions
 
-    def _spans(self, node: Any, positions: list[int]) -> Iterator[TextSpan]:
-        """Yield the readable spans of a node, without the markup of its raw text."""
-        raw, cursor = node.rawsource, 0
-        for child in node.children:
-            if child.tagname == "target" and not child.children:
-                continue  # of the reference before it
-            outer = child.rawsource if child.tagname != "#text" else ""
-            start = raw.find(outer, cursor)
-            if start < 0:
-                start, outer = cursor, ""
-            if child.tagname in _UNREAD:
-                cursor = start + len(outer)
-                continue
-            text, offset = child.astext().replace("\0", ""), start
-            if child.tagname == "problematic" and (role := _ROLE.fullmatch(text)):
-                text, offset = role[1], start + role.start(1)
-            if outer and text not in outer:  # `:pep:` is written out
-                yield TextSpan(text, positions[start], positions[start + len(outer) - 1] + 1)
-                cursor = start + len(outer)
-                continue
-            offsets = _offsets(text, raw, offset)
-            yield from aligned_spans(text[: len(offsets)], [positions[index] for index in offsets])
-            cursor = start + len(outer) if outer else (offsets or [cursor - 1])[-1] + 1
+
+def _is_paragraph(node: _Node) -> bool:
+    return node.tagname == "paragraph"
+
+
+def _spans(node: _Node, positions: Sequence[int]) -> Iterator[TextSpan]:
+    """Yield the readable spans of a node, without the markup of its raw text.
+
+    Args:
+        node: a node of docutils with text.
+        positions: source position of each character of the node's raw text.
+    """
+    raw = node.rawsource
+    cursor = 0
+    for child in node.children:
+        if child.tagname == "target" and not child.children:
+            continue  # It belongs to the reference before it.
+        outer = child.rawsource if child.tagname != "#text" else ""
+        start = raw.find(outer, cursor)
+        if start < 0:
+            start = cursor
+            outer = ""
+        end = start + len(outer)
+        if child.tagname in _SKIPPED_INLINE:
+            cursor = end
+            continue
+        text, offset = _readable_text(child, start)
+        if outer and text not in outer:
+            # The text is not in the source: a role such as `:pep:` expands it.
+            yield TextSpan(text, positions[start], positions[end - 1] + 1)
+            cursor = end
+            continue
+        offsets = _offsets(text, raw, offset)
+        yield from aligned_spans(text[: len(offsets)], [positions[index] for index in offsets])
+        if outer:
+            cursor = end
+        elif offsets:
+            cursor = offsets[-1] + 1
+
+
+def _readable_text(child: _Node, start: int) -> tuple[str, int]:
+    """Return the text of a child that begins at `start`, and where to look for it; an unknown role is removed."""
+    text = child.astext().replace("\0", "")
+    if child.tagname == "problematic":
+        role = _ROLE.fullmatch(text)
+        if role:
+            return role[1], start + role.start(1)
+    return text, start
 
 
 def _offsets(text: str, raw: str, cursor: int) -> list[int]:
-    """Return the position in the raw text of each character, which may have backslashes between."""
+    """Return the position in the raw text of each character; there may be backslashes between them."""
     start = raw.find(text, cursor)
     if start >= 0:
         return list(range(start, start + len(text)))

@@ -1,0 +1,112 @@
+"""Pairs of layers: which layer of an augmenting model is read after which layer of the anchor."""
+
+from __future__ import annotations
+
+from graftlm.backbone import Backbone
+from graftlm.errors import GraftError
+from graftlm.grafts.composition.config import CompositionConfig, Pair
+
+
+def resolve_pairs(
+    config: CompositionConfig,
+    name: str,
+    augmenting: Backbone,
+    anchor: Backbone,
+) -> list[Pair]:
+    """Return the pairs of an augmenting model: those that its config lists, or those that result from the stride.
+
+    Args:
+        config: configuration of the composition.
+        name: name of the augmenting model in the config.
+        augmenting: the augmenting model.
+        anchor: the backbone of the composition.
+
+    Raises:
+        GraftError: if a model does not have these layers, or a pair is listed twice.
+    """
+    pairs = config.augmenting[name].pairs
+    if not pairs:
+        pairs = pairs_of(config, name, augmenting, anchor)
+    _check_pairs(name, pairs, augmenting, anchor)
+    return pairs
+
+
+def pairs_of(
+    config: CompositionConfig,
+    name: str,
+    augmenting: Backbone,
+    anchor: Backbone,
+) -> list[Pair]:
+    """Return pairs by stride: every stride-th layer of the augmenting model with evenly spaced layers of the anchor.
+
+    The last layers of both models are a pair.
+
+    Args:
+        config: configuration of the composition.
+        name: name of the augmenting model in the config.
+        augmenting: the augmenting model.
+        anchor: the backbone of the composition.
+
+    Raises:
+        GraftError: if the stride gives no pair, or more pairs than the anchor has layers.
+    """
+    stride = config.augmenting[name].stride or config.stride
+    n_A = augmenting.sites.n_layers
+    n_B = anchor.sites.n_layers
+    count = n_A // stride
+    if count == 0:
+        raise GraftError(
+            f"A stride of {stride} skips all {n_A} layers of {name}: set stride to {n_A} or less, or list pairs."
+        )
+    if count > n_B:
+        smallest_stride = -(-n_A // n_B)
+        raise GraftError(
+            f"A stride of {stride} pairs {count} layers of {name}, but the anchor has {n_B}: set stride to "
+            f"{smallest_stride} or more, or list pairs."
+        )
+    pairs = []
+    for k in range(count):
+        following = count - 1 - k  # pairs after this one
+        layer_A = n_A - 1 - stride * following
+        layer_B = (k + 1) * n_B // count - 1
+        pairs.append((layer_A, layer_B))
+    return pairs
+
+
+def _check_pairs(name: str, pairs: list[Pair], augmenting: Backbone, anchor: Backbone) -> None:
+    for pair in pairs:
+        layer_A, layer_B = pair
+        _check_layer(name, pair, layer_A, owner=name, count=augmenting.sites.n_layers)
+        _check_layer(name, pair, layer_B, owner="the anchor", count=anchor.sites.n_layers)
+    for pair in pairs:
+        if pairs.count(pair) > 1:
+            raise GraftError(f"The pair {list(pair)} of {name} is listed twice: remove one of them.")
+
+
+def _check_layer(name: str, pair: Pair, layer: int, *, owner: str, count: int) -> None:
+    if not 0 <= layer < count:
+        raise GraftError(
+            f"The pair {list(pair)} of {name} names layer {layer} of {owner}, which has layers 0 to {count - 1}: "
+            "correct pairs (the augmenting model's layer comes first)."
+        )
+
+
+def check_heads(heads: int, width: int, *, even: bool) -> None:
+    """Check that a number of heads divides the anchor's width.
+
+    Args:
+        heads: number of heads of the cross-attentions.
+        width: width of the anchor.
+        even: whether the width of a head must be even, which rotary positions require.
+
+    Raises:
+        GraftError: if the heads do not divide the width.
+    """
+    step = 2 if even else 1
+    if width % (heads * step) == 0:
+        return
+    candidates = range(1, 2 * heads + 1)
+    fitting = [n for n in candidates if width % (n * step) == 0]
+    nearest = ", ".join(str(n) for n in fitting[-4:])
+    parts = "heads of even width" if even else "heads"
+    raise GraftError(f"The anchor's width {width} cannot be split into {heads} {parts}: set heads to one of {nearest}.")

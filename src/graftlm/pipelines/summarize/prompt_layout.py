@@ -1,0 +1,64 @@
+"""The layout of a summarization prompt: the strings around the parts of a document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from graftlm.config import Config
+from graftlm.errors import DataError
+
+LAYOUT_NAME = "layout.json"
+"""Name of the file with the layout of a model, in the folder of the model."""
+
+
+class PromptLayout(Config):
+    """The strings before each part of a document, and the window.
+
+    Args:
+        instruction: instruction to a chat model, at the start of the user's message. None for models that continue a
+            text.
+        introduction: string before the introduction.
+        extract: string before the extract; None for a model that reads the introduction only.
+        summary: string before the summary.
+        rest: string before the rest of the document, in training.
+        window: maximum number of tokens of prompt and summary; None uses the model's maximum, but at most 4,096.
+    """
+
+    instruction: str | None = None
+    introduction: str = ""
+    extract: str | None = "\n\nMost important sentences:\n"
+    summary: str = "\n\nSummary:\n"
+    rest: str = "\n\n"
+    window: int | None = Field(None, ge=16)
+
+
+CHAT_LAYOUT = PromptLayout(
+    instruction="Summarize the following document in one short paragraph. Say what it is about, what it proposes or "
+    "finds, and why. Use only what the document says.",
+    introduction="\n\n",
+    summary="",
+)
+"""Layout for chat models that were not trained on a layout."""
+
+
+def read_layout(folder: str | Path) -> PromptLayout | None:
+    """Read the layout on which a model was trained.
+
+    Args:
+        folder: folder of the model.
+
+    Returns:
+        The layout, or None if the folder has no `layout.json`.
+
+    Raises:
+        DataError: the layout can't be read.
+    """
+    path = Path(folder) / LAYOUT_NAME
+    try:
+        return PromptLayout.model_validate_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):
+        raise DataError(f"{path} is not the layout of a writer: train the writer again.") from None

@@ -1,0 +1,158 @@
+"""Training of writers on documents with human summaries.
+
+An example is a prompt with its human summary, in one window. The rest of the documents fills separate windows, as text
+of the domain. The loss covers all tokens, including those of the introduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from graftlm.backbone import padding_id
+from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
+from graftlm.data import Document as TrainingText
+from graftlm.data.boundaries import split_rows
+from graftlm.errors import DataError
+from graftlm.files.writing import write_atomically
+from graftlm.pipelines.summarize.document import SourceDocument
+from graftlm.pipelines.summarize.prompt_layout import LAYOUT_NAME
+from graftlm.pipelines.summarize.selection import Extract
+from graftlm.pipelines.summarize.writer import LanguageModelWriter, introduction_range
+from graftlm.training import TrainingConfig, train
+from graftlm.training.language_model import LanguageModel, check_rows, save_model
+
+MODEL = "model"
+"""Name of the folder of the trained model, in the folder of a training run."""
+
+
+@dataclass(frozen=True)
+class WriterExample:
+    """A document to learn from.
+
+    Attributes:
+        extract: the extract of the document.
+        summary: the human summary.
+    """
+
+    extract: Extract
+    summary: str
+
+
+def train_writer(
+    writer: LanguageModelWriter,
+    examples: Sequence[WriterExample],
+    training: TrainingConfig,
+    out: str | Path,
+    *,
+    rest_fraction: float = 0.5,
+    progress: bool = True,
+) -> Path:
+    """Train all weights of a writer's model on its layout. An interrupted run resumes from its last checkpoint.
+
+    Rows have the length of the writer's window; `decoding.max_new_tokens` of it are for the summary.
+
+    Args:
+        writer: the writer; its model is trained in place.
+        examples: documents with summaries.
+        training: configuration of the training loop.
+        out: folder of the history, the checkpoints and the trained model.
+        rest_fraction: fraction of the rows that come from the rest of the documents.
+        progress: whether to display a progress bar.
+
+    Returns:
+        The folder of model, tokenizer and layout, for `load_writer`.
+
+    Raises:
+        DataError: there is no example.
+        RecipeError: an example does not fit into the window, or the window into the model.
+    """
+    check_rows(writer.model, length=writer.window, longest=writer.window, boundaries="whole")
+    mixture = _mixture(writer, examples, training, rest_fraction)
+    identity = {"layout": writer.layout.model_dump(mode="json")}
+    train(
+        LanguageModel(writer.model),
+        mixture,
+        training,
+        out,
+        identity=identity,
+        progress=progress,
+    )
+    writer.model.eval()
+    folder = Path(out) / MODEL
+    save_model(writer.model, writer.tokenizer, folder)
+    layout = writer.layout.model_copy(update={"window": writer.window})
+    write_atomically(folder / LAYOUT_NAME, layout.model_dump_json(indent=2).encode())
+    return folder
+
+
+def _mixture(
+    writer: LanguageModelWriter,
+    examples: Sequence[WriterExample],
+    training: TrainingConfig,
+    rest_fraction: float,
+) -> Mixture:
+    """Return the training data: examples as new text, the rest of their documents as old text."""
+    sources: dict[int, TokenBlocks] = {}
+    if rest_fraction:
+        documents = [example.extract.document for example in examples]
+        sources[OLD] = rest_rows(writer, documents)
+    if rest_fraction < 1:
+        sources[NEW] = example_rows(writer, examples)
+    fractions = {OLD: rest_fraction, NEW: 1 - rest_fraction}
+    return Mixture(sources, fractions, training.batch_size, training.seed)
+
+
+def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample]) -> TokenBlocks:
+    """Pack whole examples into rows of the writer's window. Attention does not cross examples.
+
+    Raises:
+        DataError: there is no example.
+        RecipeError: an example does not fit into the window.
+    """
+    if not examples:
+        raise DataError("There is no document with a summary to learn from: give at least one.")
+    streams = []
+    for example in examples:
+        prompt, summary = prompt_and_summary(writer, example)
+        ids = np.array([*prompt, *summary], dtype=np.int32)
+        ids[0] = ~ids[0]  # marks the start of a document
+        streams.append(ids)
+    rows = split_rows(np.concatenate(streams), writer.window, "whole")
+    return TokenBlocks(rows, boundaries="whole", pad_id=padding_id(writer.tokenizer))
+
+
+def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
+    """Return token ids of prompt and summary. The summary ends with EOS, or is truncated to `max_new_tokens`."""
+    prompt = writer.build_prompt(example.extract)
+    ids = writer.tokenize(example.summary)
+    eos = writer.tokenizer.eos_token_id
+    if isinstance(eos, int):
+        ids.append(eos)
+    return prompt.ids, ids[: writer.decoding.max_new_tokens]
+
+
+def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) -> TokenBlocks:
+    """Pack the documents without their introductions into rows of the window.
+
+    Raises:
+        DataError: the documents have no text outside their introductions.
+    """
+    texts = (TrainingText(writer.layout.rest + rest_text(document), document.name) for document in documents)
+    return pack(
+        texts,
+        writer.tokenizer,
+        writer.window,
+        boundaries="whole",
+        name="The rest of the documents",
+    )
+
+
+def rest_text(document: SourceDocument) -> str:
+    """Return the sentences outside the introduction."""
+    introduction = introduction_range(document)
+    sentences = enumerate(document.sentences)
+    return " ".join(sentence.text for index, sentence in sentences if index not in introduction)

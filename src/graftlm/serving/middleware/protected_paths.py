@@ -1,0 +1,13 @@
+"""The paths that need an API key, and that a busy or closing server refuses."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+_PROTECTED = ("/v1/", "/metrics/", "/tokenize/", "/detokenize/")
+
+
+def is_protected(scope: Scope) -> bool:
+    """Return whether a request is for a protected path; the page and /health are not protected."""
+    path = f"{scope['path']}/"
+    return path.startswith(_PROTECTED)

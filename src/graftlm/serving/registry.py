@@ -1,0 +1,174 @@
+"""The backbone and the grafts of an engine by name, and the check of requests against them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from graftlm.backbone import Backbone
+from graftlm.backbone.taps import check_conflicts
+from graftlm.errors import BackboneError, GraftError, TapConflictError
+from graftlm.grafted.graft_set import supports_row_groups
+from graftlm.grafts import Graft
+from graftlm.serving.protocol import (
+    ContextLengthError,
+    EngineLimits,
+    GenerationRequest,
+    ServingError,
+    check_model,
+    check_prompt,
+    context_limit,
+)
+
+
+class ModelRegistry:
+    """The backbone and the grafts of an engine by name. All methods are thread-safe.
+
+    Args:
+        backbone: a backbone of the engine's `kind`: a causal language model, unless a subclass sets another kind.
+        grafts: grafts for this backbone, by name.
+        name: name of the backbone in requests; by default its own name.
+        limits: the limits of the engine.
+
+    Raises:
+        BackboneError: the backbone is of another kind.
+        GraftError: a name can't be used.
+    """
+
+    kind = "causal-lm"
+    shares_batches = False
+    """Accept only grafts that can act on some rows of a batch."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        grafts: Mapping[str, Graft] | None = None,
+        name: str | None = None,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        self._check_kind(backbone)
+        self.name = name or backbone.name
+        self.limits = limits or EngineLimits()
+        self._backbone = backbone
+        self._context = context_limit(backbone, self.limits)
+        self._vocabulary = int(backbone.config.vocab_size)
+        self._grafts: dict[str, Graft] = {}  # replaced as a whole, so that readers need no lock
+        self._lock = threading.Lock()
+        for graft_name, graft in (grafts or {}).items():
+            self.replace(graft_name, graft)
+
+    def _check_kind(self, backbone: Backbone) -> None:
+        right_kind = backbone.kind == self.kind
+        if right_kind and self.kind == "causal-lm":
+            right_kind = backbone.sites.family.causal
+        if not right_kind:
+            raise BackboneError(
+                f"The backbone {backbone.name} ({backbone.sites.model_type}) can't generate text: serve a causal "
+                "language model, or a graft that was trained on tasks."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The backbone's name, followed by the grafts' names."""
+        return (self.name, *self._grafts)
+
+    def replace(self, name: str, graft: object | None) -> None:
+        """Register a graft under a name, or remove the name with None.
+
+        Raises:
+            GraftError: the name can't be used, the object is not a graft, or the graft can't share a batch.
+        """
+        self._check_name(name)
+        if graft is not None:
+            if not isinstance(graft, Graft):
+                raise GraftError(
+                    f"{name} is of type {type(graft).__name__}, but a graft is expected: build or load one."
+                )
+            if self.shares_batches and not supports_row_groups(graft):
+                raise GraftError(
+                    f"The graft {name} replaces or adds modules of the model, so that it would act on the requests of "
+                    "other models in the batch: use it with graft generate, or export it."
+                )
+        with self._lock:
+            grafts = dict(self._grafts)
+            if graft is None:
+                grafts.pop(name, None)
+            else:
+                grafts[name] = graft
+            self._grafts = grafts
+
+    def _check_name(self, name: str) -> None:
+        if name == self.name:
+            problem = "is the name of the backbone"
+        elif not name:
+            problem = "is empty"
+        elif "+" in name:
+            problem = "has a +, which joins the names of a mixture"
+        else:
+            return
+        raise GraftError(f"The graft's name {name!r} {problem}: choose another name.")
+
+    def fits(self, graft: object | None) -> bool:
+        """Return whether a graft was built for this backbone."""
+        return isinstance(graft, Graft) and graft._fingerprint == self._backbone.fingerprint
+
+    def holds(self, grafts: Iterable[tuple[str, Graft]]) -> bool:
+        """Return whether all of these grafts are still registered under their names."""
+        known = self._grafts
+        return all(known.get(name) is graft for name, graft in grafts)
+
+    def check(self, request: GenerationRequest) -> dict[str, Graft]:
+        """Return the grafts of a request by name; none for the backbone.
+
+        Raises:
+            ServingError: the request does not fit the models or the limits.
+        """
+        grafts = self._grafts_of(request.model)
+        fewest_tokens = 0 if request.embed else 1
+        if request.max_tokens < fewest_tokens:
+            raise ServingError(f"max_tokens is {request.max_tokens}, but at least {fewest_tokens} is expected.")
+        check_prompt(request.prompt, self._vocabulary)
+        if request.max_tokens > self.limits.max_tokens:
+            raise ContextLengthError(
+                f"{request.max_tokens} new tokens were requested, but this server generates at most "
+                f"{self.limits.max_tokens}: request fewer."
+            )
+        length = len(request.prompt)
+        total = length + request.max_tokens
+        if total > self._context:
+            raise ContextLengthError(
+                f"The prompt has {length} tokens and {request.max_tokens} new ones were requested, {total} in all, but "
+                f"the limit is {self._context}: shorten the prompt, or request fewer new tokens."
+            )
+        return grafts
+
+    def _grafts_of(self, model: str) -> dict[str, Graft]:
+        if model == self.name:
+            return {}
+        registered = self._grafts
+        check_model((self.name, *registered), model)
+        names = model.split("+")
+        if self.name in names:
+            raise ServingError(
+                f"The mixture {model!r} names the backbone {self.name}, which is part of every mixture: leave it out."
+            )
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            raise ServingError(f"The mixture {model!r} names {repeated[0]} twice: name each graft once.")
+        grafts = {name: registered[name] for name in names}
+        if len(grafts) > 1:
+            self._check_mixture(grafts)
+        return grafts
+
+    def _check_mixture(self, grafts: Mapping[str, Graft]) -> None:
+        for name, graft in grafts.items():
+            if not supports_row_groups(graft):
+                raise ServingError(
+                    f"The graft {name} replaces or adds modules of the model and can't be part of a mixture: request "
+                    "it without other grafts."
+                )
+        try:
+            check_conflicts(self._backbone.sites, {name: graft.taps() for name, graft in grafts.items()})
+        except TapConflictError as error:
+            raise ServingError(str(error)) from error

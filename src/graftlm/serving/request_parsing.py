@@ -1,0 +1,332 @@
+"""The conversion of request bodies to `GenerationRequest`s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llguidance import LLMatcher
+
+from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_prompt, check_tokens
+from graftlm.serving.request_schema import (
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    NamedTool,
+    StructuredOutputs,
+    TokenizeRequest,
+)
+from graftlm.serving.service import Service
+from graftlm.serving.tools import ToolSchema, tool_grammar
+
+_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request for generation, converted for the engine.
+
+    Attributes:
+        requests: the continuations: all of the first prompt, then all of the second.
+        model: name of the model.
+        n: number of continuations of each prompt.
+        logprobs: whether the response reports log-probabilities.
+        trace: whether the response reports the activity of the grafts.
+        stream: whether the response is streamed.
+        include_usage: whether a stream ends with the numbers of tokens.
+        tools: names of the tools that the answer may call.
+        base64: whether embeddings are encoded in base64.
+    """
+
+    requests: tuple[GenerationRequest, ...]
+    model: str
+    n: int = 1
+    logprobs: bool = False
+    trace: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    tools: tuple[str, ...] = ()
+    base64: bool = False
+
+
+def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
+    """Convert the body of /v1/completions.
+
+    Raises:
+        ServingError: the body does not fit the model.
+    """
+    _check_continuations(service, body, len(body.prompt))
+    _check_stream_options(body)
+    prompts = [_token_ids(service, prompt) for prompt in body.prompt]
+    for prompt in prompts:
+        check_prompt(prompt, service.tokenizer.vocabulary)
+    request = _generation_request(
+        body,
+        max_tokens=body.max_tokens or _COMPLETION_TOKENS,
+        stop=tuple(body.stop or ()),
+        logprobs=body.logprobs,
+        grammar=_structured_outputs_grammar(service, body.structured_outputs),
+        user=user,
+    )
+    _check_options(request, service.tokenizer.vocabulary, "structured_outputs")
+    return _parsed(body, request, prompts)
+
+
+def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
+    """Convert the body of /v1/chat/completions; max_tokens defaults to the rest of the context.
+
+    Raises:
+        ServingError: the body does not fit the model.
+    """
+    _check_continuations(service, body, 1)
+    _check_stream_options(body)
+    _check_chat_options(body)
+    tools = _callable_tools(body)
+    prompt = _chat_prompt(service, body, with_tools=bool(tools))
+    remaining_tokens = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
+    request = _generation_request(
+        body,
+        max_tokens=body.max_completion_tokens or body.max_tokens or remaining_tokens,
+        stop=(*(body.stop or ()), *service.tokenizer.chat_stops),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=_chat_grammar(service, body, tools),
+        user=user,
+    )
+    _check_options(request, service.tokenizer.vocabulary, _grammar_key(body, tools))
+    return _parsed(body, request, [prompt], tools=tuple(tools))
+
+
+def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> ParsedRequest:
+    """Convert the body of /v1/embeddings.
+
+    Raises:
+        ServingError: the body does not fit the model.
+    """
+    requests = []
+    for number, text in enumerate(body.input):
+        param = f"input.{number}" if len(body.input) > 1 else "input"
+        prompt = _token_ids(service, text)
+        check_prompt(prompt, service.tokenizer.vocabulary, param)
+        if len(prompt) > service.context:
+            raise ContextLengthError(
+                f"{param} has {len(prompt)} tokens, but the limit is {service.context}: shorten the text, or split it.",
+                param,
+            )
+        request = GenerationRequest(
+            prompt=prompt,
+            model=body.model,
+            max_tokens=0,
+            embed=True,
+            user=user,
+        )
+        requests.append(request)
+    return ParsedRequest(
+        requests=tuple(requests),
+        model=body.model,
+        base64=body.encoding_format == "base64",
+    )
+
+
+def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
+    """Return the token ids of the body of /tokenize."""
+    if body.messages is None:
+        special = body.add_special_tokens is not False
+        return list(service.tokenizer.encode(body.prompt or "", special=special))
+    if service.encodes:
+        raise ServingError(f"The encoder {service.name} has no chat template: send prompt instead.", "messages")
+    return list(service.tokenizer.encode_chat([message.for_template() for message in body.messages]))
+
+
+def detokenize(service: Service, body: DetokenizeRequest) -> str:
+    """Return the text of the body of /detokenize with special tokens, as vLLM does."""
+    check_tokens(body.tokens, service.tokenizer.vocabulary, "tokens")
+    text = service.tokenizer.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
+    return str(text)
+
+
+def _token_ids(service: Service, prompt: str | list[int]) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return service.tokenizer.encode(prompt)
+    return tuple(prompt)
+
+
+def _chat_prompt(service: Service, body: ChatRequest, *, with_tools: bool) -> tuple[int, ...]:
+    tools = []
+    if with_tools:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    prompt = service.tokenizer.encode_chat(
+        [message.for_template() for message in body.messages],
+        tools=tools,
+        values=body.chat_template_kwargs,
+    )
+    check_prompt(prompt, service.tokenizer.vocabulary, "messages")
+    return prompt
+
+
+def _callable_tools(body: ChatRequest) -> dict[str, ToolSchema | None]:
+    """Return the schema of the arguments of each tool that the answer may call, by name."""
+    given = body.tools or []
+    tools = {tool.function.name: tool.function.parameters for tool in given}
+    choice = body.tool_choice or "auto"
+    if len(tools) < len(given):
+        raise ServingError("Two tools have the same name: rename one.", "tools")
+    if choice == "none":
+        return {}
+    if isinstance(choice, NamedTool):
+        if choice.name not in tools:
+            raise ServingError(f"tool_choice names {choice.name!r}, which is not one of the tools.", "tool_choice")
+        return {choice.name: tools[choice.name]}
+    if choice == "required" and not tools:
+        raise ServingError("tool_choice is 'required', but there are no tools: add one.", "tool_choice")
+    return tools
+
+
+def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, ToolSchema | None]) -> LLMatcher | None:
+    """Return the grammar of the answer."""
+    has_format = body.response_format is not None and body.response_format.type != "text"
+    constraints = {
+        "tools": bool(tools),
+        "response_format": has_format,
+        "structured_outputs": body.structured_outputs is not None,
+    }
+    given = [key for key, is_given in constraints.items() if is_given]
+    if len(given) > 1:
+        raise ServingError(f"{given[0]} and {given[1]} both constrain the answer: leave one out.", given[1])
+    if tools:
+        has_named_tool = isinstance(body.tool_choice, NamedTool)
+        return tool_grammar(
+            service.grammars,
+            tools,
+            required=body.tool_choice not in (None, "auto"),
+            parallel=body.parallel_tool_calls is not False and not has_named_tool,
+        )
+    if body.response_format is not None and has_format:
+        named_schema = body.response_format.json_schema
+        schema = {"type": "object"} if named_schema is None else named_schema.json_schema
+        return service.grammars.json(schema, "response_format")
+    return _structured_outputs_grammar(service, body.structured_outputs)
+
+
+def _structured_outputs_grammar(service: Service, outputs: StructuredOutputs | None) -> LLMatcher | None:
+    if outputs is None:
+        return None
+    if outputs.json_schema is not None:
+        return service.grammars.json(outputs.json_schema, "structured_outputs.json")
+    if outputs.regex is not None:
+        return service.grammars.regex(outputs.regex, "structured_outputs.regex")
+    if outputs.choice is not None:
+        return service.grammars.choice(outputs.choice, "structured_outputs.choice")
+    assert outputs.grammar is not None, "the body was validated"
+    return service.grammars.lark(outputs.grammar, "structured_outputs.grammar")
+
+
+def _grammar_key(body: ChatRequest, tools: dict[str, ToolSchema | None]) -> str:
+    """Return the key of the request that constrains the answer."""
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    return "tools" if tools else "response_format"
+
+
+def _check_continuations(service: Service, body: ApiRequest, prompts: int) -> None:
+    count = prompts * (body.n or 1)
+    capacity = service.limits.batch_size + service.limits.queue
+    if count > capacity:
+        raise ServingError(
+            f"The request asks for {count} continuations, but this server accepts at most {capacity} at once: send "
+            "several requests.",
+            "n",
+        )
+
+
+def _check_stream_options(body: ApiRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ServingError(
+            "stream_options is set, but stream is not: set stream to true, or leave out stream_options.",
+            "stream_options",
+        )
+
+
+def _check_chat_options(body: ChatRequest) -> None:
+    if body.top_logprobs and not body.logprobs:
+        raise ServingError("top_logprobs is set, but logprobs is not: set logprobs to true.", "top_logprobs")
+    if body.max_tokens and body.max_completion_tokens:
+        raise ServingError("max_tokens and max_completion_tokens have the same meaning: set one of them.", "max_tokens")
+
+
+def _generation_request(
+    body: ApiRequest,
+    *,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    logprobs: int | None,
+    grammar: LLMatcher | None,
+    user: str,
+) -> GenerationRequest:
+    """Return the request of all continuations, without prompt and seed."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    if body.top_p == 0:  # only the most likely token
+        temperature = 0.0
+    return GenerationRequest(
+        prompt=(),
+        model=body.model,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop_tokens=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        temperature=temperature,
+        top_p=body.top_p or 1.0,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
+        grammar=grammar,
+        stop=stop,
+        logprobs=logprobs,
+        trace=body.graftlm is not None and body.graftlm.trace,
+        user=user,
+    )
+
+
+def _check_options(request: GenerationRequest, vocabulary: int, grammar_key: str) -> None:
+    """Check options against each other and against the model."""
+    if request.min_tokens > request.max_tokens:
+        raise ServingError(
+            f"min_tokens is {request.min_tokens}, but the answer has at most {request.max_tokens} tokens: request "
+            "fewer.",
+            "min_tokens",
+        )
+    if request.grammar is not None:
+        for key, is_set in (("min_tokens", request.min_tokens > 0), ("ignore_eos", request.ignore_eos)):
+            if is_set:
+                raise ServingError(f"{grammar_key} and {key} both determine the end: leave one out.", key)
+    check_tokens([token for token, _ in request.logit_bias], vocabulary, "logit_bias")
+    check_tokens(request.stop_tokens, vocabulary, "stop_token_ids")
+
+
+def _parsed(
+    body: ApiRequest,
+    request: GenerationRequest,
+    prompts: Sequence[tuple[int, ...]],
+    tools: tuple[str, ...] = (),
+) -> ParsedRequest:
+    """Return the continuations of all prompts, each with another seed."""
+    n = body.n or 1
+    requests = []
+    for prompt in prompts:
+        for number in range(n):
+            seed = None if body.seed is None else (body.seed + number) % 2**63
+            requests.append(replace(request, prompt=prompt, seed=seed))
+    return ParsedRequest(
+        requests=tuple(requests),
+        model=body.model,
+        n=n,
+        logprobs=request.logprobs is not None,
+        trace=request.trace,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        tools=tools,
+    )

@@ -1,0 +1,419 @@
+"""The bodies of OpenAI's requests.
+
+The schema has OpenAI's keys with their ranges, some keys of vLLM, and the key `graftlm`. Types are strict: the text "5"
+is not a number. Keys of OpenAI and vLLM that this server does not implement accept only values without an effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+
+from graftlm.config import Config, read_yaml
+from graftlm.serving.errors import UnsupportedValueError
+from graftlm.serving.tokenization import TEMPLATE_ARGUMENTS
+from graftlm.serving.tools import TemplateMessage, ToolSchema
+
+MAX_CHOICES = 16
+_Body = TypeVar("_Body", bound=BaseModel)
+_TEMPLATE_CHARACTERS = 10_000  # of values for a chat template, which may repeat them
+_TEMPLATE_ROLES = {"developer": "system"}
+_NO_UNICODE = "the text has half of a surrogate pair, but Unicode is expected"
+
+
+class NeutralValue:
+    """The annotation of a key that is not implemented: it accepts None and values without an effect.
+
+    Args:
+        values: the values without an effect.
+    """
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        return {"enum": [None, *self.values]}
+
+    def _check(self, value: object) -> object:
+        if value is None:
+            return value
+        for neutral in self.values:
+            same_kind = isinstance(neutral, bool) == isinstance(value, bool)  # because True == 1
+            if same_kind and neutral == value:
+                return value
+        allowed = f", or set it to {self.values[0]!r}" if self.values else ""
+        raise UnsupportedValueError(f"this server does not implement it: leave it out{allowed}")
+
+
+Ignored = Annotated[object, WithJsonSchema({"description": "Accepted and ignored."})]
+_NEUTRAL_KEYS: dict[str, list[dict[str, Any]]] = read_yaml(Path(__file__).with_name("neutral_keys.yaml"))
+
+
+def accepts_neutral_keys(body: type[_Body]) -> type[_Body]:
+    """Add the keys of neutral_keys.yaml, which have no effect, to a body."""
+    fields: dict[str, Any] = {}
+    for entry in _NEUTRAL_KEYS[body.__name__]:
+        kind = Annotated[Any, NeutralValue(*entry["values"])] if "values" in entry else Ignored
+        for key in entry["keys"].split():
+            fields[key] = (kind, None)
+    return create_model(
+        body.__name__,
+        __base__=body,
+        __doc__=body.__doc__,
+        __module__=body.__module__,
+        **fields,
+    )
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+
+
+def _check_prompts(value: object) -> list[str] | list[list[int]]:
+    """Return a list of texts or of lists of token ids, from one prompt or several."""
+    is_one_prompt = isinstance(value, str) or (_is_token_ids(value) and value != [])
+    prompts: Any = [value] if is_one_prompt else value
+    if isinstance(prompts, list) and prompts:
+        if all(isinstance(prompt, str) for prompt in prompts):
+            if any(_has_surrogate(prompt) for prompt in prompts):
+                raise ValueError(_NO_UNICODE)
+            return prompts
+        if all(_is_token_ids(prompt) for prompt in prompts):
+            return prompts
+    raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is expected")
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _check_bias_keys(value: object) -> object:
+    if isinstance(value, dict):
+        for key in value:
+            is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
+            if not is_id:
+                raise ValueError(f"token ids are expected as keys, but {str(key)[:50]!r} is not one")
+    return value
+
+
+def _check_template_values(values: dict[str, object]) -> dict[str, object]:
+    taken = sorted(values.keys() & TEMPLATE_ARGUMENTS)
+    if taken:
+        raise ValueError(f"{taken[0]} is set by the server: leave it out")
+    try:
+        too_large = len(json.dumps(values, allow_nan=False)) > _TEMPLATE_CHARACTERS
+    except RecursionError:
+        too_large = True
+    if too_large:
+        raise ValueError(f"JSON of at most {_TEMPLATE_CHARACTERS:,} characters is expected")
+    return values
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+NotEmpty = Field(min_length=1)
+NonEmptyText = Annotated[str, NotEmpty]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[
+    list[Stop],
+    Field(max_length=4),
+    BeforeValidator(_as_list, json_schema_input_type=Stop | Annotated[list[Stop], Field(max_length=4)]),
+]
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+    BeforeValidator(_check_bias_keys),
+]
+TemplateValues = Annotated[dict[str, Any], AfterValidator(_check_template_values)]
+_PromptInput = (
+    str | Annotated[TokenIds, NotEmpty] | Annotated[list[str], NotEmpty] | Annotated[list[TokenIds], NotEmpty]
+)
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_check_prompts, json_schema_input_type=_PromptInput),
+]
+
+
+class StrictBody(Config):
+    """A part of a body, whose types are those of JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class RequestBody(StrictBody):
+    """A whole body, in which all text is Unicode."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_unicode(cls, values: Any, handler: ModelWrapValidatorHandler[RequestBody]) -> RequestBody:
+        body = handler(values)
+        try:
+            json.dumps(values, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError(_NO_UNICODE) from None
+        return body
+
+
+@accepts_neutral_keys
+class StreamOptions(StrictBody):
+    """Options of a streamed response."""
+
+    include_usage: bool = Field(False, description="Add a last chunk with the numbers of tokens.")
+
+
+class RequestExtras(StrictBody):
+    """GraftLM's additions to the protocol."""
+
+    trace: bool = Field(False, description="Report the activity of the grafts at each token.")
+
+
+@accepts_neutral_keys
+class JsonSchema(StrictBody):
+    """A named schema, which answers always follow."""
+
+    name: str = Field(min_length=1, max_length=64)
+    json_schema: dict[str, Any] | bool = Field(True, alias="schema")
+
+
+class ResponseFormat(StrictBody):
+    """The format of the answer: any text, a JSON object, or JSON with a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def _problems(self) -> Iterator[str]:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            yield "json_schema is expected if type is 'json_schema', and only then"
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's key for the format of the answer; exactly one of these."""
+
+    json_schema: dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = Field(None, min_length=1, max_length=10_000, description="In Rust's syntax.")
+    choice: list[NonEmptyText] | None = Field(None, min_length=1, max_length=1000, description="One of these texts.")
+    grammar: str | None = Field(None, min_length=1, max_length=100_000, description="Lark, with a rule `start`.")
+
+    def _problems(self) -> Iterator[str]:
+        given = [getattr(self, name) for name in self.model_fields_set]
+        if len(given) != 1 or None in given:
+            yield "exactly one of json, regex, choice and grammar is expected"
+
+
+@accepts_neutral_keys
+class ApiRequest(RequestBody):
+    """The common keys of completions and chats."""
+
+    model: str = Field(min_length=1, max_length=512, description="The backbone, a graft, or grafts joined by +.")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(1.0, ge=0, le=1)
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stops | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: Biases | None = Field(None, description="By token id; added to the logit.")
+    top_k: int | None = Field(None, ge=-1, description="As in vLLM; 0 and -1 allow all tokens.")
+    min_p: float | None = Field(0.0, ge=0, le=1, description="As in vLLM.")
+    repetition_penalty: float | None = Field(1.0, gt=0, le=100, description="As in vLLM.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM.")
+    min_tokens: int | None = Field(0, ge=0, description="As in vLLM: nothing ends the answer before.")
+    stop_token_ids: TokenIds | None = Field(None, max_length=64, description="As in vLLM.")
+    ignore_eos: bool | None = Field(False, description="As in vLLM: the model's end tokens don't end the answer.")
+    graftlm: RequestExtras | None = None
+
+
+@accepts_neutral_keys
+class CompletionRequest(ApiRequest):
+    """The body of /v1/completions: prompts as text or as token ids."""
+
+    prompt: Prompts = Field(description="The text to continue.")
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+
+class TextPart(StrictBody):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, values: object) -> object:
+        kind = values.get("type") if isinstance(values, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise UnsupportedValueError(
+                f"the type of a part is {kind[:50]!r}, but this server supports text only: leave the part out"
+            )
+        return values
+
+
+TextParts = Annotated[
+    list[TextPart],
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
+]
+
+
+class FunctionCall(StrictBody):
+    """A tool's name, and its arguments as JSON."""
+
+    name: NonEmptyText
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, value: str) -> str:
+        text = value or "{}"
+        if not isinstance(json.loads(text), dict):  # a JSONDecodeError is a ValueError
+            raise ValueError("a JSON object is expected")
+        return text
+
+    def for_template(self) -> TemplateMessage:
+        """Return the call in the form of chat templates."""
+        return {"name": self.name, "arguments": json.loads(self.arguments)}
+
+
+class MessageToolCall(StrictBody):
+    """A call of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+@accepts_neutral_keys
+class ChatMessage(StrictBody):
+    """One message of a conversation; the role `tool` has the result of a call."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: TextParts | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def _problems(self) -> Iterator[str]:
+        if self.content is None and not self.tool_calls:
+            yield "content is expected"
+        if self.tool_calls and self.role != "assistant":
+            yield "tool_calls are expected in messages of the assistant only"
+
+    @property
+    def text(self) -> str:
+        """The parts as one text."""
+        return "".join(part.text for part in self.content or ())
+
+    def for_template(self) -> TemplateMessage:
+        """Return the message in the form of chat templates."""
+        message: TemplateMessage = {
+            "role": _TEMPLATE_ROLES.get(self.role, self.role),
+            "content": self.text,
+        }
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class ToolFunction(StrictBody):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: ToolSchema | None = None
+    strict: Ignored = None
+
+
+class Tool(StrictBody):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedTool(StrictBody):
+    """The tool that the answer must call."""
+
+    type: Literal["function"]
+    function: Annotated[dict[Literal["name"], NonEmptyText], NotEmpty]
+
+    @property
+    def name(self) -> str:
+        """The name of the tool."""
+        return self.function["name"]
+
+
+@accepts_neutral_keys
+class EmbeddingRequest(RequestBody):
+    """The body of /v1/embeddings."""
+
+    model: str = Field(min_length=1)
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = "float"
+
+
+@accepts_neutral_keys
+class ChatRequest(ApiRequest):
+    """The body of /v1/chat/completions: a conversation that the assistant continues."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    chat_template_kwargs: TemplateValues | None = Field(None, description="As in vLLM: values for the chat template.")
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+
+
+class TokenizeRequest(RequestBody):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = True
+
+    def _problems(self) -> Iterator[str]:
+        if (self.prompt is None) == (self.messages is None):
+            yield "either prompt or messages is expected"
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

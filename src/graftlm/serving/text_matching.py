@@ -1,0 +1,15 @@
+"""Recognition of strings in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def longest_beginning(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that begins one of the strings without completing it."""
+    longest = 0
+    for string in strings:
+        for length in range(1, len(string)):
+            if text.endswith(string[:length]):
+                longest = max(longest, length)
+    return longest
