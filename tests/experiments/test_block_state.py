@@ -56,6 +56,7 @@ def options_for(data: Path, out: Path, **changes: object) -> Options:
     return Options.parse({"data": data, "out": out, "quick": True, "jobs": 1, "seeds": (0,)} | changes)
 
 
+@pytest.mark.slow
 def test_training_text_does_not_contain_test_text(data: Path, tmp_path: Path) -> None:
     size = Corpus(vocab_size=300, characters=40_000, test_characters=3_000)
     folder = make_corpora(options_for(data, tmp_path), tmp_path / "corpora", size)
@@ -72,6 +73,7 @@ def test_training_text_does_not_contain_test_text(data: Path, tmp_path: Path) ->
         )
 
 
+@pytest.mark.slow
 def test_a_package_has_the_source_of_all_its_modules() -> None:
     packages = packages_of(source_files())
     assert sum(map(len, packages.values())) > 5_000_000
@@ -88,6 +90,7 @@ def without_difference(run: LanguageModelRun) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
+@pytest.mark.slow
 def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> None:
     study = LongTextStudy(options_for(data, tmp_path, quick=False))
     runs = [study.run(row, 0, 1e-3) for row in ROWS]
@@ -99,6 +102,7 @@ def test_rows_have_equal_size_and_one_difference(data: Path, tmp_path: Path) -> 
     assert {model["state_size"] for model in models} == {64}
 
 
+@pytest.mark.slow
 def test_other_sizes_and_windows_differ_in_nothing_else(data: Path, tmp_path: Path) -> None:
     """A variant's rows have its width or window, one size, and the attribution's data and training."""
     study = LongTextStudy(options_for(data, tmp_path, quick=False))

@@ -81,6 +81,7 @@ def test_results_are_those_of_python(world: World, seed: int) -> None:
         assert substituted(scratchpad) == task.completion("substitution") == str(task.numbers)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8, unique=True), SEEDS)
 def test_operands_are_as_likely_as_by_drawing_and_trying_again(values: list[int], seed: int) -> None:
     world = World(keys=60, largest=60, letters=2)
@@ -121,6 +122,7 @@ def values_in(text: str) -> set[tuple[int, str, int]]:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_numeric_expression_of_a_test_is_trained_on_in_any_order(seed: int) -> None:
     real = KvArithmeticStudy(Options(data=Path(), out=Path(), seeds=(seed,)))

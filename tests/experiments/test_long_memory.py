@@ -148,6 +148,7 @@ def test_splits_have_different_examples() -> None:
     assert np.array_equal(make_examples(task, 20, 0, "test").ids, splits["test"])
 
 
+@pytest.mark.slow
 def test_no_expression_of_a_test_is_in_training() -> None:
     """Some of the last stages, which alone have texts of 500 tokens and more; only so many are drawn."""
     task = FULL.tasks["listops"]
@@ -232,6 +233,7 @@ def test_accuracy_counts_answers() -> None:
     assert accuracy(Oracle(examples.ids, 1), examples, 4) == 75.0  # one row of each batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", FULL.tasks)
 def test_rows_have_equal_size_and_one_difference(task: str) -> None:
     runs = [memory_run(FULL, row, task, 0, 1e-3) for row in rows_of(task)]

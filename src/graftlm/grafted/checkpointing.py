@@ -38,10 +38,8 @@ class LayerCheckpoints:
         Args:
             model: the live model, whose layers have the modes that they have in training.
         """
-        frozen_layers: list[Any] = []
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer) and not module.training:
-                frozen_layers.append(module)
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        frozen_layers: list[Any] = [layer for layer in layers if not layer.training]
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._contexts}
         )
