@@ -86,5 +86,5 @@ def test_other_layers_stay_and_gradients_are_refused() -> None:
     cache = use_growing_layers(DynamicCache(config=tiny_model("gemma3").config))
     assert {type(layer) for layer in cache.layers} == {GrowingLayer, DynamicSlidingWindowLayer}
     assert use_growing_layers(DynamicCache()).layer_class_to_replicate is GrowingLayer
-    with pytest.raises(GraftError, match="use a DynamicLayer where gradients are needed"):
+    with pytest.raises(GraftError):
         GrowingLayer().update(states(1, 1, 0).requires_grad_(), states(1, 1, 0))
