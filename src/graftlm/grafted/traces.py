@@ -36,7 +36,9 @@ def cache_traces(grafts: Mapping[str, Graft], cache: Cache) -> dict[str, Trace]:
 def _collect_traces(grafts: Mapping[str, Graft], read: Callable[[Traceable], Trace | None]) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
     for name, graft in grafts.items():
-        trace = read(graft) if isinstance(graft, Traceable) else None
+        if not isinstance(graft, Traceable):
+            continue
+        trace = read(graft)
         if trace is not None:
             traces[name] = trace
     return traces
