@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graftlm.evaluation import Row
+from graftlm.evaluation.results import Row
 
 
 @dataclass
 class Measurement:
-    """The measured result of one run: its metrics as a row of a report, and details as plain JSON values.
+    """The measured result of one run.
 
-    The details are `statistics`, `losses`, `tasks` and others.
+    Attributes:
+        row: its metrics, as a row of a report.
+        details: plain JSON values, such as `statistics`, `losses` and `tasks`.
     """
 
     row: Row
@@ -24,8 +26,10 @@ class Measurement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Measurement:
-        return cls(Row.model_validate(values["row"]), dict(values["details"]))
+        row = Row.model_validate(values["row"])
+        return cls(row, dict(values["details"]))
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row."""
-        self.row = self.row.model_copy(update={"metrics": {**self.row.metrics, **metrics}})
+        all_metrics = {**self.row.metrics, **metrics}
+        self.row = self.row.model_copy(update={"metrics": all_metrics})
