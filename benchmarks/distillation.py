@@ -17,7 +17,7 @@ import torch
 from turns import command, interval, rounds, seconds
 
 from graftlm.evaluation import Interval, Results, Row
-from graftlm.evaluation.metrics import MemoryWatch
+from graftlm.evaluation.cost import MemoryWatch
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft
 from graftlm.training import TrainingConfig

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from graftlm.evaluation.inference import device_of, evaluation_mode
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import device_of, evaluation_mode
 from graftlm.grafted.model import GraftedModel
 from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.run import RunContext, Trainee

@@ -16,8 +16,8 @@ from experiments.study import write_lines
 from graftlm.data.own_text import OwnText
 from graftlm.data.sources import Document
 from graftlm.evaluation import Interval, score
-from graftlm.evaluation.evaluator import weights_moved_back
 from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.strengths import weights_moved_back
 from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.run import RunContext, Trainee
 

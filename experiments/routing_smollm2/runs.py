@@ -25,8 +25,8 @@ from experiments.token_routing.texts import DOMAINS, RoutingQuestion, read_quest
 from graftlm.backbone import Backbone, left_padded, padding_id
 from graftlm.evaluation import Row
 from graftlm.evaluation.examples import Example, generate_answers, pass_at_1
+from graftlm.evaluation.inference import evaluation_mode
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import graft_config
 from graftlm.grafts.token_routing import TokenRouting

@@ -15,14 +15,17 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from graftlm import GraftedModel, audit, build_graft, graft_config, save_graft
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, token_texts
 from graftlm.data.own_text import read_own_text
 from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError, ForgettingBudgetError, GraftError
 from graftlm.evaluation import Interval
-from graftlm.evaluation.audit.chats import ChatQuestion, answer_questions, behaviour, behaviour_lost
-from graftlm.evaluation.audit.comparison import compare_windows, token_texts, widest_passages
-from graftlm.evaluation.audit.models import load_pair, tokenizer_difference
-from graftlm.evaluation.metrics import Scores, cut_windows
+from graftlm.evaluation.audit.answers import ChatQuestion, answer_questions, behaviour, behaviour_lost
+from graftlm.evaluation.audit.comparison import compare_windows
+from graftlm.evaluation.audit.differences import tokenizer_difference
+from graftlm.evaluation.audit.loading import load_pair
+from graftlm.evaluation.audit.passages import widest_passages
+from graftlm.evaluation.scores import Scores
+from graftlm.evaluation.windows import cut_windows
 from tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 
 TEXT = ["the old house by the river was quiet that morning " * 3, "a letter lay in the garden and said nothing " * 2]
@@ -163,7 +166,7 @@ def test_a_graft_is_put_on_the_base_which_does_not_see_it(tmp_path: Path) -> Non
 
 
 def own(sample: Any) -> Any:
-    from graftlm.evaluation.metrics import own_windows
+    from graftlm.evaluation.windows import own_windows
 
     return own_windows([sample])
 
@@ -422,7 +425,7 @@ def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
 
 def test_the_language_of_an_answer_is_told() -> None:
     pytest.importorskip("py3langid")
-    from graftlm.evaluation.audit.chats import _same_language
+    from graftlm.evaluation.audit.answers import _same_language
 
     english = "Where is the nearest railway station, please?"
     assert _same_language(english, "It is behind the old church, on the left side of the street.") is True

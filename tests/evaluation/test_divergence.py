@@ -18,7 +18,8 @@ from graftlm.data.own_text import OwnText, sample_own_text
 from graftlm.errors import EvaluationError
 from graftlm.evaluation import Scores, value_of
 from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
-from graftlm.evaluation.metrics import learning_and_forgetting, own_windows, score, score_windows
+from graftlm.evaluation.scores import learning_and_forgetting, score, score_windows
+from graftlm.evaluation.windows import own_windows
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer

@@ -15,14 +15,10 @@ from hypothesis import strategies as st
 from graftlm.data.labelled import AnswerSpan, LabelledRow
 from graftlm.data.labelled_batches import EncodedRow
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.label_metrics import (
-    Prediction,
-    TaskScore,
-    decode_prediction,
-    entities,
-    summary_metrics,
-    task_metrics,
-)
+from graftlm.evaluation.entities import entities
+from graftlm.evaluation.label_metrics import task_metrics
+from graftlm.evaluation.label_predictions import Prediction, decode_prediction
+from graftlm.evaluation.label_scores import TaskScore, summary_metrics
 from graftlm.grafts.heads import TaskSpec
 
 CLASSES = TaskSpec(type="classification", labels=["x", "y", "z"])

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from graftlm.errors import DataError, EvaluationError, GraftError
 from graftlm.evaluation import Scores, bootstrap, paired_difference, score
-from graftlm.evaluation.metrics import MemoryWatch, decode_speed, encode_with_bytes
+from graftlm.evaluation.cost import MemoryWatch, decode_speed
+from graftlm.evaluation.windows import encode_with_bytes
 from tiny import BOS, tiny_model, tiny_tokenizer
 
 DOCUMENTS = [

@@ -22,7 +22,8 @@ from graftlm.evaluation import (
     print_table,
     write_report,
 )
-from graftlm.evaluation.result_tables import format_metric, render_markdown
+from graftlm.evaluation.metric_text import format_metric
+from graftlm.evaluation.report_tables import render_markdown
 
 PNG = b"\x89PNG"
 

@@ -70,7 +70,7 @@ def evaluate(
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import write_report
     from graftlm.evaluation.evaluator import EvaluationConfig
-    from graftlm.evaluation.result_tables import print_side_by_side
+    from graftlm.evaluation.terminal_tables import print_side_by_side
     from graftlm.generation.inspect import evaluate_graft, files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, Self
 
 import psutil
@@ -13,10 +14,32 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import padding_id
+from graftlm.data import Document
 from graftlm.errors import DataError
 from graftlm.evaluation.inference import LanguageModel, device_of, evaluation_mode
 
 _WARM_UP_TOKENS = 8
+_PROMPT_CHARACTERS = 400
+_DOCUMENTS = 8
+_DOCUMENT_CHARACTERS = 100_000
+
+
+def count_parameters(parameters: Iterable[Tensor]) -> int:
+    """Return the total number of elements."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def prompts_of(documents: Sequence[Document], count: int) -> list[str]:
+    """Return prompts of 400 characters, evenly spaced in the first documents.
+
+    Args:
+        documents: the documents.
+        count: number of prompts.
+    """
+    text = "\n".join(document.full_text[:_DOCUMENT_CHARACTERS] for document in islice(documents, _DOCUMENTS))
+    step = max(1, len(text) // count)
+    prompts = [text[start : start + _PROMPT_CHARACTERS] for start in range(0, len(text), step)]
+    return prompts[:count]
 
 
 def decode_speed(

@@ -171,7 +171,7 @@ def score_answers(
 ) -> Scores:
     """Score every token of each reference answer given its prompt: one window per example, in order.
 
-    The end-of-text token is not scored, as in `score`. Without a prompt and a BOS, the first token is not scored either.
+    The end-of-text token is not scored, as in `score`. Without a prompt and a BOS, the first token is context only.
 
     Args:
         model: a `GraftedModel` or any transformers model.

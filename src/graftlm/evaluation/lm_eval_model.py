@@ -45,9 +45,7 @@ class GraftedHFLM(HFLM):
         options["pretrained"] = model
         super().__init__(**options)
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[Request], *args: Any, **kwargs: Any
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the greedy one.
 
         Requests whose contexts have equal lengths run together, because the prompt of a batch has one length.

@@ -126,9 +126,10 @@ def _task_cells(task: Mapping[str, Any]) -> list[str]:
 
 
 def _aims_section(results: Results) -> str:
-    rows = []
-    for aim in results.aims:
-        rows.append([aim.text, aim.metric, format_number(aim.aim), format_number(aim.measured), _MET[aim.met]])
+    rows = [
+        [aim.text, aim.metric, format_number(aim.aim), format_number(aim.measured), _MET[aim.met]]
+        for aim in results.aims
+    ]
     return _section("Aims", ["aim", "metric", "aimed at", "measured", "met"], rows)
 
 

@@ -135,9 +135,7 @@ class Scores:
             kl=None if self.kl is None else grouped(self.kl),
         )
 
-    def interval(
-        self, metric: MetricName = "nats_per_token", *, resamples: int = RESAMPLES, seed: int = 0
-    ) -> Interval:
+    def interval(self, metric: MetricName = "nats_per_token", *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return a metric with its 95% percentile bootstrap interval over windows.
 
         The interval describes how the metric varies over other text of the same kind.

@@ -16,7 +16,7 @@ from graftlm.evaluation.metric_text import (
     metric_names,
     metric_title,
 )
-from graftlm.evaluation.results import Aim, Results
+from graftlm.evaluation.results import Aim, Results, Row
 
 _HEADS = {  # metric: column head
     "old": "old",
@@ -42,12 +42,14 @@ def print_table(results: Results, console: Console | None = None) -> None:
     """
     console = console or Console()
     for number, heads in enumerate(_tables(results)):
-        lines = []
-        for row in results.rows:
-            lines.append([row.label, *(format_mean(name, row.metrics.get(name)) for name in heads)])
+        lines = [_cells(row, heads) for row in results.rows]
         print_columns(["method", *heads.values()], lines, console, gap=number > 0, width=_LABEL_WIDTH)
     for aim in results.aims:
         console.print(_aim_line(aim), highlight=False, markup=False)
+
+
+def _cells(row: Row, names: Iterable[str]) -> list[str]:
+    return [row.label, *(format_mean(name, row.metrics.get(name)) for name in names)]
 
 
 def _tables(results: Results) -> list[Mapping[str, str]]:

@@ -94,9 +94,7 @@ def _text_windows(
         )
 
 
-def _chat_windows(
-    tokenizer: PreTrainedTokenizerBase, chat: ChatExample, length: int, number: int
-) -> Iterator[Window]:
+def _chat_windows(tokenizer: PreTrainedTokenizerBase, chat: ChatExample, length: int, number: int) -> Iterator[Window]:
     """Yield a window for each turn of the assistant, after what precedes it; a long turn has several windows."""
     ids, predicted, ends = chat_tokens(tokenizer, chat)
     before = _bytes_before(render_chat(chat, tokenizer).text)
