@@ -53,7 +53,7 @@ def _verbs(folder: str) -> str:
 
 
 def _grafts(folder: str) -> str:
-    from graftlm.generation.inspect import methods
+    from graftlm.generation.methods import methods
 
     rows = [[f"`{method.kind}`", method.label, method.summary] for method in methods()]
     return _table(["kind", "label", "what it is"], rows)

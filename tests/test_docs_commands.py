@@ -45,7 +45,6 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft push|graft generate me/": "needs the hub; tests/test_hub.py runs it",
     r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
-    r"graft eval .*--metric pass@1": "runs generated programs; tests/evaluation run it",
     r"graft summarize .*--batch": "prints a batch; tests/summarize/test_batch.py runs it",
 }
 LOCAL_MODELS = ("french-gpt2", "smollm2-french", "code", "random", "some-model", "writer")

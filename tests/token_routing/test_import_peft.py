@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from cli.tools import invoke
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError
-from graftlm.generation.inspect import inspect_adapter
+from graftlm.generation.adapters import inspect_adapter
 from graftlm.grafts import build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 from token_routing.test_adapters import ACTS, CONVERT, MERGE, REFUSED, Case, written
