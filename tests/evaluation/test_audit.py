@@ -191,8 +191,9 @@ def test_a_graft_can_be_the_base_and_samples_its_own_text(tmp_path: Path) -> Non
     assert [sample.ids for sample in sampled] != [sample.ids for sample in other], "the graft writes other text"
     alone = audit(tmp_path / "graft", tmp_path / "graft", **sizes)
     assert alone.metrics["own_kl"].mean == 0  # type: ignore[union-attr]
-    with pytest.raises(BackboneError, match="--backbone"):
+    with pytest.raises(BackboneError) as caught:
         audit(tmp_path / "graft", str(folder), **SIZES)
+    assert "--backbone" in str(caught.value)
 
 
 def test_an_adapter_of_peft_is_audited_as_the_model_with_it_merged(tmp_path: Path) -> None:
@@ -210,8 +211,9 @@ def test_an_adapter_of_peft_is_audited_as_the_model_with_it_merged(tmp_path: Pat
     assert expected.metrics["own_kl"].mean > 1e-4  # type: ignore[union-attr]
     assert found.metrics["own_kl"].mean == pytest.approx(expected.metrics["own_kl"].mean, rel=1e-3)  # type: ignore[union-attr]
     sizes = SIZES | {"tokens": 0, "texts": {"a": TEXT}}
-    with pytest.raises(ArtifactError, match="--backbone"):
+    with pytest.raises(ArtifactError) as caught:
         audit(tmp_path / "adapter", str(folder), **sizes)
+    assert "--backbone" in str(caught.value)
     back = audit(tmp_path / "adapter", str(folder), backbone=str(folder), **sizes)
     assert back.metrics["a_kl"].mean > 1e-4  # type: ignore[union-attr]
 
@@ -221,8 +223,9 @@ def test_adapters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     folder = saved(base, tmp_path / "model")
     other = tiny_model("llama", hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
     get_peft_model(other, LoraConfig(target_modules=["q_proj"], r=4)).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ArtifactError, match="adapter"):
+    with pytest.raises(ArtifactError) as caught:
         audit(str(folder), tmp_path / "adapter", **SIZES)
+    assert "adapter" in str(caught.value)
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(ArtifactError, match="adapter_model.bin"):
         audit(str(folder), tmp_path / "adapter", **SIZES)
@@ -265,8 +268,9 @@ def test_models_of_different_tokenizers_are_compared_by_bits_per_byte_alone() ->
     other = copy.deepcopy(tokenizer)
     other._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(moved))  # type: ignore[attr-defined]
     tuned = Backbone.wrap(tuned_copy(base).model, other, "other")
-    with pytest.raises(DataError, match="--text"):
+    with pytest.raises(DataError) as caught:
         audit(base, tuned, **SIZES)
+    assert "--text" in str(caught.value)
     found = audit(base, tuned, texts={"news": TEXT}, **SIZES)
     assert {*found.metrics} == {"news_bpb"}
     assert any("bits per byte" in note for note in found.notes)
@@ -285,8 +289,9 @@ def test_a_budget_fails_above_it_and_is_checked_before_anything_is_loaded() -> N
     for name in ("own_lk", "news_lost"):
         with pytest.raises(EvaluationError, match=name):
             audit("no-such-model", "neither", budget={name: 1.0}, **SIZES)
-    with pytest.raises(EvaluationError, match="chat_kl"):
+    with pytest.raises(EvaluationError) as caught:
         audit(base, tuned, budget={"chat_kl": 1.0}, **SIZES)
+    assert "chat_kl" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -426,8 +431,9 @@ def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
     assert lost["stops_lost"].mean == 1
     assert lost["keeps_template_lost"].mean == 0
     assert "same_language_lost" not in lost, "answers too short to tell"
-    with pytest.raises(DataError, match="64"):
+    with pytest.raises(DataError) as caught:
         answer_questions(Replies([word]), tokenizer, [ChatQuestion([word] * 62, "?")], max_new_tokens=3)
+    assert "64" in str(caught.value)
 
 
 def test_the_language_of_an_answer_is_told() -> None:
@@ -470,8 +476,9 @@ def test_a_learned_prompt_is_audited_by_the_logits_of_the_text_alone(tmp_path: P
             divergences += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
     own_kl = found.metrics["own_kl"]
     assert own_kl.mean == pytest.approx(np.mean(divergences), rel=1e-3)  # type: ignore[union-attr]
-    with pytest.raises(ArtifactError, match="prompt"):
+    with pytest.raises(ArtifactError) as caught:
         audit(tmp_path / "prompt", str(folder), backbone=str(folder), **SIZES)
+    assert "prompt" in str(caught.value)
 
 
 def test_conversations_are_measured_on_their_own_and_intervals_are_over_texts(tmp_path: Path) -> None:

@@ -159,8 +159,9 @@ def test_new_text_has_a_divergence_where_it_was_measured() -> None:
     other = tiny_model("llama", seed=1)
     plain = score(other, backbone.tokenizer, ["the garden"] * 4)
     assert "new_kl" not in learning_and_forgetting({}, {"new": plain})
-    with pytest.raises(EvaluationError, match="reference"):
+    with pytest.raises(EvaluationError) as caught:
         plain.value("kl_per_token")
+    assert "reference" in str(caught.value)
     beside = score(other, backbone.tokenizer, ["the garden"] * 4, reference=backbone.model)
     interval = learning_and_forgetting({}, {"new": beside})["new_kl"]
     assert interval.low <= value_of(interval) <= interval.high

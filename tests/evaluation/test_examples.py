@@ -139,8 +139,9 @@ def test_no_prompts_have_no_answers(model: Any, tokenizer: Any) -> None:
 
 
 def test_prompts_that_can_not_be_continued(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="example 2"):
+    with pytest.raises(DataError) as caught:
         generate_answers(model, tokenizer, ["a", ""], max_new_tokens=3)
+    assert "example 2" in str(caught.value)
     with pytest.raises(EvaluationError, match=r"601.*512"):
         generate_answers(model, tokenizer, ["a"], max_new_tokens=600)
     with pytest.raises(EvaluationError):

@@ -153,8 +153,9 @@ def chosen(model: Any, question: int) -> int:
 
 def test_an_unknown_task_is_named() -> None:
     known = ["arc_challenge", "hellaswag"]  # reading the harness's own index takes seconds
-    with pytest.raises(EvaluationError, match="hellaswag"):
+    with pytest.raises(EvaluationError) as caught:
         harness._check_names(["arc_challenge", "helaswag"], known)
+    assert "hellaswag" in str(caught.value)
     with pytest.raises(EvaluationError) as caught:
         harness._check_names(["xyz"], known)
     assert "xyz" in str(caught.value)

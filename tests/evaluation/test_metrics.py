@@ -197,21 +197,25 @@ def test_broken_weights_are_an_error(tokenizer: Any, value: float) -> None:
     broken = tiny_model("llama")
     with torch.no_grad():
         next(broken.parameters()).fill_(value)
-    with pytest.raises(GraftError, match="NaN"):
+    with pytest.raises(GraftError) as caught:
         score(broken, tokenizer, DOCUMENTS)
+    assert "NaN" in str(caught.value)
 
 
 def test_nothing_to_score_and_wrong_arguments(model: Any, tokenizer: Any) -> None:
     with pytest.raises(DataError):
         score(model, tokenizer, ["", "x"])
-    with pytest.raises(EvaluationError, match="512"):
+    with pytest.raises(EvaluationError) as caught:
         score(model, tokenizer, DOCUMENTS, length=1024)
+    assert "512" in str(caught.value)
     with pytest.raises(EvaluationError):
         score(model, tokenizer, DOCUMENTS, length=2)
-    with pytest.raises(EvaluationError, match="fp8"):
+    with pytest.raises(EvaluationError) as caught:
         score(model, tokenizer, DOCUMENTS, precision="fp8")  # type: ignore[arg-type]
-    with pytest.raises(EvaluationError, match="ppl"):
+    assert "fp8" in str(caught.value)
+    with pytest.raises(EvaluationError) as caught:
         scores_of([1.0]).interval("ppl")  # type: ignore[arg-type]
+    assert "ppl" in str(caught.value)
 
 
 class Counting:

@@ -80,8 +80,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("x")
-    with pytest.raises(EvaluationError, match="taken"):
+    with pytest.raises(EvaluationError) as caught:
         example().write(tmp_path / "taken")
+    assert "taken" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +105,9 @@ def test_bad_files_get_one_sentence(tmp_path: Path, content: bytes, error: type[
 
 
 def test_missing_files_and_rows() -> None:
-    with pytest.raises(EvaluationError, match="nowhere"):
+    with pytest.raises(EvaluationError) as caught:
         Results.read("nowhere")
+    assert "nowhere" in str(caught.value)
     with pytest.raises(EvaluationError, match=r"lorra.*lora"):
         example().row("lorra")
 
@@ -115,10 +117,12 @@ def test_bad_values() -> None:
         example(rows=[Row(id="a", label="", metrics={}), Row(id="a", label="", metrics={})])
     with pytest.raises(RecipeError):
         Interval(mean=1, low=2, high=0)
-    with pytest.raises(RecipeError, match="details"):
+    with pytest.raises(RecipeError) as caught:
         example(details={"loss": math.nan})
-    with pytest.raises(RecipeError, match="metrics"):
+    assert "details" in str(caught.value)
+    with pytest.raises(RecipeError) as caught:
         Row(id="a", label="", metrics={"old": math.nan})
+    assert "metrics" in str(caught.value)
 
 
 def test_seeds_combine_to_students_interval() -> None:

@@ -24,7 +24,8 @@ def percentile_interval(mean: float, samples: np.ndarray | Sequence[float]) -> I
         samples: bootstrap samples of the value, (resamples,); NaN samples are left out.
     """
     tail = (1 - _LEVEL) / 2
-    low, high = np.nanquantile(samples, [tail, 1 - tail])
+    low = np.nanquantile(samples, tail)
+    high = np.nanquantile(samples, 1 - tail)
     return Interval(mean=mean, low=float(low), high=float(high))
 
 
@@ -73,8 +74,7 @@ def resample_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: 
         columns += [numerators, denominators]
     table = np.stack(columns, axis=1).astype(np.float64)
     if len(table) > _MAX_UNITS:
-        starts = np.linspace(0, len(table), _MAX_UNITS, endpoint=False).astype(np.int64)
-        table = np.add.reduceat(table, starts, axis=0)
+        table = _in_runs(table)
     units = len(table)
     generator = np.random.default_rng(seed)
     probabilities = np.full(units, 1 / units)
@@ -83,11 +83,19 @@ def resample_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: 
     samples = []
     # A sample may contain only windows without bytes; the quantiles leave it out.
     with np.errstate(invalid="ignore", divide="ignore"):
-        for column in range(0, sums.shape[1], 2):
-            ratio = sums[:, column] / sums[:, column + 1]
+        for number in range(len(ratios)):
+            numerator = sums[:, 2 * number]
+            denominator = sums[:, 2 * number + 1]
+            ratio = numerator / denominator
             is_finite = np.isfinite(ratio)
             samples.append(np.where(is_finite, ratio, np.nan))
     return samples
+
+
+def _in_runs(table: np.ndarray) -> np.ndarray:
+    """Sum runs of neighbouring rows, so that about `_MAX_UNITS` rows remain."""
+    starts = np.linspace(0, len(table), _MAX_UNITS, endpoint=False)
+    return np.add.reduceat(table, starts.astype(np.int64), axis=0)
 
 
 def combine_seeds(values: Sequence[Metric]) -> Interval:
@@ -108,12 +116,15 @@ def combine_seeds(values: Sequence[Metric]) -> Interval:
         raise EvaluationError("There are no values to combine over seeds: run at least one seed.")
     if len(values) == 1:
         value = values[0]
-        return value if isinstance(value, Interval) else Interval(mean=value, low=value, high=value)
+        if isinstance(value, Interval):
+            return value
+        return Interval(mean=value, low=value, high=value)
     numbers = [value_of(value) for value in values]
     count = len(numbers)
     mean = math.fsum(numbers) / count
-    variance = math.fsum((number - mean) ** 2 for number in numbers) / (count - 1)
-    half = _t95(count - 1) * math.sqrt(variance) / math.sqrt(count)
+    squares = [(number - mean) ** 2 for number in numbers]
+    deviation = math.sqrt(math.fsum(squares) / (count - 1))
+    half = _t95(count - 1) * deviation / math.sqrt(count)
     return Interval(mean=mean, low=mean - half, high=mean + half)
 
 

@@ -15,6 +15,7 @@ from graftlm.evaluation.metric_text import (
     format_number,
     format_value,
     metric_title,
+    present_metrics,
 )
 from graftlm.evaluation.origin import Machine
 from graftlm.evaluation.results import Metric, Results
@@ -65,11 +66,9 @@ def _describe(machine: Machine) -> str:
 
 def _measured_sections(results: Results) -> list[str]:
     """Return the tables of learning and forgetting and of further metrics, or one table without old and new text."""
-    present: dict[str, None] = {}
-    for row in results.rows:
-        present.update(dict.fromkeys(row.metrics))
+    present = present_metrics(results)
     if not LEARNING_METRICS.intersection(present):
-        return [_metrics_table("Measured", results, list(present))]
+        return [_metrics_table("Measured", results, present)]
     rows = []
     for row in results.rows:
         cells = [row.label]

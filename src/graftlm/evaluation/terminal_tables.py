@@ -15,6 +15,7 @@ from graftlm.evaluation.metric_text import (
     format_number,
     metric_names,
     metric_title,
+    present_metrics,
 )
 from graftlm.evaluation.results import Aim, Results, Row
 
@@ -54,13 +55,10 @@ def _cells(row: Row, names: Iterable[str]) -> list[str]:
 
 def _tables(results: Results) -> list[Mapping[str, str]]:
     """Return the column heads of each table, by the name of the metric."""
-    present: dict[str, None] = {}
-    for row in results.rows:
-        present.update(dict.fromkeys(row.metrics))
+    present = present_metrics(results)
     heads = {name: head for name, head in _HEADS.items() if name in present}
     if not heads:
-        first = list(present)[:_FIRST_COLUMNS]
-        return [dict(zip(first, first, strict=True))]
+        return [{name: name for name in present[:_FIRST_COLUMNS]}]
     tables: list[Mapping[str, str]] = [heads]
     further = [name for name in present if name not in USUAL_METRICS and not name.endswith("_bpb")]
     for start in range(0, len(further), _FURTHER_COLUMNS):

@@ -202,12 +202,17 @@ def window_batch(
     prompt = torch.zeros(shape, dtype=torch.bool)
     for row, window in enumerate(batch):
         size = len(window.ids)
+        first = window.first
         ids[row, :size] = torch.from_numpy(window.ids)
         mask[row, :size] = 1
         prompt[row, : window.prompt] = True
-        labels[row, window.first - 1 : size - 1] = ids[row, window.first : size]
+        labels[row, first - 1 : size - 1] = ids[row, first:size]
     device = device_of(model)
-    inputs: dict[str, Any] = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
+    inputs: dict[str, Any] = {
+        "input_ids": ids.to(device),
+        "attention_mask": mask.to(device),
+        "use_cache": False,
+    }
     graft_inputs = {}
     if prompt.any() and isinstance(model, GraftedModel):
         graft_inputs["prompt"] = prompt.to(device)
