@@ -250,9 +250,9 @@ MUTATIONS = [
         ("entropy sampling without beta", "samplers", "data/samplers.py", "self._entropy[task] ** self.config.beta", "self._entropy[task]"),
         # The training loss, and biases on attention
         ("loss on the token itself", "loss", "grafted/losses.py", "logits[:, :-1].reshape", "logits[:, 1:].reshape"),
-        ("divergence the other way round", "own text", "evaluation/metrics.py", "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,"),
-        ("divergence of padding", "own text", "evaluation/metrics.py", "torch.cat(values).view_as(labels).where(labels != -100, 0)", "torch.cat(values).view_as(labels)"),
-        ("header of an answer scored as sampled", "own text", "evaluation/metrics.py", "Window(ids, start, np.zeros(stop - start", "Window(ids, start - 1, np.zeros(stop - start + 1"),
+        ("divergence the other way round", "own text", "evaluation/scores.py", "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,"),
+        ("divergence of padding", "own text", "evaluation/scores.py", "by_position.where(labels != -100, 0)", "by_position"),
+        ("header of an answer scored as sampled", "own text", "evaluation/windows.py", "first=start,\n                bytes=np.zeros(stop - start", "first=start - 1,\n                bytes=np.zeros(stop - start + 1"),
         ("new rows distil", "own text", "grafted/losses.py", "(domain == OLD_DOMAIN).nonzero()", "(domain != OLD_DOMAIN).nonzero()"),
         ("old rows replay beside distilling", "own text", "grafted/losses.py", "labels.index_fill(0, old, IGNORED)", "labels"),
         ("distils the other way round", "own text", "grafted/losses.py", "functional.kl_div(own, other,", "functional.kl_div(other, own,"),
