@@ -243,9 +243,8 @@ MUTATIONS = [
         ("scores of unlabelled tokens", "tasks", _HEADS, "values_RT.masked_fill(targets_RT == IGNORED, 0)", "values_RT"),
         ("scaled losses of numbers by their range alone", "tasks", _HEADS, "return self.unit**2 / 12", "return self.unit**2"),
         ("task embeddings of any length", "tasks", _TASKS, "nn.functional.normalize(torch.stack(vectors))", "torch.stack(vectors)"),
-        ("learnability is p", "tasks", _HEADS, "values = 4 * right * (1 - right)", "values = right"),
-        ("a score serves for ever", "samplers", "data/samplers.py", "self.step - at < max(1, self.config.keep)", "True"),
-        ("no floor", "samplers", "data/samplers.py", "self._due(config.floor / len(self.sizes))", "0"),
+        ("a score serves for ever", "samplers", "data/samplers.py", "age < max(1, self.config.keep)", "True"),
+        ("no floor", "samplers", "data/samplers.py", "self._due(self.config.floor / len(self.sizes))", "0"),
         ("temperature sampling by size", "samplers", "data/samplers.py", "size**alpha for", "size for"),
         ("entropy sampling without beta", "samplers", "data/samplers.py", "self._entropy[task] ** self.config.beta", "self._entropy[task]"),
         # The training loss, and biases on attention

@@ -28,7 +28,7 @@ from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import write_atomically
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, HasHeads
-from graftlm.grafts.heads import TaskSpec, learnability, uncertainty
+from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.runs.graft_run import AnyGraft
 from graftlm.runs.run import RunContext, Trainee, TrainingRun
 from graftlm.store.artifact import save_graft
@@ -128,7 +128,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         """The batches, whose rows the sampler chooses with the help of the model in training."""
         tasks = tasks_of(model.grafts["graft"])
         encoder = self.encoder(model.backbone, self.truncation)
-        score = row_scorer(model, list(tasks.values()), self.sampler.policy, self.training.precision)
+        score = row_scorer(model, list(tasks.values()), self.training.precision)
         numbers = {name: number for number, name in enumerate(tasks) if name in rows}
         size, seed = self.training.batch_size, self.training.seed
         steps = self.training.steps
@@ -196,8 +196,8 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
 
 
-def row_scorer(model: Any, specs: Sequence[TaskSpec], policy: str = "uncertainty", precision: Any = "fp32") -> Score:
-    """A function that scores rows of the tasks `specs` by the model in evaluation mode, as the policy does.
+def row_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Score:
+    """Return a function that scores rows of the tasks `specs` by the model's uncertainty in evaluation mode.
 
     The main process decides, so that all processes choose the same rows.
     """
@@ -207,8 +207,7 @@ def row_scorer(model: Any, specs: Sequence[TaskSpec], policy: str = "uncertainty
         predictions = predict(batch)
         row_specs = [specs[number] for number in batch.task.tolist()]
         with torch.no_grad():
-            function: Any = learnability if policy == "learnability" else uncertainty
-            scores = function(predictions, row_specs, batch.targets)
+            scores = uncertainty(predictions, row_specs, batch.targets)
             zero = torch.zeros((), device=predictions[0].device)
             values = torch.stack([zero if score is None else score.to(zero.device) for score in scores])
         if PartialState().num_processes > 1:
