@@ -21,7 +21,7 @@ from graftlm.data.labelled import (
     read_training_rows,
     score_metric,
 )
-from graftlm.data.labelled_batches import RowEncoder, first_tokens
+from graftlm.data.row_encoder import RowEncoder, first_tokens
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts.heads import TaskSpec
 from tiny import tiny_tokenizer

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from graftlm.data.labelled import AnswerSpan, LabelledConfig, LabelledRow, TaskRows, read_training_rows
-from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, TaskBatch, batches_by_length, largest_entropy
+from graftlm.data.labelled_batches import LabelledMixture, TaskBatch, batches_by_length, largest_entropy
+from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec

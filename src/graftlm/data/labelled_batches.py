@@ -1,4 +1,4 @@
-"""Labelled rows as tokens and batches, and the endless mixture of tasks that training draws batches from.
+"""Batches of labelled rows, and the endless mixture of tasks that training draws them from.
 
 A batch may mix rows of all tasks. It is padded on the right and starts with its longest rows, so that micro-batches
 need less padding. Losses and predictions are computed per row, so they depend neither on the order nor on padding.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,328 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from graftlm.backbone import padding_id
-from graftlm.data.encoding import EncodedRow, EncodedTask, RowEncoder
 from graftlm.data.labelled import TaskRows
+from graftlm.data.row_encoder import EncodedRow, EncodedTask, RowEncoder
 from graftlm.data.samplers import Pick, SamplerConfig, TaskSampler
 from graftlm.errors import DataError
 from graftlm.grafts.heads import IGNORED, TaskSpec
+
+_WITHOUT_SCORE = "span"
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """A batch of B rows of at most T tokens. Each row belongs to one task.
+
+    Attributes:
+        input_ids: long, (B, T).
+        attention_mask: long, (B, T), 0 at padding, which is on the right.
+        token_type_ids: long, (B, T), 1 in the second text of a pair; None if no row has such a mark.
+        task: long, (B,), the number of each row's task.
+        targets: a tensor for each row, as `graftlm.grafts.heads` expects it: for tagging (T,), -100 at padding; None if
+            a row has no label.
+        tagged: whether each row's task is tagging.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    token_type_ids: Tensor | None
+    task: Tensor
+    targets: list[Tensor] | None
+    tagged: list[bool]
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def rows(self, rows: slice) -> TaskBatch:
+        """Return some of the rows, such as a micro-batch, without the columns in which all of them have padding."""
+        attention_mask = self.attention_mask[rows]
+        tagged = self.tagged[rows]
+        width = int(attention_mask.sum(1).max()) if len(attention_mask) else 0
+        targets = None
+        if self.targets is not None:
+            targets = []
+            for target, of_tokens in zip(self.targets[rows], tagged, strict=True):
+                targets.append(target[:width] if of_tokens else target)
+        return TaskBatch(
+            input_ids=self.input_ids[rows, :width],
+            attention_mask=attention_mask[:, :width],
+            token_type_ids=None if self.token_type_ids is None else self.token_type_ids[rows, :width],
+            task=self.task[rows],
+            targets=targets,
+            tagged=tagged,
+        )
+
+    def to(self, device: torch.device | str) -> TaskBatch:
+        """Return the same rows with their tokens on `device`, without waiting for the copy.
+
+        Tasks and targets stay on the CPU, where heads sort rows by task.
+        """
+        token_type_ids = self.token_type_ids
+        if token_type_ids is not None:
+            token_type_ids = token_type_ids.to(device, non_blocking=True)
+        return TaskBatch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            attention_mask=self.attention_mask.to(device, non_blocking=True),
+            token_type_ids=token_type_ids,
+            task=self.task,
+            targets=self.targets,
+            tagged=self.tagged,
+        )
+
+    def prediction_inputs(self) -> dict[str, Any]:
+        """Return the keyword arguments for `GraftedModel.predict`."""
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        if self.token_type_ids is not None:
+            inputs["token_type_ids"] = self.token_type_ids
+        inputs["extras"] = {"task": self.task, "padding": "right"}
+        return inputs
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the keyword arguments for the forward pass of a `GraftedModel`."""
+        return {**self.prediction_inputs(), "targets": self.targets}
+
+    def totals(self) -> Tensor:
+        """Return the number of rows, and of tokens without padding: float, (2,)."""
+        tokens = self.attention_mask.sum()
+        rows = torch.full_like(tokens, len(self))
+        return torch.stack([rows, tokens]).float()
+
+
+TaskRow = tuple[EncodedRow, TaskSpec, int]
+"""A row, the specification of its task's head, and the number of its task in the model."""
+
+Score = Callable[[TaskBatch], Sequence[float | None]]
+"""A function that returns a score of each row, from 0 to 1, such as the model's uncertainty; None for rows without."""
+
+
+def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
+    """Return the batch of some rows. Its longest row is the first.
+
+    Args:
+        rows: the rows, at least one.
+        pad_id: the token id of padding.
+    """
+    ordered = sorted(rows, key=_negative_length)
+    width = len(ordered[0][0])
+    encoded = [row for row, _, _ in ordered]
+    tagged = [spec.type == "tagging" for _, spec, _ in ordered]
+    token_type_ids = None
+    if any(row.segments is not None for row in encoded):
+        segments = [np.zeros(len(row)) if row.segments is None else row.segments for row in encoded]
+        token_type_ids = _padded(segments)
+    targets = []
+    for row, of_tokens in zip(encoded, tagged, strict=True):
+        if row.target is not None:
+            padding = (0, width - len(row))
+            targets.append(functional.pad(row.target, padding, value=IGNORED) if of_tokens else row.target)
+    return TaskBatch(
+        input_ids=_padded([row.ids for row in encoded], pad_id),
+        attention_mask=_padded([np.ones(len(row)) for row in encoded]),
+        token_type_ids=token_type_ids,
+        task=torch.tensor([number for _, _, number in ordered]),
+        targets=targets if len(targets) == len(rows) else None,
+        tagged=tagged,
+    )
+
+
+def _negative_length(row: TaskRow) -> int:
+    encoded, _, _ = row
+    return -len(encoded)
+
+
+def _padded(arrays: Sequence[np.ndarray], value: int = 0) -> Tensor:
+    """Return arrays as rows that are padded at their end: long, (arrays, longest)."""
+    tensors = [torch.from_numpy(array).long() for array in arrays]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def batches_by_length(rows: Sequence[TaskRow], size: int, pad_id: int) -> Iterator[tuple[list[int], TaskBatch]]:
+    """Yield all rows in batches, sorted by length.
+
+    Args:
+        rows: the rows.
+        size: maximum number of rows of a batch.
+        pad_id: the token id of padding.
+
+    Yields:
+        The indices of a batch's rows in `rows`, in the order of the batch, and the batch.
+    """
+    order = sorted(range(len(rows)), key=lambda index: _negative_length(rows[index]))
+    for start in range(0, len(order), size):
+        indices = order[start : start + size]
+        yield indices, collate_rows([rows[index] for index in indices], pad_id)
+
+
+class LabelledMixture:
+    """An endless sequence of batches of several tasks, whose rows a sampler chooses step by step.
+
+    Args:
+        rows: the training rows of each task.
+        encoder: encodes the rows.
+        sampler: the policy. Under `uncertainty` a task without a score (span) gets its share of uniform sampling,
+            1 / number of tasks, unless `fixed` sets another one.
+        batch_size: rows of a step, over all processes.
+        seed: seed of the sampler.
+        score: scores rows with the model in training; needed by the policies uncertainty and entropy.
+        numbers: the number of each task in the model; by default the order in `rows`.
+        steps: number of steps of the run, over which the sampler's `passes` are spread.
+
+    Attributes:
+        tasks: the encoded rows of each task.
+        notes: warnings about truncated rows, as sentences.
+
+    Raises:
+        DataError: a task has no rows, a row is too long, or the policy does not fit the tasks.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, TaskRows],
+        encoder: RowEncoder,
+        sampler: SamplerConfig,
+        batch_size: int,
+        seed: int = 0,
+        score: Score | None = None,
+        *,
+        numbers: Mapping[str, int] | None = None,
+        steps: int | None = None,
+    ) -> None:
+        self.batch_size = batch_size
+        self.score = score
+        self.pad_id = padding_id(encoder.tokenizer)
+        self.numbers = dict(numbers or {name: number for number, name in enumerate(rows)})
+        self.tasks: dict[str, EncodedTask] = {}
+        self.notes: list[str] = []
+        for name, task in rows.items():
+            encoded = encoder.encode(task, training=True)
+            self.tasks[name] = encoded
+            if encoded.cut:
+                self.notes.append(_truncation_note(name, encoded, len(task), encoder.length))
+        sizes = {name: len(task) for name, task in self.tasks.items()}
+        config = _fit_policy(sampler, rows, score)
+        self.sampler = TaskSampler(sizes, config, batch_size, seed, steps)
+
+    def batch(self, step: int) -> TaskBatch:
+        """Return the rows of an optimiser step.
+
+        Args:
+            step: the number of the step, from 0. Steps must be drawn in order.
+
+        Raises:
+            DataError: `step` is not the next one, or a prediction is not finite.
+        """
+        if step != self.sampler.step:
+            raise DataError(
+                f"Step {step} was requested, but the sampler is at step {self.sampler.step}: draw steps in order."
+            )
+        candidates = self.sampler.candidates()
+        scores = []
+        if candidates:
+            scores = [score or 0.0 for score in self._scores(candidates)]
+        picks = self.sampler.choose(scores)
+        if self.sampler.config.policy == "entropy":
+            self._observe(picks)
+        return self._collate(picks)
+
+    def sample(self, name: str, count: int) -> TaskBatch:
+        """Return the first `count` rows of a task, or all if there are fewer."""
+        count = min(count, len(self.tasks[name]))
+        return self._collate([Pick(name, row) for row in range(count)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's state as plain JSON values."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict()` of a mixture.
+
+        Raises:
+            DataError: the state belongs to other rows.
+        """
+        self.sampler.load_state_dict(state)
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 digest of everything that determines the batches."""
+        sampler = self.sampler
+        settings = (sampler.sizes, sampler.config, self.batch_size, sampler.seed, self.numbers)
+        digest = hashlib.sha256(repr(settings).encode())
+        for task in self.tasks.values():
+            digest.update(repr(task.spec).encode())
+            for row in task.rows:
+                target = None if row.target is None else row.target.tolist()
+                digest.update(row.ids.tobytes())
+                digest.update(repr(target).encode())
+        return digest.hexdigest()
+
+    def _row(self, pick: Pick) -> TaskRow:
+        task = self.tasks[pick.task]
+        return task.rows[pick.row], task.spec, self.numbers[pick.task]
+
+    def _collate(self, picks: Sequence[Pick]) -> TaskBatch:
+        return collate_rows([self._row(pick) for pick in picks], self.pad_id)
+
+    def _scores(self, picks: Sequence[Pick]) -> list[float | None]:
+        """Return the model's scores of some rows, in their order."""
+        assert self.score is not None, "the policy was checked"
+        rows = [self._row(pick) for pick in picks]
+        scores: list[float | None] = [None] * len(rows)
+        for indices, batch in batches_by_length(rows, self.batch_size, self.pad_id):
+            for index, score in zip(indices, self.score(batch), strict=True):
+                scores[index] = score
+        return scores
+
+    def _observe(self, picks: Sequence[Pick]) -> None:
+        """Report the entropies of the chosen rows to the sampler."""
+        entropies: dict[str, list[float]] = {name: [] for name in self.tasks}
+        for pick, score in zip(picks, self._scores(picks), strict=True):
+            if score is not None:
+                spec = self.tasks[pick.task].spec
+                entropies[pick.task].append(score * largest_entropy(spec))
+        for name, values in entropies.items():
+            self.sampler.observe(name, values)
+
+
+def largest_entropy(spec: TaskSpec) -> float:
+    """Return the entropy of a uniform prediction in nats, H' in `graftlm.data.samplers`.
+
+    It is log C for C classes, C log 2 for C labels of a multi-label task, and log 2 for tasks without labels.
+    """
+    labels = len(spec.labels)
+    if spec.type == "multi-label":
+        return labels * float(np.log(2))
+    return float(np.log(max(2, labels)))
+
+
+def _fit_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Score | None) -> SamplerConfig:
+    """Return the config with a fixed share for each task without a score.
+
+    Raises:
+        DataError: the policy does not fit the tasks, or needs a `score`.
+    """
+    if config.policy not in ("entropy", "uncertainty"):
+        return config
+    if score is None:
+        raise DataError(
+            f"The policy {config.policy} needs the predictions of a model, but there is no score: pass one, or set "
+            "policy to temperature."
+        )
+    without = [name for name, task in rows.items() if task.spec.type == _WITHOUT_SCORE]
+    if config.policy == "entropy" and without:
+        raise DataError(
+            f"The task {without[0]} has the type {_WITHOUT_SCORE}, whose predictions have no score, but the policy "
+            "entropy needs one: set policy to uncertainty, which gives such tasks a fixed share, or to temperature."
+        )
+    fixed = {**dict.fromkeys(without, 1 / len(rows)), **config.fixed}
+    return config.model_copy(update={"fixed": fixed})
+
+
+def _truncation_note(name: str, task: EncodedTask, n_rows: int, length: int) -> str:
+    """Return a warning about truncated rows of a task that had `n_rows` rows before it was encoded."""
+    note = (
+        f"{task.cut:,} of {n_rows:,} rows of the task {name} have more than {length} tokens and were cut at their end"
+    )
+    left_out = n_rows - len(task)
+    if left_out:
+        note += f"; {left_out:,} were left out, because their answer is not whole"
+    return f"{note}."

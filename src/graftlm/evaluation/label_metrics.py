@@ -31,7 +31,8 @@ from torch import Tensor
 
 from graftlm.backbone import padding_id
 from graftlm.data.labelled import METRICS, OUTSIDE, AnswerSpan, LabelledRow, Metric, TaskRows
-from graftlm.data.labelled_batches import EncodedRow, RowEncoder, TaskBatch, batches_by_length
+from graftlm.data.labelled_batches import TaskBatch, batches_by_length
+from graftlm.data.row_encoder import EncodedRow, RowEncoder
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafts.heads import TaskSpec

@@ -18,7 +18,8 @@ from graftlm.backbone import Backbone, max_sequence_length
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, read_training_rows, score_metric
-from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, Score, TaskBatch
+from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch
+from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
