@@ -1,7 +1,7 @@
 """Tokenise documents: split them into chunks of text, and turn chunks into marked ids.
 
-Each document begins with the tokenizer's leading BOS, if it has one, and ends with EOS. A prompt is tokenised separately
-from its text, as in generation; the BOS belongs to the prompt.
+Each document begins with the tokenizer's leading BOS, if it has one, and ends with EOS. A prompt is tokenised without
+its text, as in generation; the BOS belongs to the prompt.
 """
 
 from __future__ import annotations

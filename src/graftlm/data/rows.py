@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -87,17 +87,12 @@ class Batch:
         return torch.cat([targets[None], counts]).float()
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        def change_optional(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        return Batch(
-            input_ids=change(self.input_ids),
-            labels=change(self.labels),
-            attention_mask=change_optional(self.attention_mask),
-            position_ids=change_optional(self.position_ids),
-            domain=change(self.domain),
-            prompt=change_optional(self.prompt),
-        )
+        changed = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                changed[field.name] = change(value)
+        return replace(self, **changed)
 
 
 def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, pad_id: int) -> Batch:
