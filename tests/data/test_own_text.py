@@ -11,7 +11,8 @@ import torch
 
 from graftlm.backbone import Backbone
 from graftlm.data import DataConfig, SelfSourceConfig, build_mixture
-from graftlm.data.own_text import marked_ids, read_own_text, sample_own_text
+from graftlm.data.own_text import marked_ids, read_own_text
+from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.errors import DataError
 from tiny import EOS, TOKENS, tiny_model, tiny_tokenizer
 

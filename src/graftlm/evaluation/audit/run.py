@@ -17,7 +17,8 @@ from rich.console import Console
 
 from graftlm.config import Config
 from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
-from graftlm.data.own_text import OwnText, sample_own_text
+from graftlm.data.own_text import OwnText
+from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.errors import DataError, EvaluationError, ForgettingBudgetError
 from graftlm.evaluation.audit import chats, models
 from graftlm.evaluation.audit.comparison import Passage, TokenComparison, compare_windows, scores_of, widest_passages
