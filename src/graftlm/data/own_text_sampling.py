@@ -309,7 +309,7 @@ def _check_backbone(backbone: Backbone, length: int) -> None:
     """Raise `DataError` if a backbone can't sample texts of `length` tokens."""
     if not (backbone.sites.family.causal and backbone.model.can_generate()):
         raise DataError(
-            f"The backbone {backbone.name} can't sample text, because it is not a causal language model: name real text "
+            f"The backbone {backbone.name} can't sample text, since it is not a causal language model: name real text "
             "under data.old, and set evaluation.own_tokens to 0."
         )
     limit = max_sequence_length(backbone.model)
@@ -348,7 +348,7 @@ def free_starts(
         encoded = [[]]
     if not start and not all(encoded):
         raise DataError(
-            f"The tokenizer of {name} has no token with which a text begins or ends: set openings of the backbone's own "
+            f"The tokenizer of {name} has no token that begins or ends a text: set openings of the backbone's own "
             "text, and set evaluation.own_tokens to 0."
         )
     longest = max(len(opening) for opening in encoded)
