@@ -1,4 +1,4 @@
-"""Builds a set of ambiguous sentences from parallel documents (appendix C.1.6 of the thesis).
+"""Build a set of ambiguous sentences from parallel documents (appendix C.1.6 of the thesis).
 
 | kind | the English sentence has | the label comes from | context |
 |---|---|---|---|
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -46,9 +46,15 @@ from graftlm.pipelines.clarify.ambiguity import (
 )
 
 MASK = "[pr]"
-CHECKERS: dict[AmbiguityKind, CheckerKind]
-CHECKERS = {"formality": "formality", "it": "it", "name": "gender", "profession": "gender"}
-_MIN_CONTEXT, _MAX_CONTEXT, _CONTEXT_WORDS = 3, 5, 20  # sentences; three are enough if they have more words than this
+CHECKERS: dict[AmbiguityKind, CheckerKind] = {
+    "formality": "formality",
+    "it": "it",
+    "name": "gender",
+    "profession": "gender",
+}
+_MIN_CONTEXT = 3  # sentences
+_MAX_CONTEXT = 5  # sentences
+_CONTEXT_WORDS = 20  # a context of fewer sentences than the maximum has more words than this
 _MAX_WORDS = 20  # of a sentence for formality
 _PRONOUNS_OF_CLAUSES = {"what", "whatever", "whoever", "this", "that"}
 _CLAUSES = {"csubj", "ccomp", "xcomp", "oprd", "prt"}
@@ -56,23 +62,30 @@ _CLAUSES = {"csubj", "ccomp", "xcomp", "oprd", "prt"}
 
 @dataclass(frozen=True)
 class AmbiguitySet:
-    """The built examples, and the number of rejected candidates by kind and reason."""
+    """The result of `build_ambiguity_set`.
+
+    Args:
+        examples: The built examples.
+        rejected: Number of rejected candidates by kind and reason.
+    """
 
     examples: tuple[AmbiguousExample, ...]
     rejected: dict[str, dict[str, int]]
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """The number of examples by kind and label. Polysemous words have one count."""
-        counts: dict[str, Counter[str]] = {}
+        """Count the examples by kind and label; polysemous words have a single count."""
+        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for example in self.examples:
-            label = "" if example.kind == "polysemy" else example.label or ""
-            counts.setdefault(example.kind, Counter())[label] += 1
-        return {kind: dict(sorted(labels.items())) for kind, labels in sorted(counts.items())}
+            label = example.label or ""
+            if example.kind == "polysemy":
+                label = ""
+            counts[example.kind][label] += 1
+        return {kind: dict(sorted(counts[kind].items())) for kind in sorted(counts)}
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An ambiguity of one English sentence. Without a parse its tokens have no relations."""
+    """An ambiguity of an English sentence. If it is not parsed, its tokens have no grammar."""
 
     ambiguity: Ambiguity
     pair: SentencePair
@@ -87,11 +100,15 @@ class _Candidate:
     @property
     def role(self) -> str | None:
         """The word's grammatical role: subject, object or None."""
-        return "subject" if self.token.dep.startswith("nsubj") else "object" if self.token.dep == "obj" else None
+        if self.token.dep.startswith("nsubj"):
+            return "subject"
+        if self.token.dep == "obj":
+            return "object"
+        return None
 
 
 class _RejectedError(Exception):
-    """A candidate gets no example; the message is the reason."""
+    """A candidate is rejected; the message is the reason."""
 
 
 def _reject_if(condition: object, reason: str) -> None:
@@ -107,58 +124,98 @@ def build_ambiguity_set(
     parser: Parser | None = None,
     quota: int | None = None,
 ) -> AmbiguitySet:
-    """The ambiguous sentences of a corpus, with labels and context.
+    """Collect the ambiguous sentences of a corpus, with labels and context.
 
     Args:
-        documents: in corpus order.
-        language: of the translations, two letters.
-        kinds: the ambiguities to collect; by default all kinds of `buildable`.
-        parser: of English; None uses words and their neighbours alone.
-        quota: the most examples of a kind, the first ones of the corpus; None for no limit.
+        documents: The documents in corpus order.
+        language: Language code of the translations, two letters.
+        kinds: The ambiguities to collect; all kinds of `buildable` by default.
+        parser: A parser of English; None uses only words and their neighbours.
+        quota: Maximum number of examples of a kind, the first ones of the corpus; None for no limit.
 
     Raises:
-        DataError: there is no checker for one of the kinds, or the quota is below one.
+        DataError: A kind has no checker, or the quota is less than 1.
     """
     if quota is not None and quota < 1:
-        raise DataError(f"The quota of each kind is {quota}: give one example or more, or none for no limit.")
-    kinds = buildable(language) if kinds is None else tuple(kinds)
-    examples: list[AmbiguousExample] = []
-    built: Counter[str] = Counter()
-    rejected: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+        raise DataError(f"The quota of each kind is {quota}, but at least 1 is expected; None sets no limit.")
+    builder = _Builder(language, buildable(language) if kinds is None else kinds, parser, quota)
     for document in documents:
-        labeller = _Labeller(document, language)
+        builder.add(document)
+    return builder.result()
+
+
+class _Builder:
+    """Collects examples and counts rejections over the documents of a corpus."""
+
+    def __init__(
+        self,
+        language: str,
+        kinds: Sequence[AmbiguityKind],
+        parser: Parser | None,
+        quota: int | None,
+    ) -> None:
+        self._language = language
+        self._kinds = kinds
+        self._parser = parser
+        self._quota = quota
+        self._examples: list[AmbiguousExample] = []
+        self._built: Counter[str] = Counter()
+        self._rejected: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+
+    def add(self, document: ParallelDocument) -> None:
+        """Collect the examples of a document."""
+        labeller = _Labeller(document, self._language)
         for index, pair in enumerate(document.pairs):
-            open_kinds: list[AmbiguityKind] = [kind for kind in kinds if quota is None or built[kind] < quota]
-            for candidate in _candidates(pair, language, open_kinds, parser) if open_kinds else ():
-                kind = candidate.ambiguity.kind
-                try:
-                    _reject_if(built[kind] == quota, "above the quota of its kind")
-                    examples.append(labeller.example(candidate, index))
-                    built[kind] += 1
-                except _RejectedError as reason:
-                    rejected[kind][str(reason)] += 1
-    return AmbiguitySet(tuple(examples), {kind: dict(counts) for kind, counts in rejected.items()})
+            kinds = [kind for kind in self._kinds if self._quota is None or self._built[kind] < self._quota]
+            if not kinds:
+                return
+            for candidate in _candidates(pair, self._language, kinds, self._parser):
+                self._add_candidate(candidate, index, labeller)
+
+    def _add_candidate(self, candidate: _Candidate, index: int, labeller: _Labeller) -> None:
+        kind = candidate.ambiguity.kind
+        try:
+            _reject_if(self._built[kind] == self._quota, "above the quota of its kind")
+            example = labeller.example(candidate, index)
+        except _RejectedError as reason:
+            self._rejected[kind][str(reason)] += 1
+        else:
+            self._examples.append(example)
+            self._built[kind] += 1
+
+    def result(self) -> AmbiguitySet:
+        """Return the collected examples and the counts of rejections."""
+        return AmbiguitySet(
+            examples=tuple(self._examples),
+            rejected={kind: dict(counts) for kind, counts in self._rejected.items()},
+        )
 
 
 def buildable(language: str) -> tuple[AmbiguityKind, ...]:
-    """The kinds that can be labelled in a language: those with a checker, and polysemy with translations."""
-    checked: list[AmbiguityKind] = [kind for kind, name in CHECKERS.items() if language in languages(name)]
+    """Return the kinds that can be labelled in a language: those with a checker, and polysemy with translations."""
+    kinds: list[AmbiguityKind] = [kind for kind, name in CHECKERS.items() if language in languages(name)]
     senses = next(iter(polysemous_words().values()))
-    return (*checked, "polysemy") if senses[0].translations(language) else tuple(checked)
+    if senses[0].translations(language):
+        kinds.append("polysemy")
+    return tuple(kinds)
 
 
 def mask_pronouns(text: str) -> str:
-    """The text with [pr] in place of every gendered English pronoun."""
+    """Replace every gendered English pronoun by [pr]."""
     return GENDERED.sub(MASK, text)
 
 
 def _candidates(
     pair: SentencePair, language: str, kinds: Sequence[AmbiguityKind], parser: Parser | None
 ) -> Iterator[_Candidate]:
-    """The ambiguities of a pair's English side: the first of each kind, and all polysemous words."""
+    """Yield the ambiguities of a pair's English side: the first of each kind, and all polysemous words."""
     masked = mask_pronouns(pair.source)
-    tokens = parser(masked) if parser else split_words(masked)
-    detection = detect(masked, language=language, kinds=kinds, parser=(lambda _: tokens) if parser else None)
+    if parser is None:
+        tokens = split_words(masked)
+        detection = detect(masked, language=language, kinds=kinds)
+    else:
+        tokens = parser(masked)
+        detection = detect(masked, language=language, kinds=kinds, parser=lambda _: tokens)
     seen: set[AmbiguityKind] = set()
     for ambiguity in detection.ambiguities:
         if ambiguity.kind == "formality" and ambiguity.reason.startswith("an imperative"):
@@ -169,58 +226,105 @@ def _candidates(
 
 
 class _Labeller:
-    """Makes labelled examples of one document's sentences.
+    """Labels the examples of a document.
 
     Args:
-        document: other sentences of it may say what a sentence leaves open.
-        language: of the translations, two letters.
+        document: The document, whose other sentences may resolve an ambiguity.
+        language: Language code of the translations, two letters.
     """
 
     def __init__(self, document: ParallelDocument, language: str) -> None:
-        self._document, self._language = document, language
+        self._document = document
+        self._language = language
 
     def example(self, candidate: _Candidate, index: int) -> AmbiguousExample:
-        """The example of a candidate in the sentence `index`.
+        """Return the example of a candidate in the sentence `index`.
 
         Raises:
-            _RejectedError: the label is uncertain, or there is too little context.
+            _RejectedError: The label is uncertain, or there is too little context.
         """
-        kind, pair, word = candidate.ambiguity.kind, candidate.pair, candidate.ambiguity.word
-        if kind == "polysemy":
-            word = word.lower()
-            senses = polysemous_words().get(word) or candidate.ambiguity.senses
-            matches = [_translation_in(sense.translations(self._language), pair.target) for sense in senses]
-            translations = [translation for translation in matches if translation]
-            _reject_if(len(translations) != 1, "no listed translation, or of several meanings")
-            name, source, context = f"{kind}:{word}", word, (pair.source,)
-            reference = label = translations[0]
+        if candidate.ambiguity.kind == "polysemy":
+            return self._word_example(candidate)
+        return self._sentence_example(candidate, index)
+
+    def _word_example(self, candidate: _Candidate) -> AmbiguousExample:
+        """Return the example of a polysemous word, whose context is the sentence."""
+        pair = candidate.pair
+        word = candidate.ambiguity.word.lower()
+        senses = polysemous_words().get(word) or candidate.ambiguity.senses
+        matches = [_translation_in(sense.translations(self._language), pair.target) for sense in senses]
+        translations = [translation for translation in matches if translation]
+        _reject_if(len(translations) != 1, "no listed translation, or of several meanings")
+        return AmbiguousExample(
+            id=f"{pair.id}:polysemy:{word}",
+            kind="polysemy",
+            language=self._language,
+            source=word,
+            context=(pair.source,),
+            reference=translations[0],
+            label=translations[0],
+            word=word,
+        )
+
+    def _sentence_example(self, candidate: _Candidate, index: int) -> AmbiguousExample:
+        """Return the example of an ambiguous sentence."""
+        kind = candidate.ambiguity.kind
+        pair = candidate.pair
+        self._check(candidate)
+        context = self._context(index, after=kind == "name")
+        _reject_if(len(context) < _MIN_CONTEXT, "too little context")
+        label = self._label(candidate, context)
+        source = pair.source
+        if kind in ("name", "profession"):
+            source = mask_pronouns(source)
+        return AmbiguousExample(
+            id=f"{pair.id}:{kind}",
+            kind=kind,
+            language=self._language,
+            source=source,
+            context=context,
+            reference=pair.target,
+            label=label,
+            word=candidate.ambiguity.word,
+        )
+
+    def _check(self, candidate: _Candidate) -> None:
+        """Reject a candidate whose English sentence makes the label uncertain."""
+        kind = candidate.ambiguity.kind
+        if kind == "formality":
+            self._check_formality(candidate)
+        elif kind == "it":
+            self._check_it(candidate)
+        elif kind == "name":
+            self._check_name(candidate)
         else:
-            check = {"formality": self._check_formality, "it": self._check_it, "name": self._check_name}
-            check.get(kind, self._check_person)(candidate)
-            context = self._context(index, after=kind == "name")
-            _reject_if(len(context) < _MIN_CONTEXT, "too little context")
-            name, source = kind, mask_pronouns(pair.source) if kind in ("name", "profession") else pair.source
-            reference, label = pair.target, self._label(candidate, context)
-        return AmbiguousExample(f"{pair.id}:{name}", kind, self._language, source, context, reference, label, word=word)
+            self._check_person(candidate)
 
     def _context(self, index: int, *, after: bool) -> tuple[str, ...]:
-        """Three sentences, and up to five while they have at most 20 words, in text order."""
+        """Return three sentences, and up to five while they have at most 20 words, in text order."""
         sources = [pair.source for pair in self._document.pairs]
-        nearest_first = (sources[index + 1 :] if after else sources[:index][::-1])[:_MAX_CONTEXT]
+        neighbours = sources[index + 1 :] if after else sources[:index][::-1]
+        nearest_first = neighbours[:_MAX_CONTEXT]
         context = nearest_first[:_MIN_CONTEXT]
         while len(context) < len(nearest_first) and len(" ".join(context).split()) <= _CONTEXT_WORDS:
             context.append(nearest_first[len(context)])
-        return tuple(context if after else context[::-1])
+        if not after:
+            context.reverse()
+        return tuple(context)
 
     def _label(self, candidate: _Candidate, context: Sequence[str]) -> str:
-        """The label: of persons from English pronouns first, else from the translation's markers, if they agree.
+        """Return the label of a sentence.
 
-        Few translations show the gender of a name, and their other words have genders of their own. So the label of a
-        name comes from the English sentences after it, not from the translation.
+        The label of a person comes from English pronouns, other labels from the markers of the translation, if they
+        agree. Few translations show the gender of a name, and their other words have their own genders, so the label of
+        a name never comes from the translation, but from the English sentences after it.
         """
-        kind, pair = candidate.ambiguity.kind, candidate.pair
-        if kind in ("name", "profession") and (gender := english_gender(pair.source)):
-            return gender
+        kind = candidate.ambiguity.kind
+        pair = candidate.pair
+        if kind in ("name", "profession"):
+            gender = english_gender(pair.source)
+            if gender is not None:
+                return gender
         if kind == "name":
             gender = english_gender(" ".join(context))
             _reject_if(gender is None, "no pronoun decides, or both genders")
@@ -245,11 +349,13 @@ class _Labeller:
             _reject_if(others, "pronouns of others, which the polite form may stand for")
 
     def _check_address(self, result: CheckResult, table: CheckerTable) -> None:
-        """Rejects weak markers, and forms shared by one person and several if several may be addressed."""
+        """Reject weak markers, and forms shared by one person and several if several may be addressed."""
+        address = table.address
         markers = [marker for marker in result.markers if marker.weight >= 1]
         _reject_if(not markers, "no marker that decides alone")
-        shared = all(re.fullmatch(table.address.shared, marker.text, re.IGNORECASE) for marker in markers)
-        if result.label == table.address.label and shared:
+        if result.label != address.label:
+            return
+        if all(re.fullmatch(address.shared, marker.text, re.IGNORECASE) for marker in markers):
             _reject_if(self._may_address_several, "a form that several persons share")
 
     @cached_property
@@ -261,12 +367,13 @@ class _Labeller:
         rules = checker("formality", self._language)
         address = rules.table.address
         several = re.compile(rf"(?<!\w)(?:{address.several})(?!\w)", re.IGNORECASE)
-        return any(
-            several.search(pair.target)
-            or word_pattern("several_people").search(pair.source)
-            or any(m.label != address.label and m.weight > 1 for m in rules.check(pair.target).markers)
-            for pair in self._document.pairs
-        )
+        for pair in self._document.pairs:
+            if several.search(pair.target) or word_pattern("several_people").search(pair.source):
+                return True
+            markers = rules.check(pair.target).markers
+            if any(marker.label != address.label and marker.weight > 1 for marker in markers):
+                return True
+        return False
 
     def _check_it(self, candidate: _Candidate) -> None:
         source = candidate.pair.source
@@ -276,14 +383,9 @@ class _Labeller:
         _reject_if(candidate.parsed and _has_referent(candidate), "a referent in the sentence itself")
 
     def _check_name(self, candidate: _Candidate) -> None:
-        start = candidate.ambiguity.start
-
-        def is_surname(token: Token) -> bool:
-            between = candidate.pair.source[start : token.start]
-            return token.start >= start and re.fullmatch(r"(?:[A-Z][\w.'’-]* )*", between) is not None
-
-        others = [token for token in candidate.tokens if token.pos == "PROPN" and not is_surname(token)]
         if candidate.parsed and candidate.role != "subject":
+            names = [token for token in candidate.tokens if token.pos == "PROPN"]
+            others = [name for name in names if not _is_part_of_name(name, candidate)]
             _reject_if(others, "other names, whose pronouns may be those")
         self._check_person(candidate)
 
@@ -292,64 +394,101 @@ class _Labeller:
         _reject_if(GENDERED.search(source) and english_gender(source) is None, "persons of both genders")
 
 
+def _is_part_of_name(token: Token, candidate: _Candidate) -> bool:
+    """Whether a token is the ambiguous name or follows it as a surname."""
+    start = candidate.ambiguity.start
+    between = candidate.pair.source[start : token.start]
+    return token.start >= start and re.fullmatch(r"(?:[A-Z][\w.'’-]* )*", between) is not None
+
+
 def _has_referent(candidate: _Candidate) -> bool:
     """Whether "it" may refer to a name or a clause before it, or to the subject of its main clause."""
-    token, tokens = candidate.token, candidate.tokens
-    before = (word for word in tokens if word.start < token.start)
-    if any(word.pos == "PROPN" or word.lemma in _PRONOUNS_OF_CLAUSES for word in before):
-        return True
-    head = tokens[token.head]
-    after = (word for word in tokens if word.head == head.head and word.start > token.start)
-    return head.dep == "advcl" and any(w.dep.startswith("nsubj") and w.pos in {"NOUN", "PROPN"} for w in after)
+    token = candidate.token
+    for word in candidate.tokens:
+        if word.start < token.start and (word.pos == "PROPN" or word.lemma in _PRONOUNS_OF_CLAUSES):
+            return True
+    head = candidate.tokens[token.head]
+    if head.dep != "advcl":
+        return False
+    for word in candidate.tokens:
+        is_in_main_clause = word.head == head.head and word.start > token.start
+        if is_in_main_clause and word.dep.startswith("nsubj") and word.pos in {"NOUN", "PROPN"}:
+            return True
+    return False
 
 
 def _check_referent(candidate: _Candidate, result: CheckResult, table: CheckerTable) -> None:
-    """Rejects pronouns in another role than "it" has, and those that may refer to a clause or to nothing."""
+    """Reject pronouns in another role than that of "it", and those that may refer to a clause or to nothing."""
     roles = (candidate.role, None) if candidate.parsed else ("subject", "object", None)
     _reject_if(any(marker.role not in roles for marker in result.markers), "a pronoun in another role")
     _reject_if(result.label == "neuter", "neuter, which stands for clauses and for nothing as well")
     if result.label != table.clauses:
         return
-    tokens, head = candidate.tokens, candidate.token.head
-    verbs = {tokens[head].lemma} if candidate.parsed else set(re.findall(r"\w+", candidate.pair.source.lower()))
+    if candidate.parsed:
+        verbs = {candidate.tokens[candidate.token.head].lemma}
+    else:
+        verbs = set(re.findall(r"\w+", candidate.pair.source.lower()))
     _reject_if(verbs & word_list("clausal_verbs"), "a verb of saying or doing: it may stand for a clause")
     if candidate.parsed:
-        predicates = {head, *(i for i, word in enumerate(tokens) if word.head == head and word.dep == "acomp")}
-        after = tokens[tokens.index(candidate.token) :]
-        dependent = any(word.head in predicates and word.dep in _CLAUSES for word in after)
-        _reject_if(dependent, "a clause or a particle depends on its verb: it may stand for nothing")
-        alone = tokens[head].lemma == "be" and len(predicates) == 1
-        _reject_if(alone, "a noun or a place after be: it may stand for nothing")
+        _check_predicate(candidate)
+
+
+def _check_predicate(candidate: _Candidate) -> None:
+    """Reject "it" that may refer to nothing, by the words that depend on its verb."""
+    tokens = candidate.tokens
+    head = candidate.token.head
+    predicates = {head}
+    for index, word in enumerate(tokens):
+        if word.head == head and word.dep == "acomp":
+            predicates.add(index)
+    after = tokens[tokens.index(candidate.token) :]
+    dependent = any(word.head in predicates and word.dep in _CLAUSES for word in after)
+    _reject_if(dependent, "a clause or a particle depends on its verb: it may stand for nothing")
+    alone = tokens[head].lemma == "be" and len(predicates) == 1
+    _reject_if(alone, "a noun or a place after be: it may stand for nothing")
 
 
 def _translation_in(translations: frozenset[str], target: str) -> str | None:
-    """The translation that occurs in the target, exactly or with an ending of up to two letters."""
+    """Return the translation that occurs in the target, exactly or with an ending of up to two letters."""
+    longest_first = sorted(translations, key=lambda word: (-len(word), word))
     for ending in ("", r"\w{1,2}"):
-        for word in sorted(translations, key=lambda word: (-len(word), word)):
-            has_borders = word[0] < "\u3000"  # scripts without spaces have none
-            pattern = rf"(?<!\w){re.escape(word)}{ending}(?!\w)" if has_borders else re.escape(word)
+        for word in longest_first:
+            pattern = re.escape(word)
+            if word[0] < "\u3000":  # other scripts have no spaces between words
+                pattern = rf"(?<!\w){pattern}{ending}(?!\w)"
             if re.search(pattern, target, re.IGNORECASE):
                 return word
     return None
 
 
 def write_examples(examples: Sequence[AmbiguousExample], path: str | Path) -> Path:
-    """Write examples as JSON lines."""
-    lines = (json.dumps(asdict(example), ensure_ascii=False) for example in examples)
-    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    """Write examples as JSON lines.
+
+    Args:
+        examples: The examples.
+        path: The file.
+    """
+    lines = [json.dumps(asdict(example), ensure_ascii=False) for example in examples]
+    text = "".join(f"{line}\n" for line in lines)
+    Path(path).write_text(text, encoding="utf-8")
     return Path(path)
 
 
 def read_examples(path: str | Path) -> list[AmbiguousExample]:
     """Read a file of `write_examples`.
 
+    Args:
+        path: The file.
+
     Raises:
-        DataError: a line has another form.
+        DataError: A line is not an example.
     """
-    adapter, examples = TypeAdapter(AmbiguousExample), []
+    adapter = TypeAdapter(AmbiguousExample)
+    examples = []
     for number, line in enumerate(read_lines(Path(path)), start=1):
         try:
-            examples.append(adapter.validate_json(line))
+            example = adapter.validate_json(line)
         except ValidationError:
-            raise DataError(f"{path}:{number} is no example: name a file that write_examples wrote.") from None
+            raise DataError(f"{path}:{number} is not an example: name a file that write_examples wrote.") from None
+        examples.append(example)
     return examples

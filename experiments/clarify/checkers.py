@@ -1,14 +1,14 @@
-"""Rule-based checkers: is a text formal or informal, feminine or masculine? One table of rules per kind and language.
+"""Rule-based checkers: is a text formal or informal, feminine or masculine? There is a table per kind and language.
 
 A checker finds the markers of its table in a text, adds up their weights, and returns the label with the largest sum.
-The code knows no language: all of that is in `checker_tables/*.yaml`.
+All knowledge of a language is in `checker_tables/*.yaml`.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -22,7 +22,7 @@ from graftlm.errors import DataError, MissingExtraError, did_you_mean
 
 CheckerKind = Literal["formality", "gender", "it"]
 KINDS: tuple[str, ...] = get_args(CheckerKind)
-_SHORTEST_COUNTERPART = 6  # letters; the ends of longer words are often unrelated short words
+_SHORTEST_COUNTERPART = 6  # letters; the ends of long words are often unrelated short words
 _TABLES = Path(__file__).parent / "checker_tables"
 _LIST_NAME = re.compile(r"\{([a-z_]+)\}")
 # The start of a sentence: the start of the text or final punctuation, then blanks, quotes, brackets or dashes.
@@ -30,25 +30,25 @@ _SENTENCE_START = re.compile(r"(?:^|[.!?…:;\n])[\s\"'»«“”„‚‘’()\
 
 
 class Rule(Config):
-    """One sort of marker.
+    """A rule that finds markers of a label.
 
     Args:
-        label: the label that a match counts for.
-        words: whole words or phrases to match; `{name}` inserts the table's list `name`.
-        pattern: a regular expression instead, with `{name}` for any word of a list. It matches whole words.
-        weight: of one match.
-        position: whether the match must start a sentence, or must not.
-        after: a regular expression that the text before the match must end with.
-        case: whether case matters.
-        unless: exceptions, in lower case; `{name}` inserts a list.
-        lemma: endings, one of which the word's lemma must have while it differs from the word: the form of a verb
-            rather than a noun. Needs simplemma.
-        counterpart: pairs of endings. With one replaced by the other, the word or a compound's last part must be a
-            word of the dictionary (German -er to -erin: a person rather than a thing). Needs simplemma.
-        source: a regular expression that the English source must match; without a source the rule does not apply.
-        not_source: a regular expression that the English source must not match; without a source the rule applies.
-        role: the grammatical role of the match, if its form shows it.
-        reason: why the match counts.
+        label: The label that a match counts for.
+        words: Whole words or phrases to match; `{name}` inserts the table's list `name`.
+        pattern: A regular expression instead of words, with `{name}` for any word of a list. It matches whole words.
+        weight: The weight of a match.
+        position: Whether the match must be at the start of a sentence, or inside it.
+        after: A regular expression that the text before the match must end with.
+        case: Whether case matters.
+        unless: Exceptions, in lower case; `{name}` inserts a list.
+        lemma: Possible endings of the word's lemma, which must differ from the word: the form of a verb rather than a
+            noun. Requires simplemma.
+        counterpart: Pairs of endings. If one is replaced by the other, the word or a compound's last part must be a
+            word of the dictionary (German -er to -erin: a person rather than a thing). Requires simplemma.
+        source: A regular expression that the English source must match; without a source the rule does not apply.
+        not_source: A regular expression that the English source must not match; without a source the rule applies.
+        role: The grammatical role of the match, if its form shows it.
+        reason: Why the match counts.
     """
 
     label: str
@@ -73,21 +73,22 @@ class Rule(Config):
         return self
 
     def applies_to(self, source: str | None) -> bool:
-        """Whether the rule's conditions on the English source hold."""
+        """Whether the English source satisfies the conditions of the rule."""
         if source is None:
             return self.source is None
-        excluded = self.not_source and re.search(self.not_source, source, re.IGNORECASE)
-        return not excluded and bool(re.search(self.source or "", source, re.IGNORECASE))
+        if self.not_source and re.search(self.not_source, source, re.IGNORECASE):
+            return False
+        return self.source is None or re.search(self.source, source, re.IGNORECASE) is not None
 
 
 class AddressForms(Config):
-    """What a language's forms of address leave open, for those who need sentences with a certain label.
+    """Ambiguities of a language's forms of address, for the builder, which needs sentences with certain labels.
 
     Args:
-        third_person: whether the polite form is a third person, which also refers to others.
-        label: the label of forms that one person shares with several.
-        shared: a regular expression of these forms.
-        several: a regular expression of hints that several persons are addressed.
+        third_person: Whether the polite form is a third person, which may also refer to others.
+        label: The label of forms that address one person or several.
+        shared: A regular expression of these forms.
+        several: A regular expression of hints that several persons are addressed.
     """
 
     third_person: bool = False
@@ -97,17 +98,19 @@ class AddressForms(Config):
 
 
 class CheckerTable(Config):
-    """The rules of one kind for one language.
+    """The rules of a kind for a language.
 
     Args:
-        labels: in display order.
-        method: what the table does and can't do.
-        borders: whether the script separates words; if not, matches may lie inside words.
-        lists: named lists, each a string of words separated by blanks, or of phrases separated by commas.
-        rules: all rules; the weights of their matches add up.
-        address: for tables of forms of address.
-        clauses: for tables of pronouns: the label whose pronouns may also refer to clauses or to nothing, besides
-            neuter.
+        kind: Kind of the checker.
+        language: Language code, two letters.
+        labels: The labels in display order.
+        method: What the table does and can't do.
+        borders: Whether the script separates words; if not, matches may be inside words.
+        lists: Named lists: strings of words separated by white space, or of phrases separated by commas.
+        rules: All rules; the weights of their matches add up.
+        address: Ambiguities of the forms of address, for tables of formality.
+        clauses: For tables of pronouns, the label whose pronouns may also refer to clauses or to nothing, in addition
+            to neuter.
     """
 
     kind: str
@@ -124,39 +127,61 @@ class CheckerTable(Config):
     def _known_names(self) -> Self:
         for rule in self.rules:
             if rule.label not in self.labels:
-                raise ValueError(f"the rule {rule.reason!r} votes for {rule.label!r}, which is no label of the table")
-            for name in _LIST_NAME.findall(" ".join((rule.pattern or "", *rule.words, *rule.unless))):
+                raise ValueError(f"the label {rule.label!r} of the rule {rule.reason!r} should be one of the table")
+            templates = " ".join([rule.pattern or "", *rule.words, *rule.unless])
+            for name in _LIST_NAME.findall(templates):
                 if name not in self.lists:
                     raise ValueError(f"the rule {rule.reason!r} names the list {name!r}, which the table lacks")
         return self
 
     def words_of(self, name: str) -> list[str]:
-        """The words of a list."""
+        """Return the words of a list."""
         text = self.lists[name]
-        return [word.strip() for word in text.split("," if "," in text else None) if word.strip()]
+        entries = text.split(",") if "," in text else text.split()
+        stripped = [entry.strip() for entry in entries]
+        return [entry for entry in stripped if entry]
 
     def expression(self, rule: Rule) -> re.Pattern[str]:
-        """A rule's compiled expression."""
-        template = rule.pattern if rule.pattern is not None else _alternatives(self.expand(rule.words))
+        """Compile the expression of a rule."""
+        template = rule.pattern
+        if template is None:
+            template = _alternatives(self.expand(rule.words))
         expression = _LIST_NAME.sub(lambda match: _alternatives(self.words_of(match[1])), template)
         if self.borders:
             expression = rf"(?<!\w)(?:{expression})(?!\w)"
-        return re.compile(expression, 0 if rule.case else re.IGNORECASE)
+        flags = re.NOFLAG if rule.case else re.IGNORECASE
+        return re.compile(expression, flags)
 
     def expand(self, words: tuple[str, ...]) -> list[str]:
-        """Words, with each `{name}` replaced by its list."""
-        names = [(word, _LIST_NAME.fullmatch(word)) for word in words]
-        return [item for word, name in names for item in (self.words_of(name[1]) if name else [word])]
+        """Replace each `{name}` among words by its list."""
+        expanded = []
+        for word in words:
+            name = _LIST_NAME.fullmatch(word)
+            if name is None:
+                expanded.append(word)
+            else:
+                expanded.extend(self.words_of(name[1]))
+        return expanded
 
 
 def _alternatives(words: list[str]) -> str:
-    """An expression for any of the words, longest first; a final `*` matches any ending."""
+    """Return an expression for any of the words, longest first; a final `*` matches any ending."""
     longest_first = sorted(set(words), key=len, reverse=True)
-    return "(?:" + "|".join(re.escape(word).replace(r"\*", r"\w*") for word in longest_first) + ")"
+    patterns = [re.escape(word).replace(r"\*", r"\w*") for word in longest_first]
+    return f"(?:{'|'.join(patterns)})"
 
 
 class Marker(NamedTuple):
-    """A match that counts for a label: its `text`, `start` and `weight`, the `reason`, and its grammatical `role`."""
+    """A match that counts for a label.
+
+    Args:
+        label: The label.
+        text: The matched text.
+        start: Its offset, in characters.
+        weight: Its weight.
+        reason: Why it counts.
+        role: Its grammatical role, if its form shows it.
+    """
 
     label: str
     text: str
@@ -165,15 +190,24 @@ class Marker(NamedTuple):
     reason: str
     role: str | None = None
 
+    @property
+    def end(self) -> int:
+        """Offset of the end of the match, in characters."""
+        return self.start + len(self.text)
+
     def overlaps(self, other: Marker) -> bool:
-        return self.start < other.start + len(other.text) and other.start < self.start + len(self.text)
+        """Whether two markers have characters in common."""
+        return self.start < other.end and other.start < self.end
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The markers in text order, the sum of their weights for every label, and the label with the largest sum.
+    """The result of `Checker.check`.
 
-    The label is None without markers, or if two labels share the largest sum.
+    Args:
+        label: The label with the largest score; None without markers, or if two labels have the largest score.
+        scores: Sum of the weights by label.
+        markers: The markers in text order.
     """
 
     label: str | None
@@ -183,68 +217,113 @@ class CheckResult:
     @property
     def mixed(self) -> bool:
         """Whether there are markers of more than one label."""
-        return sum(score > 0 for score in self.scores.values()) > 1
+        found = [label for label, score in self.scores.items() if score > 0]
+        return len(found) > 1
 
 
 class Checker:
-    """Finds the label of a text by the rules of a table."""
+    """Finds the label of a text by the rules of a table.
+
+    Args:
+        table: The table.
+    """
 
     def __init__(self, table: CheckerTable) -> None:
         self.table = table
-        self._rules = [
-            (rule, table.expression(rule), frozenset(word.lower() for word in table.expand(rule.unless)))
-            for rule in table.rules
-        ]
+        self._rules: list[_CompiledRule] = []
+        for rule in table.rules:
+            exceptions = frozenset(word.lower() for word in table.expand(rule.unless))
+            self._rules.append(_CompiledRule(rule, table.expression(rule), exceptions))
 
     def check(self, text: str, source: str | None = None) -> CheckResult:
-        """The label of `text`.
+        """Find the label of a text.
 
         Args:
-            text: in the table's language.
-            source: the English text that it translates. Some rules need it: a verb without a subject is a formal
+            text: The text, in the table's language.
+            source: The English text that it translates. Some rules require it: a verb without a subject is a formal
                 address only if the source addresses somebody.
 
         Raises:
-            MissingExtraError: a rule needs a dictionary that is not installed.
+            MissingExtraError: A rule needs a dictionary that is not installed.
         """
-        text = unicodedata.normalize("NFC", text)
-        markers: list[Marker] = []
-        # Of overlapping markers with one label, the heaviest and then the longest counts.
-        for marker in sorted(self._markers(text, source), key=lambda m: (-m.weight, -len(m.text), m.start)):
-            if not any(marker.label == other.label and marker.overlaps(other) for other in markers):
-                markers.append(marker)
-        markers.sort(key=lambda marker: marker.start)
-        scores = {label: sum(m.weight for m in markers if m.label == label) for label in self.table.labels}
+        normalized = unicodedata.normalize("NFC", text)
+        markers = _without_overlaps(self._markers(normalized, source))
+        scores: dict[str, float] = {}
+        for label in self.table.labels:
+            scores[label] = sum(marker.weight for marker in markers if marker.label == label)
         best, second, *_ = sorted(scores.values(), reverse=True)
-        label = max(scores, key=scores.__getitem__) if best > second else None
-        return CheckResult(label, scores, tuple(markers))
+        label = None
+        if best > second:
+            label = max(scores, key=scores.__getitem__)
+        return CheckResult(label=label, scores=scores, markers=tuple(markers))
 
     def _markers(self, text: str, source: str | None) -> Iterator[Marker]:
+        """Yield the markers of a text, which may overlap."""
         for rule, expression, exceptions in self._rules:
-            for match in expression.finditer(text) if rule.applies_to(source) else ():
+            if not rule.applies_to(source):
+                continue
+            for match in expression.finditer(text):
                 if match[0].lower() not in exceptions and self._counts(rule, match, text):
-                    yield Marker(rule.label, match[0], match.start(), rule.weight, rule.reason, rule.role)
+                    yield Marker(
+                        label=rule.label,
+                        text=match[0],
+                        start=match.start(),
+                        weight=rule.weight,
+                        reason=rule.reason,
+                        role=rule.role,
+                    )
 
     def _counts(self, rule: Rule, match: re.Match[str], text: str) -> bool:
+        """Whether a match satisfies the conditions of its rule on the text and on the dictionary."""
         before = text[: match.start()]
         if rule.after and not re.search(rf"(?<!\w)(?:{rule.after})$", before, re.IGNORECASE):
             return False
-        if rule.position != "anywhere" and bool(_SENTENCE_START.search(before)) != (rule.position == "start"):
+        starts_sentence = _SENTENCE_START.search(before) is not None
+        if rule.position == "start" and not starts_sentence:
+            return False
+        if rule.position == "inside" and starts_sentence:
             return False
         if rule.lemma:
             word = match[0].lower()
             lemma = _simplemma().lemmatize(word, lang=self.table.language)
             if lemma == word or not lemma.endswith(rule.lemma):
                 return False
-        return not rule.counterpart or _has_counterpart(match[0], rule.counterpart, self.table.language)
+        if rule.counterpart:
+            return _has_counterpart(match[0], rule.counterpart, self.table.language)
+        return True
+
+
+class _CompiledRule(NamedTuple):
+    """A rule, its compiled expression, and its exceptions in lower case."""
+
+    rule: Rule
+    expression: re.Pattern[str]
+    exceptions: frozenset[str]
+
+
+def _without_overlaps(markers: Iterable[Marker]) -> list[Marker]:
+    """Return the markers in text order; of overlapping ones with the same label, the heaviest and longest remains."""
+    kept: list[Marker] = []
+    for marker in sorted(markers, key=lambda marker: (-marker.weight, -len(marker.text), marker.start)):
+        of_label = [other for other in kept if other.label == marker.label]
+        if not any(marker.overlaps(other) for other in of_label):
+            kept.append(marker)
+    kept.sort(key=lambda marker: marker.start)
+    return kept
 
 
 @cache
 def _has_counterpart(word: str, endings: tuple[tuple[str, str], ...], language: str) -> bool:
     """Whether a word, or the last part of a compound, is in the dictionary with another ending."""
-    tails = [word, *(word[start:].capitalize() for start in range(3, len(word) - 4))]
-    others = (tail.removesuffix(old) + new for tail in tails for old, new in endings if tail.endswith(old))
-    return any(len(other) >= _SHORTEST_COUNTERPART and _simplemma().is_known(other, lang=language) for other in others)
+    compound_parts = [word[start:].capitalize() for start in range(3, len(word) - 4)]
+    for tail in [word, *compound_parts]:
+        for old, new in endings:
+            if not tail.endswith(old):
+                continue
+            other = tail.removesuffix(old) + new
+            if len(other) >= _SHORTEST_COUNTERPART and _simplemma().is_known(other, lang=language):
+                return True
+    return False
 
 
 @cache
@@ -252,27 +331,28 @@ def _simplemma() -> Any:
     try:
         return import_module("simplemma")
     except ModuleNotFoundError:
-        raise MissingExtraError("simplemma", "clarify", "Looking words up in a dictionary") from None
+        raise MissingExtraError("simplemma", "clarify", "Looking up words in a dictionary") from None
 
 
 def languages(kind: str) -> tuple[str, ...]:
-    """The languages with a table of this kind."""
-    return tuple(sorted(path.stem.rpartition("-")[2] for path in _TABLES.glob(f"{kind}-*.yaml")))
+    """Return the languages that have a table of a kind."""
+    names = [path.stem.rpartition("-")[2] for path in _TABLES.glob(f"{kind}-*.yaml")]
+    return tuple(sorted(names))
 
 
 @cache
 def checker(kind: str, language: str) -> Checker:
-    """The checker of a kind for a language.
+    """Return the checker of a kind for a language.
 
     Args:
         kind: formality (of address), gender (of persons), or it (gender of the antecedent of "it").
-        language: two letters.
+        language: Language code, two letters.
 
     Raises:
-        DataError: there is no such kind, or no table for the language.
+        DataError: There is no such kind, or no table for the language.
     """
     if kind not in KINDS:
-        raise DataError(f"There is no checker of {kind!r}{did_you_mean(kind, KINDS)}.")
+        raise DataError(f"There is no checker of the kind {kind!r}{did_you_mean(kind, KINDS)}.")
     if language not in languages(kind):
         known = ", ".join(languages(kind))
         raise DataError(f"There is no {kind} checker for the language {language!r}: choose one of {known}.")

@@ -46,11 +46,19 @@ def baseline(
     context: str | None = None,
     any_language: bool = False,
 ) -> WrittenTurn:
-    """The output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
+    """Write the output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
+
+    Args:
+        translator: The model.
+        text: The text.
+        template: Name or YAML file of the template.
+        target: Code of the output language; optional if the template has a single language.
+        context: The context; None uses the text alone.
+        any_language: Skip the check that the text is in the template's source language.
 
     Raises:
-        DataError: the text is empty.
-        RecipeError: the template does not write the language.
+        DataError: The text is empty.
+        RecipeError: The template does not support the output language.
     """
     conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
     if context is None:
@@ -59,39 +67,55 @@ def baseline(
         return written
     prompt = build_prompt(load_template(template), "context", conversation.target, text, context=context)
     reply = translator.generate(prompt)
-    values = {"author": translator.name, "truncated": reply.truncated, "cost": reply.cost}
-    return WrittenTurn(output=prompt.without_label(reply.text), mode="informed", **values)
+    return WrittenTurn(
+        output=prompt.without_label(reply.text),
+        mode="informed",
+        author=translator.name,
+        truncated=reply.truncated,
+        cost=reply.cost,
+    )
 
 
 def read_sets(data: Path) -> dict[Key, list[AmbiguousExample]]:
-    """The sentences with a context and a reference, by kind and language.
+    """Read the sentences with a context and a reference, by kind and language.
 
     AmbigMT comes from the folder `ambigmt`, sets of the builder from `sets/*.jsonl`. From `ambig` come DiscEvalMT
-    ("it", French) and MT-GenEval (professions). If AmbigMT has a kind and language, it is the only source of it.
+    ("it", French) and MT-GenEval (professions). If AmbigMT has a kind and language, it is their only source.
+
+    Args:
+        data: Folder of the data sets.
 
     Raises:
-        DataError: the folder has none of them.
+        DataError: The folder has none of them.
     """
     sets = _by_key(_other_sets(data))
     if (data / "ambigmt").is_dir():
-        sets |= _by_key(read_ambigmt(data / "ambigmt")[0])
+        examples, _ = read_ambigmt(data / "ambigmt")
+        sets.update(_by_key(examples))
     if not sets:
         raise DataError(
-            f"{data} holds no ambiguous sentences with their contexts: put AmbigMT into its folder ambigmt, sets of "
-            "the builder into sets, or DiscEvalMT and MT-GenEval into ambig."
+            f"{data} has no ambiguous sentences with contexts: put AmbigMT into its folder ambigmt, sets of the "
+            "builder into sets, or DiscEvalMT and MT-GenEval into ambig."
         )
-    kinds = [kind for kinds in TABLES.values() for kind in kinds]
-    return dict(sorted(sets.items(), key=lambda item: (kinds.index(item[0][0]), LANGUAGES.index(item[0][1]))))
+    ordered = {}
+    for kind in [*TABLES["4.2"], *TABLES["4.3"]]:
+        for language in LANGUAGES:
+            if (kind, language) in sets:
+                ordered[kind, language] = sets[kind, language]
+    return ordered
 
 
 def _other_sets(data: Path) -> Iterable[AmbiguousExample]:
+    """Yield the examples of all sets except AmbigMT."""
     for path in sorted((data / "sets").glob("*.jsonl")):
         yield from read_examples(path)
-    if (data / "ambig" / "discevalmt").is_dir():
-        yield from read_discevalmt(data / "ambig" / "discevalmt")
+    discevalmt = data / "ambig" / "discevalmt"
+    if discevalmt.is_dir():
+        yield from read_discevalmt(discevalmt)
+    mt_geneval = data / "ambig" / "mt_geneval"
     for language in ("es", "fr", "de"):
-        if list((data / "ambig" / "mt_geneval").glob(f"geneval-context-*2to1-test.en_{language}.en")):
-            yield from mt_geneval_contexts(data / "ambig" / "mt_geneval", language)
+        if list(mt_geneval.glob(f"geneval-context-*2to1-test.en_{language}.en")):
+            yield from mt_geneval_contexts(mt_geneval, language)
 
 
 def _by_key(examples: Iterable[AmbiguousExample]) -> dict[Key, list[AmbiguousExample]]:
@@ -103,27 +127,39 @@ def _by_key(examples: Iterable[AmbiguousExample]) -> dict[Key, list[AmbiguousExa
 
 
 def sample(examples: Sequence[AmbiguousExample], limit: int) -> list[AmbiguousExample]:
-    """At most `limit` examples in their order, drawn with a fixed seed; duplicates of text and context count once."""
-    unique = list({(ex.source, ex.context, ex.label): ex for ex in examples}.values())
-    drawn = range(len(unique)) if len(unique) <= limit else random.Random(0).sample(range(len(unique)), limit)
+    """Draw examples with a fixed seed and return them in their order.
+
+    Args:
+        examples: The examples; of those with equal text, context and label, the last one is used.
+        limit: Maximum number of examples.
+    """
+    by_content = {(example.source, example.context, example.label): example for example in examples}
+    unique = list(by_content.values())
+    if len(unique) <= limit:
+        return unique
+    drawn = random.Random(0).sample(range(len(unique)), limit)
     return [unique[index] for index in sorted(drawn)]
 
 
-RETRIES = 5  # a run of many calls should survive a short failure
+RETRIES = 5  # a run of many calls should survive a short failure of the server
 Method = Literal["intercpt", "with_context", "no_extra"]
 
 
 class ConversationRun(Run):
-    """One method and one model on one set.
+    """A method and a model on a set.
 
     Args:
-        url: the server, or "scripted"; not part of the key, so that a run can continue on another server.
-        model: the translator.
-        user: the model that answers; by default the translator.
-        template_sha256: hash of the template's content.
-        data: the folder of the examples; not part of the key either.
-        examples_sha256: hash of the examples.
-        limit: largest number of examples.
+        url: URL of the server, or "scripted"; not part of the key, so that a run can continue on another server.
+        model: The translator.
+        user: The model that answers; the translator by default.
+        method: The method: the chain, or a baseline.
+        template: Name of the template.
+        template_sha256: Hash of the template's content.
+        kind: The kind of ambiguity.
+        language: Code of the output language.
+        data: Folder of the data sets; not part of the key either.
+        examples_sha256: Hash of the examples.
+        limit: Maximum number of examples.
     """
 
     url: str
@@ -139,27 +175,34 @@ class ConversationRun(Run):
     limit: int
 
     def settings(self) -> dict[str, Any]:
-        """What decides the result."""
-        return {name: value for name, value in super().settings().items() if name not in ("url", "data")}
+        """Return the settings that determine the result."""
+        settings = super().settings()
+        return {name: value for name, value in settings.items() if name not in ("url", "data")}
 
     def measure(self, context: RunContext) -> Measurement:
-        """All conversations and their metrics; conversations that the folder already has are not repeated.
+        """Hold all conversations and measure them; conversations that the folder already has are not repeated.
 
         Raises:
-            EndpointError: the server fails; finished conversations are kept.
+            EndpointError: The server failed. Finished conversations are saved.
         """
-        examples = sample(read_sets(Path(self.data))[self.kind, self.language], self.limit)
+        sets = read_sets(Path(self.data))
+        examples = sample(sets[self.kind, self.language], self.limit)
         context.folder.mkdir(parents=True, exist_ok=True)
         file = context.folder / f"conversations-{digest(self.settings())[:16]}.jsonl"
         finished = _read_finished(file)
-        translator, user = (self._open(model, examples) for model in (self.model, self.user or self.model))
+        translator = self._open(self.model, examples)
+        user = self._open(self.user or self.model, examples)
         with file.open("a", encoding="utf-8") as lines:
             for example in examples:
-                if example.id not in finished:
-                    finished[example.id] = self._converse(example, translator, user)
-                    lines.write(json.dumps({"id": example.id} | finished[example.id], ensure_ascii=False) + "\n")
-                    lines.flush()
-        return self._measurement(examples, [finished[example.id] for example in examples])
+                if example.id in finished:
+                    continue
+                conversation = self._converse(example, translator, user)
+                finished[example.id] = conversation
+                line = json.dumps({"id": example.id, **conversation}, ensure_ascii=False)
+                lines.write(f"{line}\n")
+                lines.flush()
+        conversations = [finished[example.id] for example in examples]
+        return self._measurement(examples, conversations)
 
     def _open(self, model: str, examples: Sequence[AmbiguousExample]) -> ChatModel:
         if self.url == SCRIPTED:
@@ -167,44 +210,89 @@ class ConversationRun(Run):
         return Endpoint(EndpointConfig(url=self.url, model=model, retries=RETRIES))
 
     def _converse(self, example: AmbiguousExample, translator: ChatModel, user: ChatModel) -> dict[str, Any]:
-        """The output of one conversation, or of a baseline, with question, answer and cost as JSON values."""
-        context, question, answer = " ".join(example.context), None, None
-        text, template, language = example.source, self.template, self.language
+        """Return the output of the method, with question, answer and cost, as JSON values."""
+        context = " ".join(example.context)
         if self.method == "intercpt":
-            start = Conversation.start(text, template, language, any_language=True)
-            conversation = Chain(translator, SimulatedUser(user, context)).run(start)
-            written, cost = conversation.written, conversation.cost
-            assert written is not None, "a chain with a user always ends"
-            question = conversation.questions[0].text if conversation.questions else None
-            answer = conversation.exchanges[0][1] if conversation.exchanges else None
-        else:
-            given = context if self.method == "with_context" else None
-            written = baseline(translator, text, template, language, context=given, any_language=True)
-            cost = written.cost
-        return {"output": written.output, "question": question, "answer": answer, "cost": cost.model_dump()}
+            return self._ask_first(example, context, translator, user)
+        written = baseline(
+            translator,
+            example.source,
+            self.template,
+            self.language,
+            context=context if self.method == "with_context" else None,
+            any_language=True,
+        )
+        return {
+            "output": written.output,
+            "question": None,
+            "answer": None,
+            "cost": written.cost.model_dump(),
+        }
+
+    def _ask_first(
+        self, example: AmbiguousExample, context: str, translator: ChatModel, user: ChatModel
+    ) -> dict[str, Any]:
+        """Return the output of the chain, with question, answer and cost, as JSON values."""
+        start = Conversation.start(example.source, self.template, self.language, any_language=True)
+        conversation = Chain(translator, SimulatedUser(user, context)).run(start)
+        assert conversation.written is not None, "a chain with a user always ends"
+        question = None
+        if conversation.questions:
+            question = conversation.questions[0].text
+        answer = None
+        if conversation.exchanges:
+            _, answer = conversation.exchanges[0]
+        return {
+            "output": conversation.written.output,
+            "question": question,
+            "answer": answer,
+            "cost": conversation.cost.model_dump(),
+        }
 
     def _measurement(self, examples: Sequence[AmbiguousExample], conversations: list[dict[str, Any]]) -> Measurement:
-        """Metrics, mistakes and cost of all outputs."""
+        """Return metrics, mistakes and cost of all outputs."""
         outputs = [conversation["output"] for conversation in conversations]
         mistakes: dict[str, int] = {}
+        labels = None
         if self.kind == "polysemy":
             values = metrics.polysemy_metrics(outputs, examples)
         else:
             values = metrics.text_metrics(outputs, examples, self.language)
-            if (labels := metrics.labels_of(outputs, examples, self.kind, self.language)) is not None:
-                values |= metrics.label_metrics(labels, examples)
-                if self.method == "intercpt":
-                    mistakes = metrics.mistakes(labels, examples, conversations, self.kind)
-        cost = sum((Cost.parse(conversation["cost"]) for conversation in conversations), Cost()).model_dump()
-        cost |= {"questions": sum(c["question"] is not None for c in conversations), "examples": len(examples)}
-        row = Row(id=self.id, label=self.id, metrics=values)
-        return Measurement(row, {"conversations": conversations, "mistakes": mistakes, "cost": cost})
+            labels = metrics.labels_of(outputs, examples, self.kind, self.language)
+        if labels is not None:
+            values |= metrics.label_metrics(labels, examples)
+        if labels is not None and self.method == "intercpt":
+            mistakes = metrics.mistakes(labels, examples, conversations, self.kind)
+        return Measurement(
+            row=Row(id=self.id, label=self.id, metrics=values),
+            details={
+                "conversations": conversations,
+                "mistakes": mistakes,
+                "cost": _total_cost(conversations),
+            },
+        )
+
+
+def _total_cost(conversations: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return the cost of all conversations, and the numbers of questions and of examples."""
+    cost = Cost()
+    questions = 0
+    for conversation in conversations:
+        cost = cost + Cost.parse(conversation["cost"])
+        if conversation["question"] is not None:
+            questions += 1
+    return {**cost.model_dump(), "questions": questions, "examples": len(conversations)}
 
 
 def _read_finished(file: Path) -> dict[str, dict[str, Any]]:
-    """Finished conversations by example id. A line that a kill truncated is removed."""
-    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
-    if lines[-1]:
-        file.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
-    values = [json.loads(line) for line in lines[:-1]]
-    return {conversation.pop("id"): conversation for conversation in values}
+    """Read finished conversations by example id, and remove an incomplete last line."""
+    if not file.exists():
+        return {}
+    *complete, rest = file.read_text(encoding="utf-8").split("\n")
+    if rest:  # the process was killed while it wrote this line
+        file.write_text("".join(f"{line}\n" for line in complete), encoding="utf-8")
+    finished = {}
+    for line in complete:
+        conversation = json.loads(line)
+        finished[conversation.pop("id")] = conversation
+    return finished

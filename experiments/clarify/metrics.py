@@ -1,6 +1,6 @@
 """Metrics of Tables 4.2 and 4.3: BLEU and chrF by sacrebleu, labels by the checkers, words of polysemy, mistakes.
 
-Metrics of the user, such as COMET and BLEURT, are commands: their packages conflict with this project's.
+Metrics of the user, such as COMET and BLEURT, are external commands, since their packages conflict with this project's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from sacrebleu.significance import PairedTest
 from scipy.stats import binomtest
 
 from experiments.clarify.builder import CHECKERS
-from experiments.clarify.checkers import checker, languages
+from experiments.clarify.checkers import CheckerKind, checker, languages
 from experiments.clarify.datasets import AmbiguousExample
 from graftlm.errors import EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Metric, bootstrap
@@ -35,95 +36,169 @@ _FORMS = {"informal": r"\b(?:informal|friend|relative|famil)", "formal": r"\b(?:
 _ANSWER_WORDS = {"formality": _FORMS, "name": _GENDERS, "profession": _GENDERS}
 _SCORER_NAME = re.compile(r"[a-z][a-z_]*")
 _BUILT_IN = {"bleu", "chrf", "accuracy", "coverage", "share", "hit", "calls", "questions", "examples"}
+_PERSON = r"\b(?:man|woman|he|she|male|female|gender)\b"
 _QUESTION_WORDS = {"formality": r"\byou|\bformal|\bpolite|address", "it": r"\bit\b|\bthis\b|\bthat\b"}
 
-Translation = tuple[str, str, str]  # a text, a model's translation, the reference
+Translation = tuple[str, str, str]  # source, a model's translation, reference
+PValues = dict[str, float]  # by metric
 
 
 def text_metrics(outputs: Sequence[str], examples: Sequence[AmbiguousExample], language: str) -> dict[str, Metric]:
-    """Corpus BLEU and chrF, with 95% bootstrap intervals over sentences."""
+    """Compute corpus BLEU and chrF.
+
+    Args:
+        outputs: The outputs, one per example.
+        examples: The examples with their references.
+        language: Language code of the outputs.
+
+    Returns:
+        `bleu` and `chrf` with 95% bootstrap intervals over sentences.
+    """
     references = [[example.reference for example in examples]]
     values: dict[str, Metric] = {}
     for name, metric in (("bleu", bleu(language)), ("chrf", CHRF())):
         score: Any = metric.corpus_score(list(outputs), references, n_bootstrap=RESAMPLES)
-        low, high = (min(100.0, max(0.0, score._mean + side * score._ci)) for side in (-1, 1))
-        values[name] = Interval(mean=score.score, low=low, high=high)
+        low = score._mean - score._ci
+        high = score._mean + score._ci
+        values[name] = Interval(
+            mean=score.score,
+            low=min(100.0, max(0.0, low)),
+            high=min(100.0, max(0.0, high)),
+        )
     return values
 
 
 def bleu(language: str) -> BLEU:
-    """BLEU. Japanese is tokenised into characters, since this project has no Japanese word tokeniser."""
-    return BLEU(tokenize="char") if language == "ja" else BLEU()
+    """Return BLEU. Japanese is tokenised into characters, since this project has no Japanese word tokeniser."""
+    if language == "ja":
+        return BLEU(tokenize="char")
+    return BLEU()
 
 
 def significance(
     systems: Mapping[str, Sequence[str]], examples: Sequence[AmbiguousExample], language: str
 ) -> dict[str, dict[str, float]]:
-    """The p-values of each system's difference from the first: sacrebleu's paired bootstrap.
+    """Compute p-values of each system's difference from the first by sacrebleu's paired bootstrap.
 
-    Systems with equal outputs get p = 1. Sacrebleu's count would give them the smallest possible p.
+    Systems with the same outputs as the first get p = 1; sacrebleu's count would give them the smallest possible p.
+
+    Args:
+        systems: The outputs by system; the first system is the baseline.
+        examples: The examples with their references.
+        language: Language code of the outputs.
+
+    Returns:
+        p-values by system and metric.
     """
-    (first, best), *others = ((name, list(outputs)) for name, outputs in systems.items())
+    named = [(name, list(outputs)) for name, outputs in systems.items()]
+    baseline = named[0]
     metrics = {"BLEU": bleu(language), "chrF": CHRF()}
-    equal = {name: dict.fromkeys(metrics, 1.0) for name, outputs in others if outputs == best}
-    unequal: list[tuple[str, Sequence[str]]] = [(name, outputs) for name, outputs in others if name not in equal]
-    if not unequal or len(examples) < 2:
-        return equal
+    values: dict[str, PValues] = {}
+    different: list[tuple[str, Sequence[str]]] = []
+    for name, outputs in named[1:]:
+        if outputs == baseline[1]:
+            values[name] = dict.fromkeys(metrics, 1.0)
+        else:
+            different.append((name, outputs))
+    if not different or len(examples) < 2:
+        return values
     references = [[example.reference for example in examples]]
-    _, scores = PairedTest([(first, best), *unequal], metrics, references, test_type="bs", n_samples=RESAMPLES)()
-    values: dict[str, Any] = {name: next(scores[key] for key in scores if key.startswith(name)) for name in metrics}
-    return equal | {
-        name: {metric: float(values[metric][index].p_value) for metric in metrics}
-        for index, (name, _) in enumerate(unequal, start=1)
-    }
+    test = PairedTest([baseline, *different], metrics, references, test_type="bs", n_samples=RESAMPLES)
+    _, scores = test()
+    for index, (name, _) in enumerate(different, start=1):
+        values[name] = {metric: _p_value(scores, metric, index) for metric in metrics}
+    return values
+
+
+def _p_value(scores: Mapping[str, Any], metric: str, index: int) -> float:
+    """Return the p-value of a system; keys of the scores begin with the name of the metric."""
+    key = next(key for key in scores if key.startswith(metric))
+    return float(scores[key][index].p_value)
 
 
 def labels_of(
     outputs: Sequence[str], examples: Sequence[AmbiguousExample], kind: str, language: str
 ) -> list[str | None] | None:
-    """The checkers' labels of outputs; None if there is no checker for the language.
+    """Label outputs by the checkers.
 
-    The checkers of formality and "it" read the English source as well: it shows who is addressed. The checker of gender
+    The checkers of formality and "it" also read the English source, which shows who is addressed. The checker of gender
     must not, since the source may show the gender.
+
+    Args:
+        outputs: The outputs, one per example.
+        examples: The examples.
+        kind: The kind of ambiguity.
+        language: Language code of the outputs.
+
+    Returns:
+        A label per output, None for an undecided one; or None if there is no checker for the language.
     """
-    name = next((name for checked, name in CHECKERS.items() if checked == kind), None)
+    names: Mapping[str, CheckerKind] = dict(CHECKERS)
+    name = names.get(kind)
     if name is None or language not in languages(name):
         return None
     rules = checker(name, language)
-    pairs = zip(outputs, examples, strict=True)
-    return [rules.check(output, None if name == "gender" else example.source).label for output, example in pairs]
+    labels = []
+    for output, example in zip(outputs, examples, strict=True):
+        source = None if name == "gender" else example.source
+        labels.append(rules.check(output, source).label)
+    return labels
 
 
 def label_metrics(labels: Sequence[str | None], examples: Sequence[AmbiguousExample]) -> dict[str, Metric]:
-    """Accuracy over labelled examples (an undecided output is wrong), coverage, and shares of labels in percent.
+    """Compute metrics of labels, in percent.
 
-    A share such as `share_formal` is of decided outputs: the bias of Figure 4.6.
+    Args:
+        labels: The checkers' labels of the outputs; None if undecided.
+        examples: The examples; those without a label are left out.
+
+    Returns:
+        `accuracy`, where an undecided output is wrong; `coverage`, the share of decided outputs; and a share of the
+        decided outputs such as `share_formal`, the bias of Figure 4.6.
     """
     pairs = [(label, ex.label) for label, ex in zip(labels, examples, strict=True) if ex.label is not None]
+    correct = [label for label, right in pairs if label == right]
     decided = [label for label, _ in pairs if label is not None]
     values: dict[str, Metric] = {
-        "accuracy": share(sum(label == right for label, right in pairs), len(pairs)),
+        "accuracy": share(len(correct), len(pairs)),
         "coverage": share(len(decided), len(pairs)),
     }
-    shown = {right for _, right in pairs} & {"formal", "masculine"}
-    return values | {f"share_{label}": share(decided.count(label), len(decided)) for label in shown if decided}
+    known = {right for _, right in pairs}
+    for label in ("formal", "masculine"):
+        if decided and label in known:
+            values[f"share_{label}"] = share(decided.count(label), len(decided))
+    return values
 
 
 def split_list(output: str) -> list[str]:
-    """The words or phrases of an output that lists them."""
-    return [word.strip() for word in re.split(r"[,;、，]", output) if word.strip()]
+    """Split an output into the words or phrases that it lists."""
+    words = [word.strip() for word in re.split(r"[,;、，]", output)]
+    return [word for word in words if word]
 
 
 def polysemy_metrics(outputs: Sequence[str], examples: Sequence[AmbiguousExample]) -> dict[str, Metric]:
-    """hit@n: the reference is among the first n words or phrases. chrf@n: their best chrF, on average."""
-    lists = [split_list(output) for output in outputs]
+    """Compute metrics of lists of translations, for the first n = 3 and 10 words or phrases.
+
+    Args:
+        outputs: The outputs, one per example.
+        examples: The examples with their references.
+
+    Returns:
+        `hit<n>`, the share of outputs with the reference among these words, and `chrf<n>`, the mean of their best chrF.
+    """
     values: dict[str, Metric] = {}
     for n in (3, 10):
-        pairs = [(words[:n], example.reference.strip()) for words, example in zip(lists, examples, strict=True)]
-        hits = sum(right.casefold() in {word.casefold() for word in words} for words, right in pairs)
-        values[f"hit{n}"] = share(hits, len(pairs))
-        scores = [[CHRF().sentence_score(word, [right]).score for word in words] for words, right in pairs]
-        values[f"chrf{n}"] = sum(max(row, default=0.0) for row in scores) / len(scores)
+        hits = 0
+        best_scores = []
+        for output, example in zip(outputs, examples, strict=True):
+            words = split_list(output)[:n]
+            reference = example.reference.strip()
+            if reference.casefold() in [word.casefold() for word in words]:
+                hits += 1
+            scores = [CHRF().sentence_score(word, [reference]).score for word in words]
+            best_scores.append(max(scores, default=0.0))
+        values[f"hit{n}"] = share(hits, len(best_scores))
+        values[f"chrf{n}"] = sum(best_scores) / len(best_scores)
     return values
 
 
@@ -133,11 +208,24 @@ def mistakes(
     conversations: Sequence[Mapping[str, Any]],
     kind: str,
 ) -> dict[str, int]:
-    """Counts of conversations without the right label, by the first class of Figure 4.7 that fits.
+    """Count conversations without the right label by the first class of Figure 4.7 that applies.
 
-    no-question: nothing was asked. wrong-question: the question misses the ambiguity. limited-context: the user did not
-    know. wrong-answer: the answer says another label. many-ambiguities: rules detect several kinds in the text.
-    style-or-other: none of these. The thesis sorted 50 conversations by hand; these rules are coarser.
+    | class | condition |
+    |---|---|
+    | no-question | no question was asked |
+    | wrong-question | the question misses the ambiguity |
+    | limited-context | the user gave no answer |
+    | wrong-answer | the answer names another label |
+    | many-ambiguities | rules detect several kinds of ambiguity in the text |
+    | style-or-other | none of these |
+
+    The thesis classified 50 conversations by hand; these rules are coarser.
+
+    Args:
+        labels: The checkers' labels of the outputs.
+        examples: The examples.
+        conversations: Mappings with the question and the answer of each conversation.
+        kind: The kind of ambiguity.
     """
     counts: Counter[str] = Counter()
     for label, example, conversation in zip(labels, examples, conversations, strict=True):
@@ -149,62 +237,96 @@ def mistakes(
 def _mistake(example: AmbiguousExample, question: str | None, answer: str | None, kind: str) -> str:
     if question is None:
         return "no-question"
-    person = r"\b(?:man|woman|he|she|male|female|gender)\b"
-    default = re.escape(example.word or example.source) if kind == "polysemy" else person
-    if not re.search(_QUESTION_WORDS.get(kind, default), question, re.IGNORECASE):
+    if kind == "polysemy":
+        expected = re.escape(example.word or example.source)
+    else:
+        expected = _QUESTION_WORDS.get(kind, _PERSON)
+    if not re.search(expected, question, re.IGNORECASE):
         return "wrong-question"
     if answer is None:
         return "limited-context"
     label = label_in_answer(answer, kind)
     if label is not None and label != example.label:
         return "wrong-answer"
-    return "many-ambiguities" if len(detect(example.source, language=example.language).kinds) > 1 else "style-or-other"
+    detection = detect(example.source, language=example.language)
+    return "many-ambiguities" if len(detection.kinds) > 1 else "style-or-other"
 
 
 def label_in_answer(answer: str, kind: str) -> str | None:
-    """The label that the words of an answer name, or None."""
+    """Return the label that the words of an answer name; None if they name no label or several."""
     patterns = _ANSWER_WORDS.get(kind, {})
     labels = [label for label, words in patterns.items() if re.search(words, answer, re.IGNORECASE)]
     return labels[0] if len(labels) == 1 else None
 
 
 def share(count: int, total: int) -> Interval:
-    """A share in percent, with Wilson's 95% interval."""
+    """Return a share in percent with Wilson's 95% interval; 0 to 100 if the total is 0."""
     if total == 0:
         return Interval(mean=0.0, low=0.0, high=100.0)
-    mean, ends = 100 * count / total, binomtest(count, total).proportion_ci(method="wilson")
-    return Interval(mean=mean, low=min(mean, 100 * ends.low), high=max(mean, 100 * ends.high))
+    mean = 100 * count / total
+    ends = binomtest(count, total).proportion_ci(method="wilson")
+    return Interval(
+        mean=mean,
+        low=min(mean, 100 * ends.low),
+        high=max(mean, 100 * ends.high),
+    )
 
 
 class Scorer:
-    """A command that gives each translation a number, larger for better ones.
+    """A command that scores translations; larger scores are better.
 
-    It reads translations from its standard input, one JSON object per line with `src`, `mt` and `ref`, and writes a
-    number for each, in order, one per line.
+    The command reads translations from its standard input, one JSON object per line with `src`, `mt` and `ref`, and
+    writes a number per translation, in order, one per line.
 
     Args:
-        argument: `NAME=COMMAND`; no shell reads the command.
+        argument: `NAME=COMMAND`. The command is not run by a shell.
 
     Raises:
-        RecipeError: the argument has another form, or the name is taken.
+        RecipeError: The argument has another form, or the name is reserved.
     """
 
     def __init__(self, argument: str) -> None:
         self.name, sign, command = argument.partition("=")
         if not sign or not command.strip() or not _SCORER_NAME.fullmatch(self.name):
-            raise RecipeError(f"A scorer is written NAME=COMMAND, such as comet='python comet.py', not {argument!r}.")
+            raise RecipeError(
+                f"The scorer {argument!r} is not of the form NAME=COMMAND: write it as in comet='python comet.py'."
+            )
         if self.name in _BUILT_IN:
-            raise RecipeError(f"The name {self.name} is taken by a metric that is always there: give it another one.")
+            raise RecipeError(f"The name {self.name} belongs to a built-in metric: give the scorer another name.")
         self._command = shlex.split(command)
 
     def __call__(self, translations: Sequence[Translation]) -> list[float]:
-        """A number for each translation.
+        """Score translations.
+
+        Args:
+            translations: The translations.
+
+        Returns:
+            A score per translation.
 
         Raises:
-            EvaluationError: the command can't be run, fails, or writes something else.
+            EvaluationError: The command can't be run, fails, or writes something else than a number per line.
         """
-        rows = (dict(zip(("src", "mt", "ref"), translation, strict=True)) for translation in translations)
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        lines = []
+        for source, output, reference in translations:
+            row = {"src": source, "mt": output, "ref": reference}
+            lines.append(f"{json.dumps(row)}\n")
+        written = self._run("".join(lines))
+        try:
+            scores = [float(line) for line in written.split()]
+        except ValueError:
+            raise EvaluationError(
+                f"The scorer {self.name} wrote {written.strip()[:40]!r}, but a number per line is expected."
+            ) from None
+        if len(scores) != len(translations) or not np.isfinite(scores).all():
+            raise EvaluationError(
+                f"The scorer {self.name} wrote {len(scores)} numbers for {len(translations)} translations, but a "
+                "finite number per translation is expected."
+            )
+        return scores
+
+    def _run(self, lines: str) -> str:
+        """Run the command and return its standard output."""
         try:
             process = subprocess.run(self._command, input=lines, capture_output=True, encoding="utf-8", check=False)
         except OSError as error:
@@ -212,32 +334,44 @@ class Scorer:
                 f"The scorer {self.name} can't be run ({error.strerror}: {self._command[0]}): check its command."
             ) from None
         if process.returncode:
-            last = (process.stderr.strip().splitlines() or ["no message"])[-1][:100]
-            raise EvaluationError(f"The scorer {self.name} ended with {process.returncode} ({last}): try it by itself.")
-        try:
-            numbers = [float(line) for line in process.stdout.split()]
-        except ValueError:
-            wrote = f"The scorer {self.name} wrote {process.stdout.strip()[:40]!r}"
-            raise EvaluationError(f"{wrote}, where a number a line is expected.") from None
-        if len(numbers) != len(translations) or not np.isfinite(numbers).all():
-            counts = f"{len(numbers)} numbers for {len(translations)} translations"
-            raise EvaluationError(f"The scorer {self.name} wrote {counts}, not a finite one each.")
-        return numbers
+            messages = process.stderr.strip().splitlines() or ["no message"]
+            raise EvaluationError(
+                f"The scorer {self.name} ended with {process.returncode} ({messages[-1][:100]}): run its command alone "
+                "to find the error."
+            )
+        return process.stdout
 
 
 def score_rows(
     scorer: Scorer, kind: str, examples: Sequence[AmbiguousExample], outputs: Sequence[str]
 ) -> dict[str, Metric]:
-    """A scorer's mean with a 95% bootstrap interval over translations (seed 0).
+    """Compute a scorer's mean over outputs.
 
-    For polysemy: the best number of the first 3 and 10 words or phrases of each output, on average, as in BLEURT@n. An
-    output without a word counts as the scorer rates the empty text.
+    Args:
+        scorer: The scorer.
+        kind: The kind of ambiguity.
+        examples: The examples with their references.
+        outputs: The outputs, one per example.
+
+    Returns:
+        The mean with a 95% bootstrap interval (seed 0). For polysemy, as in BLEURT@n, the mean of the best score of the
+        first 3 and 10 words or phrases of each output; an output without words is scored as the empty text.
     """
     if kind == "polysemy":
-        lists = [split_list(output)[:10] or [""] for output in outputs]
-        words = [(ex.source, word, ex.reference) for ex, row in zip(examples, lists, strict=True) for word in row]
-        numbers = iter(scorer(words))
-        scores = [[next(numbers) for _ in row] for row in lists]
-        return {f"{scorer.name}{n}": float(np.mean([max(row[:n]) for row in scores])) for n in (3, 10)}
+        return _score_lists(scorer, examples, outputs)
     translations = [(ex.source, output, ex.reference) for ex, output in zip(examples, outputs, strict=True)]
     return {scorer.name: bootstrap(scorer(translations))}
+
+
+def _score_lists(scorer: Scorer, examples: Sequence[AmbiguousExample], outputs: Sequence[str]) -> dict[str, Metric]:
+    lists = [split_list(output)[:10] or [""] for output in outputs]
+    translations = []
+    for example, words in zip(examples, lists, strict=True):
+        translations.extend((example.source, word, example.reference) for word in words)
+    remaining = iter(scorer(translations))
+    scores = [list(islice(remaining, len(words))) for words in lists]
+    values: dict[str, Metric] = {}
+    for n in (3, 10):
+        best = [max(of_output[:n]) for of_output in scores]
+        values[f"{scorer.name}{n}"] = float(np.mean(best))
+    return values

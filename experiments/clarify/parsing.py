@@ -13,15 +13,18 @@ _UNIVERSAL = {"dobj": "obj", "nsubjpass": "nsubj:pass", "relcl": "acl:relcl", "p
 
 
 def load_parser(name: str) -> Parser:
-    """A parser by its name: `spacy:en_core_web_sm` (any English pipeline of spaCy), or `stanza:en`.
+    """Load a parser.
+
+    Args:
+        name: `spacy:MODEL` for an English pipeline of spaCy, such as spacy:en_core_web_sm, or `stanza:en`.
 
     Raises:
-        DataError: the name has another form, or the model is not installed.
-        MissingExtraError: the library is not installed.
+        DataError: The name has another form, or the model is not installed.
+        MissingExtraError: The library is not installed.
     """
     library, _, model = name.partition(":")
     if library not in {"spacy", "stanza"} or not model:
-        raise DataError(f"{name!r} names no parser: write spacy:MODEL or stanza:en.")
+        raise DataError(f"The parser {name!r} is unknown: write spacy:MODEL or stanza:en.")
     try:
         module = import_module(library)
     except ModuleNotFoundError:
@@ -34,35 +37,48 @@ def load_parser(name: str) -> Parser:
         stanza_pipeline = module.Pipeline(model, processors=processors, download_method=None, verbose=False)
         return lambda text: from_stanza(stanza_pipeline(text))
     except (OSError, ValueError):
-        raise DataError(f"{library} has no model {model!r} on this machine: install it as {library} says.") from None
+        raise DataError(
+            f"The model {model!r} of {library} is not installed: install it as described by {library}."
+        ) from None
 
 
 def from_spacy(document: Any) -> list[Token]:
-    """The tokens of a spaCy document, without spaces."""
+    """Convert a spaCy document; tokens of white space are left out."""
     words = [token for token in document if not token.is_space]
     indices = {token.i: index for index, token in enumerate(words)}
-    return [
-        Token(
-            token.text,
-            token.lemma_.lower() or token.lower_,
-            token.pos_,
-            token.tag_,
-            str(_UNIVERSAL.get(token.dep_, token.dep_)),
-            indices.get(token.head.i, index),
-            token.idx,
+    tokens: list[Token] = []
+    for index, word in enumerate(words):
+        token = Token(
+            text=word.text,
+            lemma=word.lemma_.lower() or word.lower_,
+            pos=word.pos_,
+            tag=word.tag_,
+            dep=str(_UNIVERSAL.get(word.dep_, word.dep_)),
+            head=indices.get(word.head.i, index),
+            start=word.idx,
         )
-        for index, token in enumerate(words)
-    ]
+        tokens.append(token)
+    return tokens
 
 
 def from_stanza(document: Any) -> list[Token]:
-    """The tokens of a stanza document; heads count over all its sentences."""
+    """Convert a stanza document; heads are indices over all its sentences."""
     tokens: list[Token] = []
     for sentence in document.sentences:
         first = len(tokens)
         for word in sentence.words:
-            head = first + (word.head - 1 if word.head else word.id - 1)
-            start = word.start_char if word.start_char is not None else word.parent.start_char
-            lemma = (word.lemma or word.text).lower()
-            tokens.append(Token(word.text, lemma, word.upos, word.xpos, word.deprel, head, start))
+            head = word.head or word.id  # a root is its own head; both count from 1
+            start = word.start_char
+            if start is None:
+                start = word.parent.start_char
+            token = Token(
+                text=word.text,
+                lemma=(word.lemma or word.text).lower(),
+                pos=word.upos,
+                tag=word.xpos,
+                dep=word.deprel,
+                head=first + head - 1,
+                start=start,
+            )
+            tokens.append(token)
     return tokens

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +40,16 @@ from graftlm.runs.execute import execute
 
 NAME = "clarify"
 KNOWN = ("4.2", "4.3", "4.4", "4.5", "needed")
-METHODS: dict[Method, str] = {"intercpt": "asks first", "with_context": "with context", "no_extra": "nothing more"}
-LIMIT, SCRIPTED_LIMIT, QUICK_LIMIT = 1000, 50, 6  # examples of a kind and language; the paper has 1,000
+METHODS: dict[Method, str] = {
+    "intercpt": "asks first",
+    "with_context": "with context",
+    "no_extra": "nothing more",
+}
+# Maximum numbers of examples of a kind and language; the paper has 1,000.
+LIMIT = 1000
+SCRIPTED_LIMIT = 50
+QUICK_LIMIT = 6
+# The committed results contain this text.
 STATEMENT = (
     "The translator is scripted: it knows the references, and its mistakes are made on purpose (scripted.py). The "
     "figures show that the harness works. They say nothing about any model: no real model was asked."
@@ -55,7 +63,13 @@ Measured = Mapping[str, Measurement]
 
 
 class Condition(NamedTuple):
-    """A row of the table: one method of one model on several sets."""
+    """A row of the table: a method of a model on several sets.
+
+    Args:
+        id: Id of the row.
+        label: Label of the row.
+        runs: A run per set.
+    """
 
     id: str
     label: str
@@ -66,93 +80,164 @@ def run(options: Options) -> Results:
     """Run the chosen tables.
 
     Raises:
-        RecipeError: no endpoint or no model is named.
-        EndpointError: the server fails; the same command continues the run.
+        RecipeError: No endpoint or no model is named.
+        EndpointError: The server failed. The same command continues the run.
     """
-    tables, scorers = options.chosen(KNOWN), [Scorer(argument) for argument in options.scorers]
+    tables = options.chosen(KNOWN)
+    scorers = [Scorer(argument) for argument in options.scorers]
+    is_scripted = options.endpoint == SCRIPTED
+    limit = _limit(options)
     started = time.perf_counter()
     rows: list[Row] = []
-    scripted = options.endpoint == SCRIPTED
-    limit = QUICK_LIMIT if options.quick else SCRIPTED_LIMIT if scripted else LIMIT
-    details: dict[str, Any] = {"statement": STATEMENT} if scripted else {}
-    if model_tables := [table for table in tables if table != "needed"]:
+    details: dict[str, Any] = {}
+    if is_scripted:
+        details["statement"] = STATEMENT
+    model_tables = [table for table in tables if table != "needed"]
+    if model_tables:
         rows, measured = _model_rows(options, model_tables, limit, scorers)
-        details |= measured
+        details.update(measured)
     if "needed" in tables:
         rows += needed_rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
-    details |= {"wall_s": round(time.perf_counter() - started, 1), "limit": limit}
-    paper = [] if scripted else paper_rows(rows)
-    return Study(options).write(NAME, rows, seeds=(0,), paper=paper, details=details, plots=_plots(rows))
+    details["wall_s"] = round(time.perf_counter() - started, 1)
+    details["limit"] = limit
+    return Study(options).write(
+        NAME,
+        rows,
+        seeds=(0,),
+        paper=[] if is_scripted else paper_rows(rows),
+        details=details,
+        plots=_plots(rows),
+    )
+
+
+def _limit(options: Options) -> int:
+    """Return the maximum number of examples of a kind and language."""
+    if options.quick:
+        return QUICK_LIMIT
+    if options.endpoint == SCRIPTED:
+        return SCRIPTED_LIMIT
+    return LIMIT
 
 
 def _model_rows(
     options: Options, tables: Sequence[str], limit: int, scorers: Sequence[Scorer]
 ) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of all models, and details that fit no table."""
+    """Return the rows of all models, and details that belong to no table."""
     if options.endpoint is None:
         raise RecipeError(
-            "No server was named: give the URL of one and its models (--endpoint URL --model NAME), or "
+            "No server was named: give the URL of a server and its models (--endpoint URL --model NAME), or "
             "--endpoint scripted."
         )
     if options.endpoint != SCRIPTED and not options.models:
         raise RecipeError(f"The server {options.endpoint} may have several models: name some (--model).")
     sets = {key: sample(examples, limit) for key, examples in read_sets(options.data).items()}
-    conditions = _conditions(options, tables, sets, options.models or (SCRIPTED,), limit)
-    runs = [run for condition in conditions for run in condition.runs]
+    conditions = _conditions(options, tables, sets, limit)
+    runs: list[ConversationRun] = []
+    for condition in conditions:
+        runs.extend(condition.runs)
     measured = execute(runs, options.out, jobs=options.jobs, title=NAME)
     details: dict[str, Any] = {
         "examples": {f"{kind}_{language}": len(examples) for (kind, language), examples in sets.items()},
-        "mistakes": {
-            condition.id: {f"{run.kind}_{run.language}": measured[run.id].details["mistakes"] for run in condition.runs}
-            for condition in conditions
-            if condition.id.endswith("-intercpt")
-        },
+        "mistakes": _mistakes(conditions, measured),
         "significance": _significance(conditions, measured, sets),
         "templates": sorted({run.template for run in runs}),
     }
     return [_row(condition, measured, sets, scorers) for condition in conditions], details
 
 
-def _conditions(
-    options: Options, tables: Sequence[str], sets: Sets, models: tuple[str, ...], limit: int
-) -> list[Condition]:
-    """All rows; sets that the data folder lacks are omitted."""
-    hashes = {key: digest(*map(asdict, examples)) for key, examples in sets.items()}
-    common: dict[str, Any] = {"url": options.endpoint, "data": str(options.data.resolve()), "limit": limit}
+class _RunFactory:
+    """Makes the runs of a condition on all sets of the data folder."""
+
+    def __init__(self, options: Options, sets: Sets, limit: int) -> None:
+        self._url = str(options.endpoint)
+        self._data = str(options.data.resolve())
+        self._limit = limit
+        self._digests: dict[Key, str] = {}
+        for key, examples in sets.items():
+            values = [asdict(example) for example in examples]
+            self._digests[key] = digest(*values)
 
     def condition(
-        model: str, name: str, words: str, kinds: Sequence[str] = TABLES["4.2"], form: str = "translate", **more: Any
+        self,
+        model: str,
+        name: str,
+        label: str,
+        kinds: Sequence[str],
+        *,
+        method: Method = "intercpt",
+        template: str = "translate",
+        user: str | None = None,
     ) -> Condition:
-        runs = [
-            ConversationRun(
-                id=f"{slug(model)}-{name}-{kind}-{language}",
+        """Return a condition; sets that the data folder lacks are left out.
+
+        Args:
+            model: The translator.
+            name: The end of the row's id.
+            label: The end of the row's label.
+            kinds: The kinds of ambiguity.
+            method: The method.
+            template: Name of the template, in which `{kind}` is replaced by the kind.
+            user: The model that answers; the translator by default.
+        """
+        row_id = f"{slug(model)}-{name}"
+        runs = []
+        for (kind, language), examples_sha256 in self._digests.items():
+            if kind not in kinds:
+                continue
+            template_name = template.format(kind=kind)
+            run = ConversationRun(
+                id=f"{row_id}-{kind}-{language}",
+                url=self._url,
                 model=model,
-                template=form.format(kind=kind),
-                template_sha256=load_template(form.format(kind=kind)).sha256,
+                user=user,
+                method=method,
+                template=template_name,
+                template_sha256=load_template(template_name).sha256,
                 kind=kind,
                 language=language,
-                examples_sha256=hashes[kind, language],
-                **{**common, "method": "intercpt", **more},
+                data=self._data,
+                examples_sha256=examples_sha256,
+                limit=self._limit,
             )
-            for kind, language in sets
-            if kind in kinds
-        ]
-        return Condition(f"{slug(model)}-{name}", f"{model}: {words}", runs)
+            runs.append(run)
+        return Condition(id=row_id, label=f"{model}: {label}", runs=runs)
 
+
+def _conditions(options: Options, tables: Sequence[str], sets: Sets, limit: int) -> list[Condition]:
+    """Return all rows that have runs."""
+    models = options.models or (SCRIPTED,)
+    factory = _RunFactory(options, sets, limit)
+    kinds: list[str] = []
+    for table in tables:
+        kinds.extend(TABLES.get(table, ()))
     conditions: list[Condition] = []
-    kinds = [kind for table in tables for kind in TABLES.get(table, ())]
     for model in models:
-        conditions += [condition(model, method, words, kinds, method=method) for method, words in METHODS.items()]
+        for method, label in METHODS.items():
+            conditions.append(factory.condition(model, method, label, kinds, method=method))
         if "4.4" in tables:
-            name, words = "intercpt_specialist", "asks first, specialist"
-            conditions.append(condition(model, name, words, form="translate-{kind}"))
-    for user in models[1:] if "4.5" in tables else ():
-        conditions.append(condition(models[0], f"intercpt_user_{slug(user)}", f"asks first, {user} answers", user=user))
-    return [row for row in conditions if row.runs]
+            specialist = factory.condition(
+                model,
+                "intercpt_specialist",
+                "asks first, specialist",
+                TABLES["4.2"],
+                template="translate-{kind}",
+            )
+            conditions.append(specialist)
+    if "4.5" in tables:
+        for user in models[1:]:
+            other_user = factory.condition(
+                models[0],
+                f"intercpt_user_{slug(user)}",
+                f"asks first, {user} answers",
+                TABLES["4.2"],
+                user=user,
+            )
+            conditions.append(other_user)
+    return [condition for condition in conditions if condition.runs]
 
 
 def slug(model: str) -> str:
-    """A model's name as part of a row's id."""
+    """Return a model's name as part of a row's id."""
     return re.sub(r"[^a-z0-9.]+", "_", model.casefold()).strip("_")
 
 
@@ -161,44 +246,65 @@ def _outputs(measurement: Measurement) -> list[str]:
 
 
 def _row(condition: Condition, measured: Measured, sets: Sets, scorers: Sequence[Scorer]) -> Row:
+    """Return the metrics and the total cost of a condition."""
     values: dict[str, Metric] = {}
+    total: Counter[str] = Counter()
     for run in condition.runs:
-        own = dict(measured[run.id].row.metrics)
+        measurement = measured[run.id]
+        metrics_of_run = dict(measurement.row.metrics)
         for scorer in scorers:
-            own |= score_rows(scorer, run.kind, sets[run.kind, run.language], _outputs(measured[run.id]))
-        values |= {f"{run.kind}_{run.language}_{name}": value for name, value in own.items()}
-    costs = [measured[run.id].details["cost"] for run in condition.runs]
-    total = {name: sum(cost[name] for cost in costs) for name in costs[0]}
-    return Row(id=condition.id, label=condition.label, metrics=values | total)
+            scores = score_rows(scorer, run.kind, sets[run.kind, run.language], _outputs(measurement))
+            metrics_of_run.update(scores)
+        for name, value in metrics_of_run.items():
+            values[f"{run.kind}_{run.language}_{name}"] = value
+        total.update(measurement.details["cost"])
+    return Row(id=condition.id, label=condition.label, metrics={**values, **total})
+
+
+def _mistakes(conditions: Sequence[Condition], measured: Measured) -> dict[str, Any]:
+    """Return the mistakes of the chains, by row, kind and language."""
+    mistakes: dict[str, Any] = {}
+    for condition in conditions:
+        if condition.id.endswith("-intercpt"):
+            mistakes[condition.id] = {
+                f"{run.kind}_{run.language}": measured[run.id].details["mistakes"] for run in condition.runs
+            }
+    return mistakes
 
 
 def _significance(conditions: Sequence[Condition], measured: Measured, sets: Sets) -> dict[str, Any]:
-    """The p-values of the baselines' differences from the chain, by model, kind and language."""
+    """Return p-values of the baselines' differences from the chain, by model, kind and language."""
     systems: defaultdict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(dict)
     for condition in conditions:
         method = condition.id.rpartition("-")[2]
-        for run in condition.runs if method in METHODS else ():
+        if method not in METHODS:
+            continue
+        for run in condition.runs:
             systems[run.model, run.kind, run.language][method] = _outputs(measured[run.id])
-    return {
-        f"{slug(model)}_{kind}_{language}": metrics.significance(outputs, sets[kind, language], language)
-        for (model, kind, language), outputs in systems.items()
-        if kind != "polysemy"
-    }
+    p_values: dict[str, Any] = {}
+    for (model, kind, language), outputs in systems.items():
+        if kind != "polysemy":
+            name = f"{slug(model)}_{kind}_{language}"
+            p_values[name] = metrics.significance(outputs, sets[kind, language], language)
+    return p_values
 
 
 def paper_rows(rows: Sequence[Row]) -> list[PaperRow]:
-    """PaLM's figures for every row whose id ends in a method of the paper, limited to the row's metrics."""
-    return [
-        PaperRow(id=row.id, metrics=shown, where=figures.where)
-        for row in rows
-        for figures in published(__file__, (row.id.rpartition("-")[2],))
-        if (shown := {name: value for name, value in figures.metrics.items() if name in row.metrics})
-    ]
+    """Return PaLM's figures for every row whose id ends in a method of the paper, limited to the row's metrics."""
+    papers: list[PaperRow] = []
+    for row in rows:
+        method = row.id.rpartition("-")[2]
+        for figures in published(__file__, (method,)):
+            shown = {name: value for name, value in figures.metrics.items() if name in row.metrics}
+            if shown:
+                papers.append(PaperRow(id=row.id, metrics=shown, where=figures.where))
+    return papers
 
 
 def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Figures 4.3 (with one model: its three methods), 4.4, 4.5 and 4.6, if there are rows for them."""
-    methods = [row for row in rows if row.id.endswith(tuple(f"-{method}" for method in METHODS))]
+    """Plot Figures 4.3 (with one model: its three methods), 4.4, 4.5 and 4.6, if there are rows for them."""
+    ends = tuple(f"-{method}" for method in METHODS)
+    methods = [row for row in rows if row.id.endswith(ends)]
     chains = [row for row in rows if row.id.endswith("-intercpt")]
     specialists = [row for row in rows if row.id.endswith("_specialist")]
     users = [row for row in rows if "-intercpt_user_" in row.id]
@@ -210,17 +316,30 @@ def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
     }
     figures: dict[str, Figure] = {}
     for name, (selected, metric) in shown.items():
-        names = [key for row in selected for key in row.metrics if re.search(rf"_{metric}(?:_\w+)?$", key)]
-        if labels := {key: key.replace("_", " ") for key in list(dict.fromkeys(names))[:6]}:
+        labels = _bar_labels(selected, metric)
+        if labels:
             figures[name] = bars(selected, labels, "%")
     return figures
 
 
-class PronounTranslator:
-    """Translates an example's sentence by the gender of the pronouns in its text, or else of the answer.
+def _bar_labels(rows: Sequence[Row], metric: str) -> dict[str, str]:
+    """Return the labels of the first six keys of a metric in the rows, such as `it_fr_accuracy`."""
+    labels: dict[str, str] = {}
+    for row in rows:
+        for key in row.metrics:
+            if len(labels) < 6 and re.search(rf"_{metric}(?:_\w+)?$", key):
+                labels[key] = key.replace("_", " ")
+    return labels
 
-    An example whose context shows no gender by a pronoun counts as masculine. Only whether the two translations are
-    told apart matters.
+
+class PronounTranslator:
+    """Translates a sentence by the gender of the pronouns in its text, or of the answer if the text has none.
+
+    An example whose context shows no gender by a pronoun counts as masculine, since only the difference between the two
+    translations matters.
+
+    Args:
+        example: The example to translate.
     """
 
     name = "pronoun translator"
@@ -228,52 +347,81 @@ class PronounTranslator:
     def __init__(self, example: AmbiguousExample) -> None:
         self._example = example
 
-    def generate(self, prompt: Prompt, **_: Any) -> Reply:
-        parts = dict(prompt.parts)
+    def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
+        """Ask for the gender, or translate by it."""
         if prompt.label == "Question":
             return Reply(_QUESTION)
+        parts = dict(prompt.parts)
         gender = english_gender(parts["text"]) or ANSWERS.get(parts.get("answer", ""))
-        is_right = gender == (self._example.label or "masculine")
-        return Reply(self._example.reference if is_right else self._example.contrast or "")
+        if gender == (self._example.label or "masculine"):
+            return Reply(self._example.reference)
+        return Reply(self._example.contrast or "")
 
 
 def needed_rows(data: Path, limit: int) -> list[Row]:
-    """Precision and recall of asking, in percent, for each language whose files exist.
+    """Measure precision and recall of asking, in percent, for each language whose files exist.
 
-    MT-GenEval has sentences about people whose gender only the preceding sentence shows. With that sentence nothing has
-    to be asked. Without it one has to ask, if the feminine and the masculine translation differ. The translator always
-    asks. The chain puts the question if its expected gain is above the threshold.
+    MT-GenEval has sentences about people whose gender only the preceding sentence shows. With that sentence no question
+    is needed. Without it a question is needed if the feminine and the masculine translation differ. The translator
+    always asks. The chain asks the question if its expected gain exceeds the threshold.
 
     Recall is 100% by construction: without the preceding sentence this translator has no pronoun to read, so the gain
-    is one bit exactly where the translations differ. Only precision is a measurement. `precision_always` is that of
-    asking every time.
+    is one bit exactly if the translations differ. Only precision is a measurement. `precision_always` is the precision
+    of asking every time.
+
+    Args:
+        data: Folder of the data sets.
+        limit: Maximum number of examples per language.
     """
-    folder, file = data / "ambig" / "mt_geneval", "geneval-context-wikiprofessions-2to1-test.en_{}.en"
-    languages = [language for language in NEEDED_LANGUAGES if (folder / file.format(language)).exists()]
-    return [language_row(language, mt_geneval_contexts(folder, language)[:limit]) for language in languages]
+    folder = data / "ambig" / "mt_geneval"
+    rows: list[Row] = []
+    for language in NEEDED_LANGUAGES:
+        file = folder / f"geneval-context-wikiprofessions-2to1-test.en_{language}.en"
+        if file.exists():
+            examples = mt_geneval_contexts(folder, language)
+            rows.append(language_row(language, examples[:limit]))
+    return rows
 
 
 def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
-    """The row of one language; every example counts with and without its context."""
-    decisions = [decision(example, with_context) for example in examples for with_context in (False, True)]
-    questions, needed = (sum(values[index] is True for values in decisions) for index in (0, 1))
-    right = sum(is_asked and is_needed for is_asked, is_needed, _ in decisions)
-    metrics: dict[str, Any] = {
-        "precision": share(right, questions),
-        "recall": share(right, needed),
-        "precision_always": share(needed, len(decisions)),
-        "asked": questions,
-        "needed": needed,
+    """Return the row of a language; every example counts with and without its context."""
+    decisions: list[Decision] = []
+    for example in examples:
+        decisions.append(decision(example, with_context=False))
+        decisions.append(decision(example, with_context=True))
+    asked = [each for each in decisions if each.asked]
+    needed = [each for each in decisions if each.needed]
+    right = [each for each in asked if each.needed]
+    metrics: dict[str, Metric] = {
+        "precision": share(len(right), len(asked)),
+        "recall": share(len(right), len(needed)),
+        "precision_always": share(len(needed), len(decisions)),
+        "asked": len(asked),
+        "needed": len(needed),
         "texts": len(decisions),
-        "calls": sum(cost.calls for _, _, cost in decisions),
+        "calls": sum(each.cost.calls for each in decisions),
     }
     return Row(id=f"needed_{language}", label=f"needed, {language}", metrics=metrics)
 
 
-def decision(example: AmbiguousExample, with_context: bool) -> tuple[bool, bool, Cost]:
-    """Whether the question was asked, whether it was needed, and the cost."""
-    text = " ".join((*example.context, example.source)) if with_context else example.source
+class Decision(NamedTuple):
+    """Whether a question was asked, whether it was needed, and the cost of the conversation."""
+
+    asked: bool
+    needed: bool
+    cost: Cost
+
+
+def decision(example: AmbiguousExample, with_context: bool) -> Decision:
+    """Hold a conversation about an example, with or without its context in the text."""
+    text = example.source
+    if with_context:
+        text = " ".join([*example.context, example.source])
     differ = normalize_text(example.reference) != normalize_text(example.contrast or "")
     start = Conversation.start(text, "translate", example.language, threshold=THRESHOLD, any_language=True)
     conversation = Chain(PronounTranslator(example)).run(start)
-    return conversation.turns[0].kind == "asked", differ and not with_context, conversation.cost
+    return Decision(
+        asked=conversation.turns[0].kind == "asked",
+        needed=differ and not with_context,
+        cost=conversation.cost,
+    )

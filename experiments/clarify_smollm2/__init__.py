@@ -1,1 +1,1 @@
-"""Does a question and its answer make a real model prefer the right form of a translation?"""
+"""Does a question and its answer make a language model prefer the right form of a translation?"""

@@ -3,141 +3,381 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.ambiguity_checkers.run import read_bible, read_ntrex
 from experiments.clarify import datasets
 from experiments.clarify.checkers import checker
+from experiments.clarify.datasets import AmbiguousExample, ParallelDocument
 from experiments.study import shuffled
 from graftlm.config import read_yaml
 from graftlm.pipelines.clarify.ambiguity import english_gender
 
-COCOA, GENEVAL, NTREX, BIBLE = "ambig/cocoa_mt", "ambig/mt_geneval", "parallel/ntrex", "parallel/bible"
+COCOA = "ambig/cocoa_mt"
+GENEVAL = "ambig/mt_geneval"
+NTREX = "parallel/ntrex"
+BIBLE = "parallel/bible"
 SETTINGS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("told.yaml"))
 _YOU = re.compile(r"\byou", re.IGNORECASE)
+# What follows "her" where it stands for "him" rather than for "his".
 _NO_NOUN = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:and|as|at|for|from|in|into|of|on|or|that|to|was|when|with)\b")
-_SOURCE, _FORM, _CONTEXT = 120, 150, 180  # characters of the longest ones
-_MOST = 120  # training rows of a kind, language and label
+_MAX_SOURCE = 120  # characters
+_MAX_FORM = 150
+_MAX_CONTEXT = 180
+_MAX_ROWS = 120  # training rows of a kind, language and label
+_VALIDATION_INTERVAL = 10  # every tenth document of NTREX is for validation
+
+Row = dict[str, Any]
 
 
 def tell(text: str, **parts: str) -> str:
-    """The user's message: the text, and below it the parts that are not empty, with their names."""
-    return "\n".join([f"Text: {text}", *(f"{name.capitalize()}: {part}" for name, part in parts.items() if part)])
+    """Write the user's message: the text, followed by the named parts that are not empty."""
+    lines = [f"Text: {text}"]
+    for name, part in parts.items():
+        if part:
+            lines.append(f"{name.capitalize()}: {part}")
+    return "\n".join(lines)
 
 
 def swap_gender(text: str) -> str:
-    """An English text with its gendered pronouns swapped; nouns and first names stay."""
+    """Swap the gendered pronouns of an English text; nouns and first names stay."""
 
     def swapped(match: re.Match[str]) -> str:
-        other = SETTINGS["swapped"].get(match[0].lower()) or ("him" if _NO_NOUN.match(text, match.end()) else "his")
-        return str(other.capitalize() if match[0][0].isupper() else other)
+        pronoun = match[0]
+        other = SETTINGS["swapped"].get(pronoun.lower())
+        if not other:  # "her" is either "him" or "his"
+            other = "him" if _NO_NOUN.match(text, match.end()) else "his"
+        return str(other.capitalize() if pronoun[0].isupper() else other)
 
     return datasets.GENDERED.sub(swapped, text)
 
 
-def _read(data: Path, group: str, part: str, *, shown: bool = False) -> Iterator[dict[str, Any]]:
-    """CoCoA-MT's texts with "you", or MT-GenEval's that hide the gender or show it; `told`: text and contexts."""
+@dataclass(frozen=True)
+class _Candidate:
+    """A text with two translations.
+
+    Args:
+        id: Identifier of the example.
+        group: Kind and target language, as in `gender_fr`.
+        part: The part of the data set.
+        text: The English text.
+        contexts: A context for each form.
+        forms: The two translations.
+        right: Index of the form that the example's own context requires; for formality, 0 and 1 alternate.
+    """
+
+    id: str
+    group: str
+    part: str
+    text: str
+    contexts: tuple[str, str]
+    forms: tuple[str, str]
+    right: int
+
+    def to_pair(self, told: Mapping[str, str]) -> Row:
+        """Return the pair with the user's messages by condition."""
+        language = self.group.partition("_")[2]
+        return {
+            "id": self.id,
+            "group": self.group,
+            "part": self.part,
+            "system": SETTINGS["systems"][language],
+            "forms": self.forms,
+            "right": self.right,
+            "told": told,
+        }
+
+    def to_clear_pair(self, part: str) -> Row:
+        """Return the pair whose text comes with the context of its right form."""
+        kind = self.group.partition("_")[0]
+        told = _conditions(kind, self.text, context=self.contexts[self.right])
+        return self.to_pair(told) | {"id": f"{self.id}:clear", "part": part}
+
+
+def _formality_examples(data: Path, language: str, part: str) -> list[AmbiguousExample]:
+    """Return the formal examples of CoCoA-MT whose source contains "you"."""
+    examples = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
+    formal = [example for example in examples if example.label == "formal" and example.marks]
+    return [example for example in formal if _YOU.search(example.source)]
+
+
+def _gender_examples(data: Path, language: str, part: str, *, shown: bool) -> list[AmbiguousExample]:
+    """Return the examples of MT-GenEval whose source shows the gender, or those whose source hides it."""
+    if shown:
+        examples = datasets.read_mt_geneval(data / GENEVAL, language, part)
+        return [example for example in examples if example.label]
+    examples = datasets.mt_geneval_contexts(data / GENEVAL, language, part)
+    labelled = [example for example in examples if example.label]
+    return [example for example in labelled if not datasets.GENDERED.search(example.source)]
+
+
+def _read_candidates(data: Path, group: str, part: str, *, shown: bool = False) -> Iterator[_Candidate]:
+    """Yield candidates from CoCoA-MT or MT-GenEval in random order.
+
+    Args:
+        data: Folder of the data sets.
+        group: Kind and target language.
+        part: The part of the data set.
+        shown: Use the texts of MT-GenEval that show the gender rather than those that hide it.
+    """
     kind, _, language = group.partition("_")
     if kind == "formality":
-        examples = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
-        examples = [each for each in examples if each.label == "formal" and each.marks and _YOU.search(each.source)]
+        examples = _formality_examples(data, language, part)
     else:
-        read = datasets.read_mt_geneval if shown else datasets.mt_geneval_contexts
-        examples = [each for each in read(data / GENEVAL, language, part) if each.label]
-        examples = [each for each in examples if shown or not datasets.GENDERED.search(each.source)]
+        examples = _gender_examples(data, language, part, shown=shown)
     number = 0
-    for each in shuffled(examples, language if shown else language + part):
-        forms, own = (each.reference.strip(), str(each.contrast).strip()), "".join(each.context)
-        fits = len(each.source) <= _SOURCE and len(own) <= _CONTEXT and all(0 < len(form) <= _FORM for form in forms)
-        if fits and forms[0] != forms[1] and (not shown or english_gender(each.source) == each.label):
-            right = number % 2 if kind == "formality" else SETTINGS["labels"][kind].index(each.label)
-            order = -1 if kind == "gender" and right else 1
-            contexts = (
-                SETTINGS["situations"][number // 2 % 4] if kind == "formality" else (own, swap_gender(own))[::order]
-            )
-            pair = {"id": each.id, "group": group, "part": part, "system": SETTINGS["systems"][language]}
-            yield pair | {"forms": forms[::order], "right": right, "told": (each.source, *contexts)}
-            number += 1
+    for example in shuffled(examples, language if shown else language + part):
+        if not _is_usable(example):
+            continue
+        if shown and english_gender(example.source) != example.label:
+            continue
+        if kind == "formality":
+            yield _formality_candidate(example, group, part, number)
+        else:
+            yield _gender_candidate(example, group, part)
+        number += 1
 
 
-def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Pairs of the parts test, clear, dev and dev_clear, so many of each group; no dev text is in any test set.
+def _forms(example: AmbiguousExample) -> tuple[str, str]:
+    return example.reference.strip(), str(example.contrast).strip()
 
-    `forms` are two translations, `right` the one by the pair's own context, or each in turn, and `told` the user's
-    messages by condition; `answer:1` tells that form 1 is right. Clear are, of formality, the first ambiguous texts
-    with their situation, and of gender sentences that show it.
+
+def _is_usable(example: AmbiguousExample) -> bool:
+    """Whether the translations differ, and all texts are short."""
+    first, second = _forms(example)
+    if first == second or len(example.source) > _MAX_SOURCE or len("".join(example.context)) > _MAX_CONTEXT:
+        return False
+    return 0 < len(first) <= _MAX_FORM and 0 < len(second) <= _MAX_FORM
+
+
+def _formality_candidate(example: AmbiguousExample, group: str, part: str, number: int) -> _Candidate:
+    situations = SETTINGS["situations"]
+    formal, informal = situations[number // 2 % len(situations)]
+    return _Candidate(
+        id=example.id,
+        group=group,
+        part=part,
+        text=example.source,
+        contexts=(formal, informal),
+        forms=_forms(example),
+        right=number % 2,
+    )
+
+
+def _gender_candidate(example: AmbiguousExample, group: str, part: str) -> _Candidate:
+    """Return a candidate with the feminine context and form first."""
+    right = SETTINGS["labels"]["gender"].index(example.label)
+    own_form, other_form = _forms(example)
+    own_context = "".join(example.context)
+    other_context = swap_gender(own_context)
+    forms = (own_form, other_form)
+    contexts = (own_context, other_context)
+    if right == 1:
+        forms = (other_form, own_form)
+        contexts = (other_context, own_context)
+    return _Candidate(
+        id=example.id,
+        group=group,
+        part=part,
+        text=example.source,
+        contexts=contexts,
+        forms=forms,
+        right=right,
+    )
+
+
+def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[Row]:
+    """Yield pairs of the parts test, clear, dev and dev_clear; no dev text is in a test set.
+
+    `forms` are two translations, and `right` is the index of the form that the pair's own context requires, or
+    alternates if there is no such context. `told` has the user's messages by condition; `answer:1` has the answer for
+    which form 1 is right. Clear texts are, for formality, the first ambiguous texts with their situation, and for
+    gender, sentences that show it.
+
+    Args:
+        data: Folder of the data sets.
+        counts: Number of pairs of each group, by part.
     """
     tested: set[str] = set()
-    for part, group in (pair.split() for pair in SETTINGS["parts"]):
-        kind, clear = group.partition("_")[0], "clear" if part == "test" else "dev_clear"
-        pairs = [pair for pair in _read(data, group, part) if pair["told"][0] not in tested or part == "test"]
-        tested |= {pair["told"][0] for pair in pairs} if part == "test" else set()
-        shown = list(_read(data, group, part, shown=True)) if kind == "gender" else pairs
-        for number, pair in enumerate(pairs[: counts[part]]):
-            others = pairs[number - 1]["told"] if part == "test" else ()
-            yield pair | {"told": _conditions(kind, pair["told"], others)}
-        for pair in [each for each in shown if each["told"][0] not in tested or part == "test"][: counts[clear]]:
-            texts = _conditions(kind, pair["told"], (), context=pair["told"][1 + pair["right"]])
-            yield pair | {"id": f"{pair['id']}:clear", "part": clear, "told": texts}
+    for setting in SETTINGS["parts"]:
+        part, group = setting.split()
+        is_test = part == "test"
+        kind = group.partition("_")[0]
+        ambiguous = list(_read_candidates(data, group, part))
+        clear = ambiguous
+        if kind == "gender":
+            clear = list(_read_candidates(data, group, part, shown=True))
+        if is_test:
+            tested.update(candidate.text for candidate in ambiguous)
+        else:
+            ambiguous = [candidate for candidate in ambiguous if candidate.text not in tested]
+            clear = [candidate for candidate in clear if candidate.text not in tested]
+        for number, candidate in enumerate(ambiguous[: counts[part]]):
+            others = ambiguous[number - 1].contexts if is_test else None
+            told = _conditions(kind, candidate.text)
+            if others is not None:
+                told |= _controls(kind, candidate, others)
+            yield candidate.to_pair(told)
+        clear_part = "clear" if is_test else "dev_clear"
+        for candidate in clear[: counts[clear_part]]:
+            yield candidate.to_clear_pair(clear_part)
 
 
-def _conditions(kind: str, texts: tuple[str, ...], others: tuple[str, ...], context: str = "") -> dict[str, str]:
-    """What is told; with `others`, another text's contexts, also the controls, such as an answer without a question."""
-    text, question, answers = texts[0], SETTINGS["questions"][kind], SETTINGS["answers"][kind]
-    told_by = {"nothing": tell(text, context=context)}
-    for form, answer in enumerate(answers):
-        told_by[f"answer:{form}"] = tell(text, context=context, question=question, answer=answer)
-    told_by |= {"question": tell(text, question=question)} if others else {}
-    for form, (answer, other) in enumerate(zip(answers, others[1:], strict=False)):
-        told_by |= {f"context:{form}": tell(text, context=texts[1 + form]), f"word:{form}": tell(text, note=answer)}
-        told_by |= {f"other:{form}": tell(text, context=other)} if kind == "gender" else {}
-    return told_by
+def _conditions(kind: str, text: str, context: str = "") -> dict[str, str]:
+    """Return the user's messages without a question and with either answer to the question."""
+    question = SETTINGS["questions"][kind]
+    told = {"nothing": tell(text, context=context)}
+    for form, answer in enumerate(SETTINGS["answers"][kind]):
+        told[f"answer:{form}"] = tell(text, context=context, question=question, answer=answer)
+    return told
 
 
-def training_rows(data: Path, known: set[str]) -> dict[str, list[dict[str, Any]]]:
-    """Conversations `question` and `plain`, and `validation_` of both; none has a text of `known`.
+def _controls(kind: str, candidate: _Candidate, other_contexts: Sequence[str]) -> dict[str, str]:
+    """Return the user's messages of the controls.
 
-    Half of the rows tell a question and the answer that the checkers see in the reference; each second one of the
-    others tells the sentence before. The plain rows are the same without questions and answers.
+    They are a question without an answer, contexts, answers without a question, and, for gender, the contexts of
+    another text.
     """
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for part in ("", "validation_"):
-        labelled: dict[tuple[str, ...], list[tuple[str, ...]]] = {(): []}
-        for corpus, *text in _translations(data, known, validation=bool(part)):
-            kind = "formality" if _YOU.search(text[2]) else "gender"
-            label = checker(kind, text[0]).check(text[3], text[2] if kind == "formality" else None).label
-            usable = kind == "formality" or (corpus == "ntrex" and not datasets.GENDERED.search(text[2]))
-            key = (kind, text[0], str(label)) if usable and label in SETTINGS["labels"][kind] else ()
-            if key or corpus == "ntrex":
-                labelled.setdefault(key, []).append(tuple(text))
-        others, chosen = shuffled(labelled.pop(()), "others"), []
-        for (kind, language, label), texts in sorted(labelled.items()):
-            labels = SETTINGS["labels"][kind]
-            most = min(_MOST, 2 * min(len(labelled.get((kind, language, each), ())) for each in labels))
-            lines = {"question": SETTINGS["questions"][kind], "answer": SETTINGS["answers"][kind][labels.index(label)]}
-            chosen += [(text, lines) for text in shuffled(texts, kind + language)[:most]]
-        chosen += [(text, {"context": text[1] * (n % 2)}) for n, text in enumerate(others[: len(chosen)])]
-        for name, kept in (("question", ("context", "question", "answer")), ("plain", ("context",))):
-            for (language, _, source, target), lines in shuffled(chosen, "rows"):
-                user = tell(source, **{line: lines[line] for line in kept if line in lines})
-                turns = {"system": SETTINGS["systems"][language], "user": user, "assistant": target}
-                messages = [{"role": role, "content": content} for role, content in turns.items()]
-                rows.setdefault(part + name, []).append({"messages": messages})
+    text = candidate.text
+    told = {"question": tell(text, question=SETTINGS["questions"][kind])}
+    for form, answer in enumerate(SETTINGS["answers"][kind]):
+        told[f"context:{form}"] = tell(text, context=candidate.contexts[form])
+        told[f"word:{form}"] = tell(text, note=answer)
+        if kind == "gender":
+            told[f"other:{form}"] = tell(text, context=other_contexts[form])
+    return told
+
+
+@dataclass(frozen=True)
+class _Translation:
+    """A sentence of a parallel corpus.
+
+    Args:
+        corpus: Name of the corpus.
+        language: Target language.
+        before: The sentence before, or its beginning.
+        source: The English sentence.
+        target: Its translation.
+    """
+
+    corpus: str
+    language: str
+    before: str
+    source: str
+    target: str
+
+
+# A row to train on: a translation and the parts that the user's message may tell.
+_Told = tuple[_Translation, dict[str, str]]
+
+
+def training_rows(data: Path, known: set[str]) -> dict[str, list[Row]]:
+    """Build conversations to train on.
+
+    Half of the rows contain a question and the answer that the checkers find in the reference. Every second one of the
+    others contains the sentence before. The plain rows are the same without questions and answers.
+
+    Args:
+        data: Folder of the data sets.
+        known: Texts that the rows must not contain.
+
+    Returns:
+        Rows by file: `question` and `plain`, and `validation_question` and `validation_plain`.
+    """
+    rows: dict[str, list[Row]] = {}
+    for prefix in ("", "validation_"):
+        translations = _translations(data, known, validation=bool(prefix))
+        chosen = shuffled(_choose(translations), "rows")
+        rows[f"{prefix}question"] = [_training_row(*told, parts=("context", "question", "answer")) for told in chosen]
+        rows[f"{prefix}plain"] = [_training_row(*told, parts=("context",)) for told in chosen]
     return rows
 
 
-def _translations(data: Path, known: set[str], *, validation: bool) -> Iterator[tuple[str, ...]]:
-    """Corpus, language, sentence before, English, translation; each tenth document of NTREX is for validation."""
-    bible = read_bible(data / BIBLE / "BSB.txt", data / BIBLE / "FreSynodale1921.txt")
+def _choose(translations: Iterable[_Translation]) -> list[_Told]:
+    """Choose labelled translations, balanced over labels, and as many others."""
+    labelled: defaultdict[tuple[str, str, str], list[_Translation]] = defaultdict(list)
+    others: list[_Translation] = []
+    for translation in translations:
+        kind = "formality" if _YOU.search(translation.source) else "gender"
+        label = _label(kind, translation)
+        if label is not None:
+            labelled[kind, translation.language, label].append(translation)
+        elif translation.corpus == "ntrex":
+            others.append(translation)
+    chosen: list[_Told] = []
+    for kind, language, label in sorted(labelled):
+        labels = SETTINGS["labels"][kind]
+        rarest = min(len(labelled.get((kind, language, other), ())) for other in labels)
+        told = {
+            "question": SETTINGS["questions"][kind],
+            "answer": SETTINGS["answers"][kind][labels.index(label)],
+        }
+        texts = shuffled(labelled[kind, language, label], kind + language)
+        most = min(_MAX_ROWS, 2 * rarest)
+        chosen.extend((translation, told) for translation in texts[:most])
+    unasked = shuffled(others, "others")[: len(chosen)]
+    for number, translation in enumerate(unasked):
+        context = translation.before if number % 2 == 1 else ""
+        chosen.append((translation, {"context": context}))
+    return chosen
+
+
+def _label(kind: str, translation: _Translation) -> str | None:
+    """Return the label that a checker finds in a translation; None if it finds none that can be asked for."""
+    if kind == "gender":
+        # The Bible's sentences are about persons of earlier verses.
+        if translation.corpus != "ntrex" or datasets.GENDERED.search(translation.source):
+            return None
+        source = None
+    else:
+        source = translation.source
+    label = checker(kind, translation.language).check(translation.target, source).label
+    return label if label in SETTINGS["labels"][kind] else None
+
+
+def _training_row(translation: _Translation, told: Mapping[str, str], *, parts: Sequence[str]) -> Row:
+    """Return a conversation whose user's message contains the given parts."""
+    kept = {part: told[part] for part in parts if part in told}
+    return {
+        "messages": [
+            {"role": "system", "content": SETTINGS["systems"][translation.language]},
+            {"role": "user", "content": tell(translation.source, **kept)},
+            {"role": "assistant", "content": translation.target},
+        ]
+    }
+
+
+def _translations(data: Path, known: set[str], *, validation: bool) -> Iterator[_Translation]:
+    """Yield the short sentences of NTREX and of the French Bible that are not in `known`."""
     for language in ("de", "es", "fr"):
-        ntrex = enumerate(read_ntrex(data / NTREX, language))
-        more = [each for each in bible if each.id != "Psalms"] if language == "fr" and not validation else []
-        for document in (*(each for number, each in ntrex if (number % 10 == 0) == validation), *more):
+        for document in _documents(data, language, validation=validation):
             before = ""
             for pair in document.pairs:
-                source, target = pair.source.strip(), pair.target.strip()
-                if 0 < len(source) <= _SOURCE and 0 < len(target) <= _FORM and not known & {source, target}:
-                    yield pair.id.partition(":")[0], language, before, source, target
-                before = source[:_CONTEXT]
+                source = pair.source.strip()
+                target = pair.target.strip()
+                is_short = 0 < len(source) <= _MAX_SOURCE and 0 < len(target) <= _MAX_FORM
+                if is_short and source not in known and target not in known:
+                    yield _Translation(
+                        corpus=pair.id.partition(":")[0],
+                        language=language,
+                        before=before,
+                        source=source,
+                        target=target,
+                    )
+                before = source[:_MAX_CONTEXT]
+
+
+def _documents(data: Path, language: str, *, validation: bool) -> Iterator[ParallelDocument]:
+    """Yield the documents to train on or to validate on."""
+    for number, document in enumerate(read_ntrex(data / NTREX, language)):
+        is_validation = number % _VALIDATION_INTERVAL == 0
+        if is_validation == validation:
+            yield document
+    if language == "fr" and not validation:
+        for document in read_bible(data / BIBLE / "BSB.txt", data / BIBLE / "FreSynodale1921.txt"):
+            if document.id != "Psalms":  # the two Bibles number the verses of psalms differently
+                yield document

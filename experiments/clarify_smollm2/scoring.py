@@ -1,14 +1,16 @@
-"""Runs that also score pairs: log p of both forms under every condition, in one pass for a pair."""
+"""Runs that also score pairs: log p of both forms under every condition, in one pass per pair."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metrics import device_of, evaluation_mode
@@ -18,70 +20,143 @@ from graftlm.runs.run import RunContext, Trainee
 
 
 class PairRun(GraftRun):
-    """A run that also scores the pairs of a file of JSON lines, if there is one: `pairs` in the details."""
+    """A run that also scores pairs, which become `pairs` in the details.
+
+    Args:
+        pairs: A file of pairs as JSON lines; empty for none.
+    """
 
     pairs: str = ""
 
     def artefacts(self) -> tuple[str, ...]:
-        return ()  # a measurement is all that is needed of a run
+        """Return no files: the experiment needs only the measurement."""
+        return ()
 
     def measure(self, context: RunContext) -> Measurement:
+        """Measure the backbone or train and measure the graft."""
         measurement = super().measure(context)
         if self.graft is None:
             backbone = self.evaluator().backbone
-            measurement.details["pairs"] = list(self._scored(backbone.model, backbone.need_tokenizer()))
+            measurement.details["pairs"] = self._score_pairs(backbone.model, backbone.need_tokenizer())
         return measurement
 
     def evaluate(self, trainee: Trainee) -> Measurement:
+        """Measure the trained graft."""
         measurement = super().evaluate(trainee)
-        measurement.details["pairs"] = list(self._scored(trainee.model, trainee.evaluator.tokenizer))
+        measurement.details["pairs"] = self._score_pairs(trainee.model, trainee.evaluation.evaluator.tokenizer)
         return measurement
 
     def save(self, *args: Any) -> None:
-        """Leave the graft out: the table needs none."""
+        """Save nothing: the experiment does not need the graft."""
 
-    def _scored(self, model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """`id`, `group`, `part`, `right`, the forms' `tokens`, and by condition `nats`: log p of both forms."""
-        for line in Path(self.pairs).read_text(encoding="utf-8").splitlines() if self.pairs else ():
-            pair = json.loads(line)
-            forms = [tokenizer(form, add_special_tokens=False)["input_ids"] for form in pair.pop("forms")]
-            system, by_condition, prompts = {"role": "system", "content": pair.pop("system")}, pair.pop("told"), []
-            for text in by_condition.values():
-                messages = [system, {"role": "user", "content": text}]
-                prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                prompts.append(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-            nats = iter(sequence_nats(model, [(prompt, form) for prompt in prompts for form in forms]))
-            yield pair | {
-                "tokens": [*map(len, forms)],
-                "nats": {name: [next(nats), next(nats)] for name in by_condition},
-            }
+    def _score_pairs(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        """Return `id`, `group`, `part` and `right` of each pair, the forms' `tokens`, and `nats` by condition."""
+        if not self.pairs:
+            return []
+        lines = Path(self.pairs).read_text(encoding="utf-8").splitlines()
+        return [_score_pair(model, tokenizer, json.loads(line)) for line in lines]
+
+
+def _score_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pair: dict[str, Any]) -> dict[str, Any]:
+    """Score both forms of a pair under every condition."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    told: dict[str, str] = pair.pop("told")
+    system = {"role": "system", "content": pair.pop("system")}
+    forms = [encode(form) for form in pair.pop("forms")]
+    sequences = []
+    for text in told.values():
+        messages = [system, {"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt_ids = encode(str(prompt))
+        sequences.extend((prompt_ids, form) for form in forms)
+    nats = iter(sequence_nats(model, sequences))
+    nats_by_condition = {}
+    for condition in told:
+        first = next(nats)
+        second = next(nats)
+        nats_by_condition[condition] = [first, second]
+    return {
+        **pair,
+        "tokens": [len(form) for form in forms],
+        "nats": nats_by_condition,
+    }
 
 
 def sequence_nats(model: Any, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
-    """log p(target | prompt) in nats of each (prompt, target) of token ids, in one pass over their tree.
+    """Compute log p(target | prompt) of several sequences in one pass over their prefix tree.
 
-    Equal beginnings are computed once: each of the T tokens sees those before it in its own sequence, by a (T, T) mask.
+    Common beginnings are computed once: by a (T, T) mask, each of the T tokens of the tree attends only to the tokens
+    before it in its own sequence.
+
+    Args:
+        model: A `GraftedModel` or any transformers model.
+        sequences: Prompts and targets, as token ids.
+
+    Returns:
+        The log-probability of each target, in nats.
     """
-    nodes: dict[tuple[int, int], int] = {}  # in the tree, by the node before and the token
-    seen: list[list[int]] = []  # nodes that each token sees, by node
-    paths = []
-    for prompt, target in sequences:
-        path = [-1]
-        for token in (*prompt, *target):
-            path.append(nodes.setdefault((path[-1], token), len(nodes)))
-            seen += [path[1:]] * (len(nodes) - len(seen))
-        paths.append(path[1 + len(prompt) :])
-    (before, tokens), size = torch.tensor(list(nodes)).T, len(nodes)
-    mask = torch.full((1, 1, size, size), torch.finfo(dtype := next(model.parameters()).dtype).min, dtype=dtype)
-    for node, visible in enumerate(seen):
-        mask[..., node, visible] = 0
-    inputs = {"input_ids": tokens[None], "attention_mask": mask}
-    inputs["position_ids"] = torch.tensor([[len(visible) - 1 for visible in seen]])
+    tree = _PrefixTree()
+    targets = [tree.add(prompt, target) for prompt, target in sequences]
+    parents = torch.tensor(tree.parents)
+    tokens = torch.tensor(tree.tokens)
+    size = len(tokens)
+    inputs = {
+        "input_ids": tokens[None],
+        "attention_mask": tree.attention_mask(next(model.parameters()).dtype),
+        "position_ids": torch.tensor([[len(path) - 1 for path in tree.paths]]),
+    }
     if isinstance(model, GraftedModel):
         inputs["token_mask"] = torch.ones(1, size, dtype=torch.bool)
+    device = device_of(model)
+    target_nodes: set[int] = set()
+    for path in targets:
+        target_nodes.update(path)
+    scored = torch.tensor(sorted(target_nodes))
     with evaluation_mode(model), torch.inference_mode():
-        logits = model(**{n: value.to(device_of(model)) for n, value in inputs.items()}, use_cache=False).logits[0]
-        scored = torch.tensor(sorted({node for path in paths for node in path}))
-        losses = F.cross_entropy(logits[before[scored]].float().cpu(), tokens[scored], reduction="none")
-    nats = torch.zeros(size, dtype=torch.float64).index_put((scored,), -losses.double())
-    return [float(nats[path].sum()) for path in paths]
+        on_device = {name: value.to(device) for name, value in inputs.items()}
+        logits = model(**on_device, use_cache=False).logits[0]
+        predictions = logits[parents[scored]].float().cpu()
+        losses = F.cross_entropy(predictions, tokens[scored], reduction="none")
+    nats = torch.zeros(size, dtype=torch.float64)
+    nats = nats.index_put((scored,), -losses.double())
+    return [float(nats[path].sum()) for path in targets]
+
+
+class _PrefixTree:
+    """The prefix tree of token sequences; its nodes are numbered in order of appearance.
+
+    Attributes:
+        tokens: Token of each node.
+        parents: Node before each node; -1 for the first token of a sequence.
+        paths: Nodes from the root to each node, which is the last.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.paths: list[list[int]] = []
+        self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
+
+    def add(self, prompt: Sequence[int], target: Sequence[int]) -> list[int]:
+        """Add a sequence and return the nodes of its target."""
+        path: list[int] = []
+        for token in (*prompt, *target):
+            parent = path[-1] if path else -1
+            node = self._nodes.setdefault((parent, token), len(self.tokens))
+            path.append(node)
+            if node == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.paths.append(list(path))
+        return path[len(prompt) :]
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor:
+        """Return an additive mask, (1, 1, T, T): 0 where a token attends, else the lowest number."""
+        size = len(self.tokens)
+        mask = torch.full((1, 1, size, size), torch.finfo(dtype).min, dtype=dtype)
+        for node, path in enumerate(self.paths):
+            mask[..., node, path] = 0
+        return mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import mean
 from typing import Any
@@ -24,11 +24,20 @@ from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafted.model import GraftedModel
 from graftlm.runs.run import RunContext, Trainee
-from graftlm.runs.task_run import TaskRun, row_encoder, task_tests, tasks_of
+from graftlm.runs.task_run import TaskEvaluation, TaskRun, row_encoder, task_tests, tasks_of
 from graftlm.store.artifact import load_graft
 from graftlm.training.loop import TrainingSummary
 
 SIMILARITY_ROWS = 64  # training rows of each task
+
+
+@dataclass(frozen=True)
+class TimedEvaluation(TaskEvaluation):
+    """What measures the tasks, and when training started, in seconds of `time.perf_counter`."""
+
+    started: float
+
+
 _ENCODED: dict[tuple[Any, ...], EncodedTask] = {}  # the tasks that runs of this process have encoded
 
 
@@ -81,12 +90,16 @@ class ConditionalTasksRun(TaskRun):
     def build(self, context: RunContext) -> Iterator[Trainee]:
         torch.set_float32_matmul_precision("high")  # TF32 on a GPU
         with super().build(context) as trainee:
-            yield replace(trainee, tests=(*trainee.tests, time.perf_counter()))
+            evaluation = TimedEvaluation(
+                tests=trainee.evaluation.tests,
+                starts=trainee.evaluation.starts,
+                started=time.perf_counter(),
+            )
+            yield replace(trainee, evaluation=evaluation)
 
     def evaluate(self, trainee: Trainee) -> Measurement:
-        *tests, started = trainee.tests
-        seconds = time.perf_counter() - started
-        measurement = super().evaluate(replace(trainee, tests=tests))
+        seconds = time.perf_counter() - trainee.evaluation.started
+        measurement = super().evaluate(trainee)
         mixture: Any = trainee.batches
         report = mixture.sampler.report()
         metrics = {

@@ -86,7 +86,12 @@ class _ProgressLines:
         return (now - self._started_at) / done * (self._total - self._completed)
 
     def _write_line(self, duration: str) -> None:
-        task = SimpleNamespace(fields=self._fields)
+        task = SimpleNamespace(
+            fields=self._fields,
+            completed=self._completed,
+            total=self._total,
+            percentage=100 * self._completed / max(1, self._total),
+        )
         details = [template.format(task=task) for template in self._templates if "{" in template]
         count = f"{self._completed:,.0f}/{self._total:,}"
         self._write(f"{self._title} {', '.join([count, *details, duration])}")

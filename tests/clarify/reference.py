@@ -1,4 +1,4 @@
-"""Equation 1.19, slow and literal, from a joint table of outputs and answers. For tests."""
+"""Equation 1.19, slow and literal, from a joint table of outputs and answers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,45 @@ from collections.abc import Sequence
 
 
 def information_gain(prior: Sequence[float], given: Sequence[Sequence[float]]) -> float:
-    """E_τ KL(p(u | x, τ) || p(u | x)) in bits; τ is one of the answers, u one of the outputs."""
-    joint = {(u, tau): prior[tau] * row[u] for tau, row in enumerate(given) for u in range(len(row))}
-    outputs = sorted({u for u, _ in joint})
-    before = {u: sum(p for (other, _), p in joint.items() if other == u) for u in outputs}
+    """Compute E_τ KL(p(u | x, τ) || p(u | x)) in bits for answers τ and outputs u."""
+    answers = range(len(given))
+    outputs = range(len(given[0]))
+    joint = {}
+    for tau in answers:
+        for u in outputs:
+            joint[u, tau] = prior[tau] * given[tau][u]
+    before = [sum(joint[u, tau] for tau in answers) for u in outputs]
     expected = 0.0
-    for tau in range(len(given)):
-        p_tau = sum(p for (_, other), p in joint.items() if other == tau)
+    for tau in answers:
+        p_tau = sum(joint[u, tau] for u in outputs)
         if p_tau == 0:
             continue
-        after = {u: joint[u, tau] / p_tau for u in outputs}  # Bayes
-        expected += p_tau * sum(after[u] * math.log2(after[u] / before[u]) for u in outputs if after[u] > 0)
+        divergence = 0.0
+        for u in outputs:
+            after = joint[u, tau] / p_tau  # Bayes' rule
+            if after > 0:
+                divergence += after * math.log2(after / before[u])
+        expected += p_tau * divergence
     return expected
 
 
 def mutual_information(prior: Sequence[float], given: Sequence[Sequence[float]]) -> float:
-    """The same as Σ p(u, τ) log2 p(u, τ) / (p(u) p(τ))."""
-    before = [sum(p * row[u] for p, row in zip(prior, given, strict=True)) for u in range(len(given[0]))]
+    """Compute the same as Σ p(u, τ) log2 p(u, τ) / (p(u) p(τ))."""
+    outputs = range(len(given[0]))
+    before = [0.0 for _ in outputs]
+    for p, row in zip(prior, given, strict=True):
+        for u in outputs:
+            before[u] += p * row[u]
     total = 0.0
     for p, row in zip(prior, given, strict=True):
-        for u, share in enumerate(row):
-            if p * share > 0:
-                total += p * share * math.log2(p * share / (p * before[u]))
+        for u in outputs:
+            joint = p * row[u]
+            if joint > 0:
+                total += joint * math.log2(joint / (p * before[u]))
     return total
 
 
 def entropy(shares: Sequence[float]) -> float:
-    """Of a distribution, in bits: the largest gain of a question with this prior."""
-    return -math.fsum(p * math.log2(p) for p in shares if p > 0)
+    """Compute the entropy of a distribution in bits: the largest gain of a question with this prior."""
+    terms = [p * math.log2(p) for p in shares if p > 0]
+    return -math.fsum(terms)

@@ -33,28 +33,44 @@ class ChatHandler(BaseHTTPRequestHandler):
     def respond(self, body: Mapping[str, Any]) -> None:
         """Reply to one request."""
         text = self.server.replies(body)
-        usage = {"prompt_tokens": words(body["messages"]), "completion_tokens": len(text.split())}
+        usage = {
+            "prompt_tokens": words(body["messages"]),
+            "completion_tokens": len(text.split()),
+        }
         if body.get("stream"):
             self.stream(text, usage=usage)
-        else:
-            self.send({"choices": [choice("message", text, "stop")], "usage": usage} | heading(body))
+            return
+        document = {
+            "choices": [choice("message", text, "stop")],
+            "usage": usage,
+            **heading(body),
+        }
+        self.send(document)
 
     def send(self, document: Any, status: int = 200, kind: str = "application/json", **headers: str) -> None:
-        """Send a JSON document, or a string as it is."""
-        content = (document if isinstance(document, str) else json.dumps(document)).encode()
+        """Send a JSON document, or a string unchanged."""
+        text = document if isinstance(document, str) else json.dumps(document)
+        content = text.encode()
         self.send_response(status)
-        for name, value in {"content-type": kind, "content-length": str(len(content)), **headers}.items():
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(content)))
+        for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(content)
 
     def stream(self, text: str, *, complete: bool = True, usage: dict[str, int] | None = None) -> None:
-        """Send events, a word each, then the usage; without the end unless `complete`."""
-        parts = [f"{word} " for word in text.split(" ")[:-1]] + text.split(" ")[-1:]
-        events = [{"choices": [choice("delta", part, None)]} for part in parts]
-        events += [{"choices": [choice("delta", "", "stop")]}, {"choices": [], "usage": usage}] if complete else []
+        """Send an event per word, then the end and the usage if the stream is `complete`."""
+        *words, last = text.split(" ")
+        parts = [*(f"{word} " for word in words), last]
+        events: list[dict[str, Any]] = [{"choices": [choice("delta", part, None)]} for part in parts]
+        if complete:
+            events.append({"choices": [choice("delta", "", "stop")]})
+            events.append({"choices": [], "usage": usage})
         lines = [f"data: {json.dumps(event | heading({}))}\n\n" for event in events]
-        self.send("".join(lines) + ("data: [DONE]\n\n" if complete else ""), kind="text/event-stream")
+        if complete:
+            lines.append("data: [DONE]\n\n")
+        self.send("".join(lines), kind="text/event-stream")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the name is the standard library's
         """Log nothing."""
@@ -130,18 +146,25 @@ def kinds(conversation: Conversation) -> list[str]:
 
 
 def request_parts(body: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of the last message, by tag; the last of several."""
-    return dict(re.findall(r"<([a-z]+)(?:-\d+)?>\n(.*?)\n</\1", body["messages"][-1]["content"], re.DOTALL))
+    """Return the parts of the last message by tag; of several parts with the same tag, the last one."""
+    content = body["messages"][-1]["content"]
+    parts = re.findall(r"<([a-z]+)(?:-\d+)?>\n(.*?)\n</\1", content, re.DOTALL)
+    return dict(parts)
 
 
 def translator(body: Mapping[str, Any]) -> str:
-    """Asks who "you" is where there is one, answers as a user from a context, and translates by the answer."""
-    given, system = request_parts(body), body["messages"][0]["content"]
+    """Ask who "you" is if the text has it, answer as a user from a context, and translate by the answer."""
+    parts = request_parts(body)
+    system = body["messages"][0]["content"]
     if "Unknown" in system:
-        return next((answer for answer in FRENCH if answer in given["context"]), "Unknown.")
+        for answer in FRENCH:
+            if answer in parts["context"]:
+                return answer
+        return "Unknown."
     if "write None" in system:
-        return QUESTION if re.search(r"\byou\b", given["text"], re.IGNORECASE) else "None."
-    return FRENCH.get(given.get("answer", ""), PLAIN)
+        has_you = re.search(r"\byou\b", parts["text"], re.IGNORECASE)
+        return QUESTION if has_you else "None."
+    return FRENCH.get(parts.get("answer", ""), PLAIN)
 
 
 class FaultyHandler(ChatHandler):
@@ -219,7 +242,8 @@ class ScriptedModel:
     """A model without a server: replies by a function of the prompt, and records its prompts."""
 
     def __init__(self, replies: Callable[[Prompt], str], name: str = "scripted") -> None:
-        self._replies, self.name = replies, name
+        self._replies = replies
+        self.name = name
         self.prompts: list[Prompt] = []
 
     def generate(self, prompt: Prompt, **_: Any) -> Reply:

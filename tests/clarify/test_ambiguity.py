@@ -71,8 +71,9 @@ def test_kinds_that_make_no_difference_in_a_language_are_ignored() -> None:
 
 
 def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(DataError, match=r"no ambiguity of the kind 'polysemi' \(did you mean polysemy\?\)"):
+    with pytest.raises(DataError) as error:
         detect("bank", kinds=["polysemi"])
+    assert "'polysemi' (did you mean polysemy?)" in str(error.value)
 
 
 def _parse(*rows: tuple[str, str, str, str, int]):
@@ -150,14 +151,16 @@ def test_stanza_heads_count_over_sentences() -> None:
 
 @pytest.mark.parametrize("name", ["spacy", "udpipe:en", ""])
 def test_a_parser_is_named_by_library_and_model(name: str) -> None:
-    with pytest.raises(DataError, match="names no parser: write spacy:MODEL or stanza:en"):
+    with pytest.raises(DataError) as error:
         load_parser(name)
+    assert repr(name) in str(error.value)
 
 
 def test_a_missing_model_is_an_error() -> None:
     pytest.importorskip("spacy", reason="spaCy is not installed")
-    with pytest.raises(DataError, match="spacy has no model 'no_such_model' on this machine"):
+    with pytest.raises(DataError) as error:
         load_parser("spacy:no_such_model")
+    assert "'no_such_model'" in str(error.value)
 
 
 def test_on_a_real_parser() -> None:

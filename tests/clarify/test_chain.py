@@ -87,8 +87,8 @@ def test_a_model_that_never_asks_and_one_that_always_asks() -> None:
         start(budget=3)
     )
     assert kinds(always) == ["asked", "answered"] * 3 + ["written"]
-    assert "asked as often as it may, 3 times (--budget)" in summary_lines(always)
-    assert summary_lines(never)[0] == "asked nothing: the model's reply is no question"
+    assert any("--budget" in line for line in summary_lines(always))
+    assert summary_lines(never)[0].startswith("asked nothing: ")
     again = Chain(ScriptedModel(lambda prompt: "Is it?"), RecordedUser(["yes"] * 9)).run(start(budget=3))
     assert kinds(again) == ["asked", "answered", "skipped", "written"]
     assert again.turns[2].reason == "repeated"  # type: ignore[union-attr]
@@ -152,8 +152,9 @@ def test_without_a_user_the_chain_waits_for_an_answer() -> None:
     waiting = chain.run(start())
     assert waiting.step == "answer"
     assert waiting.open_question == Question(text='Who is "you"?', answers=(FRIEND, POLITE))
-    with pytest.raises(GraftError, match="The conversation is answer: there is no turn to add"):
+    with pytest.raises(GraftError) as error:
         chain.advance(waiting)
+    assert "'answer'" in str(error.value)
     assert chain.run(waiting.reply(POLITE)).written == chain.run(waiting.reply(f" {POLITE} ")).written
 
 
@@ -178,8 +179,9 @@ def test_turns_in_another_order_are_refused(budget: int, names: list[str]) -> No
     for name in names:
         fits = name in AFTER.get(conversation.step, set())
         if not fits:
-            with pytest.raises(RecipeError, match=r"turn \d+ is \w+, but .* due there"):
+            with pytest.raises(RecipeError) as error:
                 conversation.after(TURNS[name])
+            assert f"turn {len(conversation.turns) + 1} is {TURNS[name].kind}" in str(error.value)
             continue
         conversation = conversation.after(TURNS[name])
         assert Conversation.parse(json.loads(conversation.model_dump_json())) == conversation
@@ -197,52 +199,53 @@ def test_the_file_format_is_stable(tmp_path: Path) -> None:
     assert values == golden
 
 
-def test_invalid_files_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "kind", "named"),
+    [
+        ({"format": 1}, DataError, "format 1"),
+        ({"turns": [{"kind": "said"}]}, DataError, "turns.0"),
+        ({"turns": [{"kind": "answered", "answer": "x", "author": "y"}]}, DataError, "turn 1 is answered"),
+        ({"mood": "good"}, DataError, "mood"),
+        ({"template_sha256": "0"}, RecipeError, "translate"),
+        ({"template": "translat"}, RecipeError, "'translat' (did you mean translate?)"),
+    ],
+)
+def test_files_with_invalid_values_are_refused(
+    tmp_path: Path, change: dict[str, Any], kind: type[Exception], named: str
+) -> None:
     path = start().save(tmp_path / "c.json")
     values = json.loads(path.read_text(encoding="utf-8"))
-    for change, kind, message in [
-        (
-            {"format": 1},
-            DataError,
-            "is a conversation of format 1, but 2 is read here: go on with the version of graftlm",
-        ),
-        ({"turns": [{"kind": "said"}]}, DataError, "this is no conversation that graft clarify wrote"),
-        (
-            {"turns": [{"kind": "answered", "answer": "x", "author": "y"}]},
-            DataError,
-            "turn 1 is answered, but asked or skipped",
-        ),
-        ({"mood": "good"}, DataError, "mood"),
-        ({"template_sha256": "0"}, RecipeError, "The template translate was changed since .* was begun"),
-        ({"template": "translat"}, RecipeError, r"There is no template 'translat' \(did you mean translate\?\)"),
-    ]:
-        path.write_text(json.dumps(values | change))
-        with pytest.raises(kind, match=message):
-            Conversation.load(path)
-    for content, message in [("{", "is not valid JSON"), ("[]", "holds no conversation"), ("\udcff", "not UTF-8 text")]:
-        path.write_bytes(content.encode("utf-8", "surrogateescape"))
-        with pytest.raises(DataError, match=message):
-            Conversation.load(path)
-    with pytest.raises(DataError, match="There is no conversation"):
-        Conversation.load(tmp_path / "none.json")
-    with pytest.raises(DataError, match="can't be read"):
-        Conversation.load(tmp_path)
+    path.write_text(json.dumps(values | change))
+    with pytest.raises(kind) as error:
+        Conversation.load(path)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_files_without_a_conversation_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "c.json"
+    path.write_bytes(content)
+    for unreadable in (path, tmp_path / "none.json", tmp_path):
+        with pytest.raises(DataError) as error:
+            Conversation.load(unreadable)
+        assert str(unreadable) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "error", "message"),
+    ("text", "target", "kind", "named"),
     [
-        (" \n", "fr", DataError, "The text is empty: give at least one word."),
-        ("Je ne sais pas où vous êtes.", "fr", DataError, "as if it were French, but English is expected"),
-        ("Ich weiß nicht, wo du bist.", "fr", DataError, "as if it were German, but English is expected"),
-        ("お元気ですか。", "fr", DataError, "as if it were in other letters, but English is expected"),
-        (TEXT, "xx", RecipeError, r"The template translate does not write 'xx' \(known: de, es, fr, ja\): name one"),
-        (TEXT, None, RecipeError, "The template translate writes es, fr, de, ja: name one"),
+        (" \n", "fr", DataError, "empty"),
+        ("Je ne sais pas où vous êtes.", "fr", DataError, "French"),
+        ("Ich weiß nicht, wo du bist.", "fr", DataError, "German"),
+        ("お元気ですか。", "fr", DataError, "script"),
+        (TEXT, "xx", RecipeError, "'xx' (known: de, es, fr, ja)"),
+        (TEXT, None, RecipeError, "es, fr, de, ja"),
     ],
 )
-def test_invalid_starts_are_refused(text: str, target: str | None, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_invalid_starts_are_refused(text: str, target: str | None, kind: type[Exception], named: str) -> None:
+    with pytest.raises(kind) as error:
         Conversation.start(text, "translate", target)
+    assert named in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`graft clarify`: whole conversations in the terminal, with interruption and resume, and what it says of mistakes."""
+"""`graft clarify`: whole conversations in the terminal, with interruption and resume, and its error messages."""
 
 from __future__ import annotations
 
@@ -106,10 +106,9 @@ def test_an_answer_to_a_finished_conversation_is_refused(server: ChatServer, tmp
     content = Path(path).read_text()
     found = clarify(server, "--resume", path, "--answer", FRIEND)
     assert (found.code, found.out, server.requests) == (2, "", [])
-    assert found.err == (
-        f"error: The conversation in {path} is finished, so nothing is left to answer: leave out --answer to see its "
-        "output, or name another file to begin another (--resume).\n"
-    )
+    assert found.err.startswith(f"error: The conversation in {path} is finished")
+    assert "--answer" in found.err
+    assert found.err.count("\n") == 1
     assert Path(path).read_text() == content
 
 
@@ -188,53 +187,58 @@ def test_other_tasks(server: ChatServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (("", "--to", "fr"), "The text is empty: give at least one word."),
-        (("Où êtes-vous, et avec qui ?", "--to", "fr"), "The text looks as if it were French, but English is expected"),
-        ((TEXT, "--to", "xx"), "does not write 'xx' (known: de, es, fr, ja): name one it has (--to)."),
-        ((TEXT,), "The template translate writes es, fr, de, ja: name one (--to)."),
-        ((), "There is no text to begin with: give one, or the file of a conversation (--resume)."),
-        ((TEXT, "--to", "fr", "--template", "none.yaml"), "There is no file none.yaml"),
-        ((TEXT, "--to", "fr", "--backbone", "x"), "Both of --endpoint and --backbone was given"),
-        ((TEXT, "--to", "fr", "--answer", "a", "--context", "b"), "Both --answer and --context were given"),
+        (("", "--to", "fr"), ["empty"]),
+        (("Où êtes-vous, et avec qui ?", "--to", "fr"), ["French", "English"]),
+        ((TEXT, "--to", "xx"), ["'xx'", "known: de, es, fr, ja", "--to"]),
+        ((TEXT,), ["es, fr, de, ja", "--to"]),
+        ((), ["no text", "--resume"]),
+        ((TEXT, "--to", "fr", "--template", "none.yaml"), ["none.yaml"]),
+        ((TEXT, "--to", "fr", "--backbone", "x"), ["Both", "--endpoint", "--backbone"]),
+        ((TEXT, "--to", "fr", "--answer", "a", "--context", "b"), ["Both", "--answer", "--context"]),
     ],
 )
-def test_mistakes_are_reported_in_one_sentence(server: ChatServer, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported_in_one_sentence(
+    server: ChatServer, arguments: tuple[str, ...], named: list[str]
+) -> None:
     found = clarify(server, *arguments)
     assert found.code == 2
     assert found.err.startswith("error: ")
-    assert message in found.err
+    for value in named:
+        assert value in found.err
     assert found.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (("Is it you?",), "holds a conversation whose text is 'Are you sure?', not 'Is it you?': leave that out"),
-        ((TEXT, "--to", "de"), "holds a conversation whose target is 'fr', not 'de'"),
-        ((TEXT, "--budget", "3"), "holds a conversation whose budget is 1, not 3"),
+        (("Is it you?",), ["text", "'Are you sure?'", "'Is it you?'"]),
+        ((TEXT, "--to", "de"), ["target", "'fr'", "'de'"]),
+        ((TEXT, "--budget", "3"), ["budget", "is 1", "3 was given"]),
     ],
 )
 def test_a_file_with_another_conversation(
-    server: ChatServer, tmp_path: Path, arguments: tuple[str, ...], message: str
+    server: ChatServer, tmp_path: Path, arguments: tuple[str, ...], named: list[str]
 ) -> None:
     path = Conversation.start(TEXT, "translate", "fr").save(tmp_path / "c.json")
     found = clarify(server, *arguments, "--resume", str(path))
     assert found.code == 2
-    assert message in found.err
+    for value in [str(path), *named]:
+        assert value in found.err
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ((), "Neither of --endpoint and --backbone was given"),
-        (("--endpoint", "http://localhost:1/v1"), "The server may have several models: name one (--model)."),
-        (("--endpoint", "localhost", "--model", "m"), "should begin with http:// or https://, but found 'localhost'"),
-        (("--backbone", "nowhere"), "nowhere"),
+        ((), ["Neither", "--endpoint", "--backbone"]),
+        (("--endpoint", "http://localhost:1/v1"), ["http://localhost:1/v1", "--model"]),
+        (("--endpoint", "localhost", "--model", "m"), ["url", "'localhost'"]),
+        (("--backbone", "nowhere"), ["nowhere"]),
     ],
 )
-def test_invalid_models_are_refused(options: tuple[str, ...], message: str) -> None:
+def test_invalid_models_are_refused(options: tuple[str, ...], named: list[str]) -> None:
     found = invoke("clarify", TEXT, "--to", "fr", *options)
     assert found.code == 2
-    assert message in found.err
+    for value in named:
+        assert value in found.err

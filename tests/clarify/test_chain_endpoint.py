@@ -87,28 +87,31 @@ def test_rejected_parameters_are_not_sent_again(server: ChatServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "named"),
     [
-        ("fails", r"failed, after 3 tries \(500, out of memory\)"),
-        ("rate_limits", r"is asked too often \(429\), after 3 tries \(slow down\): go on later"),
-        ("wants_key", r"wants another key \(401\): put it into OPENAI_API_KEY"),
-        ("knows_no_model", r"has no model 'knows_no_model', or nothing at that path \(no such model\): check both"),
-        ("turns_down", r"turned the request down \(400, the text is too long\)"),
-        ("html", r"sent what is no reply of OpenAI's protocol \(<html><body>Welcome</body></html>\): check the URL"),
-        ("broken_json", "sent what is no reply of OpenAI's protocol"),
-        ("other_json", r"sent what is no reply of OpenAI's protocol \(no reply in its JSON\)"),
-        ("no_choice", r"sent what is no reply of OpenAI's protocol \(no reply in its JSON\)"),
-        ("null", r"sent what is no reply of OpenAI's protocol \(no reply in its JSON\)"),
-        ("breaks_off", r"sent what is no reply of OpenAI's protocol \(a stream that breaks off\)"),
+        ("fails", ["3 tries", "500", "out of memory"]),
+        ("rate_limits", ["3 tries", "429", "slow down"]),
+        ("wants_key", ["401", "OPENAI_API_KEY"]),
+        ("knows_no_model", ["'knows_no_model'", "no such model"]),
+        ("turns_down", ["400", "the text is too long"]),
+        ("html", ["OpenAI's protocol", "<html><body>Welcome</body></html>"]),
+        ("broken_json", ["OpenAI's protocol"]),
+        ("other_json", ["OpenAI's protocol", "JSON"]),
+        ("no_choice", ["OpenAI's protocol", "JSON"]),
+        ("null", ["OpenAI's protocol", "JSON"]),
+        ("breaks_off", ["OpenAI's protocol", "stream"]),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_server_errors_are_one_sentence(server: ChatServer, model: str, message: str, streamed: bool) -> None:
+def test_server_errors_are_one_sentence(server: ChatServer, model: str, named: list[str], streamed: bool) -> None:
     one = endpoint(server, model)
-    with pytest.raises(EndpointError, match=message) as found:
+    with pytest.raises(EndpointError) as error:
         one.generate(PROMPT, on_text=(lambda chunk: None) if streamed else None)
-    assert str(found.value).startswith(f"The server {server.url} ")
-    assert "\n" not in str(found.value)
+    message = str(error.value)
+    assert message.startswith(f"The server {server.url} ")
+    assert "\n" not in message
+    for value in named:
+        assert value in message
 
 
 def test_an_empty_reply(server: ChatServer) -> None:
@@ -121,13 +124,14 @@ def test_an_empty_reply(server: ChatServer) -> None:
 
 
 def test_a_server_that_stalls(server: ChatServer) -> None:
-    with pytest.raises(EndpointError, match=r"sent nothing for 0\.05 seconds, at the first try: wait longer"):
+    with pytest.raises(EndpointError) as error:
         endpoint(server, "stalls", timeout=0.05, retries=0).generate(PROMPT)
+    assert "0.05 seconds, at the first try" in str(error.value)
 
 
 def test_an_unreachable_server() -> None:
     one = Endpoint(EndpointConfig(url="http://127.0.0.1:9/v1", model="m", retries=0))
-    with pytest.raises(EndpointError, match=r"can't be reached, at the first try \(.*\): is it running\?"):
+    with pytest.raises(EndpointError, match="can't be reached"):
         one.generate(PROMPT)
 
 
@@ -156,13 +160,16 @@ def test_keys_come_from_the_environment(server: ChatServer, monkeypatch: pytest.
 
 def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'graftlm\[clarify\]'"):
+    with pytest.raises(MissingExtraError) as error:
         Endpoint(EndpointConfig(url="http://localhost/v1", model="m"))
+    assert "graftlm[clarify]" in str(error.value)
 
 
 def test_invalid_addresses_are_refused() -> None:
-    with pytest.raises(RecipeError, match="should begin with http:// or https://, but found 'localhost:8000'"):
+    with pytest.raises(RecipeError) as error:
         EndpointConfig(url="localhost:8000", model="m")
+    assert "url" in str(error.value)
+    assert "'localhost:8000'" in str(error.value)
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_the_terminal_streams_and_ends_its_line_after_a_break(tmp_path: Path) ->
         given = (TEXT, "--to", "fr", "--answer", POLITE, "--resume", path, "--endpoint", server.url, "--retries", "0")
         broken = invoke("clarify", *given, "--model", "breaks_off_from:1")
         assert (broken.code, broken.out) == (2, "Es-tu\n")
-        assert "a stream that breaks off" in broken.err
+        assert "stream" in broken.err
         done = invoke("clarify", *given, "--model", "fails:0")
         assert (done.code, done.out) == (0, f"{FRENCH[POLITE]}\n")
         assert [request.get("stream", False) for request in server.requests] == [False, True, True]

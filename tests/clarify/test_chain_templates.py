@@ -211,29 +211,31 @@ def test_a_template_of_the_user(tmp_path: Path) -> None:
     conversation = Conversation.start("Are you there?", name)
     assert Chain(ScriptedModel(by_chat), RecordedUser(["a"])).run(conversation, keep=tmp_path / "c.json").target == "it"
     own_template(tmp_path, reply="Altro")
-    with pytest.raises(RecipeError, match="was changed since"):
+    with pytest.raises(RecipeError) as error:
         Conversation.load(tmp_path / "c.json")
+    assert name in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
         ({"reply": None}, "reply"),
-        ({"instructions": {"ask": None}}, r"instructions\.ask"),
-        ({"instructions": {"plain": "Into {tongue}."}}, r"the instruction plain names the field {tongue}"),
+        ({"instructions": {"ask": None}}, "instructions.ask"),
+        ({"instructions": {"plain": "Into {tongue}."}}, "{tongue}"),
         ({"languages": {"it": "Italian", "pt": "Portuguese"}}, "the exemplar one has no output in pt"),
-        ({"exemplar": {"question": ""}}, "the exemplar one has no question, which every exemplar needs"),
-        ({"exemplar": {"answer": "c"}}, "the answer 'c' of the exemplar one is none of its answers"),
-        ({"exemplars": ["bark"]}, "names the exemplar 'bark', which its pool does not have"),
+        ({"exemplar": {"question": ""}}, "the exemplar one has no question"),
+        ({"exemplar": {"answer": "c"}}, "the answer 'c' of the exemplar one"),
+        ({"exemplars": ["bark"]}, "the exemplar 'bark'"),
         ({"exemplars": []}, "exemplars"),
-        ({"pool": "none.yaml"}, "There is no file"),
+        ({"pool": "none.yaml"}, "none.yaml"),
         ({"moods": 1}, "moods"),
     ],
 )
-def test_incomplete_templates_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as found:
+def test_incomplete_templates_are_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(RecipeError) as error:
         load_template(own_template(tmp_path, **changes))
-    assert str(found.value).count("\n") == 0
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_template_says_where_it_differs() -> None:

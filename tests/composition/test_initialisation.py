@@ -28,8 +28,15 @@ def test_half_of_the_local_heads_begin_on_the_current_token() -> None:
         for name in ("w_q", "w_k"):
             block.get_parameter(f"{name}.weight").zero_()
     weights: list[torch.Tensor] = []
-    positions = AttentionPositions(torch.arange(6)[None], torch.arange(6)[None])
-    block(torch.zeros(1, 6, D), torch.zeros(1, 6, A), Visibility(), positions, None, weights)
+    order = torch.arange(6)[None]
+    block(
+        torch.zeros(1, 6, D),
+        torch.zeros(1, 6, A),
+        Visibility(),
+        positions=AttentionPositions(anchor=order, augmenting=order),
+        attention_weights=weights,
+    )
     here_HT = weights[0][0].diagonal(dim1=-2, dim2=-1)
     assert here_HT[: HEADS // 2].min() > 0.9
-    torch.testing.assert_close(here_HT[HEADS // 2 :], (1 / torch.arange(1.0, 7)).expand(HEADS // 2, -1))
+    uniform_HT = (1 / torch.arange(1.0, 7)).expand(HEADS // 2, -1)
+    torch.testing.assert_close(here_HT[HEADS // 2 :], uniform_HT)

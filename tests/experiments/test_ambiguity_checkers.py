@@ -50,7 +50,7 @@ def test_accuracy_is_of_the_decided_and_coverage_of_the_marked(tmp_path: Path) -
 
 
 def test_missing_data_and_unknown_tables_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds neither ambig/cocoa_mt, ambig/mt_geneval nor parallel"):
+    with pytest.raises(DataError, match="neither ambig/cocoa_mt, ambig/mt_geneval nor parallel"):
         reproduce("ambiguity-checkers", Options(data=tmp_path, out=tmp_path))
     with pytest.raises(RecipeError, match="no table 'tets'"):
         reproduce("ambiguity-checkers", Options(data=tmp_path, out=tmp_path, tables=("tets",)))

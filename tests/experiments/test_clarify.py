@@ -126,6 +126,7 @@ def own(name: str, code: str) -> str:
     return f"{name}={sys.executable} -c {shlex.quote(code)}"
 
 
+@pytest.mark.slow
 def test_scorers_of_the_user_add_metrics(data: Path, tmp_path: Path) -> None:
     results = reproduce("clarify", options(data, tmp_path, scorers=(own("length", LENGTH),)))
     metrics_of = results.row("scripted-intercpt").metrics
@@ -145,29 +146,27 @@ def test_the_best_of_the_first_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "error", "message"),
+    ("written", "kind", "named"),
     [
-        ("comet", RecipeError, r"is written NAME=COMMAND, such as comet='python comet.py', not 'comet'"),
-        ("Comet 2=python", RecipeError, "is written NAME=COMMAND"),
-        ("comet= ", RecipeError, "is written NAME=COMMAND"),
-        ("bleu=python", RecipeError, "The name bleu is taken"),
-        (
-            "comet=/no/such/program",
-            EvaluationError,
-            r"comet can't be run \(No such file or directory: /no/such/program\)",
-        ),
-        (own("comet", "1/0"), EvaluationError, r"comet ended with 1 \(ZeroDivisionError: division by zero\): try it"),
-        (own("comet", "print('model loaded')"), EvaluationError, "comet wrote 'model loaded', where a number a line"),
-        (own("comet", "print(1)"), EvaluationError, "comet wrote 1 numbers for 2 translations"),
-        (own("comet", "print('1 nan')"), EvaluationError, "not a finite one each"),
+        ("comet", RecipeError, "NAME=COMMAND"),
+        ("Comet 2=python", RecipeError, "NAME=COMMAND"),
+        ("comet= ", RecipeError, "NAME=COMMAND"),
+        ("bleu=python", RecipeError, "The name bleu"),
+        ("comet=/no/such/program", EvaluationError, "No such file or directory: /no/such/program"),
+        (own("comet", "1/0"), EvaluationError, "ended with 1 (ZeroDivisionError: division by zero)"),
+        (own("comet", "print('model loaded')"), EvaluationError, "'model loaded'"),
+        (own("comet", "print(1)"), EvaluationError, "1 numbers for 2 translations"),
+        (own("comet", "print('1 nan')"), EvaluationError, "finite"),
     ],
 )
-def test_scorers_that_do_not_score(written: str, error: type[Exception], message: str) -> None:
+def test_scorers_that_do_not_score(written: str, kind: type[Exception], named: str) -> None:
     two = [("a", "b", "c")] * 2
-    with pytest.raises(error, match=message):
+    with pytest.raises(kind) as error:
         metrics.Scorer(written)(two)
+    assert named in str(error.value)
 
 
+@pytest.mark.slow
 def test_specialists_and_users(data: Path, tmp_path: Path) -> None:
     results = reproduce("clarify", options(data, tmp_path, "4.2", "4.4", "4.5", models=("one", "two"), quick=True))
     ids = [row.id for row in results.rows]
@@ -290,19 +289,20 @@ def test_the_scripted_translator_tells_examples_of_one_text_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "error", "message"),
+    ("more", "kind", "named"),
     [
-        ({"endpoint": None}, RecipeError, r"No server was named: give the URL of one and its models"),
-        ({"endpoint": "http://localhost:1/v1"}, RecipeError, r"may have several models: name some \(--model\)"),
-        ({"tables": ("4.9",)}, RecipeError, "There is no table '4.9' in this experiment"),
-        ({"data": Path("nowhere")}, DataError, "nowhere holds no ambiguous sentences with their contexts"),
+        ({"endpoint": None}, RecipeError, "--endpoint"),
+        ({"endpoint": "http://localhost:1/v1"}, RecipeError, "--model"),
+        ({"tables": ("4.9",)}, RecipeError, "'4.9'"),
+        ({"data": Path("nowhere")}, DataError, "nowhere"),
     ],
 )
 def test_invalid_options_are_refused(
-    data: Path, tmp_path: Path, more: dict[str, Any], error: type, message: str
+    data: Path, tmp_path: Path, more: dict[str, Any], kind: type[Exception], named: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(kind) as error:
         reproduce("clarify", options(data, tmp_path).model_copy(update=more))
+    assert named in str(error.value)
 
 
 def test_published_figures_stand_beside_their_own_metrics() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
@@ -71,11 +70,13 @@ IT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language", "text", "source", "label"), FORMALITY)
 def test_formality(language: str, text: str, source: str | None, label: str | None) -> None:
     assert checker("formality", language).check(text, source).label == label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language", "text", "label"), GENDER)
 def test_gender_of_persons(language: str, text: str, label: str | None) -> None:
     assert checker("gender", language).check(text).label == label
@@ -154,20 +155,21 @@ def test_source_after_and_unless() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "message"),
+    ("rules", "named"),
     [
-        ([{"label": "c", "words": ["x"], "reason": "w"}], "votes for 'c', which is no label"),
-        ([{"label": "a", "pattern": "{none}", "reason": "w"}], "names the list 'none', which the table lacks"),
-        ([{"label": "a", "reason": "w"}], "needs either words or a pattern"),
+        ([{"label": "c", "words": ["x"], "reason": "w"}], "'c'"),
+        ([{"label": "a", "pattern": "{none}", "reason": "w"}], "'none'"),
+        ([{"label": "a", "reason": "w"}], "words or a pattern"),
     ],
 )
-def test_a_table_that_contradicts_itself_is_refused(rules: list[dict], message: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(message)):
+def test_a_table_that_contradicts_itself_is_refused(rules: list[dict], named: str) -> None:
+    with pytest.raises(RecipeError) as error:
         _table(rules=rules)
+    assert named in str(error.value)
 
 
 def test_unknown_kinds_and_languages_are_named() -> None:
-    with pytest.raises(DataError, match=r"no checker of 'formalty' \(did you mean formality\?\)"):
+    with pytest.raises(DataError, match=r"'formalty' \(did you mean formality\?\)"):
         checker("formalty", "de")
     with pytest.raises(DataError, match="no gender checker for the language 'ja': choose one of de, es, fr"):
         checker("gender", "ja")
@@ -193,6 +195,7 @@ def test_tables_compile_and_state_their_method(kind: str, language: str) -> None
     assert all(table.words_of(name) for name in table.lists)
 
 
+@pytest.mark.slow
 @given(text=st.text(alphabet="aeilrsßéñ SIEdutoyMとます。?!.,'’-“\u2028"), source=st.none() | st.text(max_size=8))
 def test_any_text_has_a_result(text: str, source: str | None) -> None:
     for kind, language in ALL:

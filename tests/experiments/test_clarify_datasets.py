@@ -77,10 +77,10 @@ def test_ambigmt(tmp_path: Path) -> None:
     assert (word.word, word.source, word.reference) == ("true", "true", "bien")
     assert {example.kind for example in examples} == {"formality", "it", "name", "profession", "polysemy"}
     assert unusable == [
-        "it_resolution_en_fr.tsv:3: 2 fields, where 4 are expected",
+        "it_resolution_en_fr.tsv:3: 2 fields, but 4 are expected",
         "it_resolution_en_fr.tsv:4: the source or its translation is empty",
     ]
-    with pytest.raises(DataError, match="holds no file of AmbigMT"):
+    with pytest.raises(DataError, match="has no file of AmbigMT"):
         read_ambigmt(tmp_path / "none")
 
 
@@ -122,7 +122,7 @@ def test_winomt_and_discevalmt(tmp_path: Path) -> None:
     (only,) = read_winomt(tmp_path / "en.txt")
     assert (only.label, only.word, only.language) == ("feminine", "cook", "")
     (tmp_path / "en.txt").write_text("The cook\n")
-    with pytest.raises(DataError, match=r"en.txt:1 has 1 fields, where WinoMT has gender"):
+    with pytest.raises(DataError, match=r"en.txt:1 has 1 fields"):
         read_winomt(tmp_path / "en.txt")
     right = {"correct": ["La rue.", "Elle."], "incorrect": ["La rue.", "Il."], "type": "f.sg"}
     half = {"semi-correct": ["Le lac.", "Il."], "incorrect": ["Le lac.", "Elle."], "type": "m.sg"}
@@ -244,7 +244,7 @@ def test_examples_round_trip(tmp_path: Path) -> None:
     assert read_examples(write_examples(examples, tmp_path / "a.jsonl")) == examples
     for bad in ('{"id": 1}', "no", json.dumps({"id": "", "kind": "x", "language": "", "source": ""})):
         (tmp_path / "a.jsonl").write_text(bad + "\n")
-        with pytest.raises(DataError, match="a.jsonl:1 is no example"):
+        with pytest.raises(DataError, match="a.jsonl:1 is not an example"):
             read_examples(tmp_path / "a.jsonl")
 
 
@@ -262,7 +262,7 @@ def test_parallel_files(tmp_path: Path) -> None:
     )
     (only,) = read_bible(tmp_path / "en", tmp_path / "fr")
     assert [(pair.source, pair.target) for pair in only.pairs] == [("And", "Et")]
-    with pytest.raises(DataError, match="share no verse"):
+    with pytest.raises(DataError, match="no verse in common"):
         read_bible(tmp_path / "en", tmp_path / "a.tsv")
     with pytest.raises(DataError, match="no code of NTREX for the language 'xx'"):
         read_ntrex(tmp_path, "xx")

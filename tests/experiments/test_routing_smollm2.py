@@ -77,6 +77,7 @@ def test_a_test_question_that_validation_has_is_left_out(data: Path, tmp_path: P
     assert not chosen & tested
 
 
+@pytest.mark.slow
 def test_real_parts_share_no_question_and_reading_no_passage(data_dir: Path, tmp_path: Path) -> None:
     longest = {"prompt": 90, "answer": 12, "program": 60}
     counts = {"train": 50, "validation": 16, "test": 12}

@@ -14,7 +14,7 @@ from graftlm.backbone import load_backbone
 from graftlm.errors import ArtifactError, ForgettingBudgetError, RecipeError, TrainingError
 from graftlm.evaluation import Results, value_of
 from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
-from graftlm.generation.inspect import evaluate_graft
+from graftlm.generation.evaluate import evaluate_graft
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.recipe import GrowthRecipe, compare_recipe, grow_recipe, parse_recipe, run_recipe

@@ -192,8 +192,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # a schema by the keyword that is refuse
     "divisibleBy": _I | {"divisibleBy": 2},
     "disallow": _I | {"disallow": "integer"},
     "extends": _I | {"extends": {"minimum": 5}},
-    "'minimun', which would do nothing (did you mean minimum?)": _O
-    | {"properties": {"a": {"anyOf": [_I | {"minimun": 5}]}}},
+    "'minimun' (did you mean minimum?)": _O | {"properties": {"a": {"anyOf": [_I | {"minimun": 5}]}}},
     "oneOf": {"oneOf": [_I, {"type": "number"}]},
 }
 

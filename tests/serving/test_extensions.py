@@ -206,7 +206,7 @@ def test_what_is_no_conversation_is_refused_in_a_sentence(client: TestClient) ->
         ({"model": "tiny", "start": START, "answer": "yes"}, 400, "answer"),
         ({"model": "tiny", "start": START | {"text": " "}}, 400, "empty"),
         ({"model": "tiny", "start": START | {"text": "Où est le chat que tu as vu ?"}}, 400, "French"),
-        ({"model": "tiny", "start": START | {"target": None}}, 400, "target"),
+        ({"model": "tiny", "start": START | {"target": None}}, 400, "translate"),
         ({"model": "tiny", "start": START | {"budget": 99}}, 400, "budget"),
         ({"model": "tiny", "start": START | {"threshold": -1}}, 400, "threshold"),
         ({"model": "tiny", "start": START | {"text": "a" * 20_001}}, 400, "text"),

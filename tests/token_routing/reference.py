@@ -1,7 +1,7 @@
-"""Token-level routing, slow and literal: one token at a time, as the README defines it. Only tests import it.
+"""A slow and literal reference of token-level routing: one token at a time, as the README defines it.
 
-Nothing here calls the fast path: centroids, whitening, routes and updates are computed from token ids, token vectors
-and factors.
+It does not call the fast implementation: centroids, whitening, routes and updates are computed from token ids, token
+vectors and factors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ MINIMUM_SHRINKAGE = 1e-3
 
 
 def route_columns(i: int, prompt: int, config: TokenRoutingConfig) -> slice:
-    """The tokens that the route of token i depends on, in a document whose first `prompt` tokens are the prompt.
+    """Return the tokens on which the route of token i depends; the first `prompt` tokens are the prompt.
 
     A generation computes weights for the prompt, and again after every k generated tokens.
     """
-    prompt = 1 if config.prompt == "causal" else prompt
+    if config.prompt == "causal":
+        prompt = 1
     if i < prompt:
         length = prompt
     else:
@@ -37,58 +38,68 @@ def route_columns(i: int, prompt: int, config: TokenRoutingConfig) -> slice:
 
 
 def hidden_states(tokens: Sequence[int], layers: int, model: Any) -> Tensor:
-    """(tokens, d) the bare model's state of each token after n layers, each from a pass over the text up to it only."""
+    """Return the bare model's states (tokens, d) after n layers, each from a pass over the text up to its token."""
     states = []
     for i in range(len(tokens)):
-        output = model(input_ids=torch.tensor([tokens[: i + 1]]), output_hidden_states=True, use_cache=False)
+        prefix = torch.tensor([tokens[: i + 1]])
+        output = model(input_ids=prefix, output_hidden_states=True, use_cache=False)
         states.append(output.hidden_states[layers][0, -1])
     return torch.stack(states)
 
 
 def embed(tokens: Sequence[int], vectors: Sequence[Tensor], special: Sequence[int]) -> Tensor:
-    """(d,) the mean of the vectors of tokens that are not special; zero for none."""
+    """Return the mean (d,) of the vectors of tokens that are not special; zero if there are none."""
     chosen = [vector for token, vector in zip(tokens, vectors, strict=True) if token not in special]
-    return sum(chosen[1:], chosen[0]) / len(chosen) if chosen else torch.zeros_like(vectors[0])
+    if not chosen:
+        return torch.zeros_like(vectors[0])
+    return _mean(chosen)
 
 
 def centroids(examples: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Per expert: (d,) the mean of the embeddings of its examples."""
-    return [sum(group[1:], group[0]) / len(group) for group in examples]
+    """Return the mean (d,) of the embeddings of the examples of each expert."""
+    return [_mean(group) for group in examples]
 
 
 def clusters(examples: Sequence[Tensor], count: int | str) -> list[Tensor]:
-    """The centroids of one expert's examples: their mean, all of them, or Lloyd's k-means.
+    """Return the centroids of one expert's examples: their mean, all of them, or those of Lloyd's k-means.
 
-    K-means starts from the example nearest to the mean, then each time from the one farthest from those chosen.
+    K-means starts from the example nearest to the mean. Each further one is the farthest from those chosen before.
     """
     if count == "all":
         return list(examples)
-    mean = sum(examples[1:], examples[0]) / len(examples)
-    chosen = [min(examples, key=lambda x: float((x - mean).norm()))] if count != 1 else [mean]
+    mean = _mean(examples)
+    if count == 1:
+        return [mean]
+    chosen = [min(examples, key=lambda x: _distance(x, mean))]
     while len(chosen) < int(count):
-        far = max(examples, key=lambda x: min(float((x - c).norm()) for c in chosen))
-        if min(float((far - c).norm()) for c in chosen) < 1e-9:
+        farthest = max(examples, key=lambda x: _distance_to_nearest(x, chosen))
+        if _distance_to_nearest(farthest, chosen) < 1e-9:
             return chosen
-        chosen.append(far)
-    for _ in range(100 if count != 1 else 0):
+        chosen.append(farthest)
+    for _ in range(100):
         groups: list[list[Tensor]] = [[] for _ in chosen]
         for x in examples:
-            groups[min(range(len(chosen)), key=lambda k: float((x - chosen[k]).norm()))].append(x)
-        chosen = [sum(group[1:], group[0]) / len(group) for group in groups if group]
+            distances = [_distance(x, centroid) for centroid in chosen]
+            groups[distances.index(min(distances))].append(x)
+        chosen = [_mean(group) for group in groups if group]
     return chosen
 
 
 def whitening(examples: Sequence[Sequence[Tensor]]) -> Tensor:
-    """(d, d) C^(-1/2), from the embeddings of each expert's examples; C as in `policy.py`."""
-    means = centroids(examples)
-    centred = [x - mean for group, mean in zip(examples, means, strict=True) for x in group]
+    """Return C^(-1/2) (d, d) from the embeddings of the examples of each expert; `policy.py` defines C."""
+    centred = []
+    for group in examples:
+        mean = _mean(group)
+        centred += [x - mean for x in group]
+    products = [torch.outer(x, x) for x in centred]
     identity = torch.eye(len(centred[0]), dtype=centred[0].dtype)
-    s = torch.stack([torch.outer(x, x) for x in centred]).mean(0)
+    s = torch.stack(products).mean(0)
     t = s.trace() / len(identity)
-    b = sum(float((torch.outer(x, x) - s).square().sum()) for x in centred) / len(centred) ** 2
+    b = sum(float((product - s).square().sum()) for product in products) / len(centred) ** 2
     c = float((s - t * identity).square().sum())
     a = min(1.0, max(MINIMUM_SHRINKAGE, b / c))
-    values, directions = torch.linalg.eigh((1 - a) * s + a * t * identity)
+    covariance = (1 - a) * s + a * t * identity
+    values, directions = torch.linalg.eigh(covariance)
     return directions @ torch.diag(values**-0.5) @ directions.T
 
 
@@ -98,43 +109,91 @@ def weights(
     config: TokenRoutingConfig,
     whitening_dd: Tensor | None = None,
 ) -> list[float]:
-    """The experts' weights, then the bare backbone's; each expert has its own list of centroids."""
-    is_empty = not vector.any()
-    centred = config.embedder.centre is True or (config.embedder.centre is None and config.embedder.name == "backbone")
-    if centred and config.policy != "discriminant":
-        means = [sum(own[1:], own[0]) / len(own) for own in centroids]
-        centre = sum(means[1:], means[0]) / len(means)
-        vector, centroids = vector - centre, [[c - centre for c in own] for own in centroids]
+    """Return the weights of the experts, and that of the bare backbone at the end.
+
+    Args:
+        vector: embedding (d,) of the text.
+        centroids: centroids (d,) of each expert.
+        config: configuration of the routing.
+        whitening_dd: C^(-1/2); None for no whitening.
+    """
+    scores = _scores(vector, centroids, config, whitening_dd)
+    if not vector.any():
+        scores = [0.0] * len(scores)
+    best = scores.index(max(scores))
+    if config.threshold is not None and scores[best] < config.threshold:
+        return [0.0] * len(scores) + [1.0]
+    if config.policy == "nearest":
+        scores[best] *= config.boost if scores[best] > 0 else 1 / config.boost
+    else:
+        default = 0.03 if config.policy == "softmax" else 1.0
+        scores = [score / (config.temperature or default) for score in scores]
+    largest = max(scores)
+    exponentials = [math.exp(score - largest) for score in scores]
+    if config.top is not None:
+        order = sorted(range(len(scores)), key=lambda e: -exponentials[e])  # equal ones by number
+        for e in order[config.top :]:
+            exponentials[e] = 0.0
+    total = sum(exponentials)
+    return [value / total for value in exponentials] + [0.0]
+
+
+def _scores(
+    vector: Tensor,
+    centroids: Sequence[Sequence[Tensor]],
+    config: TokenRoutingConfig,
+    whitening_dd: Tensor | None,
+) -> list[float]:
+    """Return the score of the best centroid of each expert."""
     if config.policy == "discriminant":
         assert whitening_dd is not None
         inverse = whitening_dd @ whitening_dd  # of the covariance
-        own_scores = [[float(c @ inverse @ vector - c @ inverse @ c / 2) for c in own] for own in centroids]
-    else:
-        if whitening_dd is not None:
-            vector, centroids = whitening_dd @ vector, [[whitening_dd @ c for c in own] for own in centroids]
-        own_scores = [[_cosine(vector, c) for c in own] for own in centroids]
-    scores = [0.0 if is_empty else max(own) for own in own_scores]
-    best = max(range(len(scores)), key=lambda e: scores[e])
-    if config.threshold is not None and scores[best] < config.threshold:
-        return [0.0] * len(scores) + [1.0]
-    if config.policy != "nearest":
-        default = 0.03 if config.policy == "softmax" else 1.0
-        scores = [score / (config.temperature or default) for score in scores]
-    else:
-        scores[best] *= config.boost if scores[best] > 0 else 1 / config.boost
-    exponentials = [math.exp(score - max(scores)) for score in scores]
-    if config.top is not None:
-        kept = sorted(range(len(scores)), key=lambda e: -exponentials[e])[: config.top]  # ties: the first
-        exponentials = [value if e in kept else 0.0 for e, value in enumerate(exponentials)]
-    return [value / sum(exponentials) for value in exponentials] + [0.0]
+
+        def score(c: Tensor) -> float:
+            return float(c @ inverse @ vector - c @ inverse @ c / 2)
+
+        return [max(score(c) for c in own) for own in centroids]
+
+    centre = torch.zeros_like(vector)
+    is_centred = config.embedder.name == "backbone" if config.embedder.centre is None else config.embedder.centre
+    if is_centred:
+        centre = _mean([_mean(own) for own in centroids])
+
+    def transform(x: Tensor) -> Tensor:
+        return x - centre if whitening_dd is None else whitening_dd @ (x - centre)
+
+    return [max(_cosine(transform(vector), transform(c)) for c in own) for own in centroids]
 
 
 def update(x: Tensor, expert_weights: Sequence[float], experts: Sequence[Factors]) -> Tensor:
-    """(o,) the experts' update for one token with input x: sum of w_e s_e B_e A_e x."""
-    parts = [w * e.scale * (e.b.T @ (e.a @ x)) for w, e in zip(expert_weights, experts, strict=True)]
-    return sum(parts[1:], parts[0])
+    """Return the update (o,) of the experts for one token with input x: the sum of w_e s_e B_e A_e x."""
+    parts = []
+    for weight, expert in zip(expert_weights, experts, strict=True):
+        parts.append(weight * expert.scale * (expert.b.T @ (expert.a @ x)))
+    return _sum(parts)
+
+
+def _sum(vectors: Sequence[Tensor]) -> Tensor:
+    total = vectors[0]
+    for vector in vectors[1:]:
+        total = total + vector
+    return total
+
+
+def _mean(vectors: Sequence[Tensor]) -> Tensor:
+    return _sum(vectors) / len(vectors)
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    return float((first - second).norm())
+
+
+def _distance_to_nearest(x: Tensor, centroids: Sequence[Tensor]) -> float:
+    return min(_distance(x, centroid) for centroid in centroids)
 
 
 def _cosine(first: Tensor, second: Tensor) -> float:
     lengths = float(first.norm() * second.norm())
-    return float(first @ second) / lengths if lengths else 0.0
+    if lengths == 0:
+        return 0.0
+    return float(first @ second) / lengths

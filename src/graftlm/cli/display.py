@@ -13,7 +13,9 @@ from rich.table import Table
 
 from graftlm.evaluation.result_tables import ABSENT, format_metric, metric_title, print_columns
 from graftlm.files.model_files import named_model
-from graftlm.generation.inspect import AdapterInspection, Inspection, Method, TensorGroup
+from graftlm.generation.adapters import AdapterInspection
+from graftlm.generation.inspect import Inspection, TensorGroup
+from graftlm.generation.methods import Method
 
 _MAX_ITEMS = 6  # of a list
 

@@ -71,7 +71,8 @@ def evaluate(
     from graftlm.evaluation import write_report
     from graftlm.evaluation.evaluator import EvaluationConfig
     from graftlm.evaluation.result_tables import print_side_by_side
-    from graftlm.generation.inspect import evaluate_graft, files_by_name, read_tasks, read_texts
+    from graftlm.generation.evaluate import evaluate_graft
+    from graftlm.generation.inputs import files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft
 
     model: dict[str, Any] = {"backbone": backbone, "changes": changes or (), "device": device}
@@ -131,7 +132,7 @@ def audit(
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation.audit import AuditConfig, print_audit
     from graftlm.evaluation.audit import audit as run_audit
-    from graftlm.generation.inspect import read_lines, read_tasks, read_texts
+    from graftlm.generation.inputs import read_lines, read_tasks, read_texts
 
     given = {name: value for name, value in context.params.items() if name in AuditConfig.model_fields}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None} | {
@@ -265,7 +266,8 @@ def inspect(
     is_report = has_report(folder)
     from graftlm.cli.display import print_inspection, stdout_console
     from graftlm.evaluation import Results, print_table
-    from graftlm.generation.inspect import inspect_graft, read_texts
+    from graftlm.generation.inputs import read_texts
+    from graftlm.generation.inspect import inspect_graft
 
     if is_report:
         results = Results.read(folder)
@@ -320,7 +322,7 @@ def import_peft(
 ) -> None:
     """List what a PEFT adapter holds, and how to use it here."""
     from graftlm.cli.display import print_adapter
-    from graftlm.generation.inspect import inspect_adapter
+    from graftlm.generation.adapters import inspect_adapter
 
     inspection = inspect_adapter(adapter)
     print_result(inspection.model_dump(mode="json"), as_json, lambda: print_adapter(inspection))
@@ -329,7 +331,7 @@ def import_peft(
 def methods(as_json: AsJson = False) -> None:
     """List the kinds of graft with their config keys."""
     from graftlm.cli.display import print_methods
-    from graftlm.generation.inspect import methods as registered_methods
+    from graftlm.generation.methods import methods as registered_methods
 
     listed = registered_methods()
     print_result([method.model_dump(mode="json") for method in listed], as_json, lambda: print_methods(listed))

@@ -11,20 +11,24 @@ from graftlm.evaluation import Row
 
 @dataclass
 class Measurement:
-    """The measured result of one run: its metrics as a row of a report, and details as plain JSON values.
+    """The measured result of one run.
 
-    The details are `statistics`, `losses`, `tasks` and others.
+    Attributes:
+        row: its metrics as a row of a report.
+        details: further plain JSON values, such as `statistics`, `losses` and `tasks`.
     """
 
     row: Row
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the measurement as plain JSON values."""
         return {"row": self.row.model_dump(mode="json"), "details": self.details}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Measurement:
-        return cls(Row.model_validate(values["row"]), dict(values["details"]))
+        """Read what `to_json` returned."""
+        return cls(row=Row.model_validate(values["row"]), details=dict(values["details"]))
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row."""

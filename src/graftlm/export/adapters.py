@@ -116,11 +116,16 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
     code = _replace_section(code, r"^class Adapter\(nn\.Module\):\n(?:.+\n|\n(?=    ))*", adapter.source.strip() + "\n")
     code = _replace_section(code, r"    adapter_width: int = 64\n", _plans(adapter, classes[0], ffn_pattern))
     code = _replace_section(code, r"    graft_sites = \{\}\n", _graft_sites(family))
-    return (
-        f'"""{model_name} with an adapter next to every FFN.\n\n'
-        f"FFN(x) + adapter(x) replaces FFN(x); all other code is that of {model_name}. Exported by GraftLM "
-        f'{__version__}; needs torch and\ntransformers only.\n"""\n\n{code}'
-    )
+    lines = [
+        f'"""{model_name} with an adapter next to every FFN.',
+        "",
+        "FFN(x) + adapter(x) replaces FFN(x); all other code is that of the original model.",
+        f"Exported by GraftLM {__version__}. Needs torch and transformers only.",
+        '"""',
+        "",
+        code,
+    ]
+    return "\n".join(lines)
 
 
 def _replace_names(code: str, names: dict[str, str]) -> str:

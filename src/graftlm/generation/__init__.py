@@ -1,1 +1,1 @@
-"""What a model does after training: generate, predict, inspect, and the traces of its grafts."""
+"""Use trained models: generation, prediction, inspection, evaluation, and traces of grafts."""

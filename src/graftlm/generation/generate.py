@@ -1,4 +1,4 @@
-"""Generate text from a model, with or without a graft, streamed if desired; and converse with it in the terminal."""
+"""Generate text from a model, with or without a graft, and chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from graftlm.backbone import max_sequence_length, padding_id, token_texts
 from graftlm.config import Config
@@ -26,34 +26,58 @@ from graftlm.grafted.graft_set import trace_values
 from graftlm.grafted.model import GraftedModel
 from graftlm.store.artifact import backbone_of, is_model, load_grafts
 
-HELP = "Write a message. /reset begins anew, /system TEXT sets the system's message, /exit or Ctrl-D ends.\n"
+HELP = (
+    "Type a message. /reset starts a new conversation, /system TEXT sets the system message, /exit or Ctrl-D quits.\n"
+)
 
 
 class Decoding(Config):
-    """How tokens are chosen: greedily, by beam search, or by sampling."""
+    """Decoding options: greedy decoding, beam search or sampling.
+
+    Args:
+        max_new_tokens: Maximum number of new tokens.
+        sample: Sample tokens instead of taking the likeliest one.
+        temperature: Sampling temperature; 1 by default. Requires `sample`.
+        top_p: Total probability of the candidates of nucleus sampling; 1 by default. Requires `sample`.
+        num_beams: Number of beams; 1 disables beam search.
+        seed: Random seed; None leaves the state of the generator unchanged.
+    """
 
     max_new_tokens: int = Field(64, ge=1)
     sample: bool = False
-    temperature: float | None = Field(None, gt=0, description="Temperature of sampling; 1 by default.")
+    temperature: float | None = Field(None, gt=0, description="Sampling temperature; 1 by default.")
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling: total probability of the candidates.")
-    num_beams: int = Field(1, ge=1, description="Beams of beam search; 1 is greedy.")
+    num_beams: int = Field(1, ge=1, description="Number of beams; 1 disables beam search.")
     seed: int | None = Field(None, ge=0, description="Random seed.")
 
     def _problems(self) -> Iterator[str]:
-        if not self.sample and (self.temperature is not None or self.top_p is not None):
-            yield "temperature and top_p change random choices only: add sample (--sample)"
+        if self.sample:
+            return
+        if self.temperature is not None or self.top_p is not None:
+            yield "temperature and top_p only affect sampling: add sample (--sample)"
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of transformers' `generate`; they override the checkpoint's own defaults."""
-        arguments = {"max_new_tokens": self.max_new_tokens, "do_sample": self.sample, "num_beams": self.num_beams}
+        """Return the keyword arguments of transformers' `generate`, which override the checkpoint's defaults."""
+        arguments: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": self.sample,
+            "num_beams": self.num_beams,
+        }
         if self.sample:
-            arguments |= {"temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
+            arguments["temperature"] = self.temperature or 1.0
+            arguments["top_p"] = self.top_p or 1.0
+            arguments["top_k"] = 0
         return arguments
 
 
 @dataclass(frozen=True)
 class TracedToken:
-    """A generated token's text, and the trace values of the position that predicted it, by label."""
+    """A generated token and the trace at the position that predicted it.
+
+    Args:
+        text: The text of the token.
+        values: Trace value by label.
+    """
 
     text: str
     values: dict[str, float]
@@ -61,7 +85,15 @@ class TracedToken:
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt and its continuation: new text, number of tokens, duration, and trace, one entry per new token."""
+    """A prompt and its continuation.
+
+    Args:
+        prompt: The prompt; for a chat, the rendered chat template.
+        text: The new text.
+        tokens: Number of new tokens.
+        seconds: Duration of the generation.
+        trace: One entry per new token, or None if no trace was requested.
+    """
 
     prompt: str
     text: str
@@ -70,11 +102,12 @@ class Generation:
     trace: list[TracedToken] | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
 class _Stream(TextStreamer):
-    """Calls `on_text` with each complete word."""
+    """Call `on_text` with each complete word."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, skip_prompt: bool) -> None:
         super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
@@ -85,8 +118,18 @@ class _Stream(TextStreamer):
 
 
 def read_prompt(argument: str) -> str:
-    """A prompt of the command line; `-` reads stdin without its last line break; DataError if it is not UTF-8."""
-    data = sys.stdin.buffer.read().removesuffix(b"\n") if argument == "-" else os.fsencode(argument)
+    """Return a prompt of the command line.
+
+    Args:
+        argument: The prompt, or `-` to read it from stdin without the final line break.
+
+    Raises:
+        DataError: The prompt is not UTF-8 text.
+    """
+    if argument == "-":
+        data = sys.stdin.buffer.read().removesuffix(b"\n")
+    else:
+        data = os.fsencode(argument)
     return decode_utf8(data, "The prompt")
 
 
@@ -98,169 +141,260 @@ def load_model(
     bare: bool = False,
     device: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A graft on its backbone, or a model, with its tokenizer; `backbone_of` describes the other arguments.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a graft on its backbone, or a model, with the tokenizer.
 
     Args:
-        folder: the graft's, or a model's.
-        backbone: where the graft's backbone is now; None where it was.
-        changes: overrides of the graft's config, as `KEY=VALUE`.
-        bare: leave the graft off.
-        device: torch device; None takes the fastest available.
+        folder: Folder of a graft or of a model.
+        backbone: Name or folder of the graft's backbone; None uses the recorded one.
+        changes: Overrides of the graft's config, as `KEY=VALUE`.
+        bare: Load the backbone without the graft.
+        device: Torch device; None selects the fastest available one.
+        trust_remote_code: Allow the backbone's repository to run its own code.
 
-    Raises ArtifactError if the folder is no graft and no model, or the graft belongs to another backbone, and
-    BackboneError if the backbone can't be loaded.
+    Raises:
+        ArtifactError: The folder is neither a graft nor a model, or the graft belongs to another backbone.
+        BackboneError: The backbone can't be loaded.
     """
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     tokenizer = loaded.need_tokenizer()
     if bare or is_model(folder):
         return loaded.model, tokenizer
-    return GraftedModel(loaded, load_grafts(folder, loaded, changes)), tokenizer
+    grafts = load_grafts(folder, loaded, changes)
+    return GraftedModel(loaded, grafts), tokenizer
 
 
 @torch.inference_mode()
 def generate_text(
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str | Sequence[Message],
     decoding: Decoding | None = None,
     *,
     on_text: Callable[[str], None] | None = None,
     trace: bool = False,
-    cache: Any = None,
+    cache: Cache | None = None,
 ) -> Generation:
     """Continue a prompt, or answer the last message of a conversation.
 
     Args:
-        model: a `GraftedModel` or any transformers model.
-        prompt: the text to continue, or messages (role, content), which the tokenizer's chat template renders.
-        decoding: how tokens are chosen; by default 64 greedy tokens.
-        on_text: called with each chunk of text, the prompt first unless it is messages. Beam search calls it once.
-        trace: return the graft's trace of each token, such as the chosen expert or the share of open gates.
-        cache: a transformers cache that holds the first tokens of the prompt already; new tokens are added to it.
+        model: A `GraftedModel` or any transformers model.
+        tokenizer: The model's tokenizer.
+        prompt: Text to continue, or messages, which are rendered with the tokenizer's chat template.
+        decoding: Decoding options; 64 greedy tokens by default.
+        on_text: Called with each new piece of text. For a text prompt, the first piece is the prompt itself. With beam
+            search it is called once, with the whole text.
+        trace: Return the graft's trace of each token, such as the chosen expert or the fraction of open gates.
+        cache: A cache that already contains the first tokens of the prompt. New tokens are added to it.
 
-    Raises DataError if the prompt has no tokens, exceeds the model's positions, or does not fit the chat template, and
-    GraftError if the model has no traceable graft, or decodes with beams.
+    Raises:
+        DataError: The prompt has no tokens, exceeds the maximum length of the model, or does not fit the chat template.
+        GraftError: A trace is requested, but the model has no graft with a trace, or beam search is enabled.
     """
     decoding = decoding or Decoding()
     if trace and decoding.num_beams > 1:
-        raise GraftError("A trace follows one continuation, and beams follow several: leave out num_beams.")
+        raise GraftError(
+            f"A trace follows a single continuation, but num_beams is {decoding.num_beams}: leave out num_beams."
+        )
     is_chat = not isinstance(prompt, str)
     rendered = render_question(prompt, tokenizer) if is_chat else prompt
-    options: dict[str, Any] = {"add_special_tokens": not is_chat, "return_tensors": "pt", "verbose": False}
-    inputs = tokenizer(rendered, **options).to(model.device)
-    ids = inputs["input_ids"]
-    _check_length(model, ids.shape[-1], decoding.max_new_tokens)
+    # Chat templates contain special tokens already.
+    encoded = tokenizer(rendered, add_special_tokens=not is_chat, return_tensors="pt", verbose=False)
+    inputs = encoded.to(model.device)
+    prompt_ids = inputs["input_ids"][0]
+    _check_length(model, len(prompt_ids), decoding.max_new_tokens)
+    stream = None
+    if on_text and decoding.num_beams == 1:
+        stream = _Stream(tokenizer, on_text, skip_prompt=is_chat)
+    options = decoding.arguments()
+    if cache is not None:
+        options["past_key_values"] = cache
     if decoding.seed is not None:
         torch.manual_seed(decoding.seed)
-    stream = _Stream(tokenizer, on_text, skip_prompt=is_chat) if on_text and decoding.num_beams == 1 else None
     start = time.perf_counter()
-    options = decoding.arguments() | {"pad_token_id": padding_id(tokenizer), "return_dict_in_generate": True}
-    options |= {"streamer": stream} | ({} if cache is None else {"past_key_values": cache})
-    output = model.generate(input_ids=ids, attention_mask=inputs["attention_mask"], **options)
+    output = model.generate(  # type: ignore[operator]  # a method of GenerationMixin
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        pad_token_id=padding_id(tokenizer),
+        return_dict_in_generate=True,
+        streamer=stream,
+        **options,
+    )
     seconds = time.perf_counter() - start
     (tokens,) = output.sequences
-    traced = _trace(model, tokenizer, tokens, ids.shape[-1], output.past_key_values) if trace else None
-    if is_chat:
-        full_text, prompt_text = str(tokenizer.decode(tokens[ids.shape[-1] :], skip_special_tokens=True)), ""
-    else:
-        full_text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        prompt_text = str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    full_text, prompt_text = _decode(tokenizer, tokens, prompt_ids, is_chat=is_chat)
     if on_text is not None and stream is None:
         on_text(full_text)
-    return Generation(rendered, full_text.removeprefix(prompt_text), len(tokens) - ids.shape[-1], seconds, traced)
+    return Generation(
+        prompt=rendered,
+        text=full_text.removeprefix(prompt_text),
+        tokens=len(tokens) - len(prompt_ids),
+        seconds=seconds,
+        trace=_trace(model, tokenizer, tokens, len(prompt_ids), output.past_key_values) if trace else None,
+    )
 
 
-def _trace(model: Any, tokenizer: Any, tokens: Tensor, prompt_length: int, cache: Any) -> list[TracedToken]:
-    """The trace of each new token, read at the position that predicted it."""
-    traces: Any = {}
-    if isinstance(model, GraftedModel):  # a graft without a trace in the cache may trace a forward pass
-        traces = model.cache_traces(cache) or model.forward_traces(input_ids=tokens[None, :-1], use_cache=False)[1]
+def _decode(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
+    prompt_ids: Tensor,
+    *,
+    is_chat: bool,
+) -> tuple[str, str]:
+    """Return the decoded text and the prompt that it begins with; the text of a chat omits the prompt."""
+    if is_chat:
+        answer = tokenizer.decode(tokens[len(prompt_ids) :], skip_special_tokens=True)
+        return str(answer), ""
+    full_text = tokenizer.decode(tokens, skip_special_tokens=True)
+    prompt_text = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+    return str(full_text), str(prompt_text)
+
+
+def _trace(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
+    prompt_length: int,
+    cache: Cache,
+) -> list[TracedToken]:
+    """Return the trace of each new token, read at the position that predicted it."""
+    traces = {}
+    if isinstance(model, GraftedModel):
+        traces = model.cache_traces(cache)
+        if not traces:  # A graft that stores no trace in the cache may trace a forward pass.
+            _, traces = model.forward_traces(input_ids=tokens[None, :-1], use_cache=False)
     if not traces:
-        raise GraftError("There is no trace: the model has no graft that decides at each token.")
+        raise GraftError("There is no trace: the model has no graft that makes a decision at each token.")
     texts = token_texts(tokenizer, tokens[prompt_length:], skip_special_tokens=True)
-    return [TracedToken(text, trace_values(traces, 0, prompt_length - 1 + n)) for n, text in enumerate(texts)]
+    return [
+        TracedToken(text=text, values=trace_values(traces, row=0, token=position))
+        for position, text in enumerate(texts, start=prompt_length - 1)
+    ]
 
 
-def _check_length(model: Any, prompt: int, new: int) -> None:
+def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
     if prompt == 0:
         raise DataError("The prompt has no tokens: give at least one word to continue.")
-    if (limit := max_sequence_length(model)) < prompt + new:
+    limit = max_sequence_length(model)
+    if limit < prompt + new:
         raise DataError(
-            f"The prompt and {new} new tokens make {prompt + new}, but the model has {limit} positions: "
-            "shorten the prompt, or ask for fewer."
+            f"The prompt and {new} new tokens make {prompt + new} tokens, but the model has {limit} positions: "
+            "shorten the prompt, or request fewer tokens."
         )
 
 
 class ChatSession:
-    """A conversation whose history, `messages`, the model sees.
+    """A conversation with a model that reads the whole history, `messages`.
 
     Args:
-        model: a `GraftedModel` or any transformers model.
-        tokenizer: the model's, with a chat template.
-        system: the system's message; None leaves it to the template.
+        model: A `GraftedModel` or any transformers model.
+        tokenizer: The model's tokenizer, with a chat template.
+        decoding: Decoding options; 64 greedy tokens by default.
+        system: The system message; None leaves it to the template.
 
-    Raises DataError if the tokenizer has no chat template.
+    Raises:
+        DataError: The tokenizer has no chat template.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, decoding: Decoding | None = None, *, system: str | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        decoding: Decoding | None = None,
+        *,
+        system: str | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._decoding = model, tokenizer, decoding or Decoding()
+        self._model = model
+        self._tokenizer = tokenizer
+        self._decoding = decoding or Decoding()
         self.messages: list[Message] = []
         self.reset(system)
+        # An unusable template raises its error here rather than at the first reply.
         render_question([*self.messages, {"role": "user", "content": "a"}], tokenizer)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget what was said; without `system` the system's message stays."""
-        kept = self.messages[:1] if self.messages and self.messages[0]["role"] == "system" else []
-        self.messages = kept if system is None else [{"role": "system", "content": system}]
+        """Start a new conversation.
+
+        Args:
+            system: The new system message; None keeps the present one.
+        """
+        if system is not None:
+            self.messages = [{"role": "system", "content": system}]
+        elif self.messages and self.messages[0]["role"] == "system":
+            self.messages = self.messages[:1]
+        else:
+            self.messages = []
 
     def reply(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
-        """The answer to a message; both join the history, unless an error or an interrupt ends the answer.
+        """Answer a message and add both to the history, which stays the same if the answer fails or is interrupted.
 
-        Raises DataError if the conversation exceeds the model's positions.
+        Args:
+            text: The user's message.
+            on_text: Called with each new piece of the answer.
+
+        Raises:
+            DataError: The conversation exceeds the maximum length of the model.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        answer = generate_text(self._model, self._tokenizer, messages, self._decoding, on_text=on_text).text
+        generation = generate_text(self._model, self._tokenizer, messages, self._decoding, on_text=on_text)
+        answer = generation.text
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
 
 def talk(session: ChatSession, write: Callable[[str], Any]) -> None:
-    """Read messages from stdin until its end, and write the answers."""
+    """Read messages and commands from stdin until it ends, and write the answers.
+
+    Args:
+        session: The conversation.
+        write: Receives the text to show.
+    """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):
-            import_module("readline")  # lines can be edited, and called back
+            import_module("readline")  # Importing it makes `input` editable and gives it a history.
         write(HELP)
-    while (line := _next_line("> " if is_terminal else "", write)) is not None:
-        text = line.strip()
-        command, _, rest = text.partition(" ")
-        if command == "/exit":
+    input_prompt = "> " if is_terminal else ""
+    while True:
+        line = _next_line(input_prompt, write)
+        if line is None:
             return
-        if command == "/help":
-            write(HELP)
-        elif command == "/reset":
-            session.reset()
-            write("The conversation begins anew.\n")
-        elif command == "/system" and rest.strip():
-            session.reset(rest.strip())
-            write("The conversation begins anew, with this system message.\n")
-        elif command.startswith("/"):
-            write(f"There is no command {command}. {HELP}")
+        text = line.strip()
+        if text.partition(" ")[0] == "/exit":
+            return
+        if text.startswith("/"):
+            _run_command(session, text, write)
         elif text:
-            try:
-                session.reply(text, write)
-            except DataError as error:
-                write(f"{error} /reset begins anew.")
-            except KeyboardInterrupt:
-                write(" (stopped)")
-            write("\n")
+            _reply(session, text, write)
+
+
+def _run_command(session: ChatSession, text: str, write: Callable[[str], Any]) -> None:
+    command, _, rest = text.partition(" ")
+    system = rest.strip()
+    if command == "/help":
+        write(HELP)
+    elif command == "/reset":
+        session.reset()
+        write("The conversation starts anew.\n")
+    elif command == "/system" and system:
+        session.reset(system)
+        write("The conversation starts anew with this system message.\n")
+    else:
+        write(f"There is no command {command}. {HELP}")
+
+
+def _reply(session: ChatSession, text: str, write: Callable[[str], Any]) -> None:
+    try:
+        session.reply(text, write)
+    except DataError as error:
+        write(f"{error} Start a new conversation with /reset.")
+    except KeyboardInterrupt:
+        write(" (stopped)")
+    write("\n")
 
 
 def _next_line(prompt: str, write: Callable[[str], Any]) -> str | None:
-    """The next line of stdin; None at its end."""
+    """Return the next line of stdin, or None at its end."""
     try:
         return input(prompt)
     except EOFError:

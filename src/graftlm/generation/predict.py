@@ -26,13 +26,18 @@ from graftlm.store.artifact import backbone_of, load_graft
 from graftlm.store.manifest import Manifest, read_manifest
 
 _CHUNK_ROWS = 1024  # rows in memory at a time
+_DEFAULT_LENGTH = 128  # of grafts whose manifest names no length
 
 
 @dataclass(frozen=True)
 class TaskGraft:
-    """A trained graft with heads, not yet attached.
+    """A trained graft with heads that is not attached to its backbone yet.
 
-    `configs` are the tasks' from training, without files; `length` is the maximum of tokens per row, as in training.
+    Args:
+        backbone: The backbone.
+        graft: The graft.
+        configs: The configs of the tasks in training, without files.
+        length: Maximum number of tokens per row, as in training.
     """
 
     backbone: Backbone
@@ -42,29 +47,42 @@ class TaskGraft:
 
     @classmethod
     def of(cls, manifest: Manifest, graft: Graft, backbone: Backbone) -> TaskGraft:
-        """A loaded graft with what its manifest says of its tasks."""
+        """Combine a loaded graft with the configs of its tasks in the manifest."""
         length = manifest.training.get("length")
-        return cls(backbone, graft, _task_configs(manifest), length if isinstance(length, int) else 128)
+        if not isinstance(length, int):
+            length = _DEFAULT_LENGTH
+        return cls(backbone=backbone, graft=graft, configs=_task_configs(manifest), length=length)
 
     @property
     def tasks(self) -> dict[str, TaskSpec]:
-        """The specification of each head by the task's name."""
+        """The specification of each head by the name of its task."""
         return tasks_of(self.graft)
 
     @property
     def encoder(self) -> RowEncoder:
-        """Tokenises rows as in training."""
+        """The encoder that tokenises rows as in training."""
         return row_encoder(self.backbone, self.length)
 
     def task(self, name: str) -> TaskSpec:
-        """The specification of one task. Raises DataError if the graft has no such task."""
+        """Return the specification of a task.
+
+        Raises:
+            DataError: The graft has no such task.
+        """
         if name not in self.tasks:
             raise DataError(f"The graft has no task {name!r}{did_you_mean(name, self.tasks)}.")
         return self.tasks[name]
 
     def config(self, name: str) -> LabelledConfig:
-        """How a task's rows are read. Raises DataError if the graft has no such task."""
-        return self.configs.get(name) or LabelledConfig(type=self.task(name).type, train=[])
+        """Return the config that describes how the rows of a task are read.
+
+        Raises:
+            DataError: The graft has no such task.
+        """
+        config = self.configs.get(name)
+        if config is not None:
+            return config
+        return LabelledConfig(type=self.task(name).type, train=[])
 
 
 def load_task_graft(
@@ -77,20 +95,29 @@ def load_task_graft(
 ) -> TaskGraft:
     """Load a graft with heads, its backbone, and the configs of its tasks.
 
-    Raises ArtifactError if the folder is not a complete graft, or the graft has no heads, and BackboneError if the
-    backbone can't be loaded.
+    Args:
+        folder: Folder of the graft.
+        backbone: Name or folder of the backbone; None uses the recorded one.
+        changes: Overrides of the graft's config, as `KEY=VALUE`.
+        device: Torch device; None selects the fastest available one.
+        trust_remote_code: Allow the backbone's repository to run its own code.
+
+    Raises:
+        ArtifactError: The folder is not a complete graft, or the graft has no heads.
+        BackboneError: The backbone can't be loaded.
     """
     manifest = read_manifest(folder)
     if not manifest.graft_config().needs_tasks:
         raise ArtifactError(
-            f"The graft {folder} is of the kind {manifest.kind}, which has no heads to predict with: name one that was "
-            "trained on tasks."
+            f"The graft {folder} is of the kind {manifest.kind}, which has no heads to predict with: name a graft that "
+            "was trained on tasks."
         )
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     return TaskGraft.of(manifest, load_graft(folder, loaded, changes), loaded)
 
 
 def _task_configs(manifest: Manifest) -> dict[str, LabelledConfig]:
+    """Return the configs of the tasks; none if the manifest has no readable ones."""
     tasks: Any = manifest.training.get("tasks")
     try:
         return {name: LabelledConfig.parse({**task, "train": []}, where=name) for name, task in tasks.items()}
@@ -99,95 +126,147 @@ def _task_configs(manifest: Manifest) -> dict[str, LabelledConfig]:
 
 
 def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size: int = 64) -> Results:
-    """Measure a graft on labelled rows of its tasks: a file for each, with the columns of the training rows.
+    """Measure a graft on labelled rows of its tasks.
 
-    Raises DataError if the graft has no such task, or a row can't be read.
+    Args:
+        task_graft: The graft.
+        files: A file of rows per task, with the columns of the training rows.
+        batch_size: Number of rows per forward pass.
+
+    Raises:
+        DataError: The graft has no such task, or a row can't be read.
     """
     configs = {name: task_graft.config(name) for name in files}
-    rows = {
-        name: read_held_out_rows(name, configs[name].model_copy(update={"test": path}), task_graft.task(name))
-        for name, path in files.items()
-    }
+    rows = {}
+    for name, path in files.items():
+        config = configs[name].model_copy(update={"test": path})
+        rows[name] = read_held_out_rows(name, config, task_graft.task(name))
     tests = task_tests(task_graft.tasks, configs, rows)
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
         scores = measure_labelled(predictor(model), task_graft.encoder, tests, batch_size=batch_size)
     kind = task_graft.graft.config.kind
     row = Row(id=kind, label=task_graft.graft.config.label, metrics=dict(summary_metrics(scores)))
-    details: dict[str, Any] = {"tasks": {kind: {"test": {name: score.to_json() for name, score in scores.items()}}}}
+    by_task = {name: score.to_json() for name, score in scores.items()}
+    details: dict[str, Any] = {"tasks": {kind: {"test": by_task}}}
     return Results.here("eval", [row], details=details)
 
 
 def predict_rows(
     task_graft: TaskGraft, name: str, rows: Iterable[LabelledRow], *, batch_size: int = 64
 ) -> Iterator[dict[str, Any]]:
-    """Predictions of a task's head as plain JSON values; DataError if there is no such task, or a row can't be read."""
-    spec, encoder = task_graft.task(name), task_graft.encoder
+    """Yield the predictions of a task's head as JSON values, in the order of the rows.
+
+    Args:
+        task_graft: The graft.
+        name: The task.
+        rows: Rows to predict; labels are optional.
+        batch_size: Number of rows per forward pass.
+
+    Raises:
+        DataError: The graft has no such task, or a row can't be read.
+    """
+    spec = task_graft.task(name)
+    encoder = task_graft.encoder
     number = list(task_graft.tasks).index(name)
-    rows = iter(rows)
+    iterator = iter(rows)
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
         predict = predictor(model)
-        while chunk := list(islice(rows, _CHUNK_ROWS)):
-            if other := [row for row in chunk if not isinstance(row, LabelledRow)]:
-                raise DataError(f"A row is of type {type(other[0]).__name__}: give LabelledRow(texts=(...)).")
+        while chunk := list(islice(iterator, _CHUNK_ROWS)):
+            _check_rows(chunk)
             predictions = predict_labelled(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
-            yield from (prediction.to_json(spec, row) for prediction, row in zip(predictions, chunk, strict=True))
+            for prediction, row in zip(predictions, chunk, strict=True):
+                yield prediction.to_json(spec, row)
+
+
+def _check_rows(rows: Sequence[object]) -> None:
+    for row in rows:
+        if not isinstance(row, LabelledRow):
+            raise DataError(
+                f"A row is of type {type(row).__name__}, but LabelledRow is expected: pass LabelledRow(texts=(...))."
+            )
 
 
 def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] = ()) -> Iterator[LabelledRow]:
-    """Read rows without labels from a table, from the lines of a text file, or from stdin (`-`).
+    """Read rows without labels from a table, from the lines of a text file, or from stdin.
 
-    A line is a text, or a pair of texts separated by a tab. Words to tag are separated by blanks. With `columns`, lines
-    are JSON objects.
+    A line is a text, or two texts separated by a tab. Words to tag are separated by white space.
 
-    Raises DataError if the source can't be read, or a row lacks a text.
+    Args:
+        config: The config of the task.
+        source: A table, a text file, or `-` for stdin.
+        columns: The columns of the texts; lines are then JSON objects with these keys. By default the columns of the
+            training rows.
+
+    Raises:
+        DataError: The source can't be read, or a row lacks a text.
     """
     texts = list(columns) or config.texts
     if len(texts) != len(config.texts):
         raise DataError(
-            f"{len(texts)} columns of text are named, but the task has {len(config.texts)}, "
+            f"{len(texts)} text columns are named, but the task has {len(config.texts)}, "
             f"{' and '.join(config.texts)}: name as many."
         )
-    origin, path = source, Path(source)
-    if source == "-":
-        origin, lines = "stdin", (decode_utf8(line, "stdin").rstrip("\r\n") for line in sys.stdin.buffer)
-    elif not path.is_file():
-        raise DataError(f"There is no file {source}: name one, or - for stdin.")
-    elif is_table(path):
+    if source != "-" and is_table(Path(source)) and Path(source).is_file():
         keys = {f"text.{i}": name for i, name in enumerate(texts)}
-        for values, where in read_values(path, keys, "task", config.columns):
+        for values, where in read_values(Path(source), keys, "task", config.columns):
             yield read_question(config, values, texts, where)
         return
-    else:
-        lines = iter(read_text(path).split("\n"))
-    for number, line in enumerate(lines, start=1):
+    origin = "stdin" if source == "-" else source
+    for number, line in enumerate(_lines_of(source), start=1):
         if line.strip():
             where = f"{origin}: line {number}"
             yield read_question(config, _parse_line(line, config, columns, where), texts, where)
 
 
+def _lines_of(source: str) -> Iterator[str]:
+    """Yield the lines of a text file or of stdin (`-`), which is read as it arrives."""
+    if source == "-":
+        for line in sys.stdin.buffer:
+            yield decode_utf8(line, "stdin").rstrip("\r\n")
+    elif Path(source).is_file():
+        yield from read_text(Path(source)).split("\n")
+    else:
+        raise DataError(f"There is no file {source}: name an existing file, or - for stdin.")
+
+
 def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> list[Any]:
+    """Return the texts of a line."""
     if columns:
         try:
             values = json.loads(line)
             return [values[name] for name in columns]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DataError(
-                f"{where} is no JSON object with {' and '.join(columns)}: correct it, or leave out --text-column "
+                f"{where} is not a JSON object with {' and '.join(columns)}: correct it, or leave out --text-column "
                 "to read plain lines."
             ) from None
-    return line.split("\t") if len(config.texts) > 1 else [line]
+    if len(config.texts) > 1:
+        return line.split("\t")
+    return [line]
 
 
 def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str], where: str) -> LabelledRow:
-    """A row without a label, of as many values as there are names; DataError otherwise, or if one can't be read."""
+    """Return a row without a label.
+
+    Args:
+        config: The config of the task.
+        values: The texts, one per name; for tagging, a text or a list of words.
+        names: The columns of the texts.
+        where: File and line of the row, for error messages.
+
+    Raises:
+        DataError: The number of values differs from that of the names, or a value can't be read.
+    """
     if len(values) != len(names):
-        expected = f"{len(names)} ({', '.join(names)})"
-        why = f"{where}: the number of texts is {len(values)}, but {expected} is expected: give one for each."
-        raise DataError(why)
+        raise DataError(
+            f"{where}: the number of texts is {len(values)}, but {len(names)} ({', '.join(names)}) is expected: give "
+            "one for each."
+        )
     if config.type == "tagging":
         words = values[0].split() if isinstance(values[0], str) else values[0]
         if not isinstance(words, list) or not words:
             raise DataError(f"{where} has no words in the column {names[0]!r}: give a text, or a list of words.")
-        return LabelledRow(tuple(check_text(word, names[0], where) for word in words), None, where)
-    texts = (check_not_empty(value, name, where) for value, name in zip(values, names, strict=True))
+        texts = [check_text(word, names[0], where) for word in words]
+    else:
+        texts = [check_not_empty(value, name, where) for value, name in zip(values, names, strict=True)]
     return LabelledRow(tuple(texts), None, where)

@@ -12,44 +12,79 @@ from graftlm.evaluation.plots import PALETTE
 from graftlm.files.templates import fill_page
 from graftlm.generation.generate import Generation, TracedToken
 
-_GREY = "#8A8A8A"  # of the label `none`
-
-
-def _means_and_colours(generation: Generation) -> tuple[dict[str, float], dict[str, str]]:
-    """Each label's mean over the tokens, and its colour; grey for `none`."""
-    tokens = generation.trace or []
-    labels = list(tokens[0].values) if tokens else []
-    means = {label: sum(token.values[label] for token in tokens) / len(tokens) for label in labels}
-    return means, dict(zip([label for label in labels if label != "none"], cycle(PALETTE))) | {"none": _GREY}
+_GREY = "#8A8A8A"  # the colour of the label `none`
 
 
 def print_trace(generation: Generation, console: Console | None = None) -> None:
-    """Print the text, each token in the colour of its largest value, and a legend."""
+    """Print the text, with each token in the colour of its largest value, and a legend.
+
+    Args:
+        generation: A generation with a trace.
+        console: Receives the text; stdout by default.
+    """
     console = console or Console()
-    means, colours = _means_and_colours(generation)
+    tokens = generation.trace or []
+    means = _means(tokens)
+    colours = _colours(tokens)
     text = Text(generation.prompt)
-    for token in generation.trace or []:
+    for token in tokens:
         text.append(token.text, style=colours[_largest(token)])
     console.print(text)
     console.print()
+    largest = [_largest(token) for token in tokens]
     for label, mean in means.items():
-        count = sum(_largest(token) == label for token in generation.trace or [])
+        description = f"{label}  {mean:.0%} on average"
+        if len(means) > 1:
+            description += f", the largest of {largest.count(label)} of {generation.tokens} tokens"
         line = Text("■ ", style=colours[label])
-        tokens = f", the largest of {count} of {generation.tokens} tokens" if len(means) > 1 else ""
-        line.append(f"{label}  {mean:.0%} on average{tokens}", style="default")
+        line.append(description, style="default")
         console.print(line)
 
 
 def trace_page(generation: Generation) -> str:
-    """A self-contained HTML page: tokens in the colour of their largest value, all values on hover."""
-    means, colours = _means_and_colours(generation)
-    tokens = [
-        (token, _largest(token), ", ".join(f"{name} {value:.2f}" for name, value in token.values.items()))
-        for token in generation.trace or []
-    ]
-    values = {"means": means, "colours": colours, "tokens": tokens, "prompt": generation.prompt}
-    return fill_page(Path(__file__).with_name("trace.html"), data=[token.values for token, _, _ in tokens], **values)
+    """Return a self-contained HTML page that shows each token in the colour of its largest value.
+
+    All values of a token appear on hover and on focus.
+
+    Args:
+        generation: A generation with a trace.
+    """
+    tokens = generation.trace or []
+    rows = []
+    for token in tokens:
+        values = ", ".join(f"{name} {value:.2f}" for name, value in token.values.items())
+        rows.append((token, _largest(token), values))
+    return fill_page(
+        Path(__file__).with_name("trace.html"),
+        prompt=generation.prompt,
+        tokens=rows,
+        means=_means(tokens),
+        colours=_colours(tokens),
+        data=[token.values for token in tokens],
+    )
+
+
+def _labels(tokens: list[TracedToken]) -> list[str]:
+    return list(tokens[0].values) if tokens else []
+
+
+def _means(tokens: list[TracedToken]) -> dict[str, float]:
+    """Return the mean over the tokens by label."""
+    means = {}
+    for label in _labels(tokens):
+        total = sum(token.values[label] for token in tokens)
+        means[label] = total / len(tokens)
+    return means
+
+
+def _colours(tokens: list[TracedToken]) -> dict[str, str]:
+    """Return a colour by label; grey for `none`."""
+    labels = [label for label in _labels(tokens) if label != "none"]
+    colours = dict(zip(labels, cycle(PALETTE), strict=False))
+    colours["none"] = _GREY
+    return colours
 
 
 def _largest(token: TracedToken) -> str:
-    return max(token.values, key=lambda label: token.values[label])
+    """Return the label with the largest value."""
+    return max(token.values, key=token.values.__getitem__)

@@ -2,7 +2,7 @@
 
     OUT/measurements/ID.json    key and measurement of a finished run: the one cache of results
     OUT/ID/                     checkpoints and artefact of the run
-    OUT/ID/run.json             the key of the run that the artefact is of
+    OUT/ID/run.json             key of the run that made the artefact
     OUT/.lock                   locked while a process works in OUT
 
 Every recipe, comparison, demo and experiment is a list of runs.
@@ -32,7 +32,8 @@ from graftlm.files.writing import write_atomically
 from graftlm.progress import progress_bar
 from graftlm.runs.run import Log, Run, RunContext
 
-MEASUREMENTS, RUN_RECORD = "measurements", "run.json"
+MEASUREMENTS = "measurements"
+RUN_RECORD = "run.json"
 
 
 def execute(
@@ -44,84 +45,136 @@ def execute(
     progress: bool = True,
     log: Log = print,
 ) -> dict[str, Measurement]:
-    """Run what is not finished in `out`; gives the measurement of every run by its id.
+    """Execute the runs that are not finished in `out`.
 
-    A finished run's measurement and folder have the same key, and its artefacts exist. A killed one resumes
-    from its checkpoints.
+    The measurement and the folder of a finished run have the run's key, and its artefacts exist. An interrupted run
+    resumes from its checkpoints.
 
     Args:
         runs: in the order in which they start, as far as their dependencies allow. Equal runs may appear twice.
-        jobs: number of processes, with one thread each. With 1, runs use this process and torch's threads: a new
-            process takes longer to start than a small model to train.
+        out: the output folder.
+        jobs: number of processes with one thread each. With 1, runs use this process and torch's threads, since
+            starting a process takes longer than training a small model.
         title: shows one progress bar over all runs with this title. None shows the progress of each training.
         progress: False shows no progress.
+        log: takes lines for people.
 
-    Raises RecipeError if two different runs have one id or folder, a dependency is missing, or another process is at
-    work in `out`.
+    Returns:
+        The measurement of every run by its id.
+
+    Raises:
+        RecipeError: two different runs have one id or folder, a dependency is missing, or another process works in
+            `out`.
     """
     out = Path(out)
-    by_id = _unique([each for run in runs for each in (*run.needs(), run)])
+    with_needed = [each for run in runs for each in (*run.needs(), run)]
+    by_id = _checked_by_id(with_needed)
     try:
         with locked(out):
-            done = _execute_all(by_id, out, jobs, title, progress, log)
-    finally:  # after an error too: the next call must not meet a backbone or texts of this one
+            done = _Execution(by_id, out, title, progress, log).complete(jobs)
+    finally:
+        # After an error too: the next call must not meet a backbone or texts of this one.
         for kind in {type(run) for run in by_id.values()}:
             kind.release()
     return {run.id: done[run.id] for run in runs}
 
 
-def _execute_all(
-    by_id: Mapping[str, Run], out: Path, jobs: int, title: str | None, progress: bool, log: Log
-) -> dict[str, Measurement]:
-    """Read back or do every run, each after its dependencies; by id."""
-    waiting = dict(by_id)
-    done: dict[str, Measurement] = {}
-    keys: dict[str, str] = {}
-    for run in by_id.values():
-        if jobs == 1 and not _measurement_file(run, out).exists():
-            run.check()
-    columns, shown = (MofNCompleteColumn(), TimeElapsedColumn()), progress and title is not None
-    with progress_bar(title or "", len(waiting), *columns, show=shown) as update, _workers(jobs) as pool:
-        running: dict[Future[str], Run] = {}
-        while waiting or running:
-            for run in [run for run in waiting.values() if all(name in done for name in run.dependencies())]:
-                del waiting[run.id]
-                keys[run.id] = run.key(keys)
-                finished = _read_measurement(run, keys[run.id], out)
-                folders = {name: _folder(by_id[name], out) for name in run.dependencies()}
-                context = RunContext(_folder(run, out), keys[run.id], folders)
-                if finished is None and pool is not None:
-                    running[pool.submit(_execute_in_worker, run, out, context)] = run
-                    continue
-                context = replace(context, progress=progress and title is None, log=(lambda _: None) if title else log)
-                done[run.id] = finished or _execute_here(run, out, context)
-                update(advance=1)
-            if running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    done[running.pop(future).id] = Measurement.from_json(json.loads(future.result()))
+class _Execution:
+    """One call of `execute`."""
+
+    def __init__(self, by_id: Mapping[str, Run], out: Path, title: str | None, progress: bool, log: Log) -> None:
+        self._by_id = by_id
+        self._out = out
+        self._title = title
+        self._progress = progress
+        self._log = log
+        self._keys: dict[str, str] = {}
+        self._done: dict[str, Measurement] = {}
+        self._running: dict[Future[str], Run] = {}
+
+    def complete(self, jobs: int) -> dict[str, Measurement]:
+        """Read back or execute every run after its dependencies; returns the measurements by id."""
+        if jobs == 1:
+            for run in self._by_id.values():
+                if not _measurement_file(run, self._out).exists():
+                    run.check()
+        bar = progress_bar(
+            self._title or "",
+            len(self._by_id),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            show=self._progress and self._title is not None,
+        )
+        waiting = dict(self._by_id)
+        with bar as update, _workers(jobs) as pool:
+            while waiting or self._running:
+                for run in self._ready(waiting):
+                    del waiting[run.id]
+                    if self._start(run, pool):
+                        update(advance=1)
+                for _ in range(self._collect()):
                     update(advance=1)
-    return done
+        return self._done
+
+    def _ready(self, waiting: Mapping[str, Run]) -> list[Run]:
+        """Return the waiting runs whose dependencies are done."""
+        return [run for run in waiting.values() if all(name in self._done for name in run.dependencies())]
+
+    def _start(self, run: Run, pool: ProcessPoolExecutor | None) -> bool:
+        """Start a run in the pool, or execute it here; returns whether it is done."""
+        key = run.key(self._keys)
+        self._keys[run.id] = key
+        finished = _read_measurement(run, key, self._out)
+        folders = {name: _folder(self._by_id[name], self._out) for name in run.dependencies()}
+        context = RunContext(folder=_folder(run, self._out), key=key, dependencies=folders)
+        if finished is None and pool is not None:
+            self._running[pool.submit(_execute_in_worker, run, self._out, context)] = run
+            return False
+        if finished is None:
+            has_one_bar = self._title is not None
+            log = _log_nothing if has_one_bar else self._log
+            context = replace(context, progress=self._progress and not has_one_bar, log=log)
+            finished = _execute_here(run, self._out, context)
+        self._done[run.id] = finished
+        return True
+
+    def _collect(self) -> int:
+        """Wait until one of the running runs is done; returns the number of runs that are."""
+        if not self._running:
+            return 0
+        completed = wait(self._running, return_when=FIRST_COMPLETED).done
+        for future in completed:
+            run = self._running.pop(future)
+            self._done[run.id] = Measurement.from_json(json.loads(future.result()))
+        return len(completed)
 
 
-def _unique(runs: Sequence[Run]) -> dict[str, Run]:
-    """The runs by id, after a check of ids, folders and dependencies."""
+def _log_nothing(line: str) -> None:
+    """Discard a line."""
+
+
+def _checked_by_id(runs: Sequence[Run]) -> dict[str, Run]:
+    """Return the runs by id after a check of ids, folders and dependencies."""
     by_id: dict[str, Run] = {}
-    folders: dict[Path, str] = {}
+    owners: dict[Path, str] = {}
     for run in runs:
         if by_id.setdefault(run.id, run) != run:
-            raise RecipeError(f"Two different runs have the id {run.id!r}: give each an id of its own.")
+            raise RecipeError(f"Two different runs have the id {run.id!r}: give each run its own id.")
         if run.id != Path(run.id).name or run.id in (MEASUREMENTS, RUN_RECORD):
             raise RecipeError(f"A run has the id {run.id!r}, which can't be the name of its folder: choose another.")
-        if folders.setdefault(_folder(run, Path()), run.id) != run.id:
-            why = f"The runs {folders[_folder(run, Path())]!r} and {run.id!r} have one folder: give each its own."
-            raise RecipeError(why)
-    before = {name: run.dependencies() for name, run in by_id.items()}
-    if missing := [name for names in before.values() for name in names if name not in by_id]:
-        raise RecipeError(f"A run depends on {missing[0]!r}, which is not among the runs.")
+        owner = owners.setdefault(_folder(run, Path()), run.id)
+        if owner != run.id:
+            raise RecipeError(f"The runs {owner!r} and {run.id!r} have the same folder: give each run its own folder.")
+    dependencies = {name: run.dependencies() for name, run in by_id.items()}
+    for names in dependencies.values():
+        for name in names:
+            if name not in by_id:
+                raise RecipeError(f"A run depends on {name!r}, which is not among the runs: add it.")
     try:
-        TopologicalSorter(before).prepare()
+        TopologicalSorter(dependencies).prepare()
     except CycleError as error:
-        raise RecipeError(f"The runs {', '.join(error.args[1][1:])} depend on each other in a circle.") from None
+        _, *circle = error.args[1]
+        raise RecipeError(f"The runs {', '.join(circle)} depend on each other in a circle: break it.") from None
     return by_id
 
 
@@ -135,19 +188,20 @@ def _measurement_file(run: Run, out: Path) -> Path:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of an output folder in the main process: two processes would replace each other's files.
+    """Hold the lock of an output folder in the main process, since two processes would replace each other's files.
 
-    Raises RecipeError if another process holds it, or the folder can't be written.
+    Raises:
+        RecipeError: another process holds the lock, or the folder can't be written.
     """
     if not PartialState().is_main_process:
         yield
         return
-    lock = FileLock(out / ".lock", timeout=0, is_singleton=True)  # one that holds it already may take it again
+    lock = FileLock(out / ".lock", timeout=0, is_singleton=True)  # Its holder may acquire it again.
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise RecipeError(f"Another process is at work in {out}: wait for its end, or choose another folder.") from None
+        raise RecipeError(f"Another process works in {out}: wait for its end, or choose another folder.") from None
     except OSError as error:
         raise RecipeError(f"{out} can't be written ({error.strerror}): name another folder.") from None
     try:
@@ -157,36 +211,44 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
-    """Do one run in this process, and keep its measurement. Until it has ended, no file says that it is finished."""
-    kept, made = _measurement_file(run, out), context.folder / RUN_RECORD
-    main, has_artefact = PartialState().is_main_process, bool(run.artefacts())
-    if main:
-        kept.unlink(missing_ok=True)
-    if main and has_artefact:
-        made.unlink(missing_ok=True)
+    """Execute a run in this process and keep its measurement. Until it has ended, no file marks it as finished."""
+    measurement_file = _measurement_file(run, out)
+    record_file = context.folder / RUN_RECORD
+    is_main = PartialState().is_main_process
+    has_artefacts = bool(run.artefacts())
+    if is_main:
+        measurement_file.unlink(missing_ok=True)
+        if has_artefacts:
+            record_file.unlink(missing_ok=True)
     started = time.perf_counter()
     measurement = run.measure(context)
     measurement.details["run_seconds"] = round(time.perf_counter() - started, 1)
-    if main and has_artefact:
-        write_atomically(made, json.dumps({"key": context.key}).encode())
-    if main:
+    if is_main:
+        if has_artefacts:
+            write_atomically(record_file, json.dumps({"key": context.key}).encode())
         content = json.dumps({"key": context.key} | measurement.to_json(), indent=1)
-        write_atomically(kept, content.encode())
+        write_atomically(measurement_file, content.encode())
     return measurement
 
 
 def _execute_in_worker(run: Run, out: Path, context: RunContext) -> str:
+    """Execute a run in a process of the pool; returns the measurement as JSON."""
     torch.set_num_threads(1)
-    return json.dumps(_execute_here(run, out, replace(context, log=lambda _: None)).to_json())
+    measurement = _execute_here(run, out, replace(context, log=_log_nothing))
+    return json.dumps(measurement.to_json())
 
 
 def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:
-    """The kept measurement of a finished run, with the label that the run has now."""
+    """Return the kept measurement of a finished run with the run's present label; None if it is not finished."""
+    folder = _folder(run, out)
     try:
-        folder = _folder(run, out)
         values = json.loads(_measurement_file(run, out).read_text(encoding="utf-8"))
-        made = json.loads((folder / RUN_RECORD).read_text(encoding="utf-8")) if run.artefacts() else values
-        if not values["key"] == made["key"] == key or not all((folder / name).exists() for name in run.artefacts()):
+        made_by = values["key"]
+        if run.artefacts():
+            record = json.loads((folder / RUN_RECORD).read_text(encoding="utf-8"))
+            made_by = record["key"]
+        is_complete = all((folder / name).exists() for name in run.artefacts())
+        if not values["key"] == made_by == key or not is_complete:
             return None
         measurement = Measurement.from_json(values)
     except (OSError, ValueError, KeyError, TypeError):
@@ -198,14 +260,19 @@ def _read_measurement(run: Run, key: str, out: Path) -> Measurement | None:
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
-    """A process pool that stops at once when an error or an interrupt leaves the block; None for one job."""
+    """Yield a process pool that stops at once when an error or an interrupt leaves the block; None for one job."""
     if jobs == 1:
         yield None
         return
     others = set(multiprocessing.active_children())
-    spawn = multiprocessing.get_context("spawn")
     # An interrupt from the terminal reaches every process. The workers ignore it; this process stops them.
-    with ProcessPoolExecutor(jobs, spawn, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    pool = ProcessPoolExecutor(
+        max_workers=jobs,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    with pool:
         try:
             yield pool
         except BaseException:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Self
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from pydantic import BeforeValidator, SerializeAsAny
+from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
@@ -94,6 +96,19 @@ class SamplingRun(Run):
 def load_shared(backbone: BackboneConfig) -> Backbone:
     """A loaded backbone, which the runs of one process share."""
     return backbone.load()
+
+
+@dataclass(frozen=True)
+class GraftEvaluation:
+    """What measures a trained graft.
+
+    Attributes:
+        evaluator: the evaluator of the run's backbone, made before training.
+        start: the weights before training by name; empty if evaluation does not need them.
+    """
+
+    evaluator: BackboneEvaluator
+    start: Mapping[str, Tensor]
 
 
 class GraftRun(TrainingRun):
@@ -206,7 +221,8 @@ class GraftRun(TrainingRun):
             moves = self.evaluation.strengths and self.training.steps
             weights = model.trainable_parameters() if moves else {}
             start = {name: weight.detach().clone() for name, weight in weights.items()}
-            yield Trainee(model, batches, identity, evaluator=evaluator, start=start)
+            evaluation = GraftEvaluation(evaluator=evaluator, start=start)
+            yield Trainee(model=model, batches=batches, identity=identity, evaluation=evaluation)
 
     def _batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
         """The run's batches; runs of one process share those that keep no position."""
@@ -229,7 +245,7 @@ class GraftRun(TrainingRun):
     def evaluate(self, trainee: Trainee) -> Measurement:
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
-        return trainee.evaluator.measure(trainee.model, self.id, label, trainee.start)
+        return trainee.evaluation.evaluator.measure(trainee.model, self.id, label, trainee.evaluation.start)
 
     def save(
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -134,6 +135,14 @@ class LanguageModelRecipe(_LanguageSettings):
         return {"bits-per-byte-by-length": plots.by_length(curves, trained=length)} if curves else {}
 
 
+@dataclass(frozen=True)
+class LanguageEvaluation:
+    """What measures a language model: its tokenizer, and test documents by set."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tests: Mapping[str, Sequence[Document]]
+
+
 class LanguageModelRun(_LanguageSettings, TrainingRun):
     """Train all weights of a causal language model on text, and measure bits per byte."""
 
@@ -152,7 +161,12 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
         context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
         identity = {"model": start, "data": batches.fingerprint()}
-        yield Trainee(language_model.LanguageModel(model), batches, identity, tokenizer, tests)
+        yield Trainee(
+            model=language_model.LanguageModel(model),
+            batches=batches,
+            identity=identity,
+            evaluation=LanguageEvaluation(tokenizer=tokenizer, tests=tests),
+        )
 
     def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
         """The named tokenizer, or one that is learned once into `folder/tokenizer`."""
@@ -197,7 +211,9 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
 
     def evaluate(self, trainee: Trainee) -> Measurement:
         model = trainee.model.model
-        by_length = bits_per_byte(model, trainee.tokenizer, trainee.tests, self.lengths, self.evaluation)
+        by_length = bits_per_byte(
+            model, trainee.evaluation.tokenizer, trainee.evaluation.tests, self.lengths, self.evaluation
+        )
         metrics = metrics_by_length(by_length, self.data.length) | {"parameters": count_parameters(model.parameters())}
         row_id = model.config.model_type
         return Measurement(Row(id=row_id, label=self.label or row_id, metrics=metrics))
@@ -205,7 +221,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
     def save(
         self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
     ) -> None:
-        language_model.save_model(trainee.model.model, trainee.tokenizer, context.folder / "model")
+        language_model.save_model(trainee.model.model, trainee.evaluation.tokenizer, context.folder / "model")
 
 
 def bits_per_byte(

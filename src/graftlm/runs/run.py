@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from accelerate import PartialState
-from torch import Tensor
+from torch import nn
 
 from graftlm.config import Config
 from graftlm.data.mixture import Batches
@@ -26,15 +26,19 @@ from graftlm.version import __version__
 
 Log = Callable[[str], None]
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+EvaluationT = TypeVar("EvaluationT")
+
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a run writes, and whom it tells.
+    """Where a run writes and what it shows.
 
     Attributes:
         folder: the run's own folder.
+        key: the run's key.
         dependencies: folders of the runs that it depends on, by id.
-        progress: show the progress of training.
+        progress: whether to show the progress of training.
         log: takes lines for people.
     """
 
@@ -46,15 +50,15 @@ class RunContext:
 
 
 class Run(Config):
-    """One training and measurement, frozen: its fields decide the result.
+    """One training and measurement. It is frozen: its fields determine the result.
 
     A subclass adds fields and implements `measure`.
 
     Args:
-        id: unique in a call of `execute`; a name of a folder, without slashes.
+        id: unique in a call of `execute`; the name of a folder, without slashes.
         label: name in tables.
         depends_on: ids of runs that must finish first; their keys are part of this run's key.
-        folder: the run's folder in the output folder; the id where it is empty.
+        folder: the run's folder in the output folder; by default the id.
     """
 
     id: str
@@ -63,39 +67,43 @@ class Run(Config):
     folder: str = ""
 
     def needs(self) -> Sequence[Run]:
-        """Runs that must finish first, such as sampling, beside those of `depends_on`; `execute` adds them."""
+        """Return further runs that must finish first, such as sampling; `execute` adds them."""
         return ()
 
     def dependencies(self) -> tuple[str, ...]:
-        """The ids of all runs that must finish first."""
-        return (*self.depends_on, *(run.id for run in self.needs()))
+        """Return the ids of all runs that must finish first."""
+        needed = [run.id for run in self.needs()]
+        return (*self.depends_on, *needed)
 
     def key(self, dependencies: Mapping[str, str] | None = None) -> str:
-        """SHA-256 over all that decides the result: the kind of run, its settings, its dependencies, GraftLM's version.
+        """Return the SHA-256 digest of all that determines the result.
 
-        Names and labels do not count. A local path counts by the content of its files. A model or data set of the hub
-        counts by its name and revision. Versions of other packages do not count.
+        That is the kind of run, its settings, its dependencies and GraftLM's version, but not names, labels and
+        versions of other packages. A local path is represented by the content of its files, a model or data set on the
+        hub by its name and revision.
 
-        `dependencies` has the keys of the runs of `dependencies()`, by id.
+        Args:
+            dependencies: the keys of the runs of `dependencies()`, by id.
         """
-        keys = [(dependencies or {})[name] for name in self.dependencies()]
+        known = dependencies or {}
+        keys = [known[name] for name in self.dependencies()]
         kind = f"{type(self).__module__}.{type(self).__qualname__}"
         return digest(kind, __version__, by_content(self.settings()), keys)
 
     def settings(self) -> dict[str, Any]:
-        """The fields that decide the result, as plain JSON values."""
+        """Return the fields that determine the result, as plain JSON values."""
         return self.model_dump(mode="json", exclude={"id", "label", "depends_on", "folder"})
 
     def check(self) -> None:
-        """Raise what will keep the run from starting, before any run has begun."""
+        """Raise an error that would keep the run from starting. It is called before any run has begun."""
 
     def artefacts(self) -> tuple[str, ...]:
-        """Files in the run's folder without which the run is not finished."""
+        """Return the files in the run's folder without which the run is not finished."""
         return ()
 
     @abstractmethod
     def measure(self, context: RunContext) -> Measurement:
-        """Do the run, and measure its result."""
+        """Do the run and measure its result."""
 
     @classmethod
     def release(cls) -> None:
@@ -103,48 +111,53 @@ class Run(Config):
 
 
 @dataclass(frozen=True)
-class Trainee:
+class Trainee(Generic[ModelT, EvaluationT]):
     """What a training run trains.
 
     Attributes:
         model: a module with the forward signature of the training loop.
         batches: the global batches; None without steps.
         identity: plain JSON values that a resumed run must share.
-        tokenizer: the model's tokenizer, where evaluation needs it.
-        tests: what evaluation reads, by name.
-        evaluator: what measures the model, where the run made it before training.
-        start: the weights before training by name, where evaluation needs them.
+        evaluation: what the run's `evaluate` and `save` need, made before training.
     """
 
-    model: Any
+    model: ModelT
     batches: Batches | None
     identity: dict[str, Any]
-    tokenizer: Any = None
-    tests: Any = None
-    evaluator: Any = None
-    start: Mapping[str, Tensor] = field(default_factory=dict)
+    evaluation: EvaluationT
 
 
 class TrainingRun(Run):
-    """A run of the training loop. Subclasses differ in how they build model and batches, evaluate and save."""
+    """A run of the training loop. Subclasses build model and batches, evaluate and save."""
 
     training: TrainingConfig
 
     @abstractmethod
-    def build(self, context: RunContext) -> AbstractContextManager[Trainee]:
+    def build(self, context: RunContext) -> AbstractContextManager[Trainee[Any, Any]]:
         """Build model and batches; the block ends when the run is over."""
 
     @abstractmethod
-    def evaluate(self, trainee: Trainee) -> Measurement:
+    def evaluate(self, trainee: Trainee[Any, Any]) -> Measurement:
         """Measure the trained model."""
 
     def save(
-        self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
+        self,
+        trainee: Trainee[Any, Any],
+        context: RunContext,
+        summary: TrainingSummary | None,
+        measurement: Measurement,
     ) -> None:
-        """Write the trained model into the run's folder."""
+        """Write the trained model into the run's folder.
+
+        Args:
+            trainee: the trained model.
+            context: where to write.
+            summary: summary of the training; None for a run without steps.
+            measurement: the measured result.
+        """
 
     def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, Any]:
-        """What a saved model keeps of its training."""
+        """Return what a saved model records about its training."""
         return {
             "steps": summary.steps if summary else 0,
             "tokens": summary.tokens if summary else 0,
@@ -153,21 +166,36 @@ class TrainingRun(Run):
         }
 
     def measure(self, context: RunContext) -> Measurement:
-        """Train, evaluate and save; processes other than the main one give an empty row."""
+        """Train, evaluate and save. Processes other than the main process return an empty row."""
         with self.build(context) as trainee:
-            summary, memory = None, MemoryWatch()
+            memory = MemoryWatch()
+            summary = None
             if self.training.steps:
-                if trainee.batches is None:
-                    raise RecipeError("A run with steps needs text: name some in data.new, or set training.steps to 0.")
                 with memory:
-                    options: dict[str, Any] = {"identity": trainee.identity, "progress": context.progress}
-                    summary = train(trainee.model, trainee.batches, self.training, context.folder, **options)
+                    summary = self._train(trainee, context)
             if not PartialState().is_main_process:
                 return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
             measurement = self.evaluate(trainee)
             if summary is not None:
-                cost = {"train_tokens_per_s": summary.tokens_per_s, "peak_memory_bytes": memory.peak}
-                measurement.add_metrics(cost)
-                measurement.details["losses"] = [[line["step"], line["loss"]] for line in read_history(summary.history)]
+                measurement.add_metrics(
+                    {
+                        "train_tokens_per_s": summary.tokens_per_s,
+                        "peak_memory_bytes": memory.peak,
+                    }
+                )
+                history = read_history(summary.history)
+                measurement.details["losses"] = [[line["step"], line["loss"]] for line in history]
             self.save(trainee, context, summary, measurement)
         return measurement
+
+    def _train(self, trainee: Trainee[Any, Any], context: RunContext) -> TrainingSummary:
+        if trainee.batches is None:
+            raise RecipeError("A run with steps needs text: name some in data.new, or set training.steps to 0.")
+        return train(
+            trainee.model,
+            trainee.batches,
+            self.training,
+            context.folder,
+            identity=trainee.identity,
+            progress=context.progress,
+        )

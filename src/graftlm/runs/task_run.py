@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -90,6 +91,19 @@ class TaskRecipe(_TaskSettings):
         return TaskRun(id=self.graft.kind, folder=".", **settings)
 
 
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """What measures the tasks.
+
+    Attributes:
+        tests: held-out rows by split and task.
+        starts: what initialised each task's head, by task.
+    """
+
+    tests: Mapping[str, Mapping[str, TaskRows]]
+    starts: Mapping[str, Any]
+
+
 class TaskRun(_TaskSettings, TrainingRun):
     """Train a graft with heads on the labelled rows of several tasks."""
 
@@ -119,7 +133,12 @@ class TaskRun(_TaskSettings, TrainingRun):
             if self.training.steps:
                 context.log(f"Training {graft.config.label} for {self.training.steps:,} steps.")
             identity = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
-            yield Trainee(model, batches, identity | {"data": batches.fingerprint()}, tests=(tests, starts))
+            yield Trainee(
+                model=model,
+                batches=batches,
+                identity=identity | {"data": batches.fingerprint()},
+                evaluation=TaskEvaluation(tests=tests, starts=starts),
+            )
 
     def encoder(self, backbone: Backbone, truncation: bool = True) -> RowEncoder:
         """What turns the run's rows into tokens."""
@@ -143,7 +162,8 @@ class TaskRun(_TaskSettings, TrainingRun):
         }
 
     def evaluate(self, trainee: Trainee) -> Measurement:
-        tests, starts = trainee.tests
+        tests = trainee.evaluation.tests
+        starts = trainee.evaluation.starts
         model: GraftedModel = trainee.model
         scores = {split: self._score(model, rows) for split, rows in tests.items()}
         metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 
 from graftlm.grafts.base import ExportedAdapter
 from graftlm.grafts.neutral_residues.adapter import GatedAdapter
 
-_TEMPLATE = Path(__file__).with_name("exported.txt")
+_TEMPLATE = Path(__file__).with_name("exported_template.py")
+_EQUATION = "relu(w . x + b) W_o (act(W_g x) * W_i x)"
 
 
 def exported_blocks(blocks: Sequence[GatedAdapter], activation: str) -> ExportedAdapter:
@@ -20,16 +20,8 @@ def exported_blocks(blocks: Sequence[GatedAdapter], activation: str) -> Exported
         activation: the name of the activation in transformers' ACT2FN.
     """
     block = blocks[0]
-    template = Template(_TEMPLATE.read_text(encoding="utf-8"))
-    source = template.substitute(
-        activation=activation,
-        equation=_equation(block),
-        gate=_gate_factor(block),
-        inner=_inner(block),
-        modules="\n        ".join(_modules(block)),
-    )
     return ExportedAdapter(
-        source=source,
+        source=_source(block, activation),
         width=block.w_i.out_features,
         tensors=[own.state_dict() for own in blocks],
         parallel=_parallel_plan(block),
@@ -45,29 +37,28 @@ def _parallel_plan(block: GatedAdapter) -> dict[str, str]:
     return plan
 
 
-def _modules(block: GatedAdapter) -> list[str]:
-    """Return a line of code for each module of the adapter."""
-    lines = ["self.w_i = nn.Linear(width, inner, bias=False)"]
-    if block.w_g is not None:
-        lines.append("self.w_g = nn.Linear(width, inner, bias=False)")
-    lines.append("self.w_o = nn.Linear(inner, width, bias=False)")
-    if block.gate is not None:
-        lines.append(f"self.gate = nn.Linear(width, 1, bias={block.gate.bias is not None})")
-    return lines
-
-
-def _inner(block: GatedAdapter) -> str:
-    """Return the code of the inner activations."""
+def _source(block: GatedAdapter, activation: str) -> str:
+    """Return the code of the template's class without the modules that the block lacks."""
+    _, _, body = _TEMPLATE.read_text(encoding="utf-8").partition("class Adapter")
+    code = f"class Adapter{body}"
+    code = code.replace(_EQUATION, _equation(block))
+    code = code.replace('ACT2FN["silu"]', f'ACT2FN["{activation}"]')
     if block.w_g is None:
-        return "self.act(self.w_i(x))"
-    return "self.act(self.w_g(x)) * self.w_i(x)"
-
-
-def _gate_factor(block: GatedAdapter) -> str:
-    """Return the code of the factor g(x)."""
+        code = _without_line(code, "self.w_g = ")
+        code = code.replace("self.act(self.w_g(x)) * self.w_i(x)", "self.act(self.w_i(x))")
     if block.gate is None:
-        return ""
-    return f"self.gate(x).{block.kind}() * "
+        code = _without_line(code, "self.gate = ")
+        code = _without_line(code, "self.gate(x)")
+    else:
+        code = code.replace("bias=True", f"bias={block.gate.bias is not None}")
+        code = code.replace("self.gate(x).relu()", f"self.gate(x).{block.kind}()")
+    return code
+
+
+def _without_line(code: str, text: str) -> str:
+    """Remove the line that contains a text."""
+    lines = code.splitlines(keepends=True)
+    return "".join(line for line in lines if text not in line)
 
 
 def _equation(block: GatedAdapter) -> str:

@@ -1,17 +1,11 @@
-"""Ask the one question that changes the answer, then write (see README.md in this folder)."""
+"""Ask the question whose answer changes the output, then write the output (see README.md in this folder)."""
 
 from graftlm.pipelines.clarify.ambiguity import find_ambiguities
 from graftlm.pipelines.clarify.chain import Chain, HumanUser, RecordedUser, SimulatedUser, User
-from graftlm.pipelines.clarify.cli_helpers import (
-    TerminalPrinter,
-    ask_terminal,
-    choose_user,
-    open_conversation,
-    open_model,
-    summary_lines,
-)
 from graftlm.pipelines.clarify.conversation import Conversation, Cost, Gain, Question
 from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
 from graftlm.pipelines.clarify.gain import GainEstimator
 from graftlm.pipelines.clarify.models import ChatModel, LocalModel, Reply
+from graftlm.pipelines.clarify.opening import choose_user, open_conversation, open_model
 from graftlm.pipelines.clarify.templates import Template, load_template, template_names
+from graftlm.pipelines.clarify.terminal import TerminalPrinter, ask_terminal, summary_lines

@@ -1,7 +1,8 @@
-"""Rules that detect five kinds of ambiguity in an English text: a cheap filter before a model is asked.
+"""Rules that detect five kinds of ambiguity in an English text: a cheap filter before a model is called.
 
-With a parser (`experiments/clarify/parsing.py`) the rules know subjects, nouns and verbs. Without one they know words
-and their neighbours; `Detection.limitations` lists what they miss. A text without detections is not proved unambiguous.
+With a parser (`experiments/clarify/parsing.py`) the rules use parts of speech and grammatical relations. Without one
+they use words and their neighbours, and `Detection.limitations` lists what they miss. A text without detections may
+still be ambiguous.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _PRONOUNS = {
     "masculine": re.compile(r"\b(?:he|him|his|himself)\b", re.IGNORECASE),
 }
 _FOLDER = Path(__file__).parent / "word_lists"
-# The kinds that make a difference in a language. Japanese nouns have no gender, and few of its occupations show one.
+# The kinds that make a difference in a target language, where these are not all kinds. Japanese nouns have no gender,
+# and few of its occupations show one.
 _KINDS_BY_LANGUAGE: dict[str, tuple[AmbiguityKind, ...]] = {"ja": ("it", "polysemy", "formality", "name")}
 _LIMITATIONS = (
     'whether a noun of the text is the antecedent of "it"',
@@ -39,33 +41,53 @@ _YOU = {"you", "your", "yours", "yourself", "yourselves"}
 
 
 def english_gender(text: str) -> str | None:
-    """The gender of the pronouns in an English text: feminine, masculine, or None for no pronoun or both."""
+    """Return the gender of the pronouns in an English text.
+
+    Args:
+        text: The English text.
+
+    Returns:
+        feminine or masculine; None if the text has no gendered pronoun, or pronouns of both genders.
+    """
     genders = [name for name, pronouns in _PRONOUNS.items() if pronouns.search(text)]
     return genders[0] if len(genders) == 1 else None
 
 
 class Token(NamedTuple):
-    """One word."""
+    """A word of a text.
+
+    Args:
+        text: The word.
+        lemma: Its lemma in lower case.
+        pos: Its part of speech, a tag of Universal Dependencies; empty without a parser.
+        tag: Its tag of the Penn Treebank; empty without a parser.
+        dep: Its relation to its head; empty without a parser.
+        head: Index of its head; its own index for a root.
+        start: Offset in the text, in characters.
+    """
 
     text: str
-    lemma: str  # in lower case
-    pos: str  # part of speech, a tag of Universal Dependencies
-    tag: str  # of the Penn Treebank
-    dep: str  # relation to the head
-    head: int  # its index; a root's own index
-    start: int  # offset in the text
+    lemma: str
+    pos: str
+    tag: str
+    dep: str
+    head: int
+    start: int
 
 
 Parser = Callable[[str], list[Token]]
 
 
 class Sense(Config):
-    """One meaning of a word.
+    """A meaning of a word.
 
     Args:
-        gloss: the meaning in a few words.
-        cues: nearby words that indicate this meaning.
-        es, fr, de, ja: translations.
+        gloss: The meaning in a few words.
+        cues: Nearby words that indicate this meaning.
+        es: Spanish translations.
+        fr: French translations.
+        de: German translations.
+        ja: Japanese translations.
     """
 
     gloss: str
@@ -76,39 +98,65 @@ class Sense(Config):
     ja: tuple[str, ...] = ()
 
     def translations(self, language: str) -> frozenset[str]:
-        """The translations into one language, in lower case; empty for a language that the table lacks."""
-        return frozenset(word.lower() for word in getattr(self, language, ()))
+        """Return the translations into a language, in lower case.
+
+        Args:
+            language: A language code; the result is empty for a language that the table lacks.
+        """
+        words: tuple[str, ...] = getattr(self, language, ())
+        return frozenset(word.lower() for word in words)
 
 
 @cache
 def polysemous_words() -> dict[str, tuple[Sense, ...]]:
-    """Words with several meanings, and their senses."""
-    return TypeAdapter(dict[str, tuple[Sense, ...]]).validate_python(read_yaml(_FOLDER / "polysemy.yaml"))
+    """Return the senses of each listed word with several meanings."""
+    adapter = TypeAdapter(dict[str, tuple[Sense, ...]])
+    return adapter.validate_python(read_yaml(_FOLDER / "polysemy.yaml"))
 
 
 @cache
 def word_list(name: str) -> frozenset[str]:
-    """A list of `word_lists/detection.yaml`, in lower case. Commas separate phrases, else blanks separate words."""
+    """Return a list of `word_lists/detection.yaml`, in lower case.
+
+    Args:
+        name: The key of the list. Phrases are separated by commas; a list without commas is split at white space.
+    """
     text = read_yaml(_FOLDER / "detection.yaml")[name].lower()
-    return frozenset(word.strip() for word in (text.split(",") if "," in text else text.split()))
+    entries = text.split(",") if "," in text else text.split()
+    return frozenset(entry.strip() for entry in entries)
 
 
 @cache
 def word_pattern(name: str) -> re.Pattern[str]:
-    """A pattern of `word_lists/detection.yaml`, compiled, with its lists filled in."""
-    patterns = read_yaml(_FOLDER / "detection.yaml")["patterns"]
+    """Compile a pattern of `word_lists/detection.yaml`.
+
+    Args:
+        name: The key of the pattern. In the pattern, `{key}` is replaced by another pattern or by the words of a list.
+    """
+    patterns: dict[str, str] = read_yaml(_FOLDER / "detection.yaml")["patterns"]
 
     def fill(match: re.Match[str]) -> str:
-        if match[1] in patterns:
-            return patterns[match[1]]
-        return "|".join(map(re.escape, sorted(word_list(match[1]), key=len, reverse=True)))
+        key = match[1]
+        if key in patterns:
+            return patterns[key]
+        longest_first = sorted(word_list(key), key=len, reverse=True)
+        return "|".join(re.escape(word) for word in longest_first)
 
-    return re.compile(re.sub(r"\{([a-z_]+)\}", fill, patterns[name]), re.IGNORECASE)
+    filled = re.sub(r"\{([a-z_]+)\}", fill, patterns[name])
+    return re.compile(filled, re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Ambiguity:
-    """An ambiguous word: its position, the reason, and the senses of a polysemous word."""
+    """An ambiguous word.
+
+    Args:
+        kind: The kind of ambiguity.
+        word: The word.
+        start: Its offset in the text, in characters.
+        reason: Why it is ambiguous.
+        senses: The possible senses of a polysemous word.
+    """
 
     kind: AmbiguityKind
     word: str
@@ -119,7 +167,12 @@ class Ambiguity:
 
 @dataclass(frozen=True)
 class Detection:
-    """Detected ambiguities in text order, and what the rules miss without a parser (empty with one)."""
+    """The result of `detect`.
+
+    Args:
+        ambiguities: The detected ambiguities in text order.
+        limitations: What the rules miss without a parser; empty with one.
+    """
 
     ambiguities: tuple[Ambiguity, ...]
     limitations: tuple[str, ...]
@@ -127,12 +180,13 @@ class Detection:
     @property
     def kinds(self) -> tuple[AmbiguityKind, ...]:
         """The detected kinds without duplicates, in text order."""
-        return tuple(dict.fromkeys(ambiguity.kind for ambiguity in self.ambiguities))
+        kinds = [ambiguity.kind for ambiguity in self.ambiguities]
+        return tuple(dict.fromkeys(kinds))
 
 
 @dataclass(frozen=True)
 class _Analysis:
-    """A text with its tokens, its context and the target language."""
+    """A text with its tokens, its context and the target language; `parsed` tells whether the tokens have grammar."""
 
     text: str
     tokens: list[Token]
@@ -141,16 +195,20 @@ class _Analysis:
     language: str | None
 
     def children(self, index: int) -> list[Token]:
+        """Return the tokens whose head is a token."""
         return [token for other, token in enumerate(self.tokens) if token.head == index and other != index]
 
     def has_gender(self) -> bool:
+        """Whether the pronouns of the text or of its context have one gender."""
         return bool(english_gender(self.text) or english_gender(self.context))
 
     def unmatched(self, words: set[str], pattern: str) -> Iterator[tuple[int, Token]]:
-        """The tokens among `words`, with their index, outside the matches of a pattern."""
+        """Yield index and token of the occurrences of `words` outside the matches of a pattern."""
         spans = [match.span() for match in word_pattern(pattern).finditer(self.text)]
         for index, token in enumerate(self.tokens):
-            if token.text.lower() in words and not any(start <= token.start < end for start, end in spans):
+            if token.text.lower() not in words:
+                continue
+            if not any(start <= token.start < end for start, end in spans):
                 yield index, token
 
 
@@ -162,76 +220,120 @@ def detect(
     parser: Parser | None = None,
     kinds: Sequence[str] = KINDS,
 ) -> Detection:
-    """The ambiguities of an English text.
+    """Detect the ambiguities of an English text.
 
     Args:
-        language: the target language; kinds that make no difference there are ignored.
-        context: surrounding sentences; their pronouns and cue words may resolve an ambiguity.
-        parser: from `load_parser`; None uses words and their neighbours alone.
+        text: The English text.
+        language: Code of the target language; kinds that make no difference there are ignored.
+        context: Surrounding sentences, whose pronouns and cue words may resolve an ambiguity.
+        parser: A parser of `load_parser`; None uses only words and their neighbours.
+        kinds: The kinds to detect.
 
-    Raises DataError if a kind is unknown.
+    Raises:
+        DataError: A kind is unknown.
     """
     for kind in kinds:
         if kind not in KINDS:
             raise DataError(f"There is no ambiguity of the kind {kind!r}{did_you_mean(kind, KINDS)}.")
-    tokens = parser(text) if parser else split_words(text)
-    analysis = _Analysis(text, tokens, parser is not None, " ".join(context), language)
-    selected = [kind for kind in _KINDS_BY_LANGUAGE.get(language or "", KINDS) if kind in kinds]
-    ambiguities = [ambiguity for kind in selected for ambiguity in _RULES[kind](analysis)]
+    analysis = _Analysis(
+        text=text,
+        tokens=parser(text) if parser else split_words(text),
+        parsed=parser is not None,
+        context=" ".join(context),
+        language=language,
+    )
+    ambiguities: list[Ambiguity] = []
+    for kind in _KINDS_BY_LANGUAGE.get(language or "", KINDS):
+        if kind in kinds:
+            ambiguities.extend(_RULES[kind](analysis))
     ambiguities.sort(key=lambda ambiguity: ambiguity.start)
-    return Detection(tuple(ambiguities), () if parser else _LIMITATIONS)
+    return Detection(
+        ambiguities=tuple(ambiguities),
+        limitations=() if parser else _LIMITATIONS,
+    )
 
 
 def find_ambiguities(text: str, language: str) -> tuple[Ambiguity, ...]:
-    """The detector of `Chain`: ambiguities by words alone. For English output all kinds count."""
-    return detect(text, language=None if language == "en" else language).ambiguities
+    """Detect ambiguities without a parser, as a detector of `Chain`.
+
+    Args:
+        text: The English text.
+        language: Code of the output language; for English output, all kinds are detected.
+    """
+    target = None if language == "en" else language
+    return detect(text, language=target).ambiguities
 
 
 def split_words(text: str) -> list[Token]:
-    """Words as tokens without grammar, with contractions such as 's cut off."""
-    words = [(_CONTRACTION.sub("", match[0]), match.start()) for match in _WORD.finditer(text)]
-    return [Token(word, word.lower(), "", "", "", index, start) for index, (word, start) in enumerate(words)]
+    """Split a text into tokens without grammar; contractions such as 's are cut off."""
+    tokens = []
+    for index, match in enumerate(_WORD.finditer(text)):
+        word = _CONTRACTION.sub("", match[0])
+        token = Token(
+            text=word,
+            lemma=word.lower(),
+            pos="",
+            tag="",
+            dep="",
+            head=index,
+            start=match.start(),
+        )
+        tokens.append(token)
+    return tokens
 
 
 def _it(analysis: _Analysis) -> Iterator[Ambiguity]:
     for index, token in analysis.unmatched({"it"}, "fixed_it"):
         if word_pattern("expletive_it").match(analysis.text[token.start :]):
             continue
-        if not (analysis.parsed and (_is_expletive(analysis, index) or _has_antecedent(analysis, index))):
-            yield Ambiguity("it", token.text, token.start, "no noun before it is its antecedent")
+        if analysis.parsed and _is_expletive(analysis, index):
+            continue
+        if analysis.parsed and _has_antecedent(analysis, index):
+            continue
+        yield Ambiguity("it", token.text, token.start, "no noun before it is its antecedent")
 
 
 def _is_expletive(analysis: _Analysis, index: int) -> bool:
     """Whether the parse marks this "it" as an expletive: weather, time, or an extraposed clause."""
     token = analysis.tokens[index]
-    if token.dep == "expl" or not token.dep.startswith("nsubj"):
-        return token.dep == "expl"
-    head, children = analysis.tokens[token.head], analysis.children(token.head)
+    if token.dep == "expl":
+        return True
+    if not token.dep.startswith("nsubj"):
+        return False
+    head = analysis.tokens[token.head]
+    children = analysis.children(token.head)
     weather = word_list("weather_verbs") | word_list("weather_and_time")
-    if any(word.lemma in weather for word in [head, *children] if word is not token):
+    related = [word for word in [head, *children] if word is not token]
+    if any(word.lemma in weather for word in related):
         return head.lemma == "be" or head.lemma in weather
     if head.lemma in word_list("raising_verbs"):
-        return any(child.dep in {"csubj", "ccomp", "xcomp"} and child.pos in {"VERB", "AUX"} for child in children)
-    return (head.lemma == "be" or head.pos in {"ADJ", "NOUN"}) and _has_extraposed_clause(analysis, token.head)
+        clauses = [child for child in children if child.dep in {"csubj", "ccomp", "xcomp"}]
+        return any(clause.pos in {"VERB", "AUX"} for clause in clauses)
+    is_predicate = head.lemma == "be" or head.pos in {"ADJ", "NOUN"}
+    return is_predicate and _has_extraposed_clause(analysis, token.head)
 
 
 def _has_extraposed_clause(analysis: _Analysis, head: int) -> bool:
-    """Whether a clause depends on a predicate such as "it is hard to say"."""
-    tokens = enumerate(analysis.tokens)
-    predicates = [head, *(i for i, token in tokens if token.head == head and token.dep in {"acomp", "attr"})]
-    if not any(analysis.tokens[index].lemma in word_list("extraposed_adjectives") for index in predicates):
+    """Whether a clause depends on a predicate, as in "it is hard to say"."""
+    predicates = [head]
+    for index, token in enumerate(analysis.tokens):
+        if token.head == head and token.dep in {"acomp", "attr"}:
+            predicates.append(index)
+    lemmas = {analysis.tokens[index].lemma for index in predicates}
+    if lemmas.isdisjoint(word_list("extraposed_adjectives")):
         return False
     clauses = {"csubj", "ccomp", "xcomp", "advcl", "acl:relcl", "acl"}
     return any(child.dep in clauses for index in predicates for child in analysis.children(index))
 
 
 def _has_antecedent(analysis: _Analysis, index: int) -> bool:
-    """Whether a singular noun that is no person and no time precedes "it"."""
+    """Whether a singular noun that denotes neither a person nor a time precedes "it"."""
     excluded = word_list("things_no_antecedent") | word_list("occupations")
-    return any(
-        token.pos == "NOUN" and token.tag in {"NN", ""} and token.lemma not in excluded and token.dep != "compound"
-        for token in analysis.tokens[:index]
-    )
+    for token in analysis.tokens[:index]:
+        is_singular_noun = token.pos == "NOUN" and token.tag in {"NN", ""} and token.dep != "compound"
+        if is_singular_noun and token.lemma not in excluded:
+            return True
+    return False
 
 
 def _formality(analysis: _Analysis) -> Iterator[Ambiguity]:
@@ -239,64 +341,92 @@ def _formality(analysis: _Analysis) -> Iterator[Ambiguity]:
         return
     for _, token in analysis.unmatched(_YOU, "idiomatic_you"):
         yield Ambiguity("formality", token.text, token.start, "you does not show how formal the address is")
-    for index, token in enumerate(analysis.tokens if analysis.parsed else ()):
-        if token.tag != "VB" or token.dep.lower() != "root" or token.lemma == "let":
-            continue
-        children = analysis.children(index)
-        has_subject = any(child.dep.startswith("nsubj") or child.tag in {"TO", "MD"} for child in children)
-        has_auxiliary = any(child.dep.startswith("aux") and child.lemma != "do" for child in children)
-        if not (has_subject or has_auxiliary):
+    if not analysis.parsed:
+        return
+    for index, token in enumerate(analysis.tokens):
+        if _is_imperative(analysis, index):
             yield Ambiguity("formality", token.text, token.start, "an imperative addresses somebody")
+
+
+def _is_imperative(analysis: _Analysis, index: int) -> bool:
+    token = analysis.tokens[index]
+    if token.tag != "VB" or token.dep.lower() != "root" or token.lemma == "let":
+        return False
+    children = analysis.children(index)
+    has_subject = any(child.dep.startswith("nsubj") or child.tag in {"TO", "MD"} for child in children)
+    has_auxiliary = any(child.dep.startswith("aux") and child.lemma != "do" for child in children)
+    return not (has_subject or has_auxiliary)
 
 
 def _name(analysis: _Analysis) -> Iterator[Ambiguity]:
     if analysis.has_gender():
         return
+    names = word_list("names")
     for token in analysis.tokens:
-        is_listed = token.text[:1].isupper() and token.text.lower() in word_list("names")
+        is_listed = token.text[:1].isupper() and token.text.lower() in names
         if is_listed and _is_first_name(analysis, token):
             yield Ambiguity("name", token.text, token.start, "women and men have this name, and no pronoun decides")
 
 
 def _is_first_name(analysis: _Analysis, token: Token) -> bool:
-    """Whether the name is no surname (after a title, a name or a hyphen) and no part of a place's name."""
-    before, after = analysis.text[: token.start], analysis.text[token.start + len(token.text) :]
-    if any(word_pattern(name).search(before) for name in ("title_before", "name_before")):
+    """Whether a name is neither a surname (after a title, a name or a hyphen) nor part of the name of a place."""
+    before = analysis.text[: token.start]
+    after = analysis.text[token.start + len(token.text) :]
+    if word_pattern("title_before").search(before) or word_pattern("name_before").search(before):
         return False
     if word_pattern("name_after").match(after):
         return False
-    previous = [other for other in analysis.tokens if other.start < token.start][-1:]
-    return not analysis.parsed or (token.pos == "PROPN" and not any(other.pos == "PROPN" for other in previous))
+    if not analysis.parsed:
+        return True
+    if token.pos != "PROPN":
+        return False
+    previous = [other for other in analysis.tokens if other.start < token.start]
+    return not previous or previous[-1].pos != "PROPN"
 
 
 def _profession(analysis: _Analysis) -> Iterator[Ambiguity]:
     if analysis.has_gender():
         return
-    verbs = word_list("occupations_and_verbs")
+    occupations = word_list("occupations") | word_list("occupations_and_verbs")
     for token in analysis.tokens:
-        if token.text.lower() not in word_list("occupations") | verbs:  # plurals are not ambiguous
-            continue
-        if analysis.parsed:
-            is_noun = token.pos == "NOUN" and token.dep != "compound"
-        else:
-            determiner = word_pattern("determiner_before").search(analysis.text[: token.start])
-            is_noun = token.lemma not in verbs or determiner is not None
-        if is_noun:
+        # The lists have singular forms only, since plurals are not ambiguous.
+        if token.text.lower() in occupations and _is_occupation_noun(analysis, token):
             yield Ambiguity("profession", token.text, token.start, "an occupation, and no pronoun shows the gender")
 
 
+def _is_occupation_noun(analysis: _Analysis, token: Token) -> bool:
+    """Whether an occupation is a noun here; some, such as "guard", are also verbs."""
+    if analysis.parsed:
+        return token.pos == "NOUN" and token.dep != "compound"
+    if token.lemma not in word_list("occupations_and_verbs"):
+        return True
+    return word_pattern("determiner_before").search(analysis.text[: token.start]) is not None
+
+
 def _polysemy(analysis: _Analysis) -> Iterator[Ambiguity]:
-    near = {token.lemma for token in analysis.tokens} | {word.lower() for word in _WORD.findall(analysis.context)}
+    near = {token.lemma for token in analysis.tokens}
+    near.update(word.lower() for word in _WORD.findall(analysis.context))
     for token in analysis.tokens:
         senses = polysemous_words().get(token.text.lower()) or polysemous_words().get(token.lemma)
         if not senses or _is_proper_noun(analysis, token):
             continue
-        if analysis.language and frozenset.intersection(*(s.translations(analysis.language) for s in senses)):
-            continue  # one translation serves all senses
+        if analysis.language and _share_translation(senses, analysis.language):
+            continue
         cued = [sense for sense in senses if any(_is_near(cue, near) for cue in sense.cues)]
         if len(cued) != 1:
-            reason = "it has several meanings, and no word near it decides"
-            yield Ambiguity("polysemy", token.text, token.start, reason, tuple(cued or senses))
+            yield Ambiguity(
+                kind="polysemy",
+                word=token.text,
+                start=token.start,
+                reason="it has several meanings, and no word near it decides",
+                senses=tuple(cued or senses),
+            )
+
+
+def _share_translation(senses: Sequence[Sense], language: str) -> bool:
+    """Whether all senses have a translation in common, so that the sense makes no difference."""
+    translations = [sense.translations(language) for sense in senses]
+    return bool(frozenset.intersection(*translations))
 
 
 def _is_proper_noun(analysis: _Analysis, token: Token) -> bool:
@@ -306,7 +436,16 @@ def _is_proper_noun(analysis: _Analysis, token: Token) -> bool:
 
 
 def _is_near(cue: str, words: set[str]) -> bool:
-    return cue in words or f"{cue}s" in words or any(len(cue) > 4 and word.startswith(cue) for word in words)
+    """Whether a cue is one of the words, possibly with an ending."""
+    if cue in words or f"{cue}s" in words:
+        return True
+    return len(cue) > 4 and any(word.startswith(cue) for word in words)
 
 
-_RULES = {"it": _it, "polysemy": _polysemy, "formality": _formality, "name": _name, "profession": _profession}
+_RULES: dict[AmbiguityKind, Callable[[_Analysis], Iterator[Ambiguity]]] = {
+    "it": _it,
+    "polysemy": _polysemy,
+    "formality": _formality,
+    "name": _name,
+    "profession": _profession,
+}

@@ -1,4 +1,7 @@
-"""Interactive-chain prompting: propose a question, let the user answer, write. Each step adds one turn."""
+"""Interactive-chain prompting: propose a question, let the user answer it, write the output.
+
+Each step adds a turn to an immutable `Conversation`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from graftlm.config import read_yaml
 from graftlm.errors import GraftError
@@ -25,25 +28,33 @@ from graftlm.pipelines.clarify.conversation import (
 )
 from graftlm.pipelines.clarify.gain import GainEstimator, normalize_text
 from graftlm.pipelines.clarify.models import ChatModel
-from graftlm.pipelines.clarify.templates import InstructionName, load_template
+from graftlm.pipelines.clarify.templates import Exemplar, InstructionName, load_template
 
 _QUOTED = re.compile(r"[\"“„«]([^\"“”„«»]+)[\"”“»]")
 _ASKS_FOR = re.compile(r"^(?:what|who|which)\b.*\b(?:is|are|was|were) (\w+)\?$", re.IGNORECASE)
 
 
 class User(Protocol):
-    """Answers questions."""
+    """Answers the questions of a chain."""
 
     @property
     def name(self) -> str: ...
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
-        """The answer to the conversation's open question, or None; and its cost."""
+        """Answer the open question of a conversation.
+
+        Returns:
+            The answer, or None to refuse; and its cost.
+        """
         ...
 
 
 class HumanUser:
-    """A person. `ask` shows a question with its possible answers and returns the answer; None or blanks refuse."""
+    """A person.
+
+    Args:
+        ask: Shows a question with its possible answers and returns the answer; None or white space refuses.
+    """
 
     name = "person"
 
@@ -52,36 +63,53 @@ class HumanUser:
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
         question = _open_question(conversation)
-        return self._ask(question.text, question.answers), Cost()
+        answer = self._ask(question.text, question.answers)
+        return answer, Cost()
 
 
 class SimulatedUser:
-    """A model that answers from a context, and refuses where the context gives no answer.
+    """A model that answers from a context, and refuses if the context gives no answer.
 
-    It sees the exemplars of `template`, by default the conversation's.
+    Args:
+        model: The model.
+        context: What the simulated user knows.
+        template: Name or file of the template whose exemplars the model sees; by default the conversation's.
     """
 
     def __init__(self, model: ChatModel, context: str, template: str | None = None) -> None:
-        self._model, self._context, self._template = model, context, template
+        self._model = model
+        self._context = context
+        self._template = template
 
     @property
     def name(self) -> str:
         return f"simulated by {self._model.name}"
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
-        question, template = _open_question(conversation), load_template(self._template or conversation.template)
+        question = _open_question(conversation)
+        template = load_template(self._template or conversation.template)
         prompt = prompts.build_prompt(
-            template, "user", conversation.target, conversation.text, context=self._context, question=question.text
+            template,
+            "user",
+            conversation.target,
+            conversation.text,
+            context=self._context,
+            question=question.text,
         )
         reply = self._model.generate(prompt)
-        answer = prompt.without_label(reply.text.strip().partition("\n")[0])
-        return (None if prompts.is_word(answer, template.no_answer) else answer), reply.cost
+        first_line = reply.text.strip().partition("\n")[0]
+        answer = prompt.without_label(first_line)
+        if prompts.is_word(answer, template.no_answer):
+            return None, reply.cost
+        return answer, reply.cost
 
 
 class RecordedUser:
-    """Answers that were given in advance, by question or in order. A question without an answer is refused.
+    """Gives answers that were recorded in advance, and refuses a question without an answer.
 
-    Answers in order that a resumed conversation ends with are taken as given already.
+    Args:
+        answers: Answers by the text of the question, or in the order of the questions. If a resumed conversation ends
+            with the first answers of the sequence, these are not given again.
     """
 
     name = "recorded"
@@ -94,9 +122,18 @@ class RecordedUser:
         if isinstance(self._answers, Mapping):
             return self._answers.get(question.text), Cost()
         given = [answer for _, answer in conversation.exchanges]
-        counts = range(min(len(given), len(self._answers)), 0, -1)
-        used = next((count for count in counts if given[-count:] == list(self._answers[:count])), 0)
-        return next(iter(self._answers[used:]), None), Cost()
+        used = _overlap(given, self._answers)
+        if used < len(self._answers):
+            return self._answers[used], Cost()
+        return None, Cost()
+
+
+def _overlap(given: Sequence[str], answers: Sequence[str]) -> int:
+    """Return the largest number of first `answers` that `given` ends with."""
+    for count in range(min(len(given), len(answers)), 0, -1):
+        if list(given[-count:]) == list(answers[:count]):
+            return count
+    return 0
 
 
 def _open_question(conversation: Conversation) -> Question:
@@ -108,11 +145,12 @@ class Chain:
     """Leads conversations from one turn to the next.
 
     Args:
-        translator: proposes questions and writes outputs.
-        user: answers; None if answers come from outside (`Conversation.reply`).
-        gain_estimator: judges questions if the conversation has a threshold; by default with greedy outputs.
-        detector: finds ambiguities in a text for an output language. If it finds none, nothing is asked.
-        on_text: called with each new part of the output, if the translator can stream.
+        translator: Proposes questions and writes outputs.
+        user: Answers the questions; None if answers come from outside (`Conversation.reply`).
+        gain_estimator: Estimates the gain of questions if the conversation has a threshold; by default from greedy
+            outputs of the translator.
+        detector: Finds ambiguities in a text for an output language. If it finds none, nothing is asked.
+        on_text: Called with each new piece of the output, if the translator can stream.
     """
 
     def __init__(
@@ -121,141 +159,228 @@ class Chain:
         user: User | None = None,
         *,
         gain_estimator: GainEstimator | None = None,
-        detector: Callable[[str, str], Sequence[Any]] | None = None,
+        detector: Callable[[str, str], Sequence[object]] | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> None:
-        self._translator, self._user = translator, user
+        self._translator = translator
+        self._user = user
         self._gain_estimator = gain_estimator or GainEstimator(translator)
-        self._detector, self._on_text = detector, on_text
+        self._detector = detector
+        self._on_text = on_text
 
     def run(self, conversation: Conversation, keep: str | Path | None = None) -> Conversation:
         """Add turns until the output is written, or until an answer is due and there is no user.
 
-        `keep` is a file to save the conversation to after every turn.
+        Args:
+            conversation: The conversation so far.
+            keep: A file to which the conversation is saved after every turn.
 
-        Raises EndpointError if the translator's server fails; earlier turns are kept.
+        Raises:
+            EndpointError: The translator's server failed. Earlier turns are saved.
         """
-        while conversation.step != "done" and not (conversation.step == "answer" and self._user is None):
+        while not self._has_to_stop(conversation):
             conversation = self.advance(conversation)
             if keep is not None:
                 conversation.save(keep)
         return conversation
 
-    def advance(self, conversation: Conversation) -> Conversation:
-        """The conversation with its next turn.
+    def _has_to_stop(self, conversation: Conversation) -> bool:
+        waits_for_answer = conversation.step == "answer" and self._user is None
+        return conversation.step == "done" or waits_for_answer
 
-        Raises GraftError if the conversation is done, or waits for an answer from outside, and EndpointError if the
-        translator's server fails.
+    def advance(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with its next turn.
+
+        Args:
+            conversation: The conversation so far.
+
+        Raises:
+            GraftError: The conversation is done, or waits for an answer from outside.
+            EndpointError: The translator's server failed.
         """
         if conversation.step == "propose":
             return conversation.after(self._propose(conversation))
         if conversation.step == "write":
-            return conversation.after(self._output(conversation))
+            return conversation.after(self._write(conversation))
         if conversation.step == "answer" and self._user is not None:
             answer, cost = self._user.answer(conversation)
             return conversation.reply(answer, author=self._user.name, cost=cost)
-        raise GraftError(f"The conversation is {conversation.step}: there is no turn to add.")
+        raise GraftError(f"The next step of the conversation is {conversation.step!r}: the chain can't add a turn.")
 
     def _propose(self, conversation: Conversation) -> Turn:
+        """Let the translator propose a question, and decide whether to ask it."""
         if self._detector is not None and not self._detector(conversation.text, conversation.target):
             return SkippedTurn(reason="nothing", reply="no ambiguity found by rules")
-        template = load_template(conversation.template)
         prompt = _prompt(conversation, "ask")
         reply = self._translator.generate(prompt)
         text = reply.text.strip()
         parsed = prompts.parse_question(text, prompt.label)
         if parsed is None:
-            nothing = prompts.is_word(prompt.without_label(text), template.no_question)
-            return SkippedTurn(reason="nothing" if nothing else "no-question", reply=text, cost=reply.cost)
+            no_question = load_template(conversation.template).no_question
+            has_nothing = prompts.is_word(prompt.without_label(text), no_question)
+            return SkippedTurn(
+                reason="nothing" if has_nothing else "no-question",
+                reply=text,
+                cost=reply.cost,
+            )
         question = Question(text=parsed[0], answers=parsed[1])
         earlier = {normalize_text(proposed.text) for proposed in conversation.questions}
         if normalize_text(question.text) in earlier:
             return SkippedTurn(reason="repeated", reply=text, cost=reply.cost)
-        if (usable := usable_question(conversation, question)) is None:
+        usable = usable_question(conversation, question)
+        if usable is None:
             return SkippedTurn(reason="unusable", reply=text, question=question, cost=reply.cost)
         return self._judge(conversation, usable, text, reply.cost)
 
     def _judge(self, conversation: Conversation, question: Question, reply: str, cost: Cost) -> Turn:
-        """Asks the question, or skips it if its gain is not above the conversation's threshold."""
+        """Ask the question, or skip it if its gain does not exceed the conversation's threshold."""
         if conversation.threshold is None:
             return AskedTurn(question=question, cost=cost)
         gain, gain_cost = self._gain_estimator.estimate(conversation, question)
+        total = cost + gain_cost
         if gain is None or gain.bits > conversation.threshold:
-            return AskedTurn(question=question, gain=gain, cost=cost + gain_cost)
-        return SkippedTurn(reason="not-needed", reply=reply, question=question, gain=gain, cost=cost + gain_cost)
+            return AskedTurn(question=question, gain=gain, cost=total)
+        return SkippedTurn(
+            reason="not-needed",
+            reply=reply,
+            question=question,
+            gain=gain,
+            cost=total,
+        )
 
-    def _output(self, conversation: Conversation) -> WrittenTurn:
-        if (gain := conversation.settled) is not None:  # the output was generated when the question was judged
-            return WrittenTurn(output=gain.likeliest, mode="settled", author=self._translator.name)
-        if (output := _judged_output(conversation)) is not None:
-            return WrittenTurn(output=output, mode="informed", author=self._translator.name)
-        name, mode = ("write", "informed") if conversation.exchanges else ("plain", "plain")
-        prompt = _prompt(conversation, name)
+    def _write(self, conversation: Conversation) -> WrittenTurn:
+        """Write the output, or take it from the estimate of a gain if it was generated there."""
+        author = self._translator.name
+        if conversation.settled is not None:
+            return WrittenTurn(output=conversation.settled.likeliest, mode="settled", author=author)
+        judged = _judged_output(conversation)
+        if judged is not None:
+            return WrittenTurn(output=judged, mode="informed", author=author)
+        is_informed = bool(conversation.exchanges)
+        prompt = _prompt(conversation, "write" if is_informed else "plain")
         reply = self._translator.generate(prompt, on_text=self._on_text)
-        values = {"mode": mode, "author": self._translator.name, "truncated": reply.truncated, "cost": reply.cost}
-        return WrittenTurn(output=prompt.without_label(reply.text), **values)
+        return WrittenTurn(
+            output=prompt.without_label(reply.text),
+            mode="informed" if is_informed else "plain",
+            author=author,
+            truncated=reply.truncated,
+            cost=reply.cost,
+        )
 
 
 def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:
     template = load_template(conversation.template)
-    exchanges = conversation.exchanges
-    return prompts.build_prompt(template, name, conversation.target, conversation.text, exchanges=exchanges)
+    return prompts.build_prompt(
+        template,
+        name,
+        conversation.target,
+        conversation.text,
+        exchanges=conversation.exchanges,
+    )
 
 
 def _judged_output(conversation: Conversation) -> str | None:
-    """The output that was generated under the last answer when its question was judged, if there is one."""
-    question, answer = conversation.turns[-2:] if len(conversation.turns) > 1 else (None, None)
-    if not (isinstance(question, AskedTurn) and isinstance(answer, AnsweredTurn) and question.gain is not None):
+    """Return the output that the gain estimate generated for the last answer, if it generated exactly one."""
+    if len(conversation.turns) < 2:
         return None
-    outputs = dict(zip(question.question.answers, question.gain.outputs, strict=True)).get(answer.answer, ())
+    asked, answered = conversation.turns[-2:]
+    if not isinstance(asked, AskedTurn) or not isinstance(answered, AnsweredTurn) or asked.gain is None:
+        return None
+    by_answer = dict(zip(asked.question.answers, asked.gain.outputs, strict=True))
+    outputs = by_answer.get(answered.answer, ())
     return outputs[0] if len(outputs) == 1 else None
 
 
 def usable_question(conversation: Conversation, question: Question) -> Question | None:
-    """The question without options that fit another text, or None if it should not be asked: README.md has the rule.
+    """Remove the options of a question that fit another text; README.md states the rule.
 
-    Less than two options are no choice: then a question that quotes the text is asked without options, others are not.
+    A single option leaves nothing to choose: then a question that quotes the text is asked without options, and any
+    other question is not asked.
+
+    Args:
+        conversation: The conversation so far.
+        question: The proposed question.
+
+    Returns:
+        The question with the remaining options, or None if it should not be asked.
     """
-    case = _words(" ".join([conversation.text, *(answer for _, answer in conversation.exchanges)]))
-    quoted = [word for text in _QUOTED.findall(question.text) for word in _words(text)]
-    if not case.issuperset(quoted) or question.text.strip() == conversation.text.strip():
+    known = [conversation.text, *(answer for _, answer in conversation.exchanges)]
+    known_words = _words(" ".join(known))
+    quoted = set()
+    for quotation in _QUOTED.findall(question.text):
+        quoted |= _words(quotation)
+    if not quoted <= known_words or question.text.strip() == conversation.text.strip():
         return None
-    answers = tuple(answer for answer in question.answers if _fits(answer, question, quoted, conversation, case))
-    if len(answers) < 2 and question.answers:
+    exemplars = load_template(conversation.template).exemplars
+    answers = [answer for answer in question.answers if _fits(answer, question, quoted, known_words, exemplars)]
+    if question.answers and len(answers) < 2:
         return Question(text=question.text) if quoted else None
-    return Question(text=question.text, answers=answers)
+    return Question(text=question.text, answers=tuple(answers))
 
 
-def _fits(answer: str, question: Question, quoted: list[str], conversation: Conversation, case: set[str]) -> bool:
-    words, exemplars = _words(answer), load_template(conversation.template).exemplars
-    content, genders = _content(words), bool(words & word_list("question_genders"))
-    if words <= word_list("no_answers") or (content and content <= case) or genders:
+def _fits(
+    answer: str,
+    question: Question,
+    quoted: set[str],
+    known_words: set[str],
+    exemplars: Sequence[Exemplar],
+) -> bool:
+    """Whether an option fits the text, rather than being copied from an exemplar about another text.
+
+    Args:
+        answer: The option.
+        question: The question that offers it.
+        quoted: The words that the question quotes.
+        known_words: The words of the text and of earlier answers.
+        exemplars: The exemplars that the model has seen.
+    """
+    words = _words(answer)
+    content = _content(words)
+    is_known = bool(content) and content <= known_words
+    if words <= word_list("no_answers") or is_known or words & word_list("question_genders"):
         return bool(content)
     sources = [exemplar for exemplar in exemplars if content <= _words(" ".join(exemplar.answers))]
     if any(exemplar.kind == "formality" for exemplar in sources):
-        return "you" in case
-    asked_for = _ASKS_FOR.match(question.text)
-    if word_list("question_pronouns") & {*quoted, *([] if asked_for is None else _words(asked_for[1]))}:
+        return "you" in known_words
+    if _asks_for_pronoun(question, quoted):
         return False
-    if content & case or any(_content(_words(exemplar.text)) & case for exemplar in sources):
+    if content & known_words:
         return True
-    return not sources and bool(quoted or _content(_words(question.text)) & case)
+    if any(_content(_words(exemplar.text)) & known_words for exemplar in sources):
+        return True
+    if sources:
+        return False
+    return bool(quoted) or bool(_content(_words(question.text)) & known_words)
+
+
+def _asks_for_pronoun(question: Question, quoted: set[str]) -> bool:
+    """Whether a question asks whom or what a pronoun refers to."""
+    asked_for = set(quoted)
+    match = _ASKS_FOR.match(question.text)
+    if match is not None:
+        asked_for |= _words(match[1])
+    return not asked_for.isdisjoint(word_list("question_pronouns"))
 
 
 def _words(text: str) -> set[str]:
-    """The words of a text in lower case, without the s of plurals; all forms of *you* are one."""
-    words = re.findall(r"[^\W_]+", text.casefold())
-    return {
-        "you" if word in word_list("forms_of_you") else word.removesuffix("s") if len(word) > 3 else word
-        for word in words
-    }
+    """Return the words of a text in lower case and without the s of plurals; all forms of *you* become "you"."""
+    words = set()
+    for word in re.findall(r"[^\W_]+", text.casefold()):
+        if word in word_list("forms_of_you"):
+            words.add("you")
+        elif len(word) > 3:
+            words.add(word.removesuffix("s"))
+        else:
+            words.add(word)
+    return words
 
 
 def _content(words: set[str]) -> set[str]:
-    """The words that are no small words of English."""
+    """Return the words that are not among the most frequent words of English."""
     return words - _small_words()
 
 
 @cache
 def _small_words() -> set[str]:
-    return _words(read_yaml(LANGUAGES)["en"]["words"]) | word_list("no_answers")
+    frequent = _words(read_yaml(LANGUAGES)["en"]["words"])
+    return frequent | word_list("no_answers")

@@ -5,8 +5,8 @@
        ├─► skipped (the answer would change too little) ─► propose again, or write
        └─► skipped (nothing to ask) ─► write
 
-All questions come before the output, and at most `budget` questions are proposed. A conversation never changes: each
-turn makes a new one. Its JSON form holds the whole state.
+All questions come before the output, and at most `budget` questions are proposed. Conversations are immutable: adding a
+turn returns a new one. The JSON form contains the whole state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -36,18 +36,33 @@ LANGUAGES = Path(__file__).parent / "word_lists" / "languages.yaml"
 
 
 class Cost(Config):
-    """Calls of a model and tokens, as its server or tokenizer counts them."""
+    """The cost of a reply or of several.
+
+    Args:
+        calls: Number of calls of a model.
+        prompt_tokens: Number of tokens of the prompts, as the server or the tokenizer counts them.
+        new_tokens: Number of generated tokens.
+    """
 
     calls: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(**{name: value + getattr(other, name) for name, value in self})
+        return Cost(
+            calls=self.calls + other.calls,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            new_tokens=self.new_tokens + other.new_tokens,
+        )
 
 
 class Question(Config):
-    """A question, and the answers that its author considers possible."""
+    """A question.
+
+    Args:
+        text: The question.
+        answers: The answers that the translator considers possible; empty for an open question.
+    """
 
     text: str = Field(min_length=1)
     answers: tuple[str, ...] = ()
@@ -57,12 +72,12 @@ class Gain(Config):
     """The estimated information gain of a question.
 
     Args:
-        bits: the expected gain (equation 1.19, see `gain`).
-        prior: the probability of each candidate answer.
-        outputs: the outputs under each answer; several where outputs were sampled.
-        by_answer: the gain of each answer, in bits.
-        likeliest: the output with the largest probability over all answers.
-        estimator: decoded counts outputs; likelihood compares their probabilities.
+        bits: The expected gain in bits (equation 1.19, see `gain`).
+        prior: The probability of each candidate answer.
+        outputs: The outputs under each answer; several if outputs were sampled.
+        by_answer: The gain of each answer, in bits.
+        likeliest: The output with the largest probability over all answers.
+        estimator: decoded uses frequencies of outputs, likelihood uses their probabilities.
     """
 
     bits: float = Field(ge=0)
@@ -74,7 +89,13 @@ class Gain(Config):
 
 
 class AskedTurn(Config):
-    """A question was put to the user."""
+    """The user was asked a question.
+
+    Args:
+        question: The question.
+        gain: Its estimated gain, if the conversation has a threshold and the question has at least two answers.
+        cost: The cost of the question and of the estimate.
+    """
 
     kind: Literal["asked"] = "asked"
     question: Question
@@ -83,13 +104,20 @@ class AskedTurn(Config):
 
 
 class SkippedTurn(Config):
-    """No question was put to the user.
+    """The user was not asked a question.
 
     Args:
-        reason: nothing: the translator or the rules found nothing to ask. no-question: the reply is no question.
-            repeated: the question was asked before. unusable: it fits another text (see `questions`).
-            not-needed: the gain is not above the threshold.
-        reply: the translator's reply.
+        reason: One of
+
+            - nothing: the translator or the rules found nothing to ask.
+            - no-question: the translator's reply contains no question.
+            - repeated: the question was proposed before.
+            - unusable: the question fits another text (see `chain.usable_question`).
+            - not-needed: the gain does not exceed the threshold.
+        reply: The translator's reply.
+        question: The proposed question, if it was judged.
+        gain: Its estimated gain, if the question was not needed.
+        cost: The cost of the question and of the estimate.
     """
 
     kind: Literal["skipped"] = "skipped"
@@ -101,11 +129,17 @@ class SkippedTurn(Config):
 
     def _problems(self) -> Iterator[str]:
         if self.reason == "not-needed" and (self.question is None or self.gain is None):
-            yield "a question that was not needed comes with its gain"
+            yield "a turn skipped as not-needed should have a question and its gain"
 
 
 class AnsweredTurn(Config):
-    """The user answered."""
+    """The user answered.
+
+    Args:
+        answer: The answer.
+        author: Who answered.
+        cost: The cost of the answer.
+    """
 
     kind: Literal["answered"] = "answered"
     answer: str = Field(min_length=1)
@@ -114,7 +148,12 @@ class AnsweredTurn(Config):
 
 
 class RefusedTurn(Config):
-    """The user gave no answer, or did not know one."""
+    """The user gave no answer.
+
+    Args:
+        author: Who refused.
+        cost: The cost of the refusal.
+    """
 
     kind: Literal["refused"] = "refused"
     author: str
@@ -122,13 +161,15 @@ class RefusedTurn(Config):
 
 
 class WrittenTurn(Config):
-    """The output.
+    """The output was written.
 
     Args:
-        mode: informed: from answers. plain: from the text alone. settled: the likeliest output over all answers to a
-            question that was not needed.
-        author: the model's name.
-        truncated: the model stopped at its limit of tokens.
+        output: The output.
+        mode: informed uses answers, plain only the text; settled is the likeliest output over all answers to a question
+            that was not needed.
+        author: Name of the model.
+        truncated: Whether the model stopped at its limit of tokens.
+        cost: The cost of the output; 0 if it was generated when a question was judged.
     """
 
     kind: Literal["written"] = "written"
@@ -143,16 +184,17 @@ Turn = Annotated[AskedTurn | SkippedTurn | AnsweredTurn | RefusedTurn | WrittenT
 
 
 class Conversation(Config):
-    """One text and all turns about it so far.
+    """A text and all turns about it so far.
 
     Args:
-        format: version of the file format.
-        template: name or file of the task's template.
-        template_sha256: the template's hash at the start of the conversation.
-        target: code of the output language.
-        text: the user's query.
-        budget: largest number of proposed questions (J in the paper).
-        threshold: a question is asked if its expected gain in bits is larger; None asks every question.
+        format: Version of the file format.
+        template: Name or file of the task's template.
+        template_sha256: Hash of the template at the start of the conversation.
+        target: Code of the output language.
+        text: The user's query.
+        budget: Maximum number of proposed questions (J in the paper).
+        threshold: Expected gain in bits above which a question is asked; None asks every question.
+        turns: The turns so far.
     """
 
     format: Literal[2] = FORMAT
@@ -168,7 +210,7 @@ class Conversation(Config):
         for index, turn in enumerate(self.turns):
             expected = _TURNS[_next_step(self.turns[:index], self.budget)]
             if turn.kind not in expected:
-                yield f"turn {index + 1} is {turn.kind}, but {' or '.join(expected)} is due there"
+                yield f"turn {index + 1} is {turn.kind}, but {' or '.join(expected) or 'no turn'} is due there"
 
     @classmethod
     def start(
@@ -181,56 +223,69 @@ class Conversation(Config):
         threshold: float | None = None,
         any_language: bool = False,
     ) -> Self:
-        """A conversation before its first turn.
+        """Create a conversation without turns.
 
         Args:
-            template: the name of a template, or its YAML file.
-            target: code of the output language; optional if the template has one language.
-            any_language: skip the check that the text is in the template's source language.
+            text: The user's query.
+            template: Name or YAML file of the template.
+            target: Code of the output language; optional if the template has a single language.
+            budget: Maximum number of proposed questions.
+            threshold: Expected gain in bits above which a question is asked; None asks every question.
+            any_language: Skip the check that the text is in the template's source language.
 
-        Raises DataError if the text is empty, or clearly in another language than the template's source language, and
-        RecipeError if the template does not exist, or does not write the language.
+        Raises:
+            DataError: The text is empty, or clearly not in the template's source language.
+            RecipeError: The template does not exist, or does not support the output language.
         """
         task = load_template(template)
         if not text.strip():
             raise DataError("The text is empty: give at least one word.")
         if not any_language:
             _check_language(text, task.source)
-        values = {"template_sha256": task.sha256, "target": task.target(target), "budget": budget}
-        return cls(template=template, text=text, threshold=threshold, **values)
+        return cls(
+            template=template,
+            template_sha256=task.sha256,
+            target=task.target(target),
+            text=text,
+            budget=budget,
+            threshold=threshold,
+        )
 
     @property
     def step(self) -> Step:
-        """The kind of the next turn."""
+        """The next step: propose, answer or write; done if the output is written."""
         return _next_step(self.turns, self.budget)
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """Questions and their answers, in order."""
+        """The answered questions with their answers, in order."""
         return [(turn.question.text, reply.answer) for turn, reply in self._answered()]
 
     @property
     def open_question(self) -> Question | None:
-        """The question that waits for an answer."""
-        last = self.turns[-1] if self.turns else None
+        """The question that waits for an answer, or None."""
+        last = self._last_turn
         return last.question if isinstance(last, AskedTurn) else None
 
     @property
     def questions(self) -> list[Question]:
         """All proposed questions, asked or skipped."""
-        turns = (turn for turn in self.turns if isinstance(turn, AskedTurn | SkippedTurn))
-        return [turn.question for turn in turns if turn.question is not None]
+        return [turn.question for turn in self._proposals if turn.question is not None]
 
     @property
     def settled(self) -> Gain | None:
-        """The gain of the last question that was not needed, unless the user replied since then."""
-        recent = itertools.takewhile(lambda turn: turn.kind not in ("answered", "refused"), reversed(self.turns))
-        return next((turn.gain for turn in recent if isinstance(turn, SkippedTurn) and turn.gain is not None), None)
+        """The gain of the last question that was not needed, unless the user has replied since then."""
+        for turn in reversed(self.turns):
+            if isinstance(turn, AnsweredTurn | RefusedTurn):
+                return None
+            if isinstance(turn, SkippedTurn) and turn.gain is not None:
+                return turn.gain
+        return None
 
     @property
     def written(self) -> WrittenTurn | None:
-        """The turn with the output, if there is one."""
-        last = self.turns[-1] if self.turns else None
+        """The turn with the output, or None."""
+        last = self._last_turn
         return last if isinstance(last, WrittenTurn) else None
 
     @property
@@ -238,45 +293,69 @@ class Conversation(Config):
         """The sum over all turns."""
         return sum((turn.cost for turn in self.turns), Cost())
 
+    @property
+    def _last_turn(self) -> Turn | None:
+        return self.turns[-1] if self.turns else None
+
+    @property
+    def _proposals(self) -> list[AskedTurn | SkippedTurn]:
+        return [turn for turn in self.turns if isinstance(turn, AskedTurn | SkippedTurn)]
+
     def after(self, turn: Turn) -> Self:
-        """The conversation with one more turn. Raises RecipeError if a turn of another kind is due."""
-        return type(self).parse(dict(self) | {"turns": (*self.turns, turn)}, where="the conversation")
+        """Return the conversation with another turn.
+
+        Args:
+            turn: The new turn.
+
+        Raises:
+            RecipeError: A turn of another kind is due.
+        """
+        values = dict(self)
+        values["turns"] = (*self.turns, turn)
+        return type(self).parse(values, where="the conversation")
 
     def reply(self, answer: str | None, *, author: str = "person", cost: Cost | None = None) -> Self:
-        """The conversation with the user's answer. None or white space counts as a refusal."""
-        cost, text = cost or Cost(), (answer or "").strip()
-        turn = AnsweredTurn(answer=text, author=author, cost=cost) if text else RefusedTurn(author=author, cost=cost)
-        return self.after(turn)
+        """Return the conversation with the user's answer.
+
+        Args:
+            answer: The answer; None or white space is a refusal.
+            author: Who answered.
+            cost: The cost of the answer; 0 by default.
+        """
+        cost = cost or Cost()
+        text = (answer or "").strip()
+        if text:
+            return self.after(AnsweredTurn(answer=text, author=author, cost=cost))
+        return self.after(RefusedTurn(author=author, cost=cost))
 
     def _answered(self) -> Iterator[tuple[AskedTurn, AnsweredTurn]]:
-        for turn, reply in zip(self.turns, self.turns[1:], strict=False):
+        for turn, reply in itertools.pairwise(self.turns):
             if isinstance(turn, AskedTurn) and isinstance(reply, AnsweredTurn):
                 yield turn, reply
 
     def summary(self) -> dict[str, Any]:
-        """Counts of questions, their gains in bits, the output and the cost, as JSON values.
+        """Return counts of questions, their gains in bits, the output and the cost, as JSON values.
 
-        `gained_bits` has one value per answer: None where it was not measured, or the answer is no candidate.
+        `gained_bits` has one value per answer: None if the gain was not estimated, or the answer is not a candidate.
         """
-        turns, kinds = self.turns, Counter(turn.kind for turn in self.turns)
-        gains = [
-            dict(zip(turn.question.answers, turn.gain.by_answer, strict=True)).get(reply.answer) if turn.gain else None
-            for turn, reply in self._answered()
-        ]
+        kinds = Counter(turn.kind for turn in self.turns)
+        skipped = [turn for turn in self.turns if isinstance(turn, SkippedTurn)]
+        gains = [turn.gain for turn in self._proposals]
+        written = self.written
         return {
-            **{kind: kinds[kind] for kind in ("asked", "answered", "refused")},
-            "saved": sum(isinstance(turn, SkippedTurn) and turn.reason == "not-needed" for turn in turns),
-            "expected_bits": [
-                turn.gain.bits for turn in turns if isinstance(turn, AskedTurn | SkippedTurn) and turn.gain
-            ],
-            "gained_bits": gains,
-            "output": self.written.output if self.written else None,
-            "mode": self.written.mode if self.written else None,
+            "asked": kinds["asked"],
+            "answered": kinds["answered"],
+            "refused": kinds["refused"],
+            "saved": len([turn for turn in skipped if turn.reason == "not-needed"]),
+            "expected_bits": [gain.bits for gain in gains if gain is not None],
+            "gained_bits": [_gained_bits(turn, reply.answer) for turn, reply in self._answered()],
+            "output": written.output if written else None,
+            "mode": written.mode if written else None,
             "cost": self.cost.model_dump(),
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The conversation, its next step, its open question and its summary, as JSON values."""
+        """Return the conversation, its next step, its open question and its summary, as JSON values."""
         question = self.open_question
         return {
             "conversation": self.model_dump(mode="json"),
@@ -286,7 +365,14 @@ class Conversation(Config):
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write the conversation to a file, atomically. Raises EvaluationError if the file can't be written."""
+        """Write the conversation to a JSON file, atomically.
+
+        Args:
+            path: The file.
+
+        Raises:
+            EvaluationError: The file can't be written.
+        """
         text = json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False)
         return write_atomically(Path(path), text.encode() + b"\n")
 
@@ -294,26 +380,32 @@ class Conversation(Config):
     def load(cls, path: str | Path) -> Self:
         """Read a saved conversation.
 
-        Raises DataError if the file is missing, invalid, or of another format version, and RecipeError if its template
-        is missing, or was changed since the conversation began.
+        Args:
+            path: The file.
+
+        Raises:
+            DataError: The file is missing, invalid, or of another format version.
+            RecipeError: The template is missing, or has changed since the conversation began.
         """
         values = _read_json(Path(path))
         if values.get("format") != FORMAT:
             raise DataError(
-                f"{path} is a conversation of format {values.get('format')!r}, but {FORMAT} is read here: go on with "
-                "the version of graftlm that wrote it."
+                f"{path} is a conversation of format {values.get('format')!r}, but {FORMAT} is expected: continue it "
+                "with the version of graftlm that wrote it."
             )
         try:
             conversation = cls.parse(values, where=str(path))
         except RecipeError as error:
-            raise DataError(f"{str(error).rstrip('.')}: this is no conversation that graft clarify wrote.") from None
+            raise DataError(f"{str(error).rstrip('.')}: name a conversation that graft clarify wrote.") from None
         if load_template(conversation.template).sha256 != conversation.template_sha256:
             raise RecipeError(
-                f"The template {conversation.template} was changed since {path} was begun: put it back, or begin anew."
+                f"The template {conversation.template} has changed since the conversation {path} began: restore it, or "
+                "start a new conversation."
             )
         return conversation
 
 
+# The kinds of turns that each step may add.
 _TURNS: dict[Step, tuple[str, ...]] = {
     "propose": ("asked", "skipped"),
     "answer": ("answered", "refused"),
@@ -328,46 +420,70 @@ def _next_step(turns: Sequence[Turn], budget: int) -> Step:
         return "done"
     if isinstance(last, AskedTurn):
         return "answer"
-    if isinstance(last, RefusedTurn) or (isinstance(last, SkippedTurn) and last.reason != "not-needed"):
+    if isinstance(last, RefusedTurn):
         return "write"
-    proposed = sum(isinstance(turn, AskedTurn | SkippedTurn) for turn in turns)
-    return "propose" if proposed < budget else "write"
+    if isinstance(last, SkippedTurn) and last.reason != "not-needed":
+        return "write"
+    proposed = [turn for turn in turns if isinstance(turn, AskedTurn | SkippedTurn)]
+    return "propose" if len(proposed) < budget else "write"
+
+
+def _gained_bits(turn: AskedTurn, answer: str) -> float | None:
+    """Return the gain of an answer; None if it was not estimated, or the answer is not a candidate."""
+    if turn.gain is None:
+        return None
+    by_answer = dict(zip(turn.question.answers, turn.gain.by_answer, strict=True))
+    return by_answer.get(answer)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise DataError(f"There is no conversation {path}: name the file of one, or begin one.")
+        raise DataError(f"There is no conversation {path}: name an existing file, or start a new conversation.")
     try:
         values = json.loads(read_text(path))
     except ValueError:
-        raise DataError(f"{path} is not valid JSON, but a conversation is expected: begin it anew.") from None
+        raise DataError(
+            f"{path} is not valid JSON, but a conversation is expected: start a new conversation."
+        ) from None
     if not isinstance(values, dict):
-        raise DataError(f"{path} holds no conversation: begin it anew.")
+        raise DataError(
+            f"{path} contains a {type(values).__name__}, but a conversation is expected: start a new conversation."
+        )
     return values
 
 
 def _check_language(text: str, source: str) -> None:
     """Reject a text that is clearly not in the source language; single words and unknown languages pass.
 
-    A text is rejected if most letters are not Latin, or another language has at least two more of its small words.
-
-    Raises DataError if the text is in another language.
+    Raises:
+        DataError: The text is in another language.
     """
     languages = read_yaml(LANGUAGES)
     if source not in languages:
         return
+    found = _other_language(text, source, languages)
+    if found is not None:
+        raise DataError(
+            f"The text looks as if it were {found}, but {languages[source]['name']} is expected: give a text in that "
+            "language, or use a template with another source language."
+        )
+
+
+def _other_language(text: str, source: str, languages: Mapping[str, Any]) -> str | None:
+    """Describe the language of a text if it is not the source language.
+
+    It is another language if most letters are not Latin, or if the text has at least two more of its frequent words.
+    """
     letters = [char for char in text if char.isalpha()]
-    latin = sum(unicodedata.name(char, "").startswith("LATIN") for char in letters)
+    latin = [char for char in letters if unicodedata.name(char, "").startswith("LATIN")]
+    if len(latin) < len(letters) / 2:
+        return "in another script"
     words = set(re.findall(r"[^\W\d_]+", text.casefold()))
-    counts = {code: len(words & set(language["words"].split())) for code, language in languages.items()}
-    best = max(counts, key=lambda code: counts[code])
-    if latin < len(letters) / 2:
-        language = "in other letters"
-    elif counts[best] >= counts[source] + 2:
-        language = languages[best]["name"]
-    else:
-        return
-    raise DataError(
-        f"The text looks as if it were {language}, but {languages[source]['name']} is expected: begin with that, or "
-        "use a template of your own with another source."
-    )
+    counts = {}
+    for code, language in languages.items():
+        frequent = set(language["words"].split())
+        counts[code] = len(words & frequent)
+    best = max(counts, key=counts.__getitem__)
+    if counts[best] >= counts[source] + 2:
+        return languages[best]["name"]
+    return None

@@ -1,4 +1,4 @@
-"""Models behind any server of OpenAI's protocol, through the `openai` client, which handles time-outs and retries."""
+"""Models on servers with OpenAI's protocol, through the `openai` client, which handles time-outs and retries."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class EndpointConfig(Config):
     """Address of a model on a server, and limits of its requests.
 
     Args:
-        url: the server's URL with its version, such as http://localhost:8000/v1.
-        model: the server's name for the model.
-        key_variable: the environment variable with the API key; local servers often need none.
-        timeout: seconds to wait for the server.
-        retries: after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
-        max_new_tokens: limit of a reply.
+        url: URL of the server with its version, such as http://localhost:8000/v1.
+        model: The server's name of the model.
+        key_variable: The environment variable with the API key; local servers often need none.
+        timeout: Time to wait for the server, in seconds.
+        retries: Number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
+        max_new_tokens: Maximum number of tokens of a reply.
     """
 
     url: str
@@ -48,13 +48,20 @@ class EndpointConfig(Config):
 
 
 class Endpoint:
-    """A model behind a server. Raises MissingExtraError if the `openai` client is not installed."""
+    """A model on a server.
+
+    Args:
+        config: Address and limits.
+
+    Raises:
+        MissingExtraError: The `openai` client is not installed.
+    """
 
     def __init__(self, config: EndpointConfig) -> None:
         try:
             import openai
         except ImportError:
-            raise MissingExtraError("openai", "clarify", "Asking a model behind a server") from None
+            raise MissingExtraError("openai", "clarify", "Calling a model on a server") from None
         self.config = config
         self._client = openai.OpenAI(
             base_url=config.url,
@@ -67,67 +74,88 @@ class Endpoint:
 
     @property
     def name(self) -> str:
+        """The server's name of the model."""
         return self.config.model
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to a prompt; EndpointError if the server is unreachable, slow, refuses it, or breaks the protocol."""
+        """Reply to a prompt, greedily.
+
+        Args:
+            prompt: The prompt.
+            on_text: Called with each new piece of the reply.
+
+        Raises:
+            EndpointError: The server is unreachable, too slow, rejects the request, or violates the protocol.
+        """
         with self._errors():
-            if self._streams is False or (on_text is None and self._streams is None):
+            is_streamed = self._streams or (on_text is not None and self._streams is None)
+            if not is_streamed:
                 response = self._request(prompt, stream=False)
-                if not (isinstance(response, str) and response.lstrip().startswith("data:")):
+                if not _is_event_stream(response):
                     reply = self._read_completion(response)
                     if on_text is not None:
                         on_text(reply.text)
                     return reply
-                self._streams = True  # this server streams without being asked
+                self._streams = True  # this server streams although no stream was requested
             reply = self._read_stream(self._request(prompt, stream=True), on_text)
-            if reply is None and self._streams is None:
+            if reply is not None:
+                return reply
+            if self._streams is None:
                 self._streams = False  # this server never streams
                 return self.generate(prompt, on_text=on_text)
-            if reply is None:
-                raise self._protocol_error("a stream of nothing")
-            return reply
+            raise self._protocol_error("an empty stream")
 
     def _request(self, prompt: Prompt, *, stream: bool) -> Any:
         """Send a request; if the server rejects one of its parameters, send it again without that parameter."""
         import openai
 
+        messages: Any = prompt.messages()
         while True:
-            length = "max_completion_tokens" if "max_tokens" in self._rejected else "max_tokens"
-            options: dict[str, Any] = {"temperature": 0.0, length: self.config.max_new_tokens}
-            if stream:
-                options |= {"stream": True, "stream_options": {"include_usage": True}}
-            options = {key: value for key, value in options.items() if key not in self._rejected}
+            options = self._options(stream=stream)
             try:
-                messages: Any = prompt.messages()
                 return self._client.chat.completions.create(model=self.config.model, messages=messages, **options)
             except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                named = f"'{error.param}' {error}".replace("`", "'")
-                rejected = [key for key in options if key != "stream" and f"'{key}'" in named]
+                message = f"'{error.param}' {error}".replace("`", "'")
+                rejected = [key for key in options if key != "stream" and f"'{key}'" in message]
                 if not rejected:
                     raise
                 self._rejected.update(rejected)
 
+    def _options(self, *, stream: bool) -> dict[str, Any]:
+        """Return the parameters of a request, without those that the server has rejected."""
+        length = "max_completion_tokens" if "max_tokens" in self._rejected else "max_tokens"
+        options: dict[str, Any] = {"temperature": 0.0, length: self.config.max_new_tokens}
+        if stream:
+            options["stream"] = True
+            options["stream_options"] = {"include_usage": True}
+        return {key: value for key, value in options.items() if key not in self._rejected}
+
     def _read_completion(self, response: Any) -> Reply:
         choices = getattr(response, "choices", None)
-        text = choices[0].message.content if choices and getattr(choices[0], "message", None) else None
+        text = None
+        if choices and getattr(choices[0], "message", None):
+            text = choices[0].message.content
         if not choices or not isinstance(text, str):
-            raise self._protocol_error(response if isinstance(response, str) else "no reply in its JSON")
+            content = response if isinstance(response, str) else "JSON without a reply"
+            raise self._protocol_error(content)
         return _reply(text, getattr(response, "usage", None), choices[0].finish_reason)
 
     def _read_stream(self, response: Any, on_text: Callable[[str], None] | None) -> Reply | None:
-        """The streamed reply; None if the stream holds no reply."""
-        text, usage, finish = "", None, None
-        printer = StreamPrinter(_without_reasoning, on_text or (lambda text: None))
+        """Return the streamed reply, or None if the stream contains no reply."""
+        text = ""
+        usage = None
+        finish = None
+        printer = StreamPrinter(_without_reasoning, on_text or _ignore)
         for chunk in response:
             usage = getattr(chunk, "usage", None) or usage
             for choice in getattr(chunk, "choices", None) or ():
                 finish = choice.finish_reason or finish
-                if delta := getattr(choice.delta, "content", None):
+                delta = getattr(choice.delta, "content", None)
+                if delta:
                     text += delta
                     printer(delta)
         if finish is None and text:
-            raise self._protocol_error("a stream that breaks off")
+            raise self._protocol_error("an incomplete stream")
         if finish is None:
             return None
         reply = _reply(text, usage, finish)
@@ -137,13 +165,13 @@ class Endpoint:
     def _protocol_error(self, content: str) -> EndpointError:
         shown = printable(" ".join(content.split()))[:60]
         return EndpointError(
-            f"The server {self.config.url} sent what is no reply of OpenAI's protocol ({shown}): check the URL, which "
-            "often ends in /v1."
+            f"The server {self.config.url} sent no reply of OpenAI's protocol ({shown}): check the URL, which often "
+            "ends in /v1."
         )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translates the client's exceptions into one sentence each."""
+        """Translate the client's exceptions into an `EndpointError` with one sentence."""
         import httpx
         import openai
 
@@ -156,15 +184,18 @@ class Endpoint:
                 f"sent nothing for {config.timeout:g} seconds, {tries}: wait longer (--timeout), or check the server."
             )
         except (openai.APIConnectionError, httpx.TransportError) as error:
-            problem = f"can't be reached, {tries} ({_reason(error)}): is it running?"
+            problem = f"can't be reached, {tries} ({_reason(error)}): check that it is running."
         except openai.RateLimitError as error:
-            problem = f"is asked too often (429), {tries} ({_reason(error)}): go on later, or retry longer (--retries)."
+            problem = (
+                f"rejected the request because of its rate limit (429), {tries} ({_reason(error)}): continue later, or "
+                "retry more often (--retries)."
+            )
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            problem = f"wants another key ({error.status_code}): put it into {config.key_variable}."
+            problem = f"rejected the API key ({error.status_code}): put a valid key into {config.key_variable}."
         except openai.NotFoundError as error:
             problem = f"has no model {config.model!r}, or nothing at that path ({_reason(error)}): check both."
         except openai.APIStatusError as error:
-            what = f"failed, {tries}" if error.status_code >= 500 else "turned the request down"
+            what = f"failed, {tries}" if error.status_code >= 500 else "rejected the request"
             problem = f"{what} ({error.status_code}, {_reason(error)})."
         except (openai.APIError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise self._protocol_error(_reason(error)) from None
@@ -173,21 +204,40 @@ class Endpoint:
         raise EndpointError(f"The server {config.url} {problem}")
 
 
+def _ignore(text: str) -> None:
+    """Discard a piece of text."""
+
+
+def _is_event_stream(response: object) -> bool:
+    return isinstance(response, str) and response.lstrip().startswith("data:")
+
+
 def _reply(text: str, usage: Any, finish: str | None) -> Reply:
-    prompt_tokens, new_tokens = (getattr(usage, key, None) or 0 for key in ("prompt_tokens", "completion_tokens"))
-    cost = Cost(calls=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    return Reply(_REASONING.sub("", text), cost, finish == "length")
+    """Return a reply without its reasoning."""
+    cost = Cost(
+        calls=1,
+        prompt_tokens=getattr(usage, "prompt_tokens", None) or 0,
+        new_tokens=getattr(usage, "completion_tokens", None) or 0,
+    )
+    return Reply(
+        text=_REASONING.sub("", text),
+        cost=cost,
+        truncated=finish == "length",
+    )
 
 
 def _without_reasoning(text: str) -> str:
-    """A reply without its <think> block; empty while such a block may still be open."""
-    reply, start = _REASONING.sub("", text), text.lstrip()
-    is_open = reply == text and (start.startswith(_THINK) or _THINK.startswith(start))
-    return "" if is_open else reply
+    """Return a reply without its <think> block; empty while such a block may still be open."""
+    reply = _REASONING.sub("", text)
+    start = text.lstrip()
+    may_be_open = start.startswith(_THINK) or _THINK.startswith(start)
+    if reply == text and may_be_open:
+        return ""
+    return reply
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error, shortened."""
+    """Return the message of an error, shortened."""
     body = getattr(error, "body", None)
     message = body.get("message") if isinstance(body, dict) else None
     text = str(message or getattr(error, "__cause__", None) or error) or type(error).__name__

@@ -1,6 +1,6 @@
 """The expected information gain of a question: does its answer change the output?
 
-Section 1.2.3 of the thesis asks for questions that maximise
+Section 1.2.3 of the thesis selects questions that maximise
 
     I(U; τ | x) = E_τ KL(p(u | x, τ) || p(u | x))                                            (1.19)
 
@@ -14,10 +14,10 @@ Shapes: K answers, Y distinct outputs.
 
 from __future__ import annotations
 
-import itertools
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,92 +32,171 @@ Matrix = Sequence[Sequence[float]] | np.ndarray
 
 
 def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
-    """E_τ KL(p(u | x, τ) || p(u | x)) in bits, at least 0.
+    """Compute E_τ KL(p(u | x, τ) || p(u | x)).
 
-    `prior_K` (each answer's probability) and the rows of `given_KY` (each output's under an answer) sum to 1.
+    Args:
+        prior_K: Probability of each answer, (K,).
+        given_KY: Probability of each output under each answer, (K, Y); rows sum to 1.
 
-    Raises EvaluationError if the arguments are no probabilities.
+    Returns:
+        The gain in bits, at least 0.
+
+    Raises:
+        EvaluationError: The arguments are not probabilities.
     """
-    return max(0.0, float(np.dot(prior_K, gains_by_answer(prior_K, given_KY))))
+    gains_K = gains_by_answer(prior_K, given_KY)
+    return max(0.0, float(np.dot(prior_K, gains_K)))
 
 
 def gains_by_answer(prior_K: Numbers, given_KY: Matrix) -> list[float]:
-    """KL(p(u | x, a_k) || p(u | x)) of each answer in bits; 0 for an answer with probability 0.
+    """Compute KL(p(u | x, a_k) || p(u | x)) of each answer.
 
-    Raises EvaluationError if the arguments are no probabilities.
+    Args:
+        prior_K: Probability of each answer, (K,).
+        given_KY: Probability of each output under each answer, (K, Y); rows sum to 1.
+
+    Returns:
+        The gain of each answer in bits; 0 for an answer with probability 0.
+
+    Raises:
+        EvaluationError: The arguments are not probabilities.
     """
-    prior, given = np.asarray(prior_K, dtype=np.float64), np.asarray(given_KY, dtype=np.float64)
-    if prior.ndim != 1 or given.ndim != 2 or len(prior) != len(given) or len(prior) == 0:
-        raise EvaluationError(
-            f"There are {prior.size} shares of answers and {len(given)} distributions of outputs: give one for each."
-        )
-    for values in (prior, *given):
-        if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
-            raise EvaluationError("Shares of answers and of outputs are probabilities: none below 0, and 1 together.")
+    prior = np.asarray(prior_K, dtype=np.float64)
+    given = np.asarray(given_KY, dtype=np.float64)
+    _check_probabilities(prior, given)
     mixture_Y = prior @ given
     with np.errstate(divide="ignore", invalid="ignore"):
-        terms_KY = np.where(given > 0, given * (np.log2(given) - np.log2(mixture_Y)), 0.0)
-    return np.where(prior > 0, terms_KY.sum(axis=1), 0.0).clip(min=0.0).tolist()
+        log_ratios = np.log2(given) - np.log2(mixture_Y)
+        terms_KY = np.where(given > 0, given * log_ratios, 0.0)
+    gains_K = np.where(prior > 0, terms_KY.sum(axis=1), 0.0)
+    return gains_K.clip(min=0.0).tolist()
+
+
+def _check_probabilities(prior_K: np.ndarray, given_KY: np.ndarray) -> None:
+    has_shapes = prior_K.ndim == 1 and given_KY.ndim == 2
+    if not has_shapes or len(prior_K) != len(given_KY) or len(prior_K) == 0:
+        raise EvaluationError(
+            f"There are {prior_K.size} probabilities of answers and {len(given_KY)} distributions of outputs: give one "
+            "distribution per answer."
+        )
+    for values in (prior_K, *given_KY):
+        if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
+            raise EvaluationError("The probabilities of answers and of outputs must be at least 0 and sum to 1.")
 
 
 def normalize_text(text: str) -> str:
-    """The text in Unicode's NFC with single spaces. Case stays: German *sie* and *Sie* differ."""
+    """Return the text in Unicode's NFC with single spaces; case stays, since German *sie* and *Sie* differ."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def output_distributions(outputs: Sequence[Sequence[str]]) -> tuple[list[str], np.ndarray]:
-    """The distinct outputs in order of appearance, and their relative frequencies under each answer, (K, Y).
+    """Count the distinct outputs under each answer.
 
     Outputs are equal if `normalize_text` makes them equal.
+
+    Args:
+        outputs: The outputs under each answer.
+
+    Returns:
+        The distinct outputs in order of appearance, and their relative frequencies under each answer, (K, Y).
     """
     distinct: dict[str, str] = {}
-    for text in itertools.chain.from_iterable(outputs):
-        distinct.setdefault(normalize_text(text), text)
+    for row in outputs:
+        for text in row:
+            distinct.setdefault(normalize_text(text), text)
     index = {key: number for number, key in enumerate(distinct)}
-    rows = [[index[normalize_text(text)] for text in row] for row in outputs]
-    return list(distinct.values()), np.stack([np.bincount(row, minlength=len(index)) / len(row) for row in rows])
+    frequencies_KY = []
+    for row in outputs:
+        indices = [index[normalize_text(text)] for text in row]
+        counts_Y = np.bincount(indices, minlength=len(index))
+        frequencies_KY.append(counts_Y / len(row))
+    return list(distinct.values()), np.stack(frequencies_KY)
 
 
 def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
-    """Normalises log p(y | x, q, a_k) in nats over the decoded outputs: a softmax of each row, (K, Y)."""
+    """Normalise log-likelihoods over the outputs by a softmax of each row.
+
+    Args:
+        nats_KY: log p(y | x, q, a_k) in nats, (K, Y).
+
+    Returns:
+        Probabilities, (K, Y).
+    """
     from scipy.special import softmax  # takes a second to import
 
     return softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)
 
 
-class GainEstimator:
-    """Estimates what the answer to a question changes, by generating an output under each candidate answer.
+@runtime_checkable
+class _ScoringModel(Protocol):
+    """A model that can compute log-likelihoods, such as `LocalModel`."""
 
-    `prior` maps the candidate answers to their probabilities; by default they are uniform.
+    def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]: ...
+
+
+class GainEstimator:
+    """Estimates the gain of a question by generating an output under each candidate answer.
+
+    Args:
+        model: Generates the outputs. If it also computes log-likelihoods (`LocalModel.score`), these give the
+            probabilities of the outputs; otherwise their frequencies do.
+        prior: Maps the candidate answers to their probabilities; by default they are uniform.
     """
 
     def __init__(self, model: ChatModel, *, prior: Callable[[Sequence[str]], Sequence[float]] | None = None) -> None:
-        self._model, self._prior = model, prior
+        self._model = model
+        self._prior = prior
 
     def estimate(self, conversation: Conversation, question: Question) -> tuple[Gain | None, Cost]:
-        """The gain of a question, and the cost of its estimate. The gain is None for less than two answers."""
+        """Estimate the gain of a question.
+
+        Args:
+            conversation: The conversation so far.
+            question: The proposed question.
+
+        Returns:
+            The gain, or None if the question has fewer than two answers; and the cost of the estimate.
+        """
         if len(question.answers) < 2:
             return None, Cost()
         template = load_template(conversation.template)
-        language, text = conversation.target, conversation.text
-        exchanges = [[*conversation.exchanges, (question.text, answer)] for answer in question.answers]
-        prompts = [build_prompt(template, "write", language, text, exchanges=given) for given in exchanges]
-        replies = [self._model.generate(prompt) for prompt in prompts]
-        outputs = [[prompt.without_label(reply.text)] for reply, prompt in zip(replies, prompts, strict=True)]
-        return self._gain(question, prompts, outputs), sum((reply.cost for reply in replies), Cost())
+        prompts = []
+        outputs = []
+        cost = Cost()
+        for answer in question.answers:
+            prompt = build_prompt(
+                template,
+                "write",
+                conversation.target,
+                conversation.text,
+                exchanges=[*conversation.exchanges, (question.text, answer)],
+            )
+            reply = self._model.generate(prompt)
+            prompts.append(prompt)
+            outputs.append([prompt.without_label(reply.text)])
+            cost = cost + reply.cost
+        return self._gain(question, prompts, outputs), cost
 
     def _gain(self, question: Question, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> Gain:
-        count = len(question.answers)
-        prior = tuple(self._prior(question.answers)) if self._prior else (1 / count,) * count
+        prior_K = self._prior_of(question.answers)
         texts, given_KY = output_distributions(outputs)
-        score = getattr(self._model, "score", None)
-        if score is not None:
-            given_KY = distributions_from_log_likelihoods([score(prompt, texts) for prompt in prompts])
+        model = self._model
+        has_scores = isinstance(model, _ScoringModel)
+        if has_scores:
+            nats_KY = [model.score(prompt, texts) for prompt in prompts]
+            given_KY = distributions_from_log_likelihoods(nats_KY)
+        mixture_Y = np.asarray(prior_K) @ given_KY
         return Gain(
-            bits=information_gain(prior, given_KY),
-            prior=prior,
+            bits=information_gain(prior_K, given_KY),
+            prior=prior_K,
             outputs=tuple(tuple(row) for row in outputs),
-            by_answer=tuple(gains_by_answer(prior, given_KY)),
-            likeliest=texts[int(np.argmax(np.asarray(prior) @ given_KY))],
-            estimator="decoded" if score is None else "likelihood",
+            by_answer=tuple(gains_by_answer(prior_K, given_KY)),
+            likeliest=texts[int(np.argmax(mixture_Y))],
+            estimator="likelihood" if has_scores else "decoded",
         )
+
+    def _prior_of(self, answers: Sequence[str]) -> tuple[float, ...]:
+        if self._prior is not None:
+            return tuple(self._prior(answers))
+        count = len(answers)
+        return (1 / count,) * count

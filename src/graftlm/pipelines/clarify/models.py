@@ -1,30 +1,35 @@
-"""Models that reply to prompts: their common interface, the streaming of replies, and models on this machine."""
+"""Models that reply to prompts: their interface, models on this machine, and the streaming of replies."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from graftlm.backbone import leading_bos, max_sequence_length
 from graftlm.data import Document
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.metrics import Window, cut_windows
-from graftlm.generation.generate import Decoding, generate_text
+from graftlm.generation.generate import Decoding, Generation, generate_text
 from graftlm.pipelines.clarify.conversation import Cost
 from graftlm.pipelines.clarify.prompts import Prompt
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A model's reply; truncated if the model stopped at its limit of tokens."""
+    """A model's reply.
+
+    Args:
+        text: The reply.
+        cost: Its cost.
+        truncated: Whether the model stopped at its limit of tokens.
+    """
 
     text: str
     cost: Cost = field(default_factory=lambda: Cost(calls=1))
@@ -38,111 +43,200 @@ class ChatModel(Protocol):
     def name(self) -> str: ...
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to a prompt, greedily. `on_text` receives each new part of the reply, if the model can stream."""
+        """Reply to a prompt, greedily.
+
+        Args:
+            prompt: The prompt.
+            on_text: Called with each new piece of the reply, if the model can stream.
+        """
         ...
 
 
 class StreamPrinter:
-    """Passes on the part of a growing text that a reader should see; `select` finds it in all text received so far."""
+    """Passes on the visible part of a growing text.
+
+    Args:
+        select: Returns the visible part of all text received so far.
+        emit: Receives each new piece of the visible part.
+    """
 
     def __init__(self, select: Callable[[str], str], emit: Callable[[str], None]) -> None:
-        self._select, self._emit = select, emit
-        self._received = self._shown = ""
+        self._select = select
+        self._emit = emit
+        self._received = ""
+        self._shown = ""
 
     def __call__(self, text: str) -> None:
+        """Receive a piece of text."""
         self._received += text
         self.end(self._select(self._received))
 
     def end(self, text: str) -> None:
-        """Emit what is still missing of a text."""
-        if not text.startswith(self._shown):  # the text is another one now: start a new line
+        """Emit the rest of a visible text."""
+        if not text.startswith(self._shown):  # the visible text has changed: show it on a new line
             self._emit("\n")
             self._shown = ""
-        if new := text[len(self._shown) :]:
+        new = text[len(self._shown) :]
+        if new:
             self._emit(new)
             self._shown = text
 
 
 class PrefixCache:
-    """Keys and values of the last prompt of each instruction, whose beginning the next one does not compute again.
+    """Keys and values of the last prompt with each instruction, reused by the next prompt with the same beginning.
 
-    Only transformers' own models do: grafts may read the whole prompt, and windows and states can't be cropped.
+    Only transformers' own models can use it: grafts may read the whole prompt, and sliding windows and recurrent states
+    can't be cropped.
+
+    Args:
+        model: The model.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._prompts: dict[str, tuple[list[int], DynamicCache]] = {}
 
     @staticmethod
-    def serves(model: Any) -> bool:
-        """Whether a model's cache can be cropped, and its states depend on earlier tokens alone."""
-        croppable = (type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
-        return type(model).__module__.startswith("transformers.") and all(croppable)
+    def serves(model: PreTrainedModel) -> bool:
+        """Whether a model's cache can be cropped, and its states depend only on earlier tokens."""
+        layers = DynamicCache(config=model.config).layers
+        can_be_cropped = all(type(layer) is DynamicLayer for layer in layers)
+        return can_be_cropped and type(model).__module__.startswith("transformers.")
 
     def begin(self, instructions: str, ids: list[int], most: int) -> DynamicCache:
-        """A cache with the common beginning of `ids` and the last prompt, at most `most` tokens."""
-        held, cache = self._prompts.pop(instructions, ([], DynamicCache(config=self._model.config)))
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, ids, strict=False)))
+        """Return a cache of the tokens that a prompt shares with the last prompt.
+
+        Args:
+            instructions: The instruction of the prompt.
+            ids: The tokens of the prompt.
+            most: Maximum number of tokens in the cache.
+        """
+        if instructions in self._prompts:
+            held, cache = self._prompts.pop(instructions)
+        else:
+            held = []
+            cache = DynamicCache(config=self._model.config)
+        common = _common_length(held, ids)
         cache.crop(min(common, most) - len(held))
         return cache
 
     def keep(self, instructions: str, ids: list[int], cache: DynamicCache) -> None:
-        """Hold the cache of a prompt, without the tokens after `ids`."""
+        """Store the cache of a prompt, without the tokens after `ids`."""
         cache.crop(len(ids) - cache.get_seq_length())
         self._prompts[instructions] = (ids, cache)
 
 
-class LocalModel:
-    """A transformers model or a `GraftedModel` on this machine, with a limit of new tokens in a reply.
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common beginning of two sequences."""
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length
 
-    A tokenizer with a chat template gets chat messages; another one gets a single text to continue. Prompts with the
-    same instruction share the computation of their common beginning, unless `reuse` is False (see `PrefixCache`).
+
+class LocalModel:
+    """A transformers model or a `GraftedModel` on this machine.
+
+    A model with a chat template receives chat messages, any other model a single text to continue.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        name: Name of the model in conversations.
+        max_new_tokens: Maximum number of tokens of a reply.
+        reuse: Let prompts with the same instruction share the computation of their common beginning (`PrefixCache`).
     """
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str = "local",
         max_new_tokens: int = 128,
         reuse: bool = True,
     ) -> None:
-        self._model, self._tokenizer, self._max_new_tokens = model, tokenizer, max_new_tokens
-        self.name, self._prefixes = name, PrefixCache(model) if reuse and PrefixCache.serves(model) else None
+        self.name = name
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_new_tokens = max_new_tokens
+        self._prefixes = PrefixCache(model) if reuse and PrefixCache.serves(model) else None
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to a prompt. Raises DataError if the prompt does not fit the model."""
+        """Reply to a prompt, greedily.
+
+        Args:
+            prompt: The prompt.
+            on_text: Called with each new piece of the reply.
+
+        Raises:
+            DataError: The prompt does not fit the model.
+        """
         text = self.prompt_text(prompt)
         prompt_ids = self._tokenizer(text, verbose=False)["input_ids"]
-        echoed = len(str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True)))  # the stream repeats the prompt
-        printer = on_text and StreamPrinter(lambda received: before_stop(received[echoed:], prompt.stop), on_text)
-        decoding = Decoding(max_new_tokens=self._max_new_tokens)
-        cache = self._prefixes and self._prefixes.begin(prompt.instructions, prompt_ids, len(prompt_ids) - 1)
-        generation = generate_text(self._model, self._tokenizer, text, decoding, on_text=printer, cache=cache)
-        if self._prefixes is not None and cache is not None:
-            self._prefixes.keep(prompt.instructions, prompt_ids, cache)
+        printer = None
+        if on_text is not None:
+            printer = self._printer(prompt, prompt_ids, on_text)
+        generation = self._generate(prompt.instructions, text, prompt_ids, printer)
         reply = generation.text.partition(prompt.stop)[0]
         if printer is not None:
             printer.end(reply)
-        truncated = reply == generation.text and generation.tokens >= self._max_new_tokens
-        return Reply(reply, Cost(calls=1, prompt_tokens=len(prompt_ids), new_tokens=generation.tokens), truncated)
+        cost = Cost(
+            calls=1,
+            prompt_tokens=len(prompt_ids),
+            new_tokens=generation.tokens,
+        )
+        is_truncated = reply == generation.text and generation.tokens >= self._max_new_tokens
+        return Reply(text=reply, cost=cost, truncated=is_truncated)
+
+    def _printer(self, prompt: Prompt, prompt_ids: list[int], on_text: Callable[[str], None]) -> StreamPrinter:
+        """Return a printer of the reply in a stream that begins with the prompt."""
+        echo = str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True))
+
+        def select(received: str) -> str:
+            return before_stop(received[len(echo) :], prompt.stop)
+
+        return StreamPrinter(select, on_text)
+
+    def _generate(
+        self,
+        instructions: str,
+        text: str,
+        prompt_ids: list[int],
+        on_text: Callable[[str], None] | None,
+    ) -> Generation:
+        decoding = Decoding(max_new_tokens=self._max_new_tokens)
+        if self._prefixes is None:
+            return generate_text(self._model, self._tokenizer, text, decoding, on_text=on_text)
+        cache = self._prefixes.begin(instructions, prompt_ids, len(prompt_ids) - 1)
+        generation = generate_text(self._model, self._tokenizer, text, decoding, on_text=on_text, cache=cache)
+        self._prefixes.keep(instructions, prompt_ids, cache)
+        return generation
 
     def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]:
-        """log p(output | prompt) of each output, in nats."""
+        """Compute log p(output | prompt) of each output, in nats.
+
+        Args:
+            prompt: The prompt.
+            outputs: The outputs.
+        """
         text = self.prompt_text(prompt)
-        separator = "" if self._is_chat else " "  # after the label of a reply
+        separator = "" if self._is_chat else " "  # between the label of a reply and the reply
         documents = [Document(separator + output, prompt=text) for output in outputs]
         windows = list(cut_windows(self._tokenizer, documents, sys.maxsize))
         longest = max((len(window.ids) for window in windows), default=0)
-        if self._prefixes is None or len(windows) < len(outputs) or longest > max_sequence_length(self._model):
-            examples = [Example(text, document.text) for document in documents]
-            return [-float(nats) for nats in score_answers(self._model, self._tokenizer, examples).nats]
-        return [self._score(self._prefixes, prompt.instructions, window) for window in windows]
+        is_complete = len(windows) >= len(outputs) and longest <= max_sequence_length(self._model)
+        if self._prefixes is not None and is_complete:
+            return [self._score(self._prefixes, prompt.instructions, window) for window in windows]
+        examples = [Example(text, document.text) for document in documents]
+        scores = score_answers(self._model, self._tokenizer, examples)
+        return [-float(nats) for nats in scores.nats]
 
     @torch.inference_mode()
     def _score(self, prefixes: PrefixCache, instructions: str, window: Window) -> float:
-        """The log-probability of a window's scored tokens, in nats; what its beginning shares is not computed again."""
+        """Return the log-probability of a window's scored tokens, in nats, reusing its known beginning."""
         ids = window.ids.tolist()
         cache = prefixes.begin(instructions, ids, window.first - 1)
         start = cache.get_seq_length()
@@ -150,16 +244,19 @@ class LocalModel:
         logits = self._model(input_ids=new, past_key_values=cache).logits
         prefixes.keep(instructions, ids[:-1], cache)
         targets = torch.tensor(ids[window.first :], device=logits.device)
-        return -float(cross_entropy(logits[0, window.first - 1 - start :].float(), targets, reduction="sum"))
+        predictions = logits[0, window.first - 1 - start :].float()
+        return -float(cross_entropy(predictions, targets, reduction="sum"))
 
     def prompt_text(self, prompt: Prompt) -> str:
-        """The text that the model reads."""
+        """Return a prompt as the text that the model reads."""
         if not self._is_chat:
             return prompt.text()
-        chat = self._tokenizer.apply_chat_template(prompt.messages(), tokenize=False, add_generation_prompt=True)
-        # Many chat templates start with the BOS that the tokenizer adds itself.
-        adds_bos = leading_bos(self._tokenizer) is not None
-        return str(chat).removeprefix(str(self._tokenizer.bos_token) if adds_bos else "")
+        messages: Any = prompt.messages()
+        chat = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        # Many chat templates start with the BOS token that the tokenizer adds itself.
+        if leading_bos(self._tokenizer) is not None:
+            return chat.removeprefix(str(self._tokenizer.bos_token))
+        return chat
 
     @property
     def _is_chat(self) -> bool:
@@ -167,7 +264,14 @@ class LocalModel:
 
 
 def before_stop(text: str, stop: str) -> str:
-    """The text before a stop string, without an end that may still become the stop string."""
+    """Return the text before a stop string, without an end that may still become the stop string.
+
+    Args:
+        text: The text so far.
+        stop: The stop string.
+    """
     reply = text.partition(stop)[0]
-    partial = (length for length in range(len(stop) - 1, 0, -1) if reply.endswith(stop[:length]))
-    return reply[: len(reply) - next(partial, 0)]
+    for length in range(len(stop) - 1, 0, -1):
+        if reply.endswith(stop[:length]):
+            return reply.removesuffix(stop[:length])
+    return reply

@@ -1,7 +1,7 @@
-"""Prompts made of templates: an instruction, few-shot exemplars, and a request.
+"""Prompts built from templates: an instruction, few-shot exemplars, and a request.
 
-Every part of a request stands between tags, such as <text> and </text>. If a part contains such a tag, all tags of the
-prompt get a numeric suffix that no part contains. So no part can close its own tag.
+Every part of a request is enclosed in tags, such as <text> and </text>. If a part contains such a tag, all tags of the
+prompt get a numeric suffix that no part contains, so that no part can close its own tag.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graftlm.pipelines.clarify.templates import InstructionName, Template
+from graftlm.pipelines.clarify.templates import Exemplar, InstructionName, Template
 
 TAGS = ("text", "context", "question", "answer")
 Parts = tuple[tuple[str, str], ...]  # (tag, content), in order
@@ -26,11 +26,17 @@ _SHOT_PARTS: dict[InstructionName, tuple[str, ...]] = {
     "plain": ("text",),
 }
 _QUESTION = re.compile(r"^(?P<question>.*[?？][\"'»”’)]*)\s*(?:\[(?P<answers>[^\]]*)\]?)?")
+_UNPRINTABLE = {"Cc", "Cf", "Cs", "Co"}  # Unicode categories: control, format, surrogate, private use
 
 
 @dataclass(frozen=True)
 class Shot:
-    """A solved request: its parts and the expected reply."""
+    """A solved request.
+
+    Args:
+        parts: The parts of the request.
+        reply: The expected reply.
+    """
 
     parts: Parts
     reply: str
@@ -38,7 +44,14 @@ class Shot:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request to a model. `label` is the word before a reply, for models without a chat template."""
+    """A request to a model.
+
+    Args:
+        instructions: The instruction.
+        shots: Solved requests, in order.
+        parts: The parts of the request.
+        label: The word before a reply, for models without a chat template.
+    """
 
     instructions: str
     shots: tuple[Shot, ...]
@@ -47,10 +60,17 @@ class Prompt:
 
     @property
     def tag_suffix(self) -> str:
-        """The shortest suffix of all tags that no part contains: empty, -2, -3 and so on."""
-        texts = "".join(text for parts in (self.parts, *(shot.parts for shot in self.shots)) for _, text in parts)
-        suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-        return next(suffix for suffix in suffixes if not re.search(rf"</?({'|'.join(TAGS)}){suffix}>", texts))
+        """The first suffix of "", "-2", "-3" and so on with which no tag occurs in a part."""
+        contents = [content for _, content in self.parts]
+        for shot in self.shots:
+            contents.extend(content for _, content in shot.parts)
+        everything = "".join(contents)
+        suffix = ""
+        for number in itertools.count(2):
+            if not re.search(rf"</?({'|'.join(TAGS)}){suffix}>", everything):
+                break
+            suffix = f"-{number}"
+        return suffix
 
     @property
     def stop(self) -> str:
@@ -58,27 +78,31 @@ class Prompt:
         return f"\n<text{self.tag_suffix}>"
 
     def messages(self) -> list[dict[str, str]]:
-        """The prompt as chat messages; shots become earlier turns."""
-        turns = [("system", self._system())]
+        """Return the prompt as chat messages; shots become earlier turns."""
+        messages = [{"role": "system", "content": self._system()}]
         for shot in self.shots:
-            turns += [("user", self._fenced(shot.parts)), ("assistant", shot.reply)]
-        turns.append(("user", self._fenced(self.parts)))
-        return [{"role": role, "content": content} for role, content in turns]
+            messages.append({"role": "user", "content": self._fenced(shot.parts)})
+            messages.append({"role": "assistant", "content": shot.reply})
+        messages.append({"role": "user", "content": self._fenced(self.parts)})
+        return messages
 
     def text(self) -> str:
-        """The prompt as one text to continue."""
+        """Return the prompt as a single text to continue."""
         shots = [f"{self._fenced(shot.parts)}\n{self.label}: {shot.reply}" for shot in self.shots]
-        return "\n\n".join([self._system(), *shots, f"{self._fenced(self.parts)}\n{self.label}:"])
+        request = f"{self._fenced(self.parts)}\n{self.label}:"
+        return "\n\n".join([self._system(), *shots, request])
 
     def without_label(self, reply: str) -> str:
-        """A model's reply, stripped of white space and of the label that it may repeat."""
+        """Strip a reply of white space and of the label that a model may repeat."""
         return reply.strip().removeprefix(f"{self.label}:").strip()
 
     def _system(self) -> str:
         suffix = self.tag_suffix
-        return f"{self.instructions} {_FENCE.format(open=f'<text{suffix}>', close=f'</text{suffix}>')}"
+        fence = _FENCE.format(open=f"<text{suffix}>", close=f"</text{suffix}>")
+        return f"{self.instructions} {fence}"
 
     def _fenced(self, parts: Parts) -> str:
+        """Return the parts between tags."""
         suffix = self.tag_suffix
         return "\n".join(f"<{tag}{suffix}>\n{text}\n</{tag}{suffix}>" for tag, text in parts)
 
@@ -93,54 +117,114 @@ def build_prompt(
     question: str | None = None,
     exchanges: Sequence[Exchange] = (),
 ) -> Prompt:
-    """The prompt of one step. Exemplars show the same parts as the request.
+    """Build the prompt of a step. Exemplars have the same parts as the request.
 
     Args:
-        name: ask requests a question; user its answer from `context`; write the output given `exchanges`; context the
-            output given `context` (the baseline LLMwCXT); plain the output of the text alone (LLMnoExtra).
-        language: code of the output language.
-        exchanges: earlier questions and answers.
+        template: The template of the task.
+        name: The step. `ask` requests a question, `user` its answer from `context`, `write` the output given
+            `exchanges`, `context` the output given `context` (the baseline LLMwCXT), and `plain` the output of the text
+            alone (LLMnoExtra).
+        language: Code of the output language.
+        text: The user's query.
+        context: What the user knows.
+        question: The question to answer.
+        exchanges: Earlier questions and answers.
     """
-    clear = [exemplar for exemplar in template.unambiguous if language in exemplar.outputs]
-    exemplars = clear if name == "plain" and clear else template.exemplars
-    replies = {"ask": lambda of: format_question(of.question, of.answers), "user": lambda of: of.answer}
-    solved = [(exemplar, replies.get(name, lambda of: of.outputs[language])(exemplar)) for exemplar in exemplars]
+    shots = []
+    for exemplar, reply in _solved(template, name, language):
+        parts = tuple((tag, getattr(exemplar, tag)) for tag in _SHOT_PARTS[name])
+        shots.append(Shot(parts=parts, reply=reply))
+    return Prompt(
+        instructions=template.instruction(name, language),
+        shots=tuple(shots),
+        parts=_request_parts(text, context, question, exchanges),
+        label=_label(template, name),
+    )
+
+
+def _label(template: Template, name: InstructionName) -> str:
     if name == "ask":
-        every = len(solved) / max(1, len(template.unambiguous))  # a single one is the last
-        for number, exemplar in enumerate(template.unambiguous):
-            solved.insert(round((number + 1) * every) + number, (exemplar, template.no_question))
+        return "Question"
     if name == "user":
-        solved += [(exemplar, template.no_answer) for exemplar in template.unanswerable]
-    shots = (Shot(tuple((tag, getattr(item, tag)) for tag in _SHOT_PARTS[name]), reply) for item, reply in solved)
-    given = [("text", text), ("context", context), ("question", question)]
-    given += [part for exchange in exchanges for part in zip(("question", "answer"), exchange, strict=True)]
-    parts = tuple((tag, content) for tag, content in given if content is not None)
-    label = {"ask": "Question", "user": "Answer"}.get(name, template.reply)
-    return Prompt(template.instruction(name, language), tuple(shots), parts, label)
+        return "Answer"
+    return template.reply
+
+
+def _request_parts(
+    text: str,
+    context: str | None,
+    question: str | None,
+    exchanges: Sequence[Exchange],
+) -> Parts:
+    parts = [("text", text)]
+    if context is not None:
+        parts.append(("context", context))
+    if question is not None:
+        parts.append(("question", question))
+    for asked, answer in exchanges:
+        parts.append(("question", asked))
+        parts.append(("answer", answer))
+    return tuple(parts)
+
+
+def _solved(template: Template, name: InstructionName, language: str) -> list[tuple[Exemplar, str]]:
+    """Return the exemplars of a step with the expected replies, in the order in which the prompt shows them."""
+    if name == "ask":
+        return _solved_questions(template)
+    if name == "user":
+        answerable = [(exemplar, exemplar.answer) for exemplar in template.exemplars]
+        unanswerable = [(exemplar, template.no_answer) for exemplar in template.unanswerable]
+        return answerable + unanswerable
+    exemplars = template.exemplars
+    if name == "plain":
+        clear = tuple(exemplar for exemplar in template.unambiguous if language in exemplar.outputs)
+        exemplars = clear or exemplars
+    return [(exemplar, exemplar.outputs[language]) for exemplar in exemplars]
+
+
+def _solved_questions(template: Template) -> list[tuple[Exemplar, str]]:
+    """Return the exemplars with their questions; unambiguous ones are spread evenly, and a single one is the last."""
+    solved = [(exemplar, format_question(exemplar.question, exemplar.answers)) for exemplar in template.exemplars]
+    interval = len(solved) / max(1, len(template.unambiguous))
+    for number, exemplar in enumerate(template.unambiguous):
+        position = round((number + 1) * interval) + number
+        solved.insert(position, (exemplar, template.no_question))
+    return solved
 
 
 def format_question(question: str, answers: Sequence[str]) -> str:
-    """A question and its possible answers in one line: `Who? [a friend | a boss]`."""
-    return f"{question} [{' | '.join(answers)}]" if answers else question
+    """Format a question and its possible answers as a line: `Who? [a friend | a boss]`."""
+    if not answers:
+        return question
+    return f"{question} [{' | '.join(answers)}]"
 
 
 def parse_question(reply: str, label: str = "Question") -> tuple[str, tuple[str, ...]] | None:
-    """The first question in a reply with its possible answers, without duplicates; None if nothing is asked."""
+    """Find the first question in a reply.
+
+    Args:
+        reply: The reply of a translator.
+        label: The label that the model may repeat.
+
+    Returns:
+        The question and its possible answers without duplicates; None if the reply contains no question.
+    """
     for line in reply.splitlines():
         match = _QUESTION.match(line.strip().removeprefix(f"{label}:").strip())
-        if match is not None:
-            answers = (answer.strip() for answer in (match["answers"] or "").split("|"))
-            return match["question"].strip(), tuple(dict.fromkeys(answer for answer in answers if answer))
+        if match is None:
+            continue
+        listed = (match["answers"] or "").split("|")
+        answers = [answer.strip() for answer in listed if answer.strip()]
+        return match["question"].strip(), tuple(dict.fromkeys(answers))
     return None
 
 
 def is_word(reply: str, word: str) -> bool:
-    """Whether a reply is `word` alone, ignoring case and punctuation."""
-    return re.sub(r"\W+", " ", reply).strip().casefold() == word.casefold()
+    """Whether a reply consists of a word, ignoring case and punctuation."""
+    letters = re.sub(r"\W+", " ", reply).strip()
+    return letters.casefold() == word.casefold()
 
 
 def printable(text: str) -> str:
-    """The text without control and format characters that could steer a terminal; line breaks and tabs stay."""
-    return "".join(
-        char for char in text if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cf", "Cs", "Co"}
-    )
+    """Remove the control and format characters that could steer a terminal; line breaks and tabs stay."""
+    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in _UNPRINTABLE)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -17,20 +17,21 @@ from graftlm.errors import RecipeError, did_you_mean
 FOLDER = Path(__file__).with_name("templates")
 POOL = "exemplars.yaml"
 InstructionName = Literal["ask", "user", "write", "context", "plain"]
-_FIELDS = {"language", "source"}  # the fields that an instruction may name in braces
+_FIELDS = {"language", "source"}  # the fields that an instruction may contain in braces
 
 
 class Exemplar(Config):
     """A solved example: a text, its ambiguity, and how an answer resolves it.
 
     Args:
-        id: unique in its file.
-        kind: the ambiguity, such as formality; clear where there is none.
-        context: what the user knows and the translator does not.
-        question: the question to ask; empty where there is nothing to ask.
-        answers: possible answers.
-        answer: the answer that the context gives; empty where the context does not say.
-        outputs: the output under that answer, by language code.
+        id: Identifier, unique in its file.
+        kind: The kind of ambiguity, such as formality; clear for a text without ambiguity.
+        text: The text.
+        context: What the user knows and the translator does not.
+        question: The question to ask; empty if there is nothing to ask.
+        answers: Possible answers.
+        answer: The answer that the context gives; empty if the context gives none.
+        outputs: The output under that answer, by language code.
     """
 
     id: str = Field(min_length=1)
@@ -44,18 +45,20 @@ class Exemplar(Config):
 
     def _problems(self) -> Iterator[str]:
         if self.answer and self.answer not in self.answers:
-            yield f"the answer {self.answer!r} of the exemplar {self.id} is none of its answers"
+            yield f"the answer {self.answer!r} of the exemplar {self.id} should be one of its answers"
 
 
 class Instructions(Config):
-    """The instruction of each step. `{language}` and `{source}` stand for the names of languages.
+    """The instruction of each step.
+
+    In an instruction, `{language}` is replaced by the name of the output language, `{source}` by the source language.
 
     Args:
-        ask: to the translator, before the output.
-        user: to the model that answers from the context.
-        write: to the translator, with answers.
-        context: for the baseline that reads the context instead.
-        plain: for the baseline that reads the text alone; also used after a refusal.
+        ask: For the translator, before the output.
+        user: For the model that answers from the context.
+        write: For the translator, with answers.
+        context: For the baseline that reads the context instead of answers.
+        plain: For the baseline that reads only the text; also used after a refusal.
     """
 
     ask: str
@@ -66,24 +69,31 @@ class Instructions(Config):
 
     def _problems(self) -> Iterator[str]:
         for name, text in self:
-            fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
-            if unknown := sorted(fields - _FIELDS):
-                yield f"the instruction {name} names the field {{{unknown[0]}}}; fields are {{language}}"
+            parsed = string.Formatter().parse(text)
+            fields = {field for _, field, _, _ in parsed if field is not None}
+            unknown = sorted(fields - _FIELDS)
+            if unknown:
+                yield (
+                    f"the instruction {name} contains the field {{{unknown[0]}}}, but only {{language}} and {{source}} "
+                    "exist"
+                )
 
 
 class Template(Config):
-    """One task, such as translate, rewrite or answer.
+    """A task, such as translate, rewrite or answer.
 
     Args:
-        source: language code of the input texts.
-        reply: the label before an output in prompts for models without a chat template.
-        languages: output languages, code to name.
-        exemplars: ambiguous texts, in the order in which prompts show them.
-        unambiguous: texts with nothing to ask, shown where the translator looks for a question. Those with outputs are
-            shown for plain outputs too, in place of the exemplars, whose outputs know an answer.
-        unanswerable: texts whose context gives no answer, shown where a model answers.
-        no_question: the reply of a translator that has nothing to ask.
-        no_answer: the reply of a user whose context gives no answer.
+        name: Name of the task.
+        source: Language code of the input texts.
+        reply: The label before an output in prompts for models without a chat template.
+        languages: Names of the output languages, by code.
+        exemplars: Ambiguous texts, in the order in which prompts show them.
+        unambiguous: Texts with nothing to ask, shown when the translator looks for a question. Those with outputs are
+            also shown for plain outputs, instead of the exemplars, whose outputs depend on an answer.
+        unanswerable: Texts whose context gives no answer, shown when a model answers.
+        instructions: The instruction of each step.
+        no_question: The reply of a translator that has nothing to ask.
+        no_answer: The reply of a user whose context gives no answer.
     """
 
     name: str
@@ -102,61 +112,90 @@ class Template(Config):
             for name in ("context", "question", "answer"):
                 if not getattr(exemplar, name):
                     yield f"the exemplar {exemplar.id} has no {name}, which every exemplar needs"
-            if missing := sorted(self.languages.keys() - exemplar.outputs.keys()):
+            missing = sorted(self.languages.keys() - exemplar.outputs.keys())
+            if missing:
                 yield f"the exemplar {exemplar.id} has no output in {missing[0]}, a language of the template"
 
     @property
     def sha256(self) -> str:
-        """Hash of the template's content."""
+        """SHA-256 hash of the template's content."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def target(self, code: str | None) -> str:
-        """The code of the output language. None selects the template's only language.
+        """Return the code of the output language.
 
-        Raises RecipeError if the template lacks the language, or has several and `code` is None.
+        Args:
+            code: Language code; None selects the template's only language.
+
+        Raises:
+            RecipeError: The template lacks the language, or it has several and `code` is None.
         """
         if code is None and len(self.languages) == 1:
             return next(iter(self.languages))
         if code is None:
-            raise RecipeError(f"The template {self.name} writes {', '.join(self.languages)}: name one (--to).")
+            known = ", ".join(self.languages)
+            raise RecipeError(f"The template {self.name} has several target languages, {known}: name one (--to).")
         if code not in self.languages:
             known = did_you_mean(code, self.languages)
-            raise RecipeError(f"The template {self.name} does not write {code!r}{known}: name one it has (--to).")
+            raise RecipeError(
+                f"The template {self.name} does not write {code!r}{known}: name one of its languages (--to)."
+            )
         return code
 
     def instruction(self, name: InstructionName, language: str) -> str:
-        """One instruction, with the names of its languages filled in."""
-        names = {"language": self.languages[language], "source": self.source}
-        return getattr(self.instructions, name).format_map(names).strip()
+        """Return an instruction with the languages filled in.
+
+        Args:
+            name: The step.
+            language: Code of the output language.
+        """
+        instruction: str = getattr(self.instructions, name)
+        return instruction.format(language=self.languages[language], source=self.source).strip()
 
 
 @cache
 def load_template(name: str) -> Template:
-    """A built-in template by name, or a user's by its YAML file; RecipeError if it does not exist, or is incomplete."""
+    """Load a template.
+
+    Args:
+        name: Name of a built-in template, or a YAML file.
+
+    Raises:
+        RecipeError: The template does not exist, or is incomplete.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
-    if path.parent == FOLDER and name not in template_names():
+    is_built_in = path.parent == FOLDER
+    if is_built_in and name not in template_names():
         known = did_you_mean(name, template_names())
-        raise RecipeError(f"There is no template {name!r}{known}: name one of those, or a YAML file.")
+        raise RecipeError(f"There is no template {name!r}{known}: name a built-in template, or a YAML file.")
     values = read_yaml(path)
-    pool = values.pop("pool", None)
-    listed = read_yaml(path.parent / str(pool)).get("exemplars", []) if pool is not None else []
-    known = {str(exemplar.get("id")): exemplar for exemplar in listed if isinstance(exemplar, dict)}
+    pool = _read_pool(path.parent, values.pop("pool", None))
     for key in ("exemplars", "unambiguous", "unanswerable"):
-        if isinstance(values.get(key), list):
-            values[key] = [_resolve(exemplar, known, path) for exemplar in values[key]]
-    return Template.parse(values, where=str(path) if path.parent != FOLDER else f"the template {name}")
+        listed = values.get(key)
+        if isinstance(listed, list):
+            values[key] = [_resolve(exemplar, pool, path) for exemplar in listed]
+    return Template.parse(values, where=f"the template {name}" if is_built_in else str(path))
 
 
 def template_names() -> list[str]:
-    """The names of the built-in templates."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.name != POOL)
+    """Return the names of the built-in templates."""
+    names = [path.stem for path in FOLDER.glob("*.yaml") if path.name != POOL]
+    return sorted(names)
 
 
-def _resolve(exemplar: Any, pool: dict[str, Any], path: Path) -> Any:
-    """An exemplar given by its id in the pool, or written out in place."""
+def _read_pool(folder: Path, name: object) -> dict[str, object]:
+    """Return the exemplars of a pool by id; empty if the template names no pool."""
+    if name is None:
+        return {}
+    listed = read_yaml(folder / str(name)).get("exemplars", [])
+    return {str(exemplar.get("id")): exemplar for exemplar in listed if isinstance(exemplar, dict)}
+
+
+def _resolve(exemplar: object, pool: Mapping[str, object], path: Path) -> object:
+    """Return an exemplar that is given by its id in the pool, or written out in place."""
     if not isinstance(exemplar, str):
         return exemplar
     if exemplar not in pool:
         hint = did_you_mean(exemplar, pool)
-        raise RecipeError(f"{path} names the exemplar {exemplar!r}, which its pool does not have{hint}.")
+        raise RecipeError(f"{path} names the exemplar {exemplar!r}, but its pool has no such exemplar{hint}.")
     return pool[exemplar]

@@ -1,0 +1,102 @@
+"""Inspect PEFT adapters: `graft inspect` on a folder that contains an adapter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from graftlm.config import Config
+from graftlm.errors import ArtifactError
+from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.hub import fetch_folder
+from graftlm.generation.inspect import TensorGroup, group_tensors
+from graftlm.grafts import graft_class, kinds
+from graftlm.grafts.base import ReadsPeft
+from graftlm.store.artifact import read_tensors
+
+
+class AdapterInspection(Config):
+    """The result of `inspect_adapter`.
+
+    Args:
+        folder: Folder or hub name of the adapter.
+        method: PEFT's name of the method.
+        base: The model that the adapter was trained on, according to its config.
+        rank: The rank in its config.
+        alpha: The scale (`lora_alpha` and the like) in its config.
+        targets: The modules that it changes, according to its config.
+        parameters: Number of values in its tensors.
+        size: Size of the file of tensors, in bytes.
+        tensors: The saved tensors, grouped by name.
+        sections: The `graft` section of a recipe, by the kind of a graft that accepts the adapter.
+        refusals: The reason and the remedy, by the kind of a graft that rejects the adapter.
+        mergeable: Whether PEFT can merge the adapter into the model.
+    """
+
+    folder: str
+    method: str
+    base: str | None
+    rank: int | None
+    alpha: int | float | None
+    targets: JsonValue
+    parameters: int
+    size: int
+    tensors: list[TensorGroup]
+    sections: dict[str, dict[str, JsonValue]] = {}
+    refusals: dict[str, str] = {}
+    mergeable: bool
+
+
+def inspect_adapter(folder: str | Path) -> AdapterInspection:
+    """Describe a PEFT adapter and the kinds of grafts that accept it, without loading a backbone.
+
+    Args:
+        folder: Folder of the adapter, or its name on the hub.
+
+    Raises:
+        ArtifactError: The folder is not a PEFT adapter, its config is damaged, or its weights are pickled.
+        RecipeError: The rank or alpha is not a number.
+    """
+    local = fetch_folder(folder, ADAPTER_CONFIG)
+    config = read_adapter_config(local)
+    named = read_tensors(local, ADAPTER_TENSORS)
+    tensors = group_tensors((path.removeprefix("base_model.model."), tensor) for path, tensor in named)
+    sections, refusals = _find_users(Path(folder))
+    values = {
+        "folder": str(folder),
+        "method": str(config.get("peft_type")),
+        "base": config.get("base_model_name_or_path"),
+        "rank": config.get("r"),
+        "alpha": next((value for key, value in config.items() if key.endswith("_alpha")), None),
+        "targets": config.get("target_modules"),
+        "parameters": sum(group.parameters for group in tensors),
+        "size": (local / ADAPTER_TENSORS).stat().st_size,
+        "tensors": tensors,
+        "sections": sections,
+        "refusals": refusals,
+        "mergeable": bool(sections) or _is_mergeable(refusals),
+    }
+    return AdapterInspection.parse(values, where=str(local / ADAPTER_CONFIG))
+
+
+def _find_users(folder: Path) -> tuple[dict[str, dict[str, object]], dict[str, str]]:
+    """Return the recipe sections of the kinds that accept an adapter, and the reasons of those that reject it."""
+    name = re.sub(r"^[^A-Za-z]+|[^A-Za-z0-9_-]", "", folder.resolve().name) or "expert"
+    sections = {}
+    refusals = {}
+    for kind in kinds():
+        method = graft_class(kind)
+        if not issubclass(method, ReadsPeft):
+            continue
+        try:
+            sections[kind] = method.adapter_section(name, folder)
+        except ArtifactError as error:
+            refusals[kind] = str(error)
+    return sections, refusals
+
+
+def _is_mergeable(refusals: dict[str, str]) -> bool:
+    """Whether a refusal recommends to merge or to convert the adapter; PEFT can merge whatever it can convert."""
+    return any("merge it" in text or "convert it" in text for text in refusals.values())

@@ -1,0 +1,101 @@
+"""Measure trained grafts: `graft eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
+
+from graftlm.errors import DataError
+from graftlm.evaluation.results import Results
+from graftlm.generation.inspect import LENGTH
+from graftlm.store.artifact import backbone_of, load_grafts
+from graftlm.store.manifest import read_manifest
+
+# Models and training take seconds to import, so functions that run models import them.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from graftlm.data import Document
+    from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
+    from graftlm.evaluation.measurement import Measurement
+
+
+def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
+    folder: str | Path,
+    *,
+    backbone: str | Path | None = None,
+    changes: Sequence[str] = (),
+    texts: Mapping[str, Sequence[Document]] | None = None,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    evaluation: EvaluationConfig | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Results:
+    """Measure a trained graft and its bare backbone.
+
+    Args:
+        folder: Folder of a graft or of a model.
+        backbone: Name or folder of the graft's backbone; None uses the recorded one.
+        changes: Overrides of the graft's config, as `KEY=VALUE`.
+        texts: Documents by evaluation set. The sets `old` and `new` give the metrics forgotten and learned.
+        tasks: Tasks of lm-evaluation-harness; their metrics are named `<task>_<metric>`.
+        limit: Maximum number of questions per task.
+        evaluation: Settings of the measurement, and tasks from files; by default without decoding speed.
+        device: Torch device; None selects the fastest available one.
+        trust_remote_code: Allow the backbone's repository to run its own code.
+
+    Raises:
+        DataError: There is neither a text nor a task, or an example can't be read.
+        ArtifactError: The folder is not a complete graft, or the graft belongs to another backbone.
+        BackboneError: The backbone can't be loaded.
+        MissingExtraError: Tasks need lm-eval, which is not installed.
+    """
+    from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
+    from graftlm.grafted.model import GraftedModel
+
+    evaluation = evaluation or EvaluationConfig(decode_prompts=0)
+    if not texts and not tasks and not evaluation.tasks:
+        raise DataError(
+            "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
+            "or a task (--tasks NAME)."
+        )
+    if read_manifest(folder).graft_config().needs_tasks:
+        raise DataError(
+            f"The graft {folder} predicts with its own heads, but texts and examples need a language model: measure it "
+            "on rows of its tasks (--rows NAME=FILE)."
+        )
+    loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
+    grafts = load_grafts(folder, loaded, changes)
+    evaluator = BackboneEvaluator(loaded, texts or {}, evaluation, evaluation.length or LENGTH)
+    bare = evaluator.measure_backbone()
+    _add_lm_eval(bare, loaded.model, evaluator, tasks, limit)
+    config = grafts["graft"].config
+    with GraftedModel(loaded, grafts) as model:
+        grafted = evaluator.measure(model, config.kind, config.label)
+        _add_lm_eval(grafted, model, evaluator, tasks, limit)
+    details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.details.get("statistics", {})}}
+    if evaluator.tasks:
+        details["tasks"] = {measurement.row.id: measurement.details.get("tasks", {}) for measurement in (bare, grafted)}
+    return Results.here("eval", [bare.row, grafted.row], details=details)
+
+
+def _add_lm_eval(
+    measurement: Measurement,
+    model: PreTrainedModel,
+    evaluator: BackboneEvaluator,
+    tasks: Sequence[str],
+    limit: int | None,
+) -> None:
+    """Add the metrics of lm-evaluation-harness to a measurement."""
+    from graftlm.evaluation.harness import run_lm_eval
+
+    if not tasks:
+        return
+    scores = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit)
+    for task, metrics in scores.items():
+        named = {f"{task}_{name}": value for name, value in metrics.items()}
+        measurement.add_metrics(named)

@@ -1,0 +1,93 @@
+"""Read texts, tasks and prompts that are named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graftlm.errors import DataError
+from graftlm.files.reading import read_text
+
+# Models and training take seconds to import, so functions that need them import them.
+if TYPE_CHECKING:
+    from graftlm.data import Document
+    from graftlm.evaluation import TaskConfig
+
+
+def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, list[Document]]:
+    """Read documents by name.
+
+    Args:
+        named: Paths, or `NAME=PATH`; a path without a name is named by its stem.
+        text_column: The column of tables that contains the text.
+
+    Raises:
+        DataError: A path can't be read, or two texts have the same name.
+    """
+    from graftlm.data import SourceConfig, build_documents
+
+    texts = {}
+    for name, path in files_by_name(named, "texts", "--text").items():
+        source = SourceConfig(path=path, text_column=text_column)
+        texts[name] = build_documents([source])
+    return texts
+
+
+def read_tasks(named: Sequence[str], **settings: object) -> dict[str, TaskConfig]:
+    """Return tasks by name from files of examples.
+
+    Args:
+        named: Files, or `NAME=FILE`; a file without a name is named by its stem.
+        settings: Keys of all these tasks, such as `metric`; None leaves a key at its default.
+
+    Raises:
+        DataError: Two files have the same name, or examples or their metric are missing.
+        RecipeError: A setting is invalid.
+    """
+    from graftlm.evaluation import TaskConfig
+
+    values = {key: value for key, value in settings.items() if value is not None}
+    if ("metric" in values) != bool(named):
+        raise DataError(
+            "Examples need a metric, and a metric needs examples, but only one of them was given: "
+            "write --examples sums=FILE --metric exact-match, or chrf, pass@1 or log-perplexity."
+        )
+    files = files_by_name(named, "files of examples", "--examples")
+    return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file, stripped and without empty ones.
+
+    Raises:
+        DataError: The file can't be read, or has no text.
+    """
+    stripped = [line.strip() for line in read_text(path).splitlines()]
+    lines = [line for line in stripped if line]
+    if not lines:
+        raise DataError(f"{path} has no text: write one question per line.")
+    return lines
+
+
+def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:
+    """Return paths by name.
+
+    Args:
+        named: Paths, or `NAME=PATH`; a path without a name is named by its stem.
+        what: What the files are, in the plural, for the error message.
+        option: The option of the command line, for the error message.
+
+    Raises:
+        DataError: Two files have the same name.
+    """
+    paths: dict[str, str] = {}
+    for argument in named:
+        name, equals, path = argument.partition("=")
+        if not equals or Path(argument).exists():
+            name = Path(argument).stem
+            path = argument
+        if name in paths:
+            raise DataError(f"Two {what} are called {name}: give them different names, as in {option} first=FILE.")
+        paths[name] = path
+    return paths

@@ -1,0 +1,51 @@
+"""Describe the registered kinds of grafts: `graft methods`."""
+
+from __future__ import annotations
+
+import inspect
+
+from pydantic import JsonValue
+
+from graftlm.config import Config
+from graftlm.grafts import Graft, graft_class, kinds
+
+
+class Method(Config):
+    """A registered kind of graft.
+
+    Args:
+        kind: The kind, as in recipes.
+        label: The method's name in tables.
+        summary: The first line of its documentation.
+        config: Keys and default values of its config; None for a key without a default.
+    """
+
+    kind: str
+    label: str
+    summary: str
+    config: dict[str, JsonValue]
+
+
+def methods() -> list[Method]:
+    """Describe every registered kind of graft."""
+    return [_describe_method(kind, graft_class(kind)) for kind in kinds()]
+
+
+def _describe_method(kind: str, method: type[Graft]) -> Method:
+    config: dict[str, JsonValue] = {}
+    for name, field in method.Config.model_fields.items():
+        if name == "kind":
+            continue
+        default = None
+        if not field.is_required():
+            default = field.get_default(call_default_factory=True)
+        if isinstance(default, Config):
+            default = default.model_dump(mode="json")
+        config[name] = default
+    documentation = inspect.getdoc(method) or ""
+    return Method(
+        kind=kind,
+        label=method.label or kind,
+        summary=documentation.partition("\n")[0],
+        config=config,
+    )

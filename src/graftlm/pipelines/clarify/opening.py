@@ -1,0 +1,134 @@
+"""Open what a conversation needs: a model on a server or on this machine, a new or saved conversation, a user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from graftlm.errors import DataError, RecipeError, shorten
+from graftlm.generation.generate import load_model
+from graftlm.pipelines.clarify.chain import HumanUser, RecordedUser, SimulatedUser, User
+from graftlm.pipelines.clarify.conversation import Conversation
+from graftlm.pipelines.clarify.endpoint import Endpoint, EndpointConfig
+from graftlm.pipelines.clarify.models import ChatModel, LocalModel
+from graftlm.pipelines.clarify.terminal import ask_person
+
+
+def open_model(
+    *,
+    endpoint: str | None = None,
+    model: str | None = None,
+    backbone: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    max_new_tokens: int = 256,
+    **connection: Any,
+) -> ChatModel:
+    """Open a model on a server or on this machine.
+
+    Args:
+        endpoint: URL of the server; requires `model`.
+        model: The server's name of the model.
+        backbone: Folder of a model or of a graft on this machine, instead of a server.
+        device: Torch device of a model on this machine; None selects the fastest available one.
+        trust_remote_code: Allow the repository of a model on this machine to run its own code.
+        max_new_tokens: Maximum number of tokens of a reply.
+        connection: The keys `key_variable`, `timeout` and `retries` of `EndpointConfig`.
+
+    Raises:
+        RecipeError: Neither or both of `endpoint` and `backbone` are given, or the server's model is not named.
+        GraftError: The model can't be loaded.
+    """
+    if (endpoint is None) == (backbone is None):
+        given = "Neither" if endpoint is None else "Both"
+        raise RecipeError(f"{given} of --endpoint and --backbone was given: name a server's URL or a model's folder.")
+    if backbone is not None:
+        network, tokenizer = load_model(backbone, device=device, trust_remote_code=trust_remote_code)
+        return LocalModel(network, tokenizer, name=backbone, max_new_tokens=max_new_tokens)
+    if model is None:
+        raise RecipeError(f"The server {endpoint} may have several models, but no model was named: name one (--model).")
+    values = {"url": endpoint, "model": model, "max_new_tokens": max_new_tokens, **connection}
+    return Endpoint(EndpointConfig.parse(values, where="--endpoint"))
+
+
+def open_conversation(
+    text: str | None,
+    path: Path | None,
+    *,
+    template: str | None = None,
+    target: str | None = None,
+    budget: int | None = None,
+    threshold: float | None = None,
+    answers: Sequence[str] | None = None,
+) -> Conversation:
+    """Load a conversation, or start a new one if there is no such file.
+
+    Args:
+        text: The user's query; optional for a saved conversation.
+        path: File of the conversation.
+        template: Name or YAML file of the template; `translate` by default.
+        target: Code of the output language; optional if the template has a single language.
+        budget: Maximum number of proposed questions; 1 by default.
+        threshold: Expected gain in bits above which a question is asked; None asks every question.
+        answers: Answers that the user has given in advance.
+
+    Raises:
+        DataError: There is neither a text nor a conversation, a saved conversation differs from the other arguments, or
+            it is finished although there are answers.
+        RecipeError: The template or the language is unknown.
+    """
+    if path is None or not path.exists():
+        if text is None:
+            raise DataError("There is no text to begin with: give one, or the file of a conversation (--resume).")
+        return Conversation.start(
+            text,
+            template or "translate",
+            target,
+            budget=1 if budget is None else budget,
+            threshold=threshold,
+        )
+    conversation = Conversation.load(path)
+    given = {"text": text, "template": template, "target": target, "budget": budget, "threshold": threshold}
+    for name, value in given.items():
+        saved = getattr(conversation, name)
+        if value is not None and value != saved:
+            raise DataError(
+                f"The {name} of the conversation {path} is {shorten(repr(saved), 40)}, but "
+                f"{shorten(repr(value), 40)} was given: leave it out to continue the conversation, or name another "
+                "file."
+            )
+    if answers and conversation.step == "done":
+        raise DataError(
+            f"The conversation in {path} is finished, so nothing is left to answer: leave out --answer to see its "
+            "output, or name another file to start a new conversation (--resume)."
+        )
+    return conversation
+
+
+def choose_user(
+    answers: Sequence[str] | None,
+    context: str | None,
+    model: ChatModel,
+    ask: Callable[[str], str] | None,
+) -> User | None:
+    """Return the user who answers: recorded answers, a model that reads the context, a person, or nobody.
+
+    Args:
+        answers: Recorded answers, in the order of the questions.
+        context: What a simulated user knows.
+        model: The model of a simulated user.
+        ask: Shows a text to a person and returns what the person types; None if there is no person.
+
+    Raises:
+        RecipeError: Both answers and a context are given.
+    """
+    if answers and context is not None:
+        raise RecipeError("Both --answer and --context were given: give the answers, or the context of a model's.")
+    if answers:
+        return RecordedUser(list(answers))
+    if context is not None:
+        return SimulatedUser(model, context)
+    if ask is None:
+        return None
+    return HumanUser(lambda question, possible: ask_person(question, possible, ask))
