@@ -87,7 +87,7 @@ def test_shots_stand_before_every_prompt_and_do_not_count(file: Path) -> None:
         ({"path": "FOLDER"}, "There is no file FOLDER: check the task's path."),
         (
             {"path": "notes.txt"},
-            "notes.txt is no table: a file ending in .jsonl .ndjson .json .parquet .csv .tsv (or .gz) is",
+            "notes.txt is not a table: a file ending in .jsonl .ndjson .json .parquet .csv .tsv (or .gz) is",
         ),
         (
             {"prompt_column": "ask"},
