@@ -33,8 +33,8 @@ def word_tokens(tokenizer: Any, text: str) -> WordTokens:
     """Return the tokens of a text. A word has five or more letters, and all tokens with one of them have its distance.
 
     Args:
-        tokenizer: A fast tokenizer.
-        text: The text.
+        tokenizer: a fast tokenizer.
+        text: the text.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts, ends = np.array(encoded["offset_mapping"]).T
@@ -56,10 +56,10 @@ def losses_by_distance(model: Any, tokens: WordTokens, length: int, limits: tupl
     """Return nats per token of words in windows of `length` tokens, by the distance to the last occurrence.
 
     Args:
-        model: A causal language model.
-        tokens: Tokens of the text.
-        length: Tokens of a window.
-        limits: Upper ends of the distances, rising; words with a larger distance are left out.
+        model: a causal language model.
+        tokens: tokens of the text.
+        length: tokens of a window.
+        limits: upper ends of the distances, rising; words with a larger distance are left out.
 
     Returns:
         Means `first`, of words that occur for the first time in their window, and `to_N` for each limit.

@@ -35,8 +35,8 @@ class ScriptedTranslator:
     first.
 
     Args:
-        examples: The examples.
-        name: Name of the model in conversations.
+        examples: the examples.
+        name: name of the model in conversations.
     """
 
     def __init__(self, examples: Iterable[AmbiguousExample], name: str = NAME) -> None:

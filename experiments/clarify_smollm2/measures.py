@@ -32,7 +32,7 @@ def shares(pair: Pair) -> dict[str, float]:
     """Compute the measures of a pair, with either form as the right one.
 
     Args:
-        pair: A scored pair. `nats` has log-probabilities of both forms, by condition and, if the condition depends on
+        pair: a scored pair. `nats` has log-probabilities of both forms, by condition and, if the condition depends on
             the right form, by that form, as in `answer:1`.
 
     Returns:
@@ -90,9 +90,9 @@ def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dic
     """Compute the measures of the test pairs of a group.
 
     Args:
-        runs: The scored pairs of each run.
-        group: The group, or `all`.
-        ids: Ids of the pairs to use; all by default.
+        runs: the scored pairs of each run.
+        group: the group, or `all`.
+        ids: ids of the pairs to use; all by default.
 
     Returns:
         Percent by measure, (P,), means over the runs. Differences between conditions are named as in
@@ -133,7 +133,7 @@ def median_nats(runs: Sequence[Pairs]) -> dict[str, float]:
     """Compute medians over the test pairs of all runs.
 
     Args:
-        runs: The scored pairs of each run.
+        runs: the scored pairs of each run.
 
     Returns:
         In nats: under `nothing`, by how much one form is likelier than the other; under each other condition, how far
@@ -160,7 +160,7 @@ def gains(pair: Pair) -> tuple[float, float, float]:
     """Compute the gains of a pair's question.
 
     Args:
-        pair: A scored pair.
+        pair: a scored pair.
 
     Returns:
         In bits: the predicted gain of the question, what its right answer brought, and the entropy of the forms without
@@ -189,7 +189,7 @@ def calibration(runs: Sequence[Pairs]) -> dict[str, Metric]:
     The thresholds of a run have the best F1 on its dev texts. An answer was needed if it brought more than `NEEDED`.
 
     Args:
-        runs: The scored pairs of each run.
+        runs: the scored pairs of each run.
 
     Returns:
         Means over the runs with bootstrap intervals over the pairs.
@@ -299,7 +299,7 @@ def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
     """Plot what answers brought against the predicted gain: means of five bins with equally many texts.
 
     Args:
-        models: The scored pairs of each run, by the name of the model.
+        models: the scored pairs of each run, by the name of the model.
     """
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     all_axes = figure.subplots(1, len(models))

@@ -61,13 +61,13 @@ class _Candidate:
     """A text with two translations.
 
     Args:
-        id: Identifier of the example.
-        group: Kind and target language, as in `gender_fr`.
-        part: The part of the data set.
-        text: The English text.
-        contexts: A context for each form.
-        forms: The two translations.
-        right: Index of the form that the example's own context requires; for formality, 0 and 1 alternate.
+        id: identifier of the example.
+        group: kind and target language, as in `gender_fr`.
+        part: the part of the data set.
+        text: the English text.
+        contexts: a context for each form.
+        forms: the two translations.
+        right: index of the form that the example's own context requires; for formality, 0 and 1 alternate.
     """
 
     id: str
@@ -119,10 +119,10 @@ def _read_candidates(data: Path, group: str, part: str, *, shown: bool = False) 
     """Yield candidates from CoCoA-MT or MT-GenEval in random order.
 
     Args:
-        data: Folder of the data sets.
-        group: Kind and target language.
-        part: The part of the data set.
-        shown: Use the texts of MT-GenEval that show the gender rather than those that hide it.
+        data: folder of the data sets.
+        group: kind and target language.
+        part: the part of the data set.
+        shown: use the texts of MT-GenEval that show the gender rather than those that hide it.
     """
     kind, _, language = group.partition("_")
     if kind == "formality":
@@ -199,8 +199,8 @@ def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[Row]:
     gender, sentences that show it.
 
     Args:
-        data: Folder of the data sets.
-        counts: Number of pairs of each group, by part.
+        data: folder of the data sets.
+        counts: number of pairs of each group, by part.
     """
     tested: set[str] = set()
     for setting in SETTINGS["parts"]:
@@ -257,11 +257,11 @@ class _Translation:
     """A sentence of a parallel corpus.
 
     Args:
-        corpus: Name of the corpus.
-        language: Target language.
-        before: The sentence before, or its beginning.
-        source: The English sentence.
-        target: Its translation.
+        corpus: name of the corpus.
+        language: target language.
+        before: the sentence before, or its beginning.
+        source: the English sentence.
+        target: its translation.
     """
 
     corpus: str
@@ -282,8 +282,8 @@ def training_rows(data: Path, known: set[str]) -> dict[str, list[Row]]:
     others contains the sentence before. The plain rows are the same without questions and answers.
 
     Args:
-        data: Folder of the data sets.
-        known: Texts that the rows must not contain.
+        data: folder of the data sets.
+        known: texts that the rows must not contain.
 
     Returns:
         Rows by file: `question` and `plain`, and `validation_question` and `validation_plain`.

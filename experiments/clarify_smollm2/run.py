@@ -111,14 +111,14 @@ def _run(
     """Return a run that trains a graft.
 
     Args:
-        options: The options of the experiment.
-        run_id: Id of the run.
-        name: The conversations to train on, `question` or `plain`.
-        label: Label of the run.
-        rate: The learning rate.
-        seed: The seed.
-        steps: Number of training steps; fewer in a quick run.
-        pairs: The file of pairs to score; empty for none.
+        options: the options of the experiment.
+        run_id: id of the run.
+        name: the conversations to train on, `question` or `plain`.
+        label: label of the run.
+        rate: the learning rate.
+        seed: the seed.
+        steps: number of training steps; fewer in a quick run.
+        pairs: the file of pairs to score; empty for none.
     """
     if options.quick:
         steps = QUICK_STEPS

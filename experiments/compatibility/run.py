@@ -31,7 +31,7 @@ class CompatibilityRun(Run):
     """All kinds of grafts on one family.
 
     Args:
-        family: Name of the family.
+        family: name of the family.
     """
 
     family: str

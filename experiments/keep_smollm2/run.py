@@ -62,11 +62,11 @@ class KeepRow(NamedTuple):
     """A row.
 
     Attributes:
-        label: Label of the row.
-        graft: Config of its graft.
-        rates: Learning rates of the search.
-        old: Source of its old text: `SELF`, `REAL`, or empty.
-        objective: Objective on old text.
+        label: label of the row.
+        graft: config of its graft.
+        rates: learning rates of the search.
+        old: source of its old text: `SELF`, `REAL`, or empty.
+        objective: objective on old text.
     """
 
     label: str
@@ -117,11 +117,11 @@ class KeepStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        grafts: Config of each row's graft.
-        rates: Learning rate of each row that validation text chose.
-        moved_back: Learning rate and strength of the fine-tuned weights that validation text chose.
-        backbone: Config of the backbone.
-        tasks: Files of multiple-choice questions, by name.
+        grafts: config of each row's graft.
+        rates: learning rate of each row that validation text chose.
+        moved_back: learning rate and strength of the fine-tuned weights that validation text chose.
+        backbone: config of the backbone.
+        tasks: files of multiple-choice questions, by name.
     """
 
     def __init__(self, options: Options) -> None:
@@ -137,10 +137,10 @@ class KeepStudy(Study):
         """Return the run of a row at one rate with a third of the steps, measured on validation texts.
 
         Args:
-            name: Name of the row.
-            rate: Learning rate.
-            own: Keys of the source of its own text.
-            graft: Keys of the graft that differ from the row's.
+            name: name of the row.
+            rate: learning rate.
+            own: keys of the source of its own text.
+            graft: keys of the graft that differ from the row's.
         """
         plain = ROWS[name].graft
         config = {**self.grafts[name], **graft}

@@ -77,9 +77,9 @@ class LongTextRun(PromptedRun):
     """A row, measured on the long documents and the texts of recall of both parts.
 
     Args:
-        texts: Folder of `write_texts`.
-        window: Tokens after which `nats_beyond` begins.
-        far: Tokens after which the cost of a decode step is compared with the cost after a 32nd of them; 0 skips this.
+        texts: folder of `write_texts`.
+        window: tokens after which `nats_beyond` begins.
+        far: tokens after which the cost of a decode step is compared with the cost after a 32nd of them; 0 skips this.
     """
 
     texts: str
@@ -121,7 +121,7 @@ def scores(model: Any, ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Score the tokens of a text, which is read in pieces on one cache.
 
     Args:
-        model: A causal language model.
+        model: a causal language model.
         ids: (1, T) token ids.
 
     Returns:
@@ -148,10 +148,10 @@ def gain_of_far(model: Any, ids: Tensor, nats: np.ndarray, window: int) -> float
     Only the second half of each piece counts, and the first piece does not, because it is read in the same way.
 
     Args:
-        model: A causal language model.
+        model: a causal language model.
         ids: (1, T) token ids.
         nats: (T - 1,) nats of `scores`.
-        window: Tokens of a window.
+        window: tokens of a window.
     """
     piece = 2 * window
     complete = ids.shape[1] // piece * piece
@@ -250,15 +250,15 @@ class MemoryStudy(Study):
     """The runs of the experiment.
 
     Args:
-        options: Options of the experiment.
-        window: Tokens of the window.
-        sizes: Sizes of texts.
-        steps: Training steps.
+        options: options of the experiment.
+        window: tokens of the window.
+        sizes: sizes of texts.
+        steps: training steps.
 
     Attributes:
-        backbone: Config of the backbone.
-        texts: Folder of `write_texts`.
-        grafts: Config of each row's graft; None for the backbone without one.
+        backbone: config of the backbone.
+        texts: folder of `write_texts`.
+        grafts: config of each row's graft; None for the backbone without one.
     """
 
     def __init__(self, options: Options, window: int, sizes: Sizes, steps: int) -> None:

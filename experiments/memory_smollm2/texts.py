@@ -36,13 +36,13 @@ class Sizes(NamedTuple):
     """Sizes of texts.
 
     Attributes:
-        row: Tokens of a training row.
-        document: Tokens of a document of validation and test.
-        pairs: Pairs of words of a text of recall.
-        tested: Test documents of each source.
-        validated: Validation documents of each source.
-        recall: Texts of recall of validation and test.
-        trained: Training rows of documents. There are as many rows of recall: half of them hold one text each, half of
+        row: tokens of a training row.
+        document: tokens of a document of validation and test.
+        pairs: pairs of words of a text of recall.
+        tested: test documents of each source.
+        validated: validation documents of each source.
+        recall: texts of recall of validation and test.
+        trained: training rows of documents. There are as many rows of recall: half of them hold one text each, half of
             them texts of 1,008 tokens or of half the row.
     """
 
@@ -59,9 +59,9 @@ class RecallText(NamedTuple):
     """A text of recall.
 
     Attributes:
-        ids: Its token ids.
-        answers: Start and stop of each answer.
-        asked_from: Number of tokens before its questions.
+        ids: its token ids.
+        answers: start and stop of each answer.
+        asked_from: number of tokens before its questions.
     """
 
     ids: list[int]
@@ -75,11 +75,11 @@ def write_texts(data: Path, folder: Path, tokenizer: Any, sizes: Sizes, window: 
     No document and no word of a pair is in two parts.
 
     Args:
-        data: The data folder.
-        folder: Folder to write to.
-        tokenizer: Tokenizer of the model.
-        sizes: Sizes of texts.
-        window: Tokens of the window; all pairs are farther from their questions.
+        data: the data folder.
+        folder: folder to write to.
+        tokenizer: tokenizer of the model.
+        sizes: sizes of texts.
+        window: tokens of the window; all pairs are farther from their questions.
     """
     settings = {
         "sizes": sizes._asdict(),
@@ -156,8 +156,8 @@ def split(documents: Mapping[str, Sequence[str]], sizes: Sizes) -> dict[str, dic
     them, so that no author of novels is in two parts.
 
     Args:
-        documents: Documents, by source.
-        sizes: Sizes of texts.
+        documents: documents, by source.
+        sizes: sizes of texts.
 
     Returns:
         Documents, by part and source.
@@ -183,10 +183,10 @@ class RecallMaker:
     """Makes texts of one part: pairs of words, then other text, then the pairs again in another order.
 
     Args:
-        part: Name of the part; its words are in no other part.
-        tokenizer: Tokenizer of the model.
-        filler: The other text, of which each text has a random piece.
-        pairs: Pairs of a text.
+        part: name of the part; its words are in no other part.
+        tokenizer: tokenizer of the model.
+        filler: the other text, of which each text has a random piece.
+        pairs: pairs of a text.
     """
 
     def __init__(self, part: str, tokenizer: Any, filler: str, pairs: int) -> None:

@@ -91,9 +91,9 @@ class FactorialRow(NamedTuple):
     """A row.
 
     Attributes:
-        label: Label of the row.
-        graft: Config of its graft.
-        settings: Settings of its search.
+        label: label of the row.
+        graft: config of its graft.
+        settings: settings of its search.
     """
 
     label: str
@@ -165,8 +165,8 @@ class NeutralResiduesStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        backbone: Config of the backbone.
-        settings: Setting that the search chose, by row.
+        backbone: config of the backbone.
+        settings: setting that the search chose, by row.
     """
 
     def __init__(self, options: Options) -> None:
@@ -202,12 +202,12 @@ class NeutralResiduesStudy(Study):
         """Return one run, whose id names everything in which it differs from others.
 
         Args:
-            name: Name of the row.
-            setting: Learning rate, and keys of the graft.
-            seed: Seed of the run.
-            share: Share of replay in training rows.
-            search: Train a third of the steps and measure on validation texts.
-            graft: Other keys of the graft.
+            name: name of the row.
+            setting: learning rate, and keys of the graft.
+            seed: seed of the run.
+            share: share of replay in training rows.
+            search: train a third of the steps and measure on validation texts.
+            graft: other keys of the graft.
         """
         quick = self.options.quick
         values = {**setting, **graft}

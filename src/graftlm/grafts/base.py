@@ -59,7 +59,7 @@ class GraftConfig(Config):
             values: the saved values, from which this config was parsed.
 
         Raises:
-            RecipeError: One of `saved_keys` is missing.
+            RecipeError: one of `saved_keys` is missing.
         """
         missing = sorted(self.saved_keys - values.keys())
         if missing:
@@ -272,7 +272,7 @@ class ReadsPeft(ABC):
             folder: the folder that PEFT wrote.
 
         Raises:
-            ArtifactError: The graft can't use the adapter; the message states an alternative.
+            ArtifactError: the graft can't use the adapter; the message states an alternative.
         """
 
 
@@ -314,7 +314,7 @@ class HasTensors(ABC):
         """Load tensors of the form that `tensors` returns.
 
         Raises:
-            ArtifactError: Names or shapes differ.
+            ArtifactError: names or shapes differ.
         """
 
 

@@ -131,7 +131,7 @@ class Heads(nn.Module):
         """Append a newly initialised head, and return its Linear.
 
         Raises:
-            GraftError: The name is empty, contains a dot, or belongs to another task.
+            GraftError: the name is empty, contains a dot, or belongs to another task.
         """
         problem = self._name_problem(name)
         if problem:

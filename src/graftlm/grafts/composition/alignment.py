@@ -165,7 +165,7 @@ class CharacterAlignment:
         name: name of the augmenting model in error messages.
 
     Raises:
-        GraftError: if a tokenizer has no character offsets.
+        GraftError: a tokenizer has no character offsets.
     """
 
     def __init__(

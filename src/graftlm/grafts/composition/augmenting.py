@@ -94,7 +94,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
         device: device of the model.
 
     Raises:
-        BackboneError: if the model cannot be loaded, or if it is not a language model.
+        BackboneError: the model cannot be loaded, or if it is not a language model.
     """
     try:
         return load_backbone(
@@ -122,7 +122,7 @@ class AugmentingModel:
         config: configuration of the composition.
 
     Raises:
-        GraftError: if the models or their tokenizers do not fit together.
+        GraftError: the models or their tokenizers do not fit together.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class AugmentingModel:
             call: the pass of the anchor.
 
         Raises:
-            GraftError: if the pass has no token ids, or if its cache was filled without this graft.
+            GraftError: the pass has no token ids, or if its cache was filled without this graft.
         """
         past = call.past()
         self._check_pass(call, past)
@@ -337,7 +337,7 @@ def choose_alignment(
         config: configuration of the composition; `alignment: auto` compares the tokenizers.
 
     Raises:
-        GraftError: if the tokens cannot be aligned as configured.
+        GraftError: the tokens cannot be aligned as configured.
     """
     prompt_only = config.refresh == "prompt"
     causal = anchor.sites.family.causal

@@ -38,8 +38,8 @@ class Composition(Graft, ReadsModels):
         augmenting: models that are already loaded, by their names in the config; the others are loaded.
 
     Raises:
-        GraftError: if layers, widths or tokenizers do not fit together.
-        BackboneError: if a model cannot be loaded.
+        GraftError: layers, widths or tokenizers do not fit together.
+        BackboneError: a model cannot be loaded.
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig

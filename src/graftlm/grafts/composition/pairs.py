@@ -22,7 +22,7 @@ def resolve_pairs(
         anchor: the backbone of the composition.
 
     Raises:
-        GraftError: if a model does not have these layers, or a pair is listed twice.
+        GraftError: a model does not have these layers, or a pair is listed twice.
     """
     pairs = config.augmenting[name].pairs
     if not pairs:
@@ -48,7 +48,7 @@ def pairs_of(
         anchor: the backbone of the composition.
 
     Raises:
-        GraftError: if the stride gives no pair, or more pairs than the anchor has layers.
+        GraftError: the stride gives no pair, or more pairs than the anchor has layers.
     """
     stride = config.augmenting[name].stride or config.stride
     n_A = augmenting.sites.n_layers
@@ -100,7 +100,7 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
         even: whether the width of a head must be even, which rotary positions require.
 
     Raises:
-        GraftError: if the heads do not divide the width.
+        GraftError: the heads do not divide the width.
     """
     step = 2 if even else 1
     if width % (heads * step) == 0:

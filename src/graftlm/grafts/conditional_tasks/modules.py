@@ -207,7 +207,7 @@ class TokenPositions:
             limit: maximum number of tokens of a row.
 
         Raises:
-            GraftError: A row has more than `limit` tokens.
+            GraftError: a row has more than `limit` tokens.
         """
         past = call.past()
         keys: Tensor | int = past + queries

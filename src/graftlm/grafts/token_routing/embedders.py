@@ -280,8 +280,8 @@ class SentenceEmbedder:
         backbone: the backbone, whose tokenizer decodes the text.
 
     Raises:
-        MissingExtraError: if sentence-transformers is not installed.
-        BackboneError: if the model cannot be loaded.
+        MissingExtraError: sentence-transformers is not installed.
+        BackboneError: the model cannot be loaded.
     """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
@@ -330,9 +330,9 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
         backbone: the backbone of the routing.
 
     Raises:
-        GraftError: if the backbone does not have the hidden states that `layers` selects.
-        MissingExtraError: if the embedder needs a package that is not installed.
-        BackboneError: if a model cannot be loaded.
+        GraftError: the backbone does not have the hidden states that `layers` selects.
+        MissingExtraError: the embedder needs a package that is not installed.
+        BackboneError: a model cannot be loaded.
     """
     if config.name != "backbone":
         return SentenceEmbedder(config, backbone)

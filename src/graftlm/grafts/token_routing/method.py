@@ -67,9 +67,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         backbone: the backbone.
 
     Raises:
-        ArtifactError: if an adapter is damaged, pickled, or not plain LoRA.
-        WrongBackboneError: if an adapter belongs to another backbone.
-        GraftError: if the backbone lacks a target module of a new expert, or the hidden states to embed.
+        ArtifactError: an adapter is damaged, pickled, or not plain LoRA.
+        WrongBackboneError: an adapter belongs to another backbone.
+        GraftError: the backbone lacks a target module of a new expert, or the hidden states to embed.
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
@@ -302,8 +302,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             texts: examples by expert, in addition to those of the config.
 
         Raises:
-            RecipeError: if an expert has no examples.
-            GraftError: if a centroid has no direction, or the examples do not differ although they are to be whitened.
+            RecipeError: an expert has no examples.
+            GraftError: a centroid has no direction, or the examples do not differ although they are to be whitened.
         """
         if self._fixed_weights() is not None:
             return

@@ -204,7 +204,7 @@ def fit_whitener(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         The matrix V (K, d) and the number a t of the module's equations, both in float32.
 
     Raises:
-        GraftError: if no domain has examples that differ from each other.
+        GraftError: no domain has examples that differ from each other.
     """
     from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds to import
 

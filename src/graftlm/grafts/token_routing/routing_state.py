@@ -131,7 +131,7 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
         The layer; None without a cache.
 
     Raises:
-        GraftError: if the cache was filled without this graft.
+        GraftError: the cache was filled without this graft.
     """
     if call.cache is None:
         return None

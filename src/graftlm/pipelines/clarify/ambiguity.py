@@ -44,7 +44,7 @@ def english_gender(text: str) -> str | None:
     """Return the gender of the pronouns in an English text.
 
     Args:
-        text: The English text.
+        text: the English text.
 
     Returns:
         feminine or masculine; None if the text has no gendered pronoun, or pronouns of both genders.
@@ -57,13 +57,13 @@ class Token(NamedTuple):
     """A word of a text.
 
     Args:
-        text: The word.
-        lemma: Its lemma in lower case.
-        pos: Its part of speech, a tag of Universal Dependencies; empty without a parser.
-        tag: Its tag of the Penn Treebank; empty without a parser.
-        dep: Its relation to its head; empty without a parser.
-        head: Index of its head; its own index for a root.
-        start: Offset in the text, in characters.
+        text: the word.
+        lemma: its lemma in lower case.
+        pos: its part of speech, a tag of Universal Dependencies; empty without a parser.
+        tag: its tag of the Penn Treebank; empty without a parser.
+        dep: its relation to its head; empty without a parser.
+        head: index of its head; its own index for a root.
+        start: offset in the text, in characters.
     """
 
     text: str
@@ -82,8 +82,8 @@ class Sense(Config):
     """A meaning of a word.
 
     Args:
-        gloss: The meaning in a few words.
-        cues: Nearby words that indicate this meaning.
+        gloss: the meaning in a few words.
+        cues: nearby words that indicate this meaning.
         es: Spanish translations.
         fr: French translations.
         de: German translations.
@@ -101,7 +101,7 @@ class Sense(Config):
         """Return the translations into a language, in lower case.
 
         Args:
-            language: A language code; the result is empty for a language that the table lacks.
+            language: a language code; the result is empty for a language that the table lacks.
         """
         words: tuple[str, ...] = getattr(self, language, ())
         return frozenset(word.lower() for word in words)
@@ -119,7 +119,7 @@ def word_list(name: str) -> frozenset[str]:
     """Return a list of `word_lists/detection.yaml`, in lower case.
 
     Args:
-        name: The key of the list. Phrases are separated by commas; a list without commas is split at white space.
+        name: the key of the list. Phrases are separated by commas; a list without commas is split at white space.
     """
     text = read_yaml(_FOLDER / "detection.yaml")[name].lower()
     entries = text.split(",") if "," in text else text.split()
@@ -131,7 +131,7 @@ def word_pattern(name: str) -> re.Pattern[str]:
     """Compile a pattern of `word_lists/detection.yaml`.
 
     Args:
-        name: The key of the pattern. In the pattern, `{key}` is replaced by another pattern or by the words of a list.
+        name: the key of the pattern. In the pattern, `{key}` is replaced by another pattern or by the words of a list.
     """
     patterns: dict[str, str] = read_yaml(_FOLDER / "detection.yaml")["patterns"]
 
@@ -151,11 +151,11 @@ class Ambiguity:
     """An ambiguous word.
 
     Args:
-        kind: The kind of ambiguity.
-        word: The word.
-        start: Its offset in the text, in characters.
-        reason: Why it is ambiguous.
-        senses: The possible senses of a polysemous word.
+        kind: the kind of ambiguity.
+        word: the word.
+        start: its offset in the text, in characters.
+        reason: why it is ambiguous.
+        senses: the possible senses of a polysemous word.
     """
 
     kind: AmbiguityKind
@@ -170,8 +170,8 @@ class Detection:
     """The result of `detect`.
 
     Args:
-        ambiguities: The detected ambiguities in text order.
-        limitations: What the rules miss without a parser; empty with one.
+        ambiguities: the detected ambiguities in text order.
+        limitations: what the rules miss without a parser; empty with one.
     """
 
     ambiguities: tuple[Ambiguity, ...]
@@ -223,14 +223,14 @@ def detect(
     """Detect the ambiguities of an English text.
 
     Args:
-        text: The English text.
-        language: Code of the target language; kinds that make no difference there are ignored.
-        context: Surrounding sentences, whose pronouns and cue words may resolve an ambiguity.
-        parser: A parser of `load_parser`; None uses only words and their neighbours.
-        kinds: The kinds to detect.
+        text: the English text.
+        language: code of the target language; kinds that make no difference there are ignored.
+        context: surrounding sentences, whose pronouns and cue words may resolve an ambiguity.
+        parser: a parser of `load_parser`; None uses only words and their neighbours.
+        kinds: the kinds to detect.
 
     Raises:
-        DataError: A kind is unknown.
+        DataError: a kind is unknown.
     """
     for kind in kinds:
         if kind not in KINDS:
@@ -257,8 +257,8 @@ def find_ambiguities(text: str, language: str) -> tuple[Ambiguity, ...]:
     """Detect ambiguities without a parser, as a detector of `Chain`.
 
     Args:
-        text: The English text.
-        language: Code of the output language; for English output, all kinds are detected.
+        text: the English text.
+        language: code of the output language; for English output, all kinds are detected.
     """
     target = None if language == "en" else language
     return detect(text, language=target).ambiguities

@@ -25,11 +25,11 @@ class EndpointConfig(Config):
 
     Args:
         url: URL of the server with its version, such as http://localhost:8000/v1.
-        model: The server's name of the model.
-        key_variable: The environment variable with the API key; local servers often need none.
-        timeout: Time to wait for the server, in seconds.
-        retries: Number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
-        max_new_tokens: Maximum number of tokens of a reply.
+        model: the server's name of the model.
+        key_variable: the environment variable with the API key; local servers often need none.
+        timeout: time to wait for the server, in seconds.
+        retries: number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
+        max_new_tokens: maximum number of tokens of a reply.
     """
 
     url: str
@@ -51,10 +51,10 @@ class Endpoint:
     """A model on a server.
 
     Args:
-        config: Address and limits.
+        config: address and limits.
 
     Raises:
-        MissingExtraError: The `openai` client is not installed.
+        MissingExtraError: the `openai` client is not installed.
     """
 
     def __init__(self, config: EndpointConfig) -> None:
@@ -81,11 +81,11 @@ class Endpoint:
         """Reply to a prompt, greedily.
 
         Args:
-            prompt: The prompt.
-            on_text: Called with each new piece of the reply.
+            prompt: the prompt.
+            on_text: called with each new piece of the reply.
 
         Raises:
-            EndpointError: The server is unreachable, too slow, rejects the request, or violates the protocol.
+            EndpointError: the server is unreachable, too slow, rejects the request, or violates the protocol.
         """
         with self._errors():
             is_streamed = self._streams or (on_text is not None and self._streams is None)
