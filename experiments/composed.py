@@ -195,7 +195,8 @@ class ComposedStudy(Study):
     shares: Sequence[float] = SHARES
     validation: Sequence[PromptTask] = ()
     tasks: Sequence[PromptTask] = ()
-    evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)  # whole texts
+    # The texts are measured to their ends.
+    evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)
 
     def __init__(
         self,

@@ -299,7 +299,7 @@ def _write_corpus(data: Path, folder: Path, size: Size) -> None:
     novels = read_texts(data / ENGLISH)[: size.english_novels]
     french = read_texts(data / FRENCH)[: size.french_novels]
     texts["english"] = _english(novels, documentation, size, 1.0)
-    texts["english-some"] = _english(novels, documentation, size, 0.6)  # for models of a specialist's size
+    texts["english-some"] = _english(novels, documentation, size, 0.6)  # read by models of a specialist's size
     texts["french"] = [text[: size.french] for text in french]
     texts["mixed"] = _mixed(novels, french, texts["python-train"], size)
     for name, documents in texts.items():

@@ -41,7 +41,7 @@ CODE = "routing/code/mbpp/mbpp.jsonl"
 READING = "routing/reading/qed/qed-dev.jsonlines"
 SVAMP = "routing/math/svamp/SVAMP.json"
 FILES = (WIKITEXT, SHAKESPEARE, MATHS, MATHS_TEST, CODE, READING, SVAMP)
-CHARACTERS = 600  # of the longest conversation; a row holds 320 tokens
+CHARACTERS = 600  # of the longest conversation, which fits into a row of 320 tokens
 TESTS = 40  # conversations of each kind
 
 Pair = tuple[str, str]

@@ -52,10 +52,10 @@ CHECKERS: dict[AmbiguityKind, CheckerKind] = {
     "name": "gender",
     "profession": "gender",
 }
-_MIN_CONTEXT = 3  # sentences
-_MAX_CONTEXT = 5  # sentences
-_CONTEXT_WORDS = 20  # a context of fewer sentences than the maximum has more words than this
-_MAX_WORDS = 20  # of a sentence for formality
+_MIN_CONTEXT = 3  # sentences of a context
+_MAX_CONTEXT = 5  # sentences of a context
+_CONTEXT_WORDS = 20  # words above which a context has fewer sentences than the maximum
+_MAX_WORDS = 20  # words of a sentence for formality
 _PRONOUNS_OF_CLAUSES = {"what", "whatever", "whoever", "this", "that"}
 _CLAUSES = {"csubj", "ccomp", "xcomp", "oprd", "prt"}
 

@@ -40,7 +40,7 @@ _PERSON = r"\b(?:man|woman|he|she|male|female|gender)\b"
 _QUESTION_WORDS = {"formality": r"\byou|\bformal|\bpolite|address", "it": r"\bit\b|\bthis\b|\bthat\b"}
 
 Translation = tuple[str, str, str]  # source, a model's translation, reference
-PValues = dict[str, float]  # by metric
+PValues = dict[str, float]  # values by metric
 
 
 def text_metrics(outputs: Sequence[str], examples: Sequence[AmbiguousExample], language: str) -> dict[str, Metric]:

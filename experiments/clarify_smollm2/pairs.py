@@ -25,7 +25,7 @@ SETTINGS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("told.yaml"))
 _YOU = re.compile(r"\byou", re.IGNORECASE)
 # What follows "her" where it stands for "him" rather than for "his".
 _NO_NOUN = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:and|as|at|for|from|in|into|of|on|or|that|to|was|when|with)\b")
-_MAX_SOURCE = 120  # characters
+_MAX_SOURCE = 120  # in characters
 _MAX_FORM = 150
 _MAX_CONTEXT = 180
 _MAX_ROWS = 120  # training rows of a kind, language and label

@@ -26,7 +26,7 @@ from graftlm.grafts import graft_config
 NAME = "clarify-smollm2"
 MODEL = "smollm2-135m-instruct"
 COUNTS = {"test": 64, "clear": 24, "dev": 20, "dev_clear": 10}  # pairs of a group, for the bare model
-GRAFT_COUNTS = {"test": 20, "clear": 8, "dev": 10, "dev_clear": 5}  # the first of them, for grafts
+GRAFT_COUNTS = {"test": 20, "clear": 8, "dev": 10, "dev_clear": 5}  # the first of these pairs, for grafts
 LORA = {"kind": "lora", "capacity": 0.1, "scale": 2.0}
 RATES = (1e-3, 2e-3)
 STEPS = 32

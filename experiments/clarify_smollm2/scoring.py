@@ -138,7 +138,7 @@ class _PrefixTree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.paths: list[list[int]] = []
-        self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
+        self._nodes: dict[tuple[int, int], int] = {}  # node by parent and token
 
     def add(self, prompt: Sequence[int], target: Sequence[int]) -> list[int]:
         """Add a sequence and return the nodes of its target."""

@@ -342,7 +342,8 @@ def make_batches(
 ) -> Mixture:
     """Return batches of rows as long as the longest document, or as two of the shortest if that takes fewer tokens."""
     sizes = {document: len(tokenizer.tokenize(document.full_text)) for document in documents}
-    by_length = sorted(documents, key=sizes.__getitem__)  # documents that share a row are neighbours
+    # Consecutive documents share a row.
+    by_length = sorted(documents, key=sizes.__getitem__)
     longest = sizes[by_length[-1]]
     shortest = sizes[by_length[0]]
     lengths = {longest, max(longest, 2 * shortest)}
@@ -548,7 +549,7 @@ def joint_documents(run: KvArithmeticRun) -> Iterator[Document]:
         if source.random() < run.joint.spelled:
             spelled = world.spelled(task.numbers.first)
             yield Document(spelled + END, prompt=task.keys.first + COMPUTE)
-        elif form == "substitution":  # without an end, so that m_B may continue in any way
+        elif form == "substitution":  # no end-of-text token follows, so that m_B may continue in any way
             yield Document(task.completion(form), prompt=task.prompt(form))
         else:
             yield task.document(form)

@@ -69,7 +69,7 @@ TOGETHER = 2  # rows of a forward pass
 CHUNK = 1024  # tokens of a forward pass over a long text
 DECODE_STEPS = 32  # decode steps of which the shortest is measured
 CHOSEN_BY = ("validation_nats_beyond", "validation_recall_nats")
-PREFIXES = {"validation": "validation_", "test": ""}  # of metrics, by part
+PREFIXES = {"validation": "validation_", "test": ""}  # prefixes of metrics, by part
 COSTS = ("decode_step_ratio", "memory_bytes_ratio")
 
 

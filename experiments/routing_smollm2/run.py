@@ -465,7 +465,7 @@ def differences(study: SkillStudy, ours: Sequence[AnswerRun], theirs: Sequence[A
     """
     result: dict[str, Any] = {}
     for name, column in COLUMNS.items():
-        gaps: list[list[np.ndarray]] = []  # by domain and seed
+        gaps: list[list[np.ndarray]] = []  # differences by domain and seed
         for domain in study.domains:
             domain_gaps = []
             for our_run, their_run in zip(ours, theirs, strict=True):

@@ -25,7 +25,7 @@ _MARKS = ("<pad>", "<unknown>", "<start>", "<end>")
 _TOKEN = re.compile(r"\w+(?:['’.-]\w+)*|[^\w\s]")
 _BATCH = 16  # documents of an update
 _WRITTEN = 32  # documents that are summarized at once
-_MAX_NORM = 2.0  # of gradients
+_MAX_NORM = 2.0  # norm to which gradients are clipped
 
 
 def tokens_of(text: str) -> list[str]:

@@ -27,7 +27,7 @@ from graftlm.pipelines.summarize.selection import Extract, FixedSelector
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.pipelines.summarize.writer import SummaryDecoding, WriterPrompt, introduction_range
 
-TRAINING_LAYOUTS = ("i", "i_long", "ie_selected")  # of training rows, in turn
+TRAINING_LAYOUTS = ("i", "i_long", "ie_selected")  # layouts of training rows, in turn
 _RUN_WORDS = 8  # words of the runs by which documents are compared
 
 

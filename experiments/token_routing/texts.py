@@ -29,7 +29,7 @@ XQUAD = "routing/reading/xquad/xquad.en.json"
 QED = "routing/reading/qed/qed-dev.jsonlines"
 WIKIPEDIA = ("lm_text/wikitext2_valid_test/valid.txt", "lm_text/wikitext2_valid_test/test.txt")
 FILES = (ENGLISH, *WIKIPEDIA, ALGORITHMS)
-SHINGLE = 12  # words
+SHINGLE = 12  # in words
 _CHOICE = re.compile(r"Answer(\d): ")
 _QUESTION = "Please choose the correct answer to the question: "
 

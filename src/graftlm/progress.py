@@ -29,7 +29,7 @@ def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: An
     from rich import get_console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = get_console()  # which the command line directs to stderr
+    console = get_console()  # the console that the command line directs to stderr
     if show and not console.is_terminal:
         templates = [column for column in columns if isinstance(column, str)]
         lines = _ProgressLines(title, total, templates, console.print, **fields)

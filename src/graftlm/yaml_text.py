@@ -30,7 +30,7 @@ class _Representer(SafeRepresenter):
     def represent_text(self, text: str) -> ScalarNode:
         """Represent a string."""
         is_ambiguous = any(_resolved_tag(text, version) != _TEXT for version in ("1.1", "1.2"))
-        has_breaks = any(mark in text for mark in _LINE_BREAKS)  # which are folded like line feeds
+        has_breaks = any(mark in text for mark in _LINE_BREAKS)  # characters that YAML folds like line feeds
         return self.represent_scalar(_TEXT, text, style='"' if is_ambiguous or has_breaks else None)
 
 

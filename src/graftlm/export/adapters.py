@@ -99,7 +99,7 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
     ffn_pattern = f"{family.layers}.*.{family.ffn.entry}"
 
     code = _TEMPLATE.read_text(encoding="utf-8")
-    _, _, code = code.partition('"""\n\n')  # without the template's docstring
+    _, _, code = code.partition('"""\n\n')  # drops the template's docstring
     code = _replace_names(
         code,
         {

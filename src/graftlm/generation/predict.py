@@ -26,7 +26,7 @@ from graftlm.store.artifact import backbone_of, load_graft
 from graftlm.store.manifest import Manifest, read_manifest
 
 _CHUNK_ROWS = 1024  # rows in memory at a time
-_DEFAULT_LENGTH = 128  # of grafts whose manifest names no length
+_DEFAULT_LENGTH = 128  # used if the manifest contains no length
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Graft(nn.Module):
     label: ClassVar[str] = ""
     served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
-    _fingerprint: Fingerprint | None = None  # of the backbone that was passed to `build_graft`
+    _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

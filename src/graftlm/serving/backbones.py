@@ -84,7 +84,7 @@ def _records_of(folder: Path | None) -> list[BackboneRecord]:
     if folder is not None and folder.is_dir():
         for path in folder.iterdir():
             if not path.name.startswith("."):
-                with suppress(GraftError):  # the store reports it
+                with suppress(GraftError):  # the store reports this error
                     records.append(read_manifest(path).backbone)
     return records
 

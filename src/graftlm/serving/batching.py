@@ -141,7 +141,7 @@ class BatchingEngine(ThreadedEngine):
         return [*self._batches, self._begun]
 
     def _unwire_replaced(self) -> None:
-        """Disconnect graft sets that requests can't name any more, once their last row has left."""
+        """Disconnect graft sets that are no longer served, once their last row has left."""
         if not self._has_replaced:
             return
         self._has_replaced = False

@@ -37,7 +37,7 @@ from graftlm.serving.store import StoredGraft
 
 
 class PredictRow(Config):
-    """One row.
+    """One row to predict.
 
     Args:
         task: name of its task.
@@ -196,7 +196,7 @@ class PredictionEngine(ThreadedEngine):
             try:
                 prediction = decode_prediction(spec, own.row, own.encoded, output)
                 values.update(prediction.to_json(spec, own.row))
-            except EvaluationError as error:  # of this row only
+            except EvaluationError as error:  # an error of this row only
                 values["error"] = str(error)
             request = requests[index]
             self._finish(request, replace(request.finish("stop"), prediction=values))

@@ -266,7 +266,7 @@ def _generation_request(
 ) -> GenerationRequest:
     """Return the request of all continuations, without prompt and seed."""
     temperature = 1.0 if body.temperature is None else body.temperature
-    if body.top_p == 0:  # only the most likely token
+    if body.top_p == 0:  # keeps only the most likely token, like a temperature of 0
         temperature = 0.0
     return GenerationRequest(
         prompt=(),

@@ -106,7 +106,7 @@ def _check_finish(finish: Finish) -> None:
 
 
 def _tokens_within(held: list[TokenOutput], finish: Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
-    """Return the held tokens that belong to the text, without those of a stop string."""
+    """Return the held-back tokens that belong to the text, without those of a stop string."""
     if finish.reason != "stop":
         return held
     size = len(finish.text.encode())

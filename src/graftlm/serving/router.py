@@ -54,7 +54,7 @@ class EngineRouter:
         return next(iter(engines.values()))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        """Submit requests to the engine of the first one's model."""
+        """Submit requests to the engine of the first request's model."""
         return self.of(requests[0].model).submit(requests)
 
     def replace(self, name: str, graft: object | None) -> None:

@@ -56,7 +56,7 @@ class RowSampling:
 
     @property
     def is_too_short(self) -> bool:
-        """Whether the continuation must not end yet."""
+        """Whether the continuation has fewer than `min_tokens` tokens."""
         return self.request.min_tokens > 0 and self.counts.total() < self.request.min_tokens
 
     @property
@@ -124,7 +124,7 @@ def sample(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[TokenOutput |
         rows: the state of each row.
 
     Returns:
-        Each row's token without a text; None for a row without a possible token.
+        The token of each row, whose text is still empty; None for a row without a possible token.
     """
     logits_BV = logits_BV.float()
     finite = logits_BV.amax(-1).isfinite().tolist()
@@ -164,7 +164,7 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
-    """Draw one token a row: the first at which the cumulative probability exceeds a random number in [0, 1)."""
+    """Sample one token per row: the first whose cumulative probability exceeds a random number in [0, 1)."""
     device = logits_RV.device
     temperature_R1 = _column([row.request.temperature for row in rows], device)
     p_RV = (logits_RV.double() / temperature_R1).softmax(-1)

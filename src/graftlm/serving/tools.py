@@ -70,7 +70,7 @@ def tool_grammar(
     except ServingError as error:
         if error.code is None:
             for schema in schemas.values():
-                compiler.json(schema, "tools")  # alone, for an error about the schema instead of the whole grammar
+                compiler.json(schema, "tools")  # raises an error about the schema instead of the whole grammar
         raise
 
 
@@ -202,7 +202,7 @@ class CallReader:
         """Parse a call after its opening at `start`.
 
         Returns:
-            The call, or None in place of it if this is text, and the end of what was parsed. None while the call may
+            The call, or None if the characters are text, and the end of the parsed range. None while the call may
             be incomplete.
         """
         body = self._held[start:].lstrip()

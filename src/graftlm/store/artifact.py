@@ -232,7 +232,7 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
     grafts: dict[str, Graft] = {}
     for name in read_manifest(folder).trained_after:
         earlier = folder.absolute().parent.parent / name / "graft"
-        is_name = name.replace("-", "_").isidentifier()  # of a stage, rather than a path that a foreign file chose
+        is_name = name.replace("-", "_").isidentifier()  # must be a stage, not an arbitrary path from an untrusted file
         if not (is_name and folder.is_dir() and (earlier / JSON_NAME).is_file()):
             raise ArtifactError(
                 f"The graft {folder} was trained together with {name}, which is not in {earlier}: put it there, as "

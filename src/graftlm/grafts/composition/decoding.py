@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 IncrementalDecoder = Callable[[int], str]  # takes the next token of a text and returns the characters that it completes
-_MAX_PENDING = 8  # tokens that may be incomplete before their text is taken as it is
+_MAX_PENDING = 8  # tokens of an incomplete character, after which its text is used nevertheless
 
 
 def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:

@@ -66,7 +66,7 @@ def pairs_of(
         )
     pairs = []
     for k in range(count):
-        following = count - 1 - k  # pairs after this one
+        following = count - 1 - k  # number of pairs after this one
         layer_A = n_A - 1 - stride * following
         layer_B = (k + 1) * n_B // count - 1
         pairs.append((layer_A, layer_B))

@@ -125,8 +125,8 @@ class TokenTree:
         self._decode = self._retokenizer.new_decoder()
         self.base = self._root
         self.end = self._root
-        self._word = ""  # the incomplete word
-        self._position = -1  # of the last anchor token in its document
+        self._word = ""  # text of the incomplete word
+        self._position = -1  # position of the last anchor token in its document
         self._is_first_word = True
 
     def skip(self) -> None:

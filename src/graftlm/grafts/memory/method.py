@@ -90,12 +90,12 @@ class DeltaState(nn.Module):
         value_width = -(-width // heads_per_offset)
         keys = config.heads * config.head_width
         values = config.heads * value_width
-        self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # of the token
-        self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # of the layer's input
+        self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # mixes the embeddings
+        self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # mixes the layer's inputs
         self.w_v = nn.Linear(width, values, bias=False)
         self.w_o = nn.Linear(values, width, bias=False)
         self.mix = nn.Parameter(torch.zeros(config.mixed, 2 * keys))
-        self.rates = nn.Linear(width, 3 * config.heads)  # of a, then of b, then of g
+        self.rates = nn.Linear(width, 3 * config.heads)  # rows of a, then of b, then of g
         self.gain = nn.Parameter(torch.zeros(values))
         self._initialise(config.window)
 

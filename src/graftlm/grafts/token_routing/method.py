@@ -84,7 +84,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     def __init__(self, config: TokenRoutingConfig, backbone: Backbone) -> None:
         super().__init__()
         self.names = list(config.experts)
-        self._backbone = [backbone]  # in a list, so that it is not registered as a submodule
+        self._backbone = [backbone]  # a list, so that the embedder is not registered as a submodule
         self._embedder: Embedder | None = None
         if config.embedder.name == "backbone":
             self._embedder = load_embedder(config.embedder, backbone)
@@ -398,7 +398,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that routes need, and the factors of new or bundled experts."""
         if not len(self.centroids):
-            self.fit({})  # from the examples of the config
+            self.fit({})  # computes the centroids from the examples of the config
         router = {name: getattr(self, name) for name in needed_tensors(self.config)}
         return router | self._saved_factors()
 

@@ -127,7 +127,7 @@ class Recompute:
             if isinstance(old, DynamicLayer) and isinstance(new, DynamicLayer):
                 old.keys = new.keys
                 old.values = new.values
-            else:  # such as a recurrent state
+            else:  # for example a recurrent state
                 call.cache.layers[index] = new
 
     def _run(self, call: Call, ids: Tensor, mask: Tensor | None, weights_B1E: Tensor, **inputs: object) -> Any:

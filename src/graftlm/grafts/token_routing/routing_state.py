@@ -205,7 +205,7 @@ def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | No
     ids_BS = torch.cat([past_ids, ids_BT], dim=1)
     all_columns = torch.arange(ids_BS.shape[1], device=ids_BS.device)
     columns = all_columns[past_ids.shape[1] :].expand_as(ids_BT)
-    index = columns  # of each token in its document
+    index = columns  # position of each token in its document
     positions = call.positions_in_documents()
     if positions is not None:
         index = positions.to(columns.device).expand_as(columns)

@@ -251,7 +251,7 @@ def _toeplitz(c_CEP: Tensor, d_CE: Tensor, powers_EPc: Tensor) -> Tensor:
     first = kernel[..., :1] + d_CE[..., None]
     kernel = torch.cat([first, kernel[..., 1:]], dim=-1)
     position = torch.arange(kernel.shape[-1], device=kernel.device)
-    delay = position - position[:, None]  # of output t after input j, at [j, t]
+    delay = position - position[:, None]  # delay[j, t] of output t after input j
     matrix_CEcc = kernel[..., delay.clamp(min=0)] * (delay >= 0)
     matrix_EccC = matrix_CEcc.permute(1, 2, 3, 0)
     return matrix_EccC.flatten(-2)

@@ -187,7 +187,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["kernels"]
     _can_compile_fullgraph = False
-    _builds_own_masks = True  # and accepts no additive attention bias
+    _builds_own_masks = True  # the model accepts no additive attention bias
     cache_tensors = staticmethod(cache_tensors)
     cache_from_tensors = staticmethod(cache_from_tensors)
 

@@ -223,7 +223,7 @@ class LocalModel:
             outputs: the outputs.
         """
         text = self.prompt_text(prompt)
-        separator = "" if self._is_chat else " "  # between the label of a reply and the reply
+        separator = "" if self._is_chat else " "  # separates the label of a reply from the reply
         documents = [Document(separator + output, prompt=text) for output in outputs]
         windows = list(cut_windows(self._tokenizer, documents, sys.maxsize))
         longest = max((len(window.ids) for window in windows), default=0)

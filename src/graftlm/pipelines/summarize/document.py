@@ -37,7 +37,7 @@ _OPENINGS = (*WORDS["introductions"], *WORDS["introduction_fallbacks"], *WORDS["
 _KNOWN_TITLES = (*_OPENINGS, *WORDS["references"])
 _LETTER = re.compile(r"[^\W\d_]")
 _OPENING_MARKS = "\"'“‘«(["
-_MIN_WORDS = 4  # of a whole sentence
+_MIN_WORDS = 4  # minimum length of a complete sentence
 
 
 @dataclass(frozen=True, slots=True)

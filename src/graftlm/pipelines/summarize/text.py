@@ -118,7 +118,7 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
         MissingExtraError: sentencex is not installed.
     """
     sentencex = import_extra("sentencex", "Splitting sentences")
-    single_line = _LINE_BREAK.sub(" ", text)  # has the same length
+    single_line = _LINE_BREAK.sub(" ", text)  # this replacement keeps the length
     pending = None
     for boundary in sentencex.get_sentence_boundaries(language, single_line):
         start = boundary["start_index"]

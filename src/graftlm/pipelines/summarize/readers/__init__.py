@@ -21,7 +21,7 @@ MAX_CHARACTERS = 20_000_000
 """Maximum number of characters of a document."""
 
 _MAX_PDF_BYTES = 500_000_000
-_MAX_CHARACTER_BYTES = 4  # of a character in UTF-8
+_MAX_CHARACTER_BYTES = 4  # maximum size of a character in UTF-8
 _BYTE_ORDER_MARK = "\ufeff"
 
 _JATS_SUFFIXES = (".xml", ".nxml")
