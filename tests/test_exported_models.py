@@ -492,7 +492,7 @@ def test_a_file_that_computes_something_else_is_not_written(monkeypatch: Any, tm
 
     monkeypatch.setattr(NeutralResidues, "exported_adapter", without_gate)
     backbone = tiny("llama")
-    with pytest.raises(ArtifactError, match="does not compute what the graft computes .logits differ by"):
+    with pytest.raises(ArtifactError, match="logits differ by"):
         export_graft(detached(KINDS["neutral-residues"], backbone), backbone, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

@@ -280,7 +280,8 @@ def _mismatch(problem: Any) -> str:
     value = problem["input"]
     is_container = isinstance(value, dict | list)
     shown = _kind_of(value) if is_container or value is None else shorten(repr(value))
-    if kind == "value_error":  # raised by a config's own validator, whose message already tells what is expected
+    if kind == "value_error":
+        # The config's own validator raised the error, whose message already describes the expected value.
         message = problem["msg"].removeprefix("Value error, ").rstrip(".")
         if is_container or isinstance(value, BaseModel):
             return message

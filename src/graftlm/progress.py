@@ -71,7 +71,8 @@ class _ProgressLines:
         self._completed = self._completed + advance if completed is None else completed
         self._fields.update(fields)
         now = time.monotonic()
-        if now - self._written_at >= SECONDS_BETWEEN_LINES and self._completed < self._total:
+        is_due = now - self._written_at >= SECONDS_BETWEEN_LINES
+        if is_due and self._completed < self._total:
             self._written_at = now
             self._write_line(f"{_minutes(self._seconds_left(now))} left")
 
@@ -83,13 +84,15 @@ class _ProgressLines:
         done = self._completed - self._start
         if done <= 0:
             return None
-        return (now - self._started_at) / done * (self._total - self._completed)
+        seconds_per_step = (now - self._started_at) / done
+        return seconds_per_step * (self._total - self._completed)
 
     def _write_line(self, duration: str) -> None:
         task = SimpleNamespace(fields=self._fields)
         details = [template.format(task=task) for template in self._templates if "{" in template]
         count = f"{self._completed:,.0f}/{self._total:,}"
-        self._write(f"{self._title} {', '.join([count, *details, duration])}")
+        text = ", ".join([count, *details, duration])
+        self._write(f"{self._title} {text}")
 
 
 def _minutes(seconds: float | None) -> str:

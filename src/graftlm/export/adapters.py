@@ -1,4 +1,4 @@
-"""Export the backbone with adapters next to its FFNs, as a model with code."""
+"""Export a backbone with adapters next to its FFNs, as a model with its own code."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
     """Write the backbone with a graft's adapters: weights, config and code. Then load the model and compare it.
 
     Raises:
-        ArtifactError: the backbone has no place for adapters, or the saved model does not compute what the graft
-            computes.
+        ArtifactError: the backbone has no FFNs to which adapters can be added, or the saved model and the grafted
+            model compute different logits.
     """
     assert isinstance(graft, ExportsAdapter)
     adapter = graft.exported_adapter(backbone)
@@ -55,7 +55,7 @@ def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
     difference = _difference(folder, graft, backbone)
     if difference:
         raise ArtifactError(
-            f"The exported {backbone.sites.model_type} model with adapters does not compute what the graft computes "
+            f"The exported {backbone.sites.model_type} model and the grafted model compute different logits "
             f"({difference}): {_REMEDY}"
         )
 

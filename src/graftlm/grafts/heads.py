@@ -1,7 +1,7 @@
 """Heads: predictions of labels from the last hidden states.
 
-`TaskSpec` describes a task. `Heads` holds a dropout and a Linear for each task, and accepts rows of several tasks in
-one batch. Predictions and targets are lists with an entry per row, since their shapes differ:
+`TaskSpec` describes a task. `Heads` contains a dropout and a Linear for each task, and accepts rows of several tasks
+in one batch. Predictions and targets are lists with an entry per row, since their shapes differ:
 
     type             prediction              target            loss of a row
     classification   (C,) logits             () long           cross-entropy
@@ -235,7 +235,7 @@ class Heads(nn.Module):
 
 
 def task_key(name: str) -> str:
-    """Return the key of a task in a ModuleDict, which refuses the names of its own attributes, such as `type`."""
+    """Return the key of a task in a ModuleDict, which rejects the names of its own attributes, such as `type`."""
     return f"task:{name}"
 
 

@@ -23,7 +23,7 @@ from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfi
 
 @dataclass(frozen=True)
 class AugmentingStates:
-    """What one augmenting model provides for a pass of the anchor.
+    """The states of one augmenting model for a pass of the anchor.
 
     Args:
         states: new hidden states (B, S, A) for each pair; None if nothing new was read.
@@ -166,7 +166,7 @@ class AugmentingModel:
         cache_layers = self._cache_layers(call.cache)
         if past and not cache_layers.has_read():
             raise GraftError(
-                f"The cache holds {past} tokens that the augmenting model {self.name} has not read: start the "
+                f"The cache contains {past} tokens that the augmenting model {self.name} has not read: start the "
                 "generation again with the graft attached, and without guidance_scale, which uses a second cache."
             )
         cached = cache_layers.augmenting_tokens()
@@ -384,7 +384,7 @@ def same_tokenizer(first: PreTrainedTokenizerBase | None, second: PreTrainedToke
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> object:
-    """Return what determines a tokenizer's ids in addition to its vocabulary, such as merges."""
+    """Return the rules that determine a tokenizer's ids in addition to its vocabulary, such as merges."""
     if not tokenizer.is_fast:
         return type(tokenizer).__name__
     state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it

@@ -14,7 +14,7 @@ _MAX_PENDING = 8  # tokens of an incomplete character, after which its text is u
 
 
 def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:
-    """Return a factory of decoders, of which each text needs a new one.
+    """Return a factory of decoders; every text needs a new decoder.
 
     A character whose bytes span several tokens is returned with the last of them.
 

@@ -1,4 +1,4 @@
-"""Pairs of layers: which layer of an augmenting model is read after which layer of the anchor."""
+"""Pairs of layers: a layer of an augmenting model, and the layer of the anchor after which it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading of a trained graft that is to be extended with new tasks."""
+"""Read a trained graft that is extended with new tasks."""
 
 from __future__ import annotations
 

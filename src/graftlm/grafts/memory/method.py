@@ -290,7 +290,7 @@ class WindowedMemory(Graft):
             )
 
     def _window(self, call: Call, x_BTD: Tensor) -> Tensor | None:
-        """(B or 1, 1, T, S): the addend of the scores, which masks hidden keys; None if every key is visible."""
+        """Return the addend (B or 1, 1, T, S) of the scores, which masks hidden keys; None if every key is visible."""
         layers = call.scratch[self, "layers"]
         past = call.past()
         length = x_BTD.shape[1]
@@ -315,7 +315,7 @@ class WindowedMemory(Graft):
         inputs: Tensor,
         outputs: Tensor,
     ) -> Tensor:
-        """(B, T, D): the update of a layer's output by its state."""
+        """Return the update (B, T, D) of a layer's output by its state."""
         layer = None
         if call.cache is not None:
             layer = call.scratch[self, "states"][number]
@@ -328,7 +328,7 @@ class WindowedMemory(Graft):
             return (size * update).to(outputs.dtype)
 
     def _tokens(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """(B, T, D): the tokens' output embeddings less the mean of all, divided by their root mean squares."""
+        """Return the tokens' output embeddings (B, T, D) less the mean of all, divided by their root mean squares."""
         if (self, "tokens") not in call.scratch:
             assert call.input_ids is not None
             rows = self.rows
@@ -392,7 +392,7 @@ def _normed(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padding(call: Call) -> Tensor | None:
-    """(B): the number of columns before each row's first token; None without a mask."""
+    """Return the number of columns (B) before each row's first token; None without a mask."""
     mask = call.attention_mask
     if mask is None:
         return None

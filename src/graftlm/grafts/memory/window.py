@@ -45,7 +45,7 @@ class WindowShape:
 
     @property
     def step(self) -> int:
-        """M: the number of positions by which the sinks move at a time, and the largest pass beyond R tokens."""
+        """Number of positions M by which the sinks move at a time; also the largest pass beyond R tokens."""
         return self.reach - self.window - self.sinks
 
     def block(self, index: _Index) -> _Index:
@@ -90,8 +90,8 @@ class KeyColumns(NamedTuple):
 class WindowLayer(DynamicLayer):
     """A cache layer with the keys and values of the sinks and of the last W - 1 tokens; its length counts all tokens.
 
-    The first columns, at most F, hold a row's first tokens after its padding, as far as they have left the window. If a
-    row has fewer of them, they are right-aligned, so that the columns remain those of consecutive tokens.
+    The first columns, at most F, contain those of a row's first tokens after its padding that have left the window. If
+    a row has fewer of them, they are right-aligned, so that the columns remain those of consecutive tokens.
 
     Attributes:
         shape: sizes of the window.
@@ -212,7 +212,7 @@ class WindowLayer(DynamicLayer):
         length: int,
         held: Tensor | None,
     ) -> Tensor:
-        """(B, H, S, d): the keys of a pass of `length` tokens, with the sinks moved to their blocks."""
+        """Return the keys (B, H, S, d) of a pass of `length` tokens, with the sinks moved to their blocks."""
         first = keys[..., : columns.sinks, :]
         parts = []
         if columns.older_sinks:
@@ -285,9 +285,11 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
         layers = [layer for layer in first if isinstance(layer, WindowLayer)]
     if not layers or len(layers) < len(first):
         return []
-    held = layers[0].shape
-    if repr(held) != repr(shape):
-        raise GraftError(f"The cache has a {held}, but this memory has a {shape}: attach only one of the two memories.")
+    cached = layers[0].shape
+    if repr(cached) != repr(shape):
+        raise GraftError(
+            f"The cache has a {cached}, but this memory has a {shape}: attach only one of the two memories."
+        )
     return layers
 
 
@@ -301,7 +303,7 @@ def hidden_keys(
     """Mark the keys that are hidden from new tokens.
 
     Args:
-        layer: window layer before the pass, which holds the keys; None for keys of all tokens.
+        layer: window layer with the keys before the pass; None for keys of all tokens.
         shape: sizes of the window.
         past: number of columns before the new tokens.
         index_BT: positions (B or 1, T) of the new tokens in their documents.

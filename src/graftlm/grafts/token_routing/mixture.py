@@ -158,8 +158,8 @@ class MixedProjection(nn.Module):
         """Compute the weighted sum of the updates.
 
         Args:
-            x: (B, T, d) inputs of the module, or (B, T) token ids for an embedding. It may hold only the last tokens of
-                the pass.
+            x: (B, T, d) inputs of the module, or (B, T) token ids for an embedding. It may contain only the last tokens
+                of the pass.
             routes: weights of the experts in the pass.
 
         Returns:

@@ -28,7 +28,7 @@ from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
 
 class RoutingState(NamedTuple):
-    """What the cache of a generation keeps of the tokens before this pass.
+    """The routing state of the tokens before this pass, as the cache of a generation keeps it.
 
     Args:
         ids: (B, P) token ids.
@@ -115,7 +115,7 @@ class RoutingCacheLayer(DynamicLayer):
 
 
 def cache_owner(graft: object) -> str:
-    """Return the name under which a graft's routing layer is registered in a cache."""
+    """Return the key of a graft's routing layer in a cache."""
     return f"token routing {id(graft)}"
 
 
@@ -146,8 +146,8 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
     assert isinstance(layer, RoutingCacheLayer)
     if layer.get_seq_length() != call.past():
         raise GraftError(
-            f"The cache holds {call.past()} tokens that the routing has not read: start the generation again with the "
-            "graft attached, and without guidance_scale, which uses a second cache."
+            f"The cache contains {call.past()} tokens that the routing has not read: start the generation again with "
+            "the graft attached, and without guidance_scale, which uses a second cache."
         )
     return layer
 
@@ -172,17 +172,17 @@ class RouteSpans:
 
     @property
     def past(self) -> int:
-        """P, the number of columns before this pass."""
+        """Number of columns P before this pass."""
         return self.ids.shape[1] - self.end.shape[1]
 
     @property
     def columns(self) -> Tensor:
-        """(B, T) the column in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
+        """Column (B, T) in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
         return (self.end - self.past).clamp(min=-1) + 1
 
     @property
     def updates(self) -> Tensor:
-        """(B, T) True at tokens of this pass where new weights are computed: the ends of spans."""
+        """Mask (B, T) of the tokens of this pass where new weights are computed, which are the ends of spans."""
         rows, length = self.end.shape
         updates = torch.zeros(rows, length + 1, dtype=torch.bool, device=self.end.device)
         return updates.scatter(1, self.columns, True)[:, 1:]

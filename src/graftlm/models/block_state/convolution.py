@@ -236,7 +236,7 @@ def chunked_convolution(
 
 
 def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
-    """(E, 2 P, c C): the weights of the state's real and imaginary parts in the outputs 2 Re(c a^t x) of a chunk."""
+    """Return the weights (E, 2 P, c C) of the state's real and imaginary parts in a chunk's outputs 2 Re(c a^t x)."""
     weights_CEPc = 2 * c_CEP[..., None] * powers_EPc
     real = weights_CEPc.real
     imaginary = -weights_CEPc.imag
@@ -246,7 +246,7 @@ def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
 
 
 def _toeplitz(c_CEP: Tensor, d_CE: Tensor, powers_EPc: Tensor) -> Tensor:
-    """(E, c, c C): the matrix that maps a chunk's inputs to its outputs."""
+    """Return the matrix (E, c, c C) that maps a chunk's inputs to its outputs."""
     kernel = 2 * torch.einsum("cep,ept->cet", c_CEP, powers_EPc).real
     first = kernel[..., :1] + d_CE[..., None]
     kernel = torch.cat([first, kernel[..., 1:]], dim=-1)

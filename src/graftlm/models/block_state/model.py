@@ -370,7 +370,7 @@ def _build_grid(
 
 
 def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
-    """(B, T) bool: the attention mask of the T = `length` columns of a pass, checked for gaps between tokens."""
+    """Return the attention mask (B, T), bool, of the T = `length` columns of a pass, without gaps between tokens."""
     if mask.dim() != 2:
         raise GraftError(
             f"attention_mask has {mask.dim()} dimensions, but window attention needs (rows, tokens): use a dynamic "

@@ -16,7 +16,7 @@ from graftlm.models.sentence_selector.encoders import build_lstm
 
 
 def _masked_mean(d_BNw: Tensor, mask_BN: Tensor) -> Tensor:
-    """(B, w): the mean vector of each document's sentences."""
+    """Return the mean vector (B, w) of each document's sentences."""
     weights = mask_BN[..., None].to(d_BNw.dtype)
     return (d_BNw * weights).sum(1) / weights.sum(1)
 

@@ -104,9 +104,7 @@ class _BitFields:
     def __init__(self, rows: Items) -> None:
         self.all_bits = 0
         self.masks: defaultdict[Hashable, int] = defaultdict(int)  # bits at which each item occurs
-        self._fields: list[
-            tuple[int, int]
-        ] = []  # first bit of the field, and a mask with a one for each item of the row
+        self._fields: list[tuple[int, int]] = []  # first bit and mask of each field
         start = 0
         for row in rows:
             ones = (1 << len(row)) - 1
