@@ -1,4 +1,4 @@
-"""Reproductions of published tables: one folder for each, with its committed results beside the paper's figures."""
+"""Reproductions of published tables. Every experiment has a folder with its committed results and the paper's figures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Options(Config):
 
         Args:
             known: names of all tables of the experiment.
-            default: tables to return if none was chosen; empty stands for all known ones.
+            default: tables to return if none was chosen; an empty sequence selects all known tables.
 
         Raises:
             RecipeError: a chosen table is not known.

@@ -62,8 +62,8 @@ LABELS = {
     "random_m_a": "both, with random m_A",
 }
 MIXTURE = {"readout": "mixture", "cross": False}
-# Texts of aims. A key holds the metric, the row, the rows of which the best is compared, and the limit of the ratio of
-# the row to that one.
+# Texts of aims. A key has the metric, the row, the rows of which the best is compared, and the limit of the ratio of
+# the row to the best one.
 Ratios = dict[tuple[str, str, tuple[str, ...], float], str]
 
 
@@ -217,7 +217,7 @@ class ComposedStudy(Study):
         self.search_steps = max(1, self.steps // 3)
 
     def bare(self, name: str, backbone: BackboneConfig, data: DataConfig, **more: Any) -> PromptedRun:
-        """Return the run that measures an untrained model; `more` holds other fields of the run."""
+        """Return the run that measures an untrained model; `more` has further fields of the run."""
         tests = {text: sources for text, sources in data.test.items() if not text.startswith("validation")}
         fields = {
             "label": self.labels[name],
@@ -503,7 +503,7 @@ class TextStudy(ComposedStudy):
         )
 
     def task(self, name: str, **more: Any) -> PromptTask:
-        """Return a task on the experiment's texts; `more` holds other fields."""
+        """Return a task on the experiment's texts; `more` has further fields."""
         return PromptTask(name=name, path=str(self.texts / f"task-{name}.jsonl"), **more)
 
     def setting(self) -> dict[str, Any]:

@@ -123,8 +123,8 @@ _LISTS: LabelledRows = {
         _CHAPTER,
     ),
 }
-# Models of transformers with the same width, depth and number of parameters. The value "width" stands for the width of
-# the model.
+# Models of transformers with the same width, depth and number of parameters. The value "width" is replaced by the
+# width of the model.
 _PEERS: LabelledRows = {
     "gated_deltanet": (
         "gated DeltaNet (transformers, Qwen3.5's layers)",

@@ -109,7 +109,7 @@ class Study:
         return {"search": self.searched, "by_seed": by_seed}
 
     def write(self, name: str, rows: Sequence[Row], *, plots: Mapping[str, Figure] = {}, **more: Any) -> Results:
-        """Write `results.json`, `report.md` and plots; `more` holds other fields of the results."""
+        """Write `results.json`, `report.md` and plots; `more` has further fields of the results."""
         fields = {"seeds": self.seeds, **more}
         results = Results.here(name, rows, **fields)
         write_report(results, self.options.out, plots=plots)
@@ -122,7 +122,7 @@ def all_runs(runs: Mapping[str, Sequence[R]]) -> list[R]:
 
 
 def training_config(steps: int, batch_size: int, learning_rate: float, seed: int, **more: Any) -> TrainingConfig:
-    """Return a training that keeps one checkpoint, by default the last; `more` holds other fields."""
+    """Return a training that keeps one checkpoint, by default the last; `more` has further fields."""
     fields: dict[str, Any] = {"checkpoint_every": steps, "keep_checkpoints": 1, **more}
     return TrainingConfig(
         steps=steps,
@@ -150,7 +150,7 @@ def aim(
     measured: float,
     relation: Callable[[Any, Any], bool] = operator.lt,
 ) -> Aim:
-    """Return an aim that is met when `relation(measured, bound)` holds, by default when `measured` is less."""
+    """Return an aim that is met when `relation(measured, bound)` is true, by default when `measured` is less."""
     return Aim(
         text=text,
         metric=metric,
@@ -217,7 +217,7 @@ def check_files(options: Options, names: Sequence[str]) -> None:
     for name in names:
         if not (options.data / name).exists():
             raise DataError(
-                f"The data folder {options.data} lacks {name}: pass --data with a folder that holds {', '.join(names)}."
+                f"The data folder {options.data} lacks {name}: pass --data with a folder that contains {', '.join(names)}."
             )
 
 

@@ -35,7 +35,7 @@ from graftlm.errors import DataError, did_you_mean
 from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 
 NAME = "ambiguity-checkers"
-PARTS = ("test", "train", "pronouns")  # MT-GenEval has no training part; train stands for its dev part
+PARTS = ("test", "train", "pronouns")  # MT-GenEval has no training part, so train means its dev part
 AIMS: dict[CheckerKind, float] = {"formality": 95.0, "gender": 90.0}
 OTHER_GENDER = {"feminine": "masculine", "masculine": "feminine"}
 UNDECIDED = "undecided"

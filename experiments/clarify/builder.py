@@ -395,14 +395,14 @@ class _Labeller:
 
 
 def _is_part_of_name(token: Token, candidate: _Candidate) -> bool:
-    """Whether a token is the ambiguous name or follows it as a surname."""
+    """Return whether a token is the ambiguous name or follows it as a surname."""
     start = candidate.ambiguity.start
     between = candidate.pair.source[start : token.start]
     return token.start >= start and re.fullmatch(r"(?:[A-Z][\w.'’-]* )*", between) is not None
 
 
 def _has_referent(candidate: _Candidate) -> bool:
-    """Whether "it" may refer to a name or a clause before it, or to the subject of its main clause."""
+    """Return whether "it" may refer to a name or a clause before it, or to the subject of its main clause."""
     token = candidate.token
     for word in candidate.tokens:
         if word.start < token.start and (word.pos == "PROPN" or word.lemma in _PRONOUNS_OF_CLAUSES):

@@ -73,7 +73,7 @@ class Rule(Config):
         return self
 
     def applies_to(self, source: str | None) -> bool:
-        """Whether the English source satisfies the conditions of the rule."""
+        """Return whether the English source satisfies the conditions of the rule."""
         if source is None:
             return self.source is None
         if self.not_source and re.search(self.not_source, source, re.IGNORECASE):
@@ -196,7 +196,7 @@ class Marker(NamedTuple):
         return self.start + len(self.text)
 
     def overlaps(self, other: Marker) -> bool:
-        """Whether two markers have characters in common."""
+        """Return whether two markers have characters in common."""
         return self.start < other.end and other.start < self.end
 
 
@@ -274,7 +274,7 @@ class Checker:
                     )
 
     def _counts(self, rule: Rule, match: re.Match[str], text: str) -> bool:
-        """Whether a match satisfies the conditions of its rule on the text and on the dictionary."""
+        """Return whether a match satisfies the conditions of its rule on the text and on the dictionary."""
         before = text[: match.start()]
         if rule.after and not re.search(rf"(?<!\w)(?:{rule.after})$", before, re.IGNORECASE):
             return False
@@ -314,7 +314,7 @@ def _without_overlaps(markers: Iterable[Marker]) -> list[Marker]:
 
 @cache
 def _has_counterpart(word: str, endings: tuple[tuple[str, str], ...], language: str) -> bool:
-    """Whether a word, or the last part of a compound, is in the dictionary with another ending."""
+    """Return whether a word, or the last part of a compound, is in the dictionary with another ending."""
     compound_parts = [word[start:].capitalize() for start in range(3, len(word) - 4)]
     for tail in [word, *compound_parts]:
         for old, new in endings:

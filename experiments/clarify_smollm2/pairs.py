@@ -23,7 +23,7 @@ NTREX = "parallel/ntrex"
 BIBLE = "parallel/bible"
 SETTINGS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("told.yaml"))
 _YOU = re.compile(r"\byou", re.IGNORECASE)
-# What follows "her" where it stands for "him" rather than for "his".
+# Words after "her" where it is the form of "him" rather than of "his".
 _NO_NOUN = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:and|as|at|for|from|in|into|of|on|or|that|to|was|when|with)\b")
 _MAX_SOURCE = 120  # in characters
 _MAX_FORM = 150
@@ -147,7 +147,7 @@ def _forms(example: AmbiguousExample) -> tuple[str, str]:
 
 
 def _is_usable(example: AmbiguousExample) -> bool:
-    """Whether the translations differ, and all texts are short."""
+    """Return whether the translations differ, and all texts are short."""
     first, second = _forms(example)
     if first == second or len(example.source) > _MAX_SOURCE or len("".join(example.context)) > _MAX_CONTEXT:
         return False

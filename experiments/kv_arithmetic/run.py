@@ -138,7 +138,7 @@ class KvArithmeticStudy(Study):
         self.settings = {row: settings[run.id] for row, run in chosen.items()}
 
     def parent(self, role: Role, seed: int, **changes: Any) -> ParentRun:
-        """Return the run of a model that rows depend on; `changes` holds other fields of the run."""
+        """Return the run of a model that rows depend on; `changes` has further fields of the run."""
         size = self.size
         computes = role == "arithmetic"
         fields: dict[str, Any] = {

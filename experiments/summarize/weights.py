@@ -188,7 +188,7 @@ def _fit_networks(drawn: _TrainingSet, seed: int) -> tuple[tuple[tuple[float, ..
 
 
 def _fit_network(drawn: _TrainingSet, seed: int) -> Any:
-    # The annotation of the regressor allows no number as batch size.
+    # The annotation of the regressor does not allow a number as batch size.
     new_network: Any = MLPRegressor
     network = new_network(
         hidden_layer_sizes=(24,),

@@ -186,7 +186,7 @@ class Detection:
 
 @dataclass(frozen=True)
 class _Analysis:
-    """A text with its tokens, its context and the target language; `parsed` tells whether the tokens have grammar."""
+    """A text with its tokens, its context and the target language; `parsed` is true if the tokens have grammar."""
 
     text: str
     tokens: list[Token]
@@ -199,7 +199,7 @@ class _Analysis:
         return [token for other, token in enumerate(self.tokens) if token.head == index and other != index]
 
     def has_gender(self) -> bool:
-        """Whether the pronouns of the text or of its context have one gender."""
+        """Return whether the pronouns of the text or of its context have one gender."""
         return bool(english_gender(self.text) or english_gender(self.context))
 
     def unmatched(self, words: set[str], pattern: str) -> Iterator[tuple[int, Token]]:
@@ -294,7 +294,7 @@ def _it(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_expletive(analysis: _Analysis, index: int) -> bool:
-    """Whether the parse marks this "it" as an expletive: weather, time, or an extraposed clause."""
+    """Return whether the parse marks this "it" as an expletive: weather, time, or an extraposed clause."""
     token = analysis.tokens[index]
     if token.dep == "expl":
         return True
@@ -314,7 +314,7 @@ def _is_expletive(analysis: _Analysis, index: int) -> bool:
 
 
 def _has_extraposed_clause(analysis: _Analysis, head: int) -> bool:
-    """Whether a clause depends on a predicate, as in "it is hard to say"."""
+    """Return whether a clause depends on a predicate, as in "it is hard to say"."""
     predicates = [head]
     for index, token in enumerate(analysis.tokens):
         if token.head == head and token.dep in {"acomp", "attr"}:
@@ -327,7 +327,7 @@ def _has_extraposed_clause(analysis: _Analysis, head: int) -> bool:
 
 
 def _has_antecedent(analysis: _Analysis, index: int) -> bool:
-    """Whether a singular noun that denotes neither a person nor a time precedes "it"."""
+    """Return whether a singular noun that denotes neither a person nor a time precedes "it"."""
     excluded = word_list("things_no_antecedent") | word_list("occupations")
     for token in analysis.tokens[:index]:
         is_singular_noun = token.pos == "NOUN" and token.tag in {"NN", ""} and token.dep != "compound"
@@ -369,7 +369,7 @@ def _name(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_first_name(analysis: _Analysis, token: Token) -> bool:
-    """Whether a name is neither a surname (after a title, a name or a hyphen) nor part of the name of a place."""
+    """Return whether a name is neither a surname (after a title, a name or a hyphen) nor part of the name of a place."""
     before = analysis.text[: token.start]
     after = analysis.text[token.start + len(token.text) :]
     if word_pattern("title_before").search(before) or word_pattern("name_before").search(before):
@@ -395,7 +395,7 @@ def _profession(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_occupation_noun(analysis: _Analysis, token: Token) -> bool:
-    """Whether an occupation is a noun here; some, such as "guard", are also verbs."""
+    """Return whether an occupation is a noun here; some, such as "guard", are also verbs."""
     if analysis.parsed:
         return token.pos == "NOUN" and token.dep != "compound"
     if token.lemma not in word_list("occupations_and_verbs"):
@@ -424,19 +424,19 @@ def _polysemy(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _share_translation(senses: Sequence[Sense], language: str) -> bool:
-    """Whether all senses have a translation in common, so that the sense makes no difference."""
+    """Return whether all senses have a translation in common, so that the sense makes no difference."""
     translations = [sense.translations(language) for sense in senses]
     return bool(frozenset.intersection(*translations))
 
 
 def _is_proper_noun(analysis: _Analysis, token: Token) -> bool:
-    """Whether a capital inside a sentence marks the word as a name."""
+    """Return whether a capital inside a sentence marks the word as a name."""
     inside = re.search(r"[\w,;]['’\"”]? $", analysis.text[: token.start]) is not None
     return token.text[:1].isupper() and (inside or token.pos == "PROPN")
 
 
 def _is_near(cue: str, words: set[str]) -> bool:
-    """Whether a cue is one of the words, possibly with an ending."""
+    """Return whether a cue is one of the words, possibly with an ending."""
     if cue in words or f"{cue}s" in words:
         return True
     return len(cue) > 4 and any(word.startswith(cue) for word in words)

@@ -325,7 +325,7 @@ def _fits(
     known_words: set[str],
     exemplars: Sequence[Exemplar],
 ) -> bool:
-    """Whether an option fits the text, rather than being copied from an exemplar about another text.
+    """Return whether an option fits the text, rather than being copied from an exemplar about another text.
 
     Args:
         answer: the option.
@@ -354,7 +354,7 @@ def _fits(
 
 
 def _asks_for_pronoun(question: Question, quoted: set[str]) -> bool:
-    """Whether a question asks whom or what a pronoun refers to."""
+    """Return whether a question asks whom or what a pronoun refers to."""
     asked_for = set(quoted)
     match = _ASKS_FOR.match(question.text)
     if match is not None:

@@ -98,7 +98,7 @@ class PrefixCache:
 
     @staticmethod
     def serves(model: PreTrainedModel) -> bool:
-        """Whether a model's cache can be cropped, and its states depend only on earlier tokens."""
+        """Return whether a model's cache can be cropped, and its states depend only on earlier tokens."""
         layers = DynamicCache(config=model.config).layers
         can_be_cropped = all(type(layer) is DynamicLayer for layer in layers)
         return can_be_cropped and type(model).__module__.startswith("transformers.")

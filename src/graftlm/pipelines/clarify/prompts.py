@@ -220,7 +220,7 @@ def parse_question(reply: str, label: str = "Question") -> tuple[str, tuple[str,
 
 
 def is_word(reply: str, word: str) -> bool:
-    """Whether a reply consists of a word, ignoring case and punctuation."""
+    """Return whether a reply consists of a word, ignoring case and punctuation."""
     letters = re.sub(r"\W+", " ", reply).strip()
     return letters.casefold() == word.casefold()
 
