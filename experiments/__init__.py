@@ -1,4 +1,4 @@
-"""Reproductions of published tables. Every experiment has a folder with its committed results and the paper's figures."""
+"""Reproductions of published tables: every folder has an experiment, its committed results and the paper's figures."""
 
 from __future__ import annotations
 

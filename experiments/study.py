@@ -217,7 +217,8 @@ def check_files(options: Options, names: Sequence[str]) -> None:
     for name in names:
         if not (options.data / name).exists():
             raise DataError(
-                f"The data folder {options.data} lacks {name}: pass --data with a folder that contains {', '.join(names)}."
+                f"The data folder {options.data} lacks {name}: pass --data with a folder that contains "
+                f"{', '.join(names)}."
             )
 
 

@@ -5,7 +5,8 @@ reads sums of numbers, some of them after unrelated text, and never a key. It pr
 other text the sum's own characters as well. A row is a parent without training, or a graft on m_B that is trained on
 the joint data D_C.
 
-No training data contains a test or validation expression as numbers, in any order of operands that gives the same result.
+No training data contains a test or validation expression as numbers, in any order of operands that gives the same
+result.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def _listops(task: MemoryTask, count: int, random: np.random.Generator, *, every
 
 
 def expressions(random: np.random.Generator, shortest: int, longest: int) -> Iterator[list[int]]:
-    """Yield expressions within these lengths without end, as ids; each closing bracket contains the value of its list."""
+    """Yield expressions within these lengths without end, as ids; a closing bracket has the value of its list."""
     draws = _draws(random)
     while True:
         ids: list[int] = []

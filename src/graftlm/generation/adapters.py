@@ -98,5 +98,5 @@ def _find_users(folder: Path) -> tuple[dict[str, dict[str, object]], dict[str, s
 
 
 def _is_mergeable(refusals: dict[str, str]) -> bool:
-    """Return whether a refusal recommends to merge or to convert the adapter; PEFT can merge whatever it can convert."""
+    """Return whether a refusal recommends merging or conversion; PEFT can merge every adapter that it can convert."""
     return any("merge it" in text or "convert it" in text for text in refusals.values())

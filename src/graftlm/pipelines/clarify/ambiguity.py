@@ -369,7 +369,7 @@ def _name(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_first_name(analysis: _Analysis, token: Token) -> bool:
-    """Return whether a name is neither a surname (after a title, a name or a hyphen) nor part of the name of a place."""
+    """Return whether a name is no surname (after a title, name or hyphen), and not part of the name of a place."""
     before = analysis.text[: token.start]
     after = analysis.text[token.start + len(token.text) :]
     if word_pattern("title_before").search(before) or word_pattern("name_before").search(before):
