@@ -294,7 +294,9 @@ def make_corpus(data: Path, folder: Path, size: Size) -> Path:
 
 def _write_corpus(data: Path, folder: Path, size: Size) -> None:
     modules = deal([str(path) for path in _modules(size)], size.modules)
-    texts = {f"python-{part}": [read_source(path) for path in paths] for part, paths in modules.items()}
+    texts: dict[str, list[str]] = {}
+    for part, paths in modules.items():
+        texts[f"python-{part}"] = [read_source(path) for path in paths]
     documentation = list(_documentation(data, modules["train"]))
     novels = read_texts(data / ENGLISH)[: size.english_novels]
     french = read_texts(data / FRENCH)[: size.french_novels]
@@ -417,10 +419,11 @@ def held_out(data: Path, corpus: Path, folder: Path, tested: int) -> None:
 
 def spread(texts: Sequence[str], characters: int) -> list[str]:
     """Cut texts to about a number of characters: half from the first text, half evenly from the others."""
-    first, others = texts[0], texts[1:]
+    first, *others = texts
     half = characters // 2 if others else characters
-    each = max(200, half // max(1, min(len(others), 12)))
-    starts = [text[:each] for text in others[: half // each]]
+    count = max(1, min(len(others), 12))
+    length = max(200, half // count)
+    starts = [text[:length] for text in others[: half // length]]
     return [first[:half], *starts]
 
 

@@ -183,7 +183,9 @@ def verses(path: Path) -> dict[tuple[str, str], str]:
     for line in read_lines(path):
         if line.startswith("### "):
             book = line[4:].strip()
-        elif match := _VERSE.fullmatch(line):
+            continue
+        match = _VERSE.fullmatch(line)
+        if match is not None:
             texts[book, match[1]] = match[2].strip()
     return texts
 

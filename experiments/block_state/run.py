@@ -91,13 +91,17 @@ def _write_corpora(options: Options, folder: Path, size: Corpus) -> None:
     longest = max(1, size.characters // 4)
     for name, texts in _texts(options.data).items():
         starts = [text[:longest] for text in texts.train]
-        write_documents(folder / f"{name}-train.jsonl", up_to(starts, size.characters))
-        write_documents(folder / f"{name}-validation.jsonl", [texts.validation[: size.test_characters // 3]])
-        write_documents(folder / f"{name}-test.jsonl", [texts.test[: size.test_characters]])
+        train = up_to(starts, size.characters)
+        validation = texts.validation[: size.test_characters // 3]
+        test = texts.test[: size.test_characters]
+        write_documents(folder / f"{name}-train.jsonl", train)
+        write_documents(folder / f"{name}-validation.jsonl", [validation])
+        write_documents(folder / f"{name}-test.jsonl", [test])
     starts = []
     for name in CORPORA:
         starts += [text[:200_000] for text in read_texts(folder / f"{name}-train.jsonl")]
-    train_tokenizer(starts, size.vocab_size).save_pretrained(folder / "tokenizer")
+    tokenizer = train_tokenizer(starts, size.vocab_size)
+    tokenizer.save_pretrained(folder / "tokenizer")
 
 
 def _texts(data: Path) -> dict[str, CorpusTexts]:
@@ -449,8 +453,12 @@ def differences(by_seed: Mapping[str, Mapping[str, Mapping[str, float]]], row: s
     `NAME_less_first` is the difference for words at a distance less the difference for words that occur first.
     """
     pairs = list(zip(by_seed[row].values(), by_seed[rival].values(), strict=True))
-    names = [name for name in pairs[0][0] if name.startswith(("nats_", "bpb_")) and "validation" not in name]
-    by_name = {name: [own[name] - other[name] for own, other in pairs] for name in names}
+    names = []
+    by_name: dict[str, list[float]] = {}
+    for name in pairs[0][0]:
+        if name.startswith(("nats_", "bpb_")) and "validation" not in name:
+            names.append(name)
+            by_name[name] = [metrics[name] - rival_metrics[name] for metrics, rival_metrics in pairs]
     for name in names:
         if "_to_" in name:
             text, _, _ = name.partition("_to_")

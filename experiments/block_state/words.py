@@ -1,4 +1,4 @@
-"""Losses of a text's words by the distance to their last occurrence, which show what a model remembers."""
+"""Losses of a text's words by the distance to their last occurrence, as a measure of a model's memory."""
 
 from __future__ import annotations
 
@@ -64,17 +64,16 @@ def losses_by_distance(model: Any, tokens: WordTokens, length: int, limits: tupl
     Returns:
         Means `first`, of words that occur for the first time in their window, and `to_N` for each limit.
     """
+    device = next(model.parameters()).device
     losses = []
     distances = []
     with evaluation_mode(model), torch.inference_mode():
-        for start, ids in _windows(tokens.ids, length, next(model.parameters()).device):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-            nats = functional.cross_entropy(logits, ids[1:], reduction="none")
-            losses.append(nats.cpu().numpy())
-            distance = tokens.distance[start + 1 : start + len(ids)]
+        for start, ids in _windows(tokens.ids, length, device):
+            losses.append(_nats(model, ids))
+            distance_in_text = tokens.distance[start + 1 : start + len(ids)]
             # A word that last occurred in another window is new to the model.
-            is_inside = distance <= np.arange(1, len(ids))
-            distances.append(np.where(is_inside, distance, 0))
+            is_inside = distance_in_text <= np.arange(1, len(ids))
+            distances.append(np.where(is_inside, distance_in_text, 0))
     loss = np.concatenate(losses)
     distance = np.concatenate(distances)
     parts = {"first": distance == 0}
@@ -83,6 +82,14 @@ def losses_by_distance(model: Any, tokens: WordTokens, length: int, limits: tupl
         parts[f"to_{upper}"] = (distance > lower) & (distance <= upper)
         lower = upper
     return {name: float(loss[part].mean()) for name, part in parts.items() if part.any()}
+
+
+def _nats(model: Any, ids: Tensor) -> np.ndarray:
+    """Return the loss of every token of a window but the first, in nats."""
+    logits = model(input_ids=ids[None], use_cache=False).logits
+    predictions = logits[0, :-1].float()
+    nats = functional.cross_entropy(predictions, ids[1:], reduction="none")
+    return nats.cpu().numpy()
 
 
 def _windows(ids: np.ndarray, length: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:

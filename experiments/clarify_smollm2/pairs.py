@@ -100,9 +100,13 @@ class _Candidate:
 
 def _formality_examples(data: Path, language: str, part: str) -> list[AmbiguousExample]:
     """Return the formal examples of CoCoA-MT whose source contains "you"."""
-    examples = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
-    formal = [example for example in examples if example.label == "formal" and example.marks]
-    return [example for example in formal if _YOU.search(example.source)]
+    cocoa_part = "train" if part == "dev" else part
+    examples = []
+    for example in datasets.read_cocoa_mt(data / COCOA, language, cocoa_part):
+        is_formal = example.label == "formal" and bool(example.marks)
+        if is_formal and _YOU.search(example.source):
+            examples.append(example)
+    return examples
 
 
 def _gender_examples(data: Path, language: str, part: str, *, shown: bool) -> list[AmbiguousExample]:
@@ -149,7 +153,10 @@ def _forms(example: AmbiguousExample) -> tuple[str, str]:
 def _is_usable(example: AmbiguousExample) -> bool:
     """Return whether the translations differ, and all texts are short."""
     first, second = _forms(example)
-    if first == second or len(example.source) > _MAX_SOURCE or len("".join(example.context)) > _MAX_CONTEXT:
+    if first == second:
+        return False
+    context_length = sum(len(sentence) for sentence in example.context)
+    if len(example.source) > _MAX_SOURCE or context_length > _MAX_CONTEXT:
         return False
     return 0 < len(first) <= _MAX_FORM and 0 < len(second) <= _MAX_FORM
 

@@ -134,7 +134,7 @@ class _Trial:
         with self.graft() as model:
             output = generate(model, ids, mask, do_sample=False, **decoding)
             expected = recompute(model, output.sequences, mask)
-        static = any(map(is_static_layer, output.past_key_values.layers))
+        static = any(is_static_layer(layer) for layer in output.past_key_values.layers)
         _check(static == bool(decoding), f"the cache is {'' if static else 'not '}static")
         _compare(torch.stack(output.logits, 1), expected, **DECODING_CLOSE)
 

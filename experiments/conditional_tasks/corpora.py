@@ -67,8 +67,10 @@ class SplitSizes(NamedTuple):
 
 def _clinc150(folder: Path) -> Splits:
     content = json.loads((folder / "cls/clinc150/data_full.json").read_text(encoding="utf-8"))
-    names = {"train": "train", "validation": "val", "test": "test"}
-    return {split: [_labelled(*pair) for pair in content[name]] for split, name in names.items()}
+    splits: Splits = {}
+    for split, name in {"train": "train", "validation": "val", "test": "test"}.items():
+        splits[split] = [_labelled(*pair) for pair in content[name]]
+    return splits
 
 
 def _snips(folder: Path) -> Splits:

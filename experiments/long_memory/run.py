@@ -317,8 +317,10 @@ class ListValues(BlockStatePreTrainedModel):
 
     def forward(self, input_ids: Tensor, **more: Any) -> CausalLMOutput:
         """Return logits (B, T, ids) of ids (B, T)."""
-        hidden = self.model(input_ids.clamp(max=CLOSE_ID), **more).last_hidden_state
-        logits = nn.functional.pad(self.head(hidden), (CLOSE_ID, 0), value=-torch.inf)
+        visible_ids = input_ids.clamp(max=CLOSE_ID)
+        hidden = self.model(visible_ids, **more).last_hidden_state
+        value_logits = self.head(hidden)
+        logits = nn.functional.pad(value_logits, (CLOSE_ID, 0), value=-torch.inf)
         return CausalLMOutput(logits=logits.roll(-1, dims=1))
 
 
@@ -424,8 +426,10 @@ def accuracy(model: Any, examples: TaskExamples, batch_size: int) -> float:
             mask = (batch != PADDING_ID).long()
             more = {} if bool(mask.all()) else {"attention_mask": mask}
             logits = model(input_ids=batch, use_cache=False, **more).logits
-            is_right = logits[:, :-1].argmax(dim=-1) == batch[:, 1:]
-            correct += int(is_right[is_answer[:, 1:]].sum())
+            predicted = logits[:, :-1].argmax(dim=-1)
+            is_right = predicted == batch[:, 1:]
+            is_right_answer = is_right & is_answer[:, 1:]
+            correct += int(is_right_answer.sum())
     return 100 * correct / int(answers.sum())
 
 

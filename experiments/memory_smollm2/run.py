@@ -155,11 +155,14 @@ def gain_of_far(model: Any, ids: Tensor, nats: np.ndarray, window: int) -> float
     """
     piece = 2 * window
     complete = ids.shape[1] // piece * piece
-    pieces = np.append(0.0, nats)[:complete].reshape(-1, piece)
+    nats_of_tokens = np.append(0.0, nats)  # the first token has no prediction
+    pieces = nats_of_tokens[:complete].reshape(-1, piece)
     whole = pieces[1:, window:]
-    parts = ids[:, piece:][:, : 2 * whole.size].reshape(-1, piece).to(model.device)
-    logits = model(input_ids=parts, use_cache=False).logits[:, window - 1 : -1].float()
-    loss = cross_entropy(logits.flatten(0, 1), parts[:, window:].flatten())
+    parts = ids[:, piece:complete].reshape(-1, piece).to(model.device)
+    all_logits = model(input_ids=parts, use_cache=False).logits
+    logits = all_logits[:, window - 1 : -1].float()
+    targets = parts[:, window:]
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
     return float(loss) - float(whole.mean())
 
 
