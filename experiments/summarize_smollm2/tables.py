@@ -144,9 +144,11 @@ def text_scores(text: str, document: Mapping[str, Any]) -> dict[str, float]:
     bigrams = faithfulness(text, document["source"]).bigrams
     words = split_words(text)
     runs = ngrams(words, 4)
-    scores = {name: similarity[name] for name in _ROUGE}
-    scores["unsupported_share"] = unsupported / len(links) if links else 1.0
-    scores["new_pairs"] = 0.0 if bigrams is None else 1 - bigrams
-    scores["words"] = float(len(words))
-    scores["repeated_share"] = 1 - len(set(runs)) / len(runs) if runs else 0.0
-    return scores
+    rouge_scores = {name: similarity[name] for name in _ROUGE}
+    return {
+        **rouge_scores,
+        "unsupported_share": unsupported / len(links) if links else 1.0,
+        "new_pairs": 0.0 if bigrams is None else 1 - bigrams,
+        "words": float(len(words)),
+        "repeated_share": 1 - len(set(runs)) / len(runs) if runs else 0.0,
+    }

@@ -95,7 +95,7 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
     """Return the code of the exported model, made from the template. Code of GraftLM's own models is copied."""
     family = backbone.sites.family
     classes = model_classes(backbone.model)
-    config_name, base_name, model_name = (cls.__name__ for cls in classes)
+    config_name, base_name, model_name = [cls.__name__ for cls in classes]
     ffn_pattern = f"{family.layers}.*.{family.ffn.entry}"
 
     code = _TEMPLATE.read_text(encoding="utf-8")

@@ -149,7 +149,7 @@ def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
 
 
 def group_tensors(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorGroup]:
-    """Group tensors whose names differ only in their numbers and which have as many dimensions.
+    """Group tensors with the same number of dimensions whose names differ only in their numbers.
 
     Args:
         tensors: names and tensors.
@@ -159,18 +159,20 @@ def group_tensors(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorGroup]:
     for name, tensor in tensors:
         key = (re.sub(r"\d+", "*", name), tensor.dim())
         shapes[key].append(list(tensor.shape))
-        if tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES and bool(tensor.isfinite().all()):
+        is_small_matrix = tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES
+        if is_small_matrix and bool(tensor.isfinite().all()):
             ranks[key].append(effective_rank(tensor))
-    return [
-        TensorGroup(
+    groups = []
+    for key, shapes_of_group in shapes.items():
+        group = TensorGroup(
             name=key[0],
-            count=len(of_group),
-            shape=of_group[0],
-            parameters=sum(math.prod(shape) for shape in of_group),
+            count=len(shapes_of_group),
+            shape=shapes_of_group[0],
+            parameters=sum(math.prod(shape) for shape in shapes_of_group),
             effective_rank=ranks[key],
         )
-        for key, of_group in shapes.items()
-    ]
+        groups.append(group)
+    return groups
 
 
 def _add_effective_ranks(layers: _Layers, spectra: Mapping[str, Sequence[Sequence[float]]]) -> None:

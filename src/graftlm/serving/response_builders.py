@@ -399,13 +399,12 @@ class ChatBuilder(ResponseBuilder[Chat]):
         return part._replace(text=text, calls=calls, finish_reason=reason)
 
     def _token_logprobs(self, part: ChoicePart) -> list[ChatCompletionTokenLogprob]:
-        return [
-            ChatCompletionTokenLogprob(
-                top_logprobs=[TopLogprob(**self._token(token, logprob)) for token, logprob in output.top],
-                **self._token(output.token, output.logprob or 0.0),
-            )
-            for output in part.outputs
-        ]
+        logprobs = []
+        for output in part.outputs:
+            top = [TopLogprob(**self._token(token, logprob)) for token, logprob in output.top]
+            sampled = self._token(output.token, output.logprob or 0.0)
+            logprobs.append(ChatCompletionTokenLogprob(top_logprobs=top, **sampled))
+        return logprobs
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         return {

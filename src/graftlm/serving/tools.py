@@ -57,8 +57,12 @@ def tool_grammar(
         ServingError: a schema is wrong or not supported.
     """
     schemas = {name: _arguments_schema(name, schema) for name, schema in tools.items()}
-    bodies = [f"body_{number}: {_call_rule(name, schema)}" for number, (name, schema) in enumerate(schemas.items())]
-    alternatives = " | ".join(f"body_{number}" for number in range(len(bodies)))
+    bodies = []
+    names = []
+    for number, (name, schema) in enumerate(schemas.items()):
+        names.append(f"body_{number}")
+        bodies.append(f"body_{number}: {_call_rule(name, schema)}")
+    alternatives = " | ".join(names)
     rules = [
         "%llguidance {}",
         f"body: {alternatives}",

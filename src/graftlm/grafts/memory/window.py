@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from graftlm.backbone.cache import GrowingLayer
 from graftlm.errors import GraftError
@@ -51,7 +51,10 @@ class WindowShape:
     def block(self, index: _Index) -> _Index:
         """Return block(t) of the module's equations, for an integer or a tensor of positions."""
         if isinstance(index, int):
-            return 0 if index < self.reach else (index - self.reach) // self.step + 1
+            if index < self.reach:
+                return 0
+            moves = (index - self.reach) // self.step
+            return moves + 1
         return torch.where(index < self.reach, 0, (index - self.reach) // self.step + 1)
 
     def moved(self, keys_BHSd: Tensor, block_B: Tensor) -> Tensor:
@@ -69,7 +72,8 @@ class WindowShape:
         cos = torch.cos(angle)[:, None, None].to(keys_BHSd.dtype)
         sin = torch.sin(angle)[:, None, None].to(keys_BHSd.dtype)
         half = len(self.frequencies)
-        a, b, rest = keys_BHSd.split([half, half, keys_BHSd.shape[-1] - 2 * half], dim=-1)
+        unrotated = keys_BHSd.shape[-1] - 2 * half
+        a, b, rest = keys_BHSd.split([half, half, unrotated], dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
@@ -245,7 +249,8 @@ class WindowLayer(DynamicLayer):
     def _kept(self, states: Tensor) -> Tensor:
         """Select the states to keep from those of the sinks, of the window and of the new tokens (B, H, S, d)."""
         old = min(self.dropped, self.shape.sinks)
-        leaving = max(0, states.shape[-2] - old - self.shape.window + 1)
+        in_window = states.shape[-2] - old
+        leaving = max(0, in_window - self.shape.window + 1)
         if not leaving:
             return states
         count = min(self.dropped + leaving, self.shape.sinks)
@@ -276,7 +281,7 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
     if cache is None:
         return []
     first = cache.layers[:count]
-    is_empty = all(type(layer) in (DynamicLayer, GrowingLayer) and not layer.is_initialized for layer in first)
+    is_empty = all(_is_unused(layer) for layer in first)
     grows_lazily = getattr(cache, "layer_class_to_replicate", None) in (DynamicLayer, GrowingLayer)
     if is_empty and (len(first) == count or grows_lazily):
         layers = [WindowLayer(shape) for _ in range(count)]
@@ -291,6 +296,11 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
             f"The cache has a {cached}, but this memory has a {shape}: attach only one of the two memories."
         )
     return layers
+
+
+def _is_unused(layer: CacheLayerMixin) -> bool:
+    """Return whether a layer is an ordinary one without keys."""
+    return type(layer) in (DynamicLayer, GrowingLayer) and not layer.is_initialized
 
 
 def hidden_keys(

@@ -231,7 +231,8 @@ class HiddenStateEmbedder(_BackboneEmbedder):
             backbone_layers=self._backbone.sites.n_layers,
             make=_EmbedderCacheLayer,
         )
-        *layers, states_layer = (cache.layers[index] for index in indices)
+        layers = [cache.layers[index] for index in indices]
+        states_layer = layers.pop()
         assert isinstance(states_layer, DynamicLayer)
         own_cache = Cache(layers=layers)
         states_BSd = self._run(call, spans, own_cache, known=states_layer.get_seq_length())

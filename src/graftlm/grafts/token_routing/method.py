@@ -233,7 +233,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     ) -> Tensor:
         """Return the weights of every token, (B, T, E + 1): those computed at the end of its span."""
         new_BTE = self._updated_weights(call, spans, running_sum)
-        last_B1E = torch.zeros_like(new_BTE[:, :1]) if state is None else state.weights[:, -1:]
+        if state is None:
+            last_B1E = torch.zeros_like(new_BTE[:, :1])
+        else:
+            last_B1E = state.weights[:, -1:]
         weights = torch.cat([last_B1E, new_BTE], dim=1)
         columns = spans.columns[..., None].expand(-1, -1, weights.shape[-1])
         return weights.gather(1, columns)

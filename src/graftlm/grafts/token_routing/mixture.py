@@ -90,7 +90,7 @@ class RouteWeights:
         weights = self.weights.to(like.device)
         parts = []
         # A loop, because copying a tensor of scales or ranks to a GPU would wait for the GPU.
-        for expert, rank, scale in zip(*layout, strict=True):
+        for expert, rank, scale in zip(layout.experts, layout.ranks, layout.scales, strict=True):
             own = weights[..., expert, None] * scale
             if root:
                 own = own.sqrt()

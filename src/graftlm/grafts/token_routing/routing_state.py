@@ -184,8 +184,9 @@ class RouteSpans:
     def updates(self) -> Tensor:
         """Mask (B, T) of the tokens of this pass where new weights are computed, which are the ends of spans."""
         rows, length = self.end.shape
-        updates = torch.zeros(rows, length + 1, dtype=torch.bool, device=self.end.device)
-        return updates.scatter(1, self.columns, True)[:, 1:]
+        no_updates = torch.zeros(rows, length + 1, dtype=torch.bool, device=self.end.device)
+        updates = no_updates.scatter(1, self.columns, True)
+        return updates[:, 1:]
 
 
 def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | None, *, causal: bool) -> RouteSpans:
@@ -224,7 +225,9 @@ def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | No
 
 def _real_tokens(call: Call, ids_BT: Tensor) -> Tensor:
     """Return a mask (B, T) of the tokens of a pass, False at padding."""
-    mask = call.token_mask if call.attention_mask is None else call.attention_mask[:, -ids_BT.shape[1] :]
+    mask = call.token_mask
+    if call.attention_mask is not None:
+        mask = call.attention_mask[:, -ids_BT.shape[1] :]
     if mask is None:
         return torch.ones_like(ids_BT, dtype=torch.bool)
     return mask.bool().to(ids_BT.device)
@@ -232,8 +235,10 @@ def _real_tokens(call: Call, ids_BT: Tensor) -> Tensor:
 
 def _document_ends(columns: Tensor, start: Tensor, real: Tensor) -> Tensor:
     """Return the last column (B, T) of each token's document, without padding."""
-    in_document = (start[:, :, None] == start[:, None, :]) & real[:, None, :]
-    return torch.where(in_document, columns[:, None, :], start[:, :, None]).amax(-1)
+    same_document = start[:, :, None] == start[:, None, :]
+    in_document = same_document & real[:, None, :]
+    own_columns = torch.where(in_document, columns[:, None, :], start[:, :, None])
+    return own_columns.amax(-1)
 
 
 def _prompt_lengths(

@@ -225,12 +225,14 @@ def _next_window_states(
     Returns:
         States (B, I, S, E).
     """
-    ends = ssm(u.flip(1), grid.reversed(), None).to(u.dtype).flip(1)
-    after = torch.cat([ends[:, 1:], ends[:, :1]], dim=1)
+    backward_ends = ssm(u.flip(1), grid.reversed(), None)
+    starts = backward_ends.to(u.dtype).flip(1)
+    next_starts = torch.cat([starts[:, 1:], starts[:, :1]], dim=1)
     width = min(ssm.window, grid.slots)
-    next_start = torch.arange(width, grid.slots + 1, width, device=u.device)
-    inside = next_start < grid.per_row(grid.new_lengths)[:, None]
-    return torch.where(inside[..., None, None], after, final)
+    next_slot = torch.arange(width, grid.slots + 1, width, device=u.device)
+    lengths_B = grid.per_row(grid.new_lengths)
+    is_inside = next_slot < lengths_B[:, None]
+    return torch.where(is_inside[..., None, None], next_starts, final)
 
 
 class RecurrentStateAttention(nn.Module):

@@ -223,16 +223,20 @@ def chunked_convolution(
         length=chunk,
         initial_BMEP=initial_BEP,
     )
-    states_before = states_BnEP[:, :-1]
-    states_EBnP = states_before.permute(2, 0, 1, 3).contiguous()
-    states_EBnP2 = torch.view_as_real(states_EBnP)
-    states_ENs = states_EBnP2.flatten(1, 2).flatten(-2)
+    states_ENs = _real_parts(states_BnEP[:, :-1])
     toeplitz = _toeplitz(c_CEP, d_CE, powers_EPc[..., :-1])
     state_weights = _state_weights(c_CEP, powers_EPc[..., 1:])
     y = torch.bmm(u_ENc, toeplitz).baddbmm_(states_ENs, state_weights)
     y_NcCE = y.flatten(1).T.contiguous()
     y_BTCE = y_NcCE.unflatten(0, (rows, -1, outputs))
     return y_BTCE.transpose(-1, -2)[:, :length]
+
+
+def _real_parts(states_BnEP: Tensor) -> Tensor:
+    """Return the real and imaginary parts of complex states as (E, N, 2 P)."""
+    states_EBnP = states_BnEP.permute(2, 0, 1, 3).contiguous()
+    states_EBnP2 = torch.view_as_real(states_EBnP)
+    return states_EBnP2.flatten(1, 2).flatten(-2)
 
 
 def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:

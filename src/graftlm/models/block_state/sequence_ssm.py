@@ -173,9 +173,11 @@ class WindowEndSSM(nn.Module):
         # The tokens after each row's last completed window of this pass, or all new tokens if it completes none.
         lengths = zip(grid.total_lengths, grid.new_lengths, strict=True)
         since_end = grid.per_row([min(total % self.window, new) for total, new in lengths])
-        rest = slice_rows(u, tuple(end - self.window for end in grid.ends), self.window)
+        starts = tuple(end - self.window for end in grid.ends)
+        rest = slice_rows(u, starts, self.window)
         slot = torch.arange(self.window, device=u.device)
-        rest = rest * (slot >= self.window - since_end[:, None])[..., None]
+        is_after_end = slot >= self.window - since_end[:, None]
+        rest = rest * is_after_end[..., None]
         completed = grid.per_row(grid.completed_windows)
         row = torch.arange(len(completed), device=u.device)
         start = states[row, completed]

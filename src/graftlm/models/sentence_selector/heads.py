@@ -181,7 +181,8 @@ class PointerHead(nn.Module):
             for row, beam in enumerate(beams):
                 step_BN[row, list(beam)] = float("-inf")
             candidates = int(step_BN.isfinite().sum())
-            best = (totals_B[:, None] + step_BN).flatten().topk(min(beam_size, candidates))
+            scores = totals_B[:, None] + step_BN
+            best = scores.flatten().topk(min(beam_size, candidates))
             rows = best.indices // sentences
             columns = best.indices % sentences
             beams = _extend_beams(beams, rows.tolist(), columns.tolist(), step_BN)

@@ -412,7 +412,7 @@ def _polysemy(analysis: _Analysis) -> Iterator[Ambiguity]:
             continue
         if analysis.language and _share_translation(senses, analysis.language):
             continue
-        cued = [sense for sense in senses if any(_is_near(cue, near) for cue in sense.cues)]
+        cued = [sense for sense in senses if _has_cue(sense, near)]
         if len(cued) != 1:
             yield Ambiguity(
                 kind="polysemy",
@@ -433,6 +433,11 @@ def _is_proper_noun(analysis: _Analysis, token: Token) -> bool:
     """Return whether a capital inside a sentence marks the word as a name."""
     inside = re.search(r"[\w,;]['’\"”]? $", analysis.text[: token.start]) is not None
     return token.text[:1].isupper() and (inside or token.pos == "PROPN")
+
+
+def _has_cue(sense: Sense, words: set[str]) -> bool:
+    """Return whether one of the words indicates a sense."""
+    return any(_is_near(cue, words) for cue in sense.cues)
 
 
 def _is_near(cue: str, words: set[str]) -> bool:

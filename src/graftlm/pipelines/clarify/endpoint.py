@@ -238,7 +238,10 @@ def _without_reasoning(text: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Return the message of an error, shortened."""
+    message: object = error.__cause__ or error
     body = getattr(error, "body", None)
-    message = body.get("message") if isinstance(body, dict) else None
-    text = str(message or getattr(error, "__cause__", None) or error) or type(error).__name__
-    return printable(" ".join(text.split()))[:100]
+    if isinstance(body, dict) and body.get("message"):
+        message = body["message"]
+    text = str(message) or type(error).__name__
+    one_line = " ".join(text.split())
+    return printable(one_line)[:100]

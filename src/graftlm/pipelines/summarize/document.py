@@ -218,12 +218,13 @@ class SourceDocument:
     def selectable(self) -> list[int]:
         """Indices of the sentences that a summary may use.
 
-        These are the complete sentences. Where most are incomplete, as in notes without capitals or full stops, they
-        are all sentences that have a letter.
+        These are the complete sentences, or all sentences with a letter if most of them are incomplete, as in notes
+        without capitals or full stops.
         """
         lettered = [index for index, sentence in enumerate(self.sentences) if _LETTER.search(sentence.text)]
         whole = [index for index in lettered if self.sentences[index].is_whole]
-        return whole if 2 * len(whole) > len(lettered) else lettered
+        most_are_whole = 2 * len(whole) > len(lettered)
+        return whole if most_are_whole else lettered
 
 
 def normalize_title(title: str) -> str:
