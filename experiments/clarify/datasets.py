@@ -406,7 +406,8 @@ def read_tsv(path: str | Path) -> list[ParallelDocument]:
     for number, fields in enumerate(rows, start=1):
         if len(fields) != 3:
             raise DataError(
-                f"{path}:{number} has {len(fields)} columns, but document, source and translation are expected."
+                f"{path}:{number} has {len(fields)} columns, but document, source and translation are expected: name a "
+                "file with these columns."
             )
     return parallel_documents(Path(path).stem, rows)
 

@@ -316,12 +316,12 @@ class Scorer:
             scores = [float(line) for line in written.split()]
         except ValueError:
             raise EvaluationError(
-                f"The scorer {self.name} wrote {written.strip()[:40]!r}, but a number per line is expected."
+                f"The scorer {self.name} wrote {written.strip()[:40]!r}, but a number per line is expected: correct it."
             ) from None
         if len(scores) != len(translations) or not np.isfinite(scores).all():
             raise EvaluationError(
                 f"The scorer {self.name} wrote {len(scores)} numbers for {len(translations)} translations, but a "
-                "finite number per translation is expected."
+                "finite number per translation is expected: correct it."
             )
         return scores
 

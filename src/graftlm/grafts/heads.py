@@ -56,13 +56,13 @@ class TaskSpec(Config):
         if fewest is None and self.labels:
             yield f"a {self.type} task has no labels: leave them out"
         if fewest is not None and len(self.labels) < fewest:
-            yield f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}"
+            yield f"a {self.type} task needs at least {fewest} labels, but it has {len(self.labels)}: name more"
         lowest, highest = self.range
         if not lowest < highest:
             yield f"range is {list(self.range)}: give two numbers, the smaller first"
         repeated = sorted({label for label in self.labels if self.labels.count(label) > 1})
         if repeated:
-            yield f"the label {repeated[0]!r} appears twice"
+            yield f"the label {repeated[0]!r} appears twice: name it once"
 
     @property
     def outputs(self) -> int:

@@ -81,7 +81,9 @@ def _check_probabilities(prior_K: np.ndarray, given_KY: np.ndarray) -> None:
         )
     for values in (prior_K, *given_KY):
         if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
-            raise EvaluationError("The probabilities of answers and of outputs must be at least 0 and sum to 1.")
+            raise EvaluationError(
+                "The probabilities of answers and of outputs must be at least 0 and sum to 1: normalise them."
+            )
 
 
 def normalize_text(text: str) -> str:
