@@ -329,7 +329,7 @@ def _english(novels: Sequence[str], documentation: Sequence[str], size: Size, sh
 
 
 def _mixed(novels: Sequence[str], french: Sequence[str], modules: Sequence[str], size: Size) -> list[str]:
-    """Return what the anchor reads last: further English, mixed with French and code, as web text is."""
+    """Return the last training text of the anchor: further English mixed with French and code, like web text."""
     share = size.mixed // 3
     english_parts = (text[size.novel :][: size.novel // 5] for text in novels)
     french_parts = (text[size.french :][: size.french // 5] for text in french)

@@ -104,7 +104,7 @@ class CheckerTable(Config):
         kind: kind of the checker.
         language: language code, two letters.
         labels: the labels in display order.
-        method: what the table does and can't do.
+        method: method and limits of the table.
         borders: whether the script separates words; if not, matches may be inside words.
         lists: named lists: strings of words separated by white space, or of phrases separated by commas.
         rules: all rules; the weights of their matches add up.

@@ -1,4 +1,4 @@
-"""How often the right form of a pair is likelier, and whether a predicted gain predicts what an answer brings.
+"""Measures of pairs: how often the right form is likelier, and whether a predicted gain predicts the gain of an answer.
 
 Shapes: P pairs. Log-probabilities are in nats, gains in bits, shares in percent.
 """
@@ -163,7 +163,7 @@ def gains(pair: Pair) -> tuple[float, float, float]:
         pair: a scored pair.
 
     Returns:
-        In bits: the predicted gain of the question, what its right answer brought, and the entropy of the forms without
+        In bits: the predicted gain of the question, the gain of its right answer, and the entropy of the forms without
         a question.
     """
     nats = [pair["nats"][condition] for condition in ("answer:0", "answer:1", "nothing")]
@@ -296,7 +296,7 @@ def _statistics(table: np.ndarray, clear: np.ndarray, limits: _Thresholds) -> di
 
 
 def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
-    """Plot what answers brought against the predicted gain: means of five bins with equally many texts.
+    """Plot the gain of answers against the predicted gain: means of five bins with equally many texts.
 
     Args:
         models: the scored pairs of each run, by the name of the model.

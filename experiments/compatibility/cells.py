@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
     Attributes:
         verdict: result of the check.
-        why: message of a refusal, or what is wrong.
+        why: message of a refusal, or description of a fault.
     """
 
     verdict: Verdict

@@ -178,7 +178,7 @@ def run(options: Options) -> Results:
 
 
 def add_change(study: GrowStudy, row: str, languages: Sequence[str], seed: int) -> Measurement:
-    """Return a row's last stage with what it learned of each language, and lost since the stage that taught it."""
+    """Return a row's last stage with its learning of each language, and its loss since the stage of that language."""
     bare = study.measured["backbone"]
     last = study.measured[stage_id(row, languages[-1], seed)]
     change = {"forgotten_novels": metric(last, "novels") - metric(bare, "novels")}

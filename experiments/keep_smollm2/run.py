@@ -347,14 +347,14 @@ def run(options: Options) -> Results:
 
 
 def _add_forgotten(measurement: Measurement, bare: Measurement) -> None:
-    """Add what a model forgot of novels and code."""
+    """Add the forgetting of novels and code."""
     for text in ("novels", "code"):
         forgotten = metric(measurement, text) - metric(bare, text)
         measurement.add_metrics({f"forgotten_{text}": forgotten})
 
 
 def add_equal_learning(measured: Mapping[str, Sequence[Measurement]]) -> dict[str, dict[str, Any]]:
-    """Add `own_kl_at_equal` and `forgotten_at_equal` to each row's seeds, at nine tenths of what every row learned.
+    """Add `own_kl_at_equal` and `forgotten_at_equal` to each row's seeds, at nine tenths of the learning that all rows reached.
 
     Returns:
         By row of ours and rival or control, our own_kl at that level minus theirs: `seeds` has the mean and Student's

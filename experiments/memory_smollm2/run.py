@@ -1,4 +1,4 @@
-"""SmolLM2 reads long documents with a window of 512 tokens: what does a memory of the earlier text give back?
+"""SmolLM2 reads long documents with a window of 512 tokens: how much does a memory of the earlier text recover?
 
 All trained rows read the same rows of long documents and of recall, each at the learning rate that its own search on
 validation text chose. All rows are measured on whole documents, which are read in pieces on one cache.
@@ -193,7 +193,7 @@ def recall_of(model: Any, path: Path) -> dict[str, Interval]:
 def lookup_of(path: Path, window: int) -> dict[str, float]:
     """Return the percentage of answers that a table of bigrams gives.
 
-    The table predicts what followed the last two tokens when they last occurred together, more than a window before.
+    The table predicts the successor of the last two tokens at their last joint occurrence more than a window before.
     """
     right = []
     for (ids,), values in read_ids(path):

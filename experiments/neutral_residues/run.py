@@ -1,4 +1,4 @@
-"""English novels, then French: what gate, local loss, initialisation and open start are each worth.
+"""English novels, then French: the effects of the gate, the local loss, the initialisation and the open start.
 
 Every row has the same number of settings in its search, which reads validation texts of other sources than the tests,
 with the first seed and a third of the steps. No row trains the embeddings.
@@ -133,7 +133,7 @@ METHODS = {
     "lora": FactorialRow("LoRA on the FFN", {"kind": "lora"}, RATE_SETTINGS),
     **factorial(),
 }
-# Pairs of rows that measure what a factor is worth: the row with it, and the row that lacks only it.
+# Pairs of rows that measure the effect of a factor: a row with the factor, and the row that differs only in lacking it.
 FACTORS = {
     "gate": (NAME, UNGATED),
     "gate, He": ("relu-open-l1-he", "none-l1-he"),
@@ -401,7 +401,7 @@ def _path(
     index: int,
     quantity: str,
 ) -> np.ndarray:
-    """Return (2, alphas) what a row learned, rising, and its value of a quantity, with one seed."""
+    """Return (2, alphas): the learning of a row, rising, and its value of a quantity, with one seed."""
     points = []
     for name, runs_of_row in runs.items():
         if name.startswith(f"{row}-alpha"):

@@ -443,7 +443,7 @@ def _row(study: SkillStudy, row: str, label: str, runs: Sequence[AnswerRun]) -> 
 
 
 def answered(study: SkillStudy, run: AnswerRun) -> dict[str, Answered]:
-    """Return what was measured on each question, by domain."""
+    """Return the measurements of every question, by domain."""
     return study.measured[run.id].details["answered"]
 
 

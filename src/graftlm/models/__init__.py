@@ -1,4 +1,4 @@
-"""Architectures that are trained from scratch, as Hugging Face models; every one has a package and a registry entry."""
+"""Architectures that are trained from scratch, as Hugging Face models. Each has a package and a registry entry."""
 
 from __future__ import annotations
 

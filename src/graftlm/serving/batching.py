@@ -233,7 +233,7 @@ class BatchingEngine(ThreadedEngine):
             self._start(batch, logits)
 
     def _handle_failed_prefill(self, requests: list[ScheduledRequest], error: Exception) -> None:
-        """End a single request, or read several again one by one, to find the request that fails."""
+        """End a single request, or read several requests again one at a time to find those that fail."""
         if len(requests) == 1:
             self._finish(requests[0], error)
             return

@@ -47,7 +47,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/grafts")
     def grafts() -> ServedModels:
-        """Return the backbones and the grafts, with what each graft learned and forgot."""
+        """Return the backbones and the grafts, with learning and forgetting of each graft."""
         return served_models(service, _LIMITS)
 
     @routes.get("/grafts/{name}/report")

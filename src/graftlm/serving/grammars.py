@@ -89,7 +89,7 @@ class GrammarCompiler:
         return self._compile(LLMatcher.grammar_from_lark(grammar), param)
 
     def choice(self, texts: Sequence[str], param: str) -> LLMatcher:
-        """Compile a choice of one of these texts."""
+        """Compile a choice between texts."""
         alternatives = " | ".join(quoted(text) for text in texts)
         return self.lark(f"start: {alternatives}", param)
 
@@ -146,7 +146,7 @@ def checked_schema(schema: Schema, param: str) -> str:
     """Check a schema and return it as JSON.
 
     Raises:
-        ServingError: the schema has an unknown keyword, or llguidance's own one, which can switch checks off.
+        ServingError: the schema has an unknown keyword, or `x-guidance` of llguidance, which can disable checks.
     """
     text = json.dumps(schema)
     if '"x-guidance"' in text:

@@ -1,4 +1,4 @@
-"""Reports of the grafts in service: their configuration, what they learned and forgot, and the results of their run."""
+"""Reports of the grafts in service: configuration, learning and forgetting, and the results of the run."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class ResponseFormat(StrictBody):
 
 
 class StructuredOutputs(StrictBody):
-    """vLLM's key for the format of the answer; exactly one of these."""
+    """vLLM's key for the format of the answer; exactly one of the keys is set."""
 
     json_schema: dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = Field(None, min_length=1, max_length=10_000, description="In Rust's syntax.")

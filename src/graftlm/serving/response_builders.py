@@ -238,7 +238,7 @@ class ResponseBuilder(ABC, Generic[_Response]):
         """Return the whole response."""
 
     def first_choices(self, index: int) -> list[BaseModel]:
-        """Return the choices, each in an event, with which a choice of a stream begins."""
+        """Return the choices of the first events of a stream."""
         return []
 
     @abstractmethod

@@ -58,7 +58,7 @@ class EngineRouter:
         return self.of(requests[0].model).submit(requests)
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Use a graft on its own backbone, and remove the name from the others."""
+        """Use a graft on its own backbone, and remove the name from the engines of other backbones."""
         # The engine of the graft comes first, because it may reject the graft.
         engines = sorted(self.engines, key=lambda engine: not engine.fits(graft))
         for engine in engines:

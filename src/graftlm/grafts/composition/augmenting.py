@@ -387,5 +387,5 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> object:
     """Return the rules that determine a tokenizer's ids in addition to its vocabulary, such as merges."""
     if not tokenizer.is_fast:
         return type(tokenizer).__name__
-    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
+    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # defined by fast tokenizers
     return [state[part] for part in ("normalizer", "pre_tokenizer", "model")]

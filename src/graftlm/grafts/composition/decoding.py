@@ -21,7 +21,7 @@ def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], Inc
     Args:
         tokenizer: a fast tokenizer.
     """
-    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
+    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # defined by fast tokenizers
     decoder = state.get("decoder") or {}
     if decoder.get("type") == "ByteLevel":
         return _byte_level_decoders(tokenizer)

@@ -177,7 +177,7 @@ class Composition(Graft, ReadsModels):
         return update_BTD
 
     def _read_out(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Return log-probabilities of the mixture for the last tokens, as many as the output layer has logits for."""
+        """Return log-probabilities of the mixture for the last tokens, those with logits of the output layer."""
         assert self.readout is not None
         columns = outputs.shape[1]
         dtype = call.working_dtype(self)

@@ -101,7 +101,7 @@ class DeltaState(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, window: int) -> None:
-        """Let head h read what last followed the token h mod `offsets` before, and add nothing to the layer yet."""
+        """Initialise head h to read the last successor of the token h mod `offsets` before, with an update of zero."""
         queries, keys = self.w_qk.weight.normal_(0, 1 / math.sqrt(self.w_qk.in_features)).chunk(2)
         keys.copy_(queries)
         self.u_qk.weight.zero_()

@@ -329,7 +329,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         return x_BTd, hidden
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return the given cache, or a new one if the pass uses one."""
+        """Return the given cache, or a new cache if the pass uses one."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if cache is None and not use_cache:

@@ -171,7 +171,7 @@ class Detection:
 
     Args:
         ambiguities: the detected ambiguities in text order.
-        limitations: what the rules miss without a parser; empty with one.
+        limitations: ambiguities that the rules miss without a parser; empty with a parser.
     """
 
     ambiguities: tuple[Ambiguity, ...]

@@ -280,7 +280,7 @@ def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt
 
 
 def _judged_output(conversation: Conversation) -> str | None:
-    """Return the output that the gain estimate generated for the last answer, if it generated exactly one."""
+    """Return the output that the gain estimate generated for the last answer, if there is exactly one."""
     if len(conversation.turns) < 2:
         return None
     asked, answered = conversation.turns[-2:]

@@ -17,7 +17,7 @@ from graftlm.pipelines.clarify.models import Reply, StreamPrinter
 from graftlm.pipelines.clarify.prompts import Prompt, printable
 
 _THINK = "<think>"
-_REASONING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)  # what reasoning models write before their reply
+_REASONING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)  # reasoning before a reply
 
 
 class EndpointConfig(Config):
@@ -65,7 +65,8 @@ class Endpoint:
         self.config = config
         self._client = openai.OpenAI(
             base_url=config.url,
-            api_key=os.environ.get(config.key_variable) or "none",  # the client requires one, the server may not
+            api_key=os.environ.get(config.key_variable)
+            or "none",  # the client requires a key even if the server does not
             timeout=config.timeout,
             max_retries=config.retries,
         )

@@ -1,4 +1,4 @@
-"""Open what a conversation needs: a model on a server or on this machine, a new or saved conversation, a user."""
+"""Open the parts of a conversation: a model on a server or on this machine, a new or saved conversation, a user."""
 
 from __future__ import annotations
 

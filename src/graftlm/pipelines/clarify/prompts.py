@@ -183,7 +183,7 @@ def _solved(template: Template, name: InstructionName, language: str) -> list[tu
 
 
 def _solved_questions(template: Template) -> list[tuple[Exemplar, str]]:
-    """Return the exemplars with their questions; unambiguous ones are spread evenly, and a single one is the last."""
+    """Return the exemplars with their questions; unambiguous ones are spread evenly, or last if there is only one."""
     solved = [(exemplar, format_question(exemplar.question, exemplar.answers)) for exemplar in template.exemplars]
     interval = len(solved) / max(1, len(template.unambiguous))
     for number, exemplar in enumerate(template.unambiguous):

@@ -35,7 +35,7 @@ def import_extra(module: str, purpose: str) -> Any:
 
     Args:
         module: dotted name of the module.
-        purpose: what the module is needed for, as the subject of a sentence in the error message.
+        purpose: use of the module, as the subject of a sentence in the error message.
 
     Raises:
         MissingExtraError: the library is not installed.
