@@ -354,7 +354,9 @@ def _add_forgotten(measurement: Measurement, bare: Measurement) -> None:
 
 
 def add_equal_learning(measured: Mapping[str, Sequence[Measurement]]) -> dict[str, dict[str, Any]]:
-    """Add `own_kl_at_equal` and `forgotten_at_equal` to each row's seeds, at nine tenths of the learning that all rows reached.
+    """Add `own_kl_at_equal` and `forgotten_at_equal` to the seeds of every row.
+
+    They are measured at nine tenths of the learning that all rows reached.
 
     Returns:
         By row of ours and rival or control, our own_kl at that level minus theirs: `seeds` has the mean and Student's
