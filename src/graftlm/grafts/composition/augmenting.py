@@ -94,7 +94,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
         device: device of the model.
 
     Raises:
-        BackboneError: the model cannot be loaded, or if it is not a language model.
+        BackboneError: the model cannot be loaded, or it is not a language model.
     """
     try:
         return load_backbone(
@@ -159,7 +159,7 @@ class AugmentingModel:
             call: the pass of the anchor.
 
         Raises:
-            GraftError: the pass has no token ids, or if its cache was filled without this graft.
+            GraftError: the pass has no token ids, or its cache was filled without this graft.
         """
         past = call.past()
         self._check_pass(call, past)

@@ -133,7 +133,7 @@ def output_width(name: str, backbone: Backbone) -> int:
         backbone: the model.
 
     Raises:
-        GraftError: the model is not causal, or if its logits are not the output of its output layer for the last
+        GraftError: the model is not causal, or its logits are not the output of its output layer for the last
             hidden states.
     """
     model = backbone.model

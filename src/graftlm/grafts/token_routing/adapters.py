@@ -226,7 +226,7 @@ def _pair_factors(
     backbone, all tensors that are not factors are assumed to be copies of the backbone's.
 
     Raises:
-        ArtifactError: a tensor is neither a LoRA factor nor a copy of the backbone's, or if a factor is missing.
+        ArtifactError: a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
     """
     pairs: dict[str, dict[str, Tensor]] = {}
     parameters: dict[str, nn.Parameter] = {}
