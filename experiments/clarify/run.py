@@ -389,9 +389,9 @@ def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
     for example in examples:
         decisions.append(decision(example, with_context=False))
         decisions.append(decision(example, with_context=True))
-    asked = [each for each in decisions if each.asked]
-    needed = [each for each in decisions if each.needed]
-    right = [each for each in asked if each.needed]
+    asked = [entry for entry in decisions if entry.asked]
+    needed = [entry for entry in decisions if entry.needed]
+    right = [entry for entry in asked if entry.needed]
     metrics: dict[str, Metric] = {
         "precision": share(len(right), len(asked)),
         "recall": share(len(right), len(needed)),
@@ -399,7 +399,7 @@ def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
         "asked": len(asked),
         "needed": len(needed),
         "texts": len(decisions),
-        "calls": sum(each.cost.calls for each in decisions),
+        "calls": sum(entry.cost.calls for entry in decisions),
     }
     return Row(id=f"needed_{language}", label=f"needed, {language}", metrics=metrics)
 

@@ -88,7 +88,10 @@ def _split(
     trained = {normalised(question.prompt) for question in parts["train"]}
     validation = _fresh(parts["validation"], trained, known)[: counts["validation"]]
     chosen = {normalised(question.prompt) for question in validation}
-    tests = [each for each in _fresh(parts["test"], trained, known) if normalised(each.prompt) not in chosen]
+    tests = []
+    for question in _fresh(parts["test"], trained, known):
+        if normalised(question.prompt) not in chosen:
+            tests.append(question)
     written = {
         "train": shuffled(parts["train"], "items")[: counts["train"]],
         "validation": validation,

@@ -105,14 +105,14 @@ def _check_finish(finish: Finish) -> None:
         )
 
 
-def _tokens_within(held: list[TokenOutput], finish: Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
+def _tokens_within(pending: list[TokenOutput], finish: Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
     """Return the held-back tokens that belong to the text, without those of a stop string."""
     if finish.reason != "stop":
-        return held
+        return pending
     size = len(finish.text.encode())
     within = []
     start = 0
-    for output in held:
+    for output in pending:
         if start < size:
             within.append(output)
         start += len(tokenizer.bytes_of(output.token))

@@ -193,14 +193,14 @@ class WindowLayer(DynamicLayer):
         Returns:
             The keys and values (B, H, S, d) that the new tokens may see.
         """
-        held = self.keys if self.is_initialized else None
+        keys_before = self.keys if self.is_initialized else None
         keys, values = super().update(key_states, value_states)
         length = key_states.shape[-2]
         seen_keys = keys
         seen_values = values
         columns = self.columns(length)
         if columns.sinks and self._reaches_beyond(length):
-            seen_keys = self._keys_with_moved_sinks(keys, columns, length, held)
+            seen_keys = self._keys_with_moved_sinks(keys, columns, length, keys_before)
             if columns.older_sinks:
                 seen_values = torch.cat([values[..., : columns.older_sinks, :], values], dim=-2)
         self.keys = self._kept(keys)
@@ -214,7 +214,7 @@ class WindowLayer(DynamicLayer):
         keys: Tensor,
         columns: KeyColumns,
         length: int,
-        held: Tensor | None,
+        keys_before: Tensor | None,
     ) -> Tensor:
         """Return the keys (B, H, S, d) of a pass of `length` tokens, with the sinks moved to their blocks."""
         first = keys[..., : columns.sinks, :]
@@ -222,24 +222,24 @@ class WindowLayer(DynamicLayer):
         if columns.older_sinks:
             older_block = (self.last_block(length) - 1).clamp(min=0)
             parts.append(self.shape.moved(first, older_block))
-        parts.append(self._moved(first, length, held))
+        parts.append(self._moved(first, length, keys_before))
         parts.append(keys[..., columns.sinks :, :])
         return torch.cat(parts, dim=-2)
 
-    def _moved(self, first: Tensor, length: int, held: Tensor | None) -> Tensor:
+    def _moved(self, first: Tensor, length: int, keys_before: Tensor | None) -> Tensor:
         """Move the sinks' keys to the block of the last new token, or reuse those of the last pass.
 
         Args:
             first: the sinks' keys (B, H, F, d) as they are cached.
             length: number of new tokens.
-            held: the layer's keys before the pass.
+            keys_before: the layer's keys before the pass.
         """
         if self.padding is not None:
             self.moved = None
             return self.shape.moved(first, self.last_block(length))
         block = self.shape.block(self.cumulative_length + length - 1)
         if self.moved is not None and self.moved.shape == first.shape:
-            same_rows = held is self._keys_then
+            same_rows = keys_before is self._keys_then
             if same_rows and block == self._moved_block:
                 return self.moved
         self.moved = self.shape.moved(first, torch.full((1,), block, device=first.device))

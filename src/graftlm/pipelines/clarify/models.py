@@ -112,12 +112,12 @@ class PrefixCache:
             most: maximum number of tokens in the cache.
         """
         if instructions in self._prompts:
-            held, cache = self._prompts.pop(instructions)
+            cached_ids, cache = self._prompts.pop(instructions)
         else:
-            held = []
+            cached_ids = []
             cache = DynamicCache(config=self._model.config)
-        common = _common_length(held, ids)
-        cache.crop(min(common, most) - len(held))
+        common = _common_length(cached_ids, ids)
+        cache.crop(min(common, most) - len(cached_ids))
         return cache
 
     def keep(self, instructions: str, ids: list[int], cache: DynamicCache) -> None:
@@ -129,8 +129,8 @@ class PrefixCache:
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common beginning of two sequences."""
     length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for item, other in zip(first, second, strict=False):
+        if item != other:
             break
         length += 1
     return length
