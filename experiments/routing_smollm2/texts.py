@@ -88,10 +88,8 @@ def _split(
     trained = {normalised(question.prompt) for question in parts["train"]}
     validation = _fresh(parts["validation"], trained, known)[: counts["validation"]]
     chosen = {normalised(question.prompt) for question in validation}
-    tests = []
-    for question in _fresh(parts["test"], trained, known):
-        if normalised(question.prompt) not in chosen:
-            tests.append(question)
+    fresh = _fresh(parts["test"], trained, known)
+    tests = [question for question in fresh if normalised(question.prompt) not in chosen]
     written = {
         "train": shuffled(parts["train"], "items")[: counts["train"]],
         "validation": validation,
