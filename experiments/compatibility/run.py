@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from experiments.study import Study, aim, metric
 from graftlm.errors import UnknownFamilyError
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.measurement import Measurement
-from graftlm.files.writing import write_atomically
 from graftlm.grafts import kinds
 from graftlm.runs.run import Run, RunContext
 
 TESTS = Path(__file__).parents[2] / "tests"
 VERDICTS = ("right", "refused", "wrong", "not applicable")
 QUICK = ("llama", "lfm2", "bert")
-Cells = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 class CompatibilityRun(Run):
@@ -61,7 +58,7 @@ class CompatibilityRun(Run):
 
 
 def run(options: Options) -> Results:
-    """Measure all cells, and write the page `families.md`."""
+    """Measure all cells; `python -m docs.generate` makes the tables of the page on families from the results."""
     study = Study(options)
     tiny = _test_module("tiny")
     families = QUICK if options.quick else (*tiny.FAMILIES, *tiny.MORE_FAMILY_CONFIGS)
@@ -72,15 +69,13 @@ def run(options: Options) -> Results:
     rows.append(_mutations())
     # The same types as in results.json, for runs that were not read back.
     cells: Any = json.loads(json.dumps({family: measured[family].details["cells"] for family in families}))
-    results = study.write(
+    return study.write(
         "compatibility",
         rows,
         aims=[aim("No cell is wrong.", "cells_wrong", 1, wrong)],
         details={"cells": cells},
         seeds=[0],
     )
-    write_atomically(options.out / "families.md", page(cells).encode())
-    return results
 
 
 def _mutations() -> Row:
@@ -92,59 +87,6 @@ def _mutations() -> Row:
         label="mutations that the tests see",
         metrics={"caught": caught.count(True), "missed": caught.count(False)},
     )
-
-
-def page(cells: Mapping[str, Cells]) -> str:
-    """Return the page of the documentation: families by kinds, and the messages of all refusals."""
-    encoders = _test_module("tiny").ALL_ENCODERS
-    messages: list[str] = []
-    decoder_rows = {family: row for family, row in cells.items() if family not in encoders}
-    encoder_rows = {family: row for family, row in cells.items() if family in encoders}
-    parts = {
-        "decoders": _table(decoder_rows, cells, messages),
-        "encoders": _table(encoder_rows, cells, messages),
-    }
-    parts["sentences"] = "\n".join(f"{number}. {message}" for number, message in enumerate(messages, 1))
-    template = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
-    for name, text in parts.items():
-        template = template.replace(f"{{{name}}}", text)
-    return template
-
-
-def _table(rows: Mapping[str, Cells], cells: Mapping[str, Cells], messages: list[str]) -> str:
-    """Return a table of families by kinds; new messages are appended to `messages`."""
-    kinds_of_table = list(next(iter(cells.values())))
-    lines = [
-        f"| family | {' | '.join(kinds_of_table)} |",
-        "|" + "---|" * (1 + len(kinds_of_table)),
-    ]
-    for family, row in rows.items():
-        entries = [_entry(cells_of_kind, messages) for cells_of_kind in row.values()]
-        lines.append(f"| {family} | {' | '.join(entries)} |")
-    if not rows:
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _entry(cells: Mapping[str, Sequence[str]], messages: list[str]) -> str:
-    """Return `right`, or the uses that are refused or wrong with the number of the message."""
-    failed: dict[tuple[str, int], list[str]] = {}
-    applicable = 0
-    for use, (verdict, message) in cells.items():
-        if verdict != "not applicable":
-            applicable += 1
-        if verdict in ("refused", "wrong"):
-            if message not in messages:
-                messages.append(message)
-            number = messages.index(message) + 1
-            failed.setdefault((verdict, number), []).append(use)
-    parts = []
-    for (verdict, number), uses in failed.items():
-        if len(uses) == applicable:
-            parts.append(f"{verdict} [{number}]")
-        else:
-            parts.append(f"{', '.join(uses)} {verdict} [{number}]")
-    return "; ".join(parts) or "right"
 
 
 def _test_module(name: str) -> Any:

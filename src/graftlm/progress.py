@@ -88,7 +88,12 @@ class _ProgressLines:
         return seconds_per_step * (self._total - self._completed)
 
     def _write_line(self, duration: str) -> None:
-        task = SimpleNamespace(fields=self._fields)
+        task = SimpleNamespace(
+            fields=self._fields,
+            completed=self._completed,
+            total=self._total,
+            percentage=100 * self._completed / max(1, self._total),
+        )
         details = [template.format(task=task) for template in self._templates if "{" in template]
         count = f"{self._completed:,.0f}/{self._total:,}"
         text = ", ".join([count, *details, duration])

@@ -135,7 +135,7 @@ CASES = {
     ),
     "a metric that does not exist": (
         ("eval", "GRAFT", "--examples", "sums=bad/rows.jsonl", "--metric", "bleu"),
-        "--examples sums: metric: the value should be 'exact-match', 'chrf', 'pass@1' or 'log-perplexity', "
+        "--examples sums: metric: the value should be 'exact-match', 'chrf' or 'log-perplexity', "
         "but found 'bleu'.",
     ),
     "two files of examples of one name": (

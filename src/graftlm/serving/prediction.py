@@ -16,7 +16,7 @@ from graftlm.config import Config
 from graftlm.data.labelled import TaskRows
 from graftlm.data.labelled_batches import RowEncoder, batches_by_length
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.label_metrics import decode_prediction
+from graftlm.evaluation.label_predictions import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft
