@@ -292,7 +292,7 @@ def _judged_output(conversation: Conversation) -> str | None:
 
 
 def usable_question(conversation: Conversation, question: Question) -> Question | None:
-    """Remove the options of a question that fit another text; README.md states the rule.
+    """Remove the options of a question that fit another text; docs/methods/clarify.md states the rule.
 
     A single option leaves nothing to choose: then a question that quotes the text is asked without options, and any
     other question is not asked.
