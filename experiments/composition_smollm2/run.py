@@ -338,13 +338,15 @@ def read_pairs(data: Path) -> dict[str, list[Pair]]:
     pairs: dict[str, list[Pair]] = {}
     for name in LANGUAGES:
         label = name.capitalize()
-        into = pairs[f"{name}_english"] = []
-        out_of = pairs[f"english_{name}"] = []
+        into_english: list[Pair] = []
+        from_english: list[Pair] = []
         for text, english in zip(sides[name], sides["english"], strict=True):
             if max(len(text), len(english)) > LONGEST:
                 continue
-            into.append((f"{label}: {text}\nEnglish:", f" {english}\n"))
-            out_of.append((f"English: {english}\n{label}:", f" {text}\n"))
+            into_english.append((f"{label}: {text}\nEnglish:", f" {english}\n"))
+            from_english.append((f"English: {english}\n{label}:", f" {text}\n"))
+        pairs[f"{name}_english"] = into_english
+        pairs[f"english_{name}"] = from_english
     return pairs
 
 

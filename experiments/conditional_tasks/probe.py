@@ -44,10 +44,14 @@ def probe_scores(study: ConditionalTasksStudy, seed: int) -> dict[str, float]:
 
 def _read_columns(files: LabelledConfig, split: str) -> tuple[list[list[str]], list[Any]]:
     """Return the columns of texts, and the labels, of a split."""
+    path = Path(getattr(files, split))
     columns: Any = dict(enumerate([*files.texts, files.label_column]))
-    rows = [row for row, _ in read_values(Path(getattr(files, split)), columns)]
-    *texts, labels = ([row[number] for row in rows] for number in columns)
-    return texts, labels
+    rows = [row for row, _ in read_values(path, columns)]
+    values = []
+    for number in columns:
+        column = [row[number] for row in rows]
+        values.append(column)
+    return values[:-1], values[-1]
 
 
 def _best_model(

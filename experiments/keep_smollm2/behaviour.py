@@ -32,10 +32,10 @@ def write_choices(data: Path, files: Mapping[str, str], folder: Path, limit: int
     A line has `question`, `choices` and `right`, the index of the right choice.
 
     Args:
-        data: The data folder.
-        files: Files of questions, by name.
-        folder: Folder to write to.
-        limit: Number of questions of each file.
+        data: the data folder.
+        files: files of questions, by name.
+        folder: folder to write to.
+        limit: number of questions of each file.
 
     Returns:
         The written paths, by name.
@@ -63,8 +63,8 @@ class BehaviourRun(GraftRun):
     """A graft's run that also counts right choices and answers that end.
 
     Args:
-        choices: Files of questions, by name.
-        chats: Number of the backbone's own conversations that the model answers again.
+        choices: files of questions, by name.
+        chats: number of the backbone's own conversations that the model answers again.
     """
 
     choices: dict[str, str] = {}

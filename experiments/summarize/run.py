@@ -46,7 +46,7 @@ LABELS: dict[Kind, str] = {
 RIVALS: tuple[Kind, ...] = ("lead", "lexrank")
 ADDED: tuple[Kind, ...] = ("textrank", "centroid", "lsa", "sumbasic", *TRAINED, *WRITTEN)
 SEEDED: tuple[Kind, ...] = ("random", "default", *TRAINED, *WRITTEN)
-MIN_COLLECTIONS = 4  # on which the default selector is to be better than its rivals
+MIN_COLLECTIONS = 4  # collections on which the default selector should be better than its rivals
 
 _LSTM = {
     "embedding_size": 64,
@@ -71,7 +71,7 @@ _QUICK_WRITER = {"vocab_size": 100, "size": 4, "epochs": 1}
 FULL = CorpusSizes(validation=0.15, test=0.25)
 QUICK = CorpusSizes(validation=0.2, test=0.2, max_documents=8)
 
-Scores = Mapping[str, Sequence[Mapping[str, float]]]  # by document, for each budget
+Scores = Mapping[str, Sequence[Mapping[str, float]]]  # scores by document, for each budget
 Runs = Mapping[Kind, Sequence[ExtractRun]]  # runs of each row, one for each seed
 
 

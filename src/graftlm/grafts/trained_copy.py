@@ -96,10 +96,10 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         return tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        own = dict(self.state_dict())
+        state = dict(self.state_dict())
         originals = {self.prefix + name: weight for name, weight in self._originals.items()}
-        check_tensors({**own, **originals}, tensors)
-        self.load_state_dict({name: tensors[name] for name in own})
+        check_tensors({**state, **originals}, tensors)
+        self.load_state_dict({name: tensors[name] for name in state})
         self._load_copied({name: tensors[self.prefix + name] for name in self._originals})
 
     def _load_copied(self, tensors: Mapping[str, Tensor]) -> None:

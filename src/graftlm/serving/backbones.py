@@ -84,13 +84,13 @@ def _records_of(folder: Path | None) -> list[BackboneRecord]:
     if folder is not None and folder.is_dir():
         for path in folder.iterdir():
             if not path.name.startswith("."):
-                with suppress(GraftError):  # the store reports it
+                with suppress(GraftError):  # the store reports this error
                     records.append(read_manifest(path).backbone)
     return records
 
 
 def _common_kind(records: Iterable[BackboneRecord], architecture: str | None) -> BackboneKind | None:
-    """Return the kind of all backbones with an architecture, or of all backbones; None if there is not exactly one."""
+    """Return the common kind of the backbones with an architecture, or of all backbones; None if the kinds differ."""
     kinds = set()
     for record in records:
         if architecture is None or record.fingerprint.get("architecture") == architecture:

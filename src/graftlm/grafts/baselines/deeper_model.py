@@ -28,8 +28,8 @@ def deeper_model(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) ->
         copied: the layers that occur twice.
 
     Raises:
-        BackboneError: The config can't describe the additional layers.
-        TapConflictError: The model has an adapter of PEFT.
+        BackboneError: the config can't describe the additional layers.
+        TapConflictError: the model has an adapter of PEFT.
     """
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise TapConflictError(

@@ -95,7 +95,7 @@ class WriterOutput:
 
     Attributes:
         text: the summary.
-        notes: remarks for the user, one sentence each.
+        notes: remarks for the user, as sentences.
         read: indices of the sentences that the writer read; empty if these are the sentences of the extract.
     """
 
@@ -109,7 +109,7 @@ class WriterPrompt(NamedTuple):
 
     Attributes:
         ids: token ids.
-        notes: remarks for the user, one sentence each.
+        notes: remarks for the user, as sentences.
         read: indices of the sentences in the prompt.
     """
 
