@@ -174,14 +174,6 @@ class _Builder:
             for candidate in _candidates(pair, self._language, kinds, self._parser):
                 self._add_candidate(candidate, index, labeller)
 
-    def _wanted_kinds(self) -> list[AmbiguityKind]:
-        """Return the kinds below their quota."""
-        kinds: list[AmbiguityKind] = []
-        for kind in self._kinds:
-            if self._quota is None or self._built[kind] < self._quota:
-                kinds.append(kind)
-        return kinds
-
     def _add_candidate(self, candidate: _Candidate, index: int, labeller: _Labeller) -> None:
         kind = candidate.ambiguity.kind
         try:
