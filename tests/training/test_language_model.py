@@ -26,7 +26,7 @@ from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
 from graftlm.training import TrainingConfig
 from graftlm.training.language_model import LanguageModel, new_model, train_tokenizer
-from graftlm.training.loop import make_optimizer, parameters_without_decay
+from graftlm.training.optimizer import make_optimizer, parameters_without_decay
 from graftlm.training.stateful import StatefulBatches
 from tiny import tiny_tokenizer
 

@@ -18,8 +18,9 @@ import graftlm.training.loop as loop_module
 from graftlm.errors import GraftError, RecipeError, TrainingError
 from graftlm.grafted.model import GraftedModel
 from graftlm.training import train
-from graftlm.training.checkpoint import newest_checkpoint, read_history
-from graftlm.training.loop import learning_rate, make_optimizer
+from graftlm.training.checkpoint import newest_checkpoint
+from graftlm.training.history import read_history
+from graftlm.training.optimizer import learning_rate, make_optimizer
 from training.toy import toy_config, toy_mixture, toy_model, weights
 
 

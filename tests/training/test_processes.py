@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from graftlm.backbone import Backbone
 from graftlm.errors import TrainingError
 from graftlm.training import train
-from graftlm.training.checkpoint import read_history
 from graftlm.training.distributed import distributed
+from graftlm.training.history import read_history
 from tiny import tiny_model
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model
 

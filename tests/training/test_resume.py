@@ -24,7 +24,8 @@ import graftlm.training.checkpoint as checkpoint_module
 from graftlm.errors import TrainingError
 from graftlm.grafted.model import GraftedModel
 from graftlm.training import train
-from graftlm.training.checkpoint import newest_checkpoint, read_history
+from graftlm.training.checkpoint import newest_checkpoint
+from graftlm.training.history import read_history
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model, weights
 
 STEPS = 6
