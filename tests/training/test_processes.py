@@ -117,12 +117,11 @@ def test_uneven_shares_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 3))
     with (
-        pytest.raises(
-            TrainingError, match=r"batch_size of 8 can't be shared evenly by 3 processes: use a multiple of 3"
-        ),
+        pytest.raises(TrainingError) as error,
         distributed(toy_model(), toy_config(), tmp_path),
     ):
         pass
+    assert "3 processes" in str(error.value)
 
 
 def test_training_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:

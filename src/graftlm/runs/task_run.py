@@ -73,7 +73,10 @@ class TaskRecipe(_TaskSettings):
     def _problems(self) -> Iterator[str]:
         for name in self.tasks:
             if not _NAME.fullmatch(name):
-                yield f"the task name {name!r} can't be used: take letters, digits, - and _, and begin with a letter or digit"
+                yield (
+                    f"the task name {name!r} can't be used: take letters, digits, - and _, and begin with a letter or "
+                    "digit"
+                )
             if _TAKEN.fullmatch(name):
                 yield f"the task name {name} is that of a metric of the report: choose another"
         if not self.graft.needs_tasks:
