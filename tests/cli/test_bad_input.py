@@ -275,9 +275,9 @@ def small_disk(home: Path) -> Iterator[Callable[[int], Path]]:
     ("kilobytes", "path"),
     [
         (4, r"disk/run/\S+.json"),  # no room for the recipe
-        pytest.param(64, "disk/run/checkpoints/step-000002", marks=pytest.mark.slow),  # room for no checkpoint
+        (64, "disk/run/checkpoints/step-000002"),  # room for no checkpoint
         (400, "disk/run/graft"),  # room for the checkpoints
-        pytest.param(480, r"disk/run/\S+.png", marks=pytest.mark.slow),  # room for the graft, but not for the report
+        (480, r"disk/run/\S+.png"),  # room for the graft, but not for the report
     ],
 )
 def test_a_full_disk_gets_one_sentence_and_the_same_command_goes_on(
