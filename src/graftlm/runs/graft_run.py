@@ -23,7 +23,8 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, build_documents, build_mixture
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.mixture import build_blocks
-from graftlm.data.own_text import marked_ids, read_own_text, sample_own_text
+from graftlm.data.own_text import marked_ids, read_own_text
+from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.evaluation import Row
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, load_tests
