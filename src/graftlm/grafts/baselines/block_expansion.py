@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -131,7 +131,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         return self._live
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
-        model: Any = copy.deepcopy(self._expanded(backbone.model))
+        model = copy.deepcopy(self._expanded(backbone.model))
         for module in model.modules():
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
@@ -147,7 +147,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         for name, weight in own.items():
             weight.copy_(tensors[name])
 
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, object]:
         return {"copied_layers": list(self._copied)}
 
 
@@ -224,7 +224,7 @@ def _cast_inputs(
     args: tuple[object, ...],
     kwargs: dict[str, object],
     dtype: torch.dtype,
-) -> tuple[Any, dict[str, object]]:
+) -> tuple[object, dict[str, object]]:
     return _cast(args, dtype), {name: _cast(value, dtype) for name, value in kwargs.items()}
 
 

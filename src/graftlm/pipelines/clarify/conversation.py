@@ -333,7 +333,7 @@ class Conversation(Config):
             if isinstance(turn, AskedTurn) and isinstance(reply, AnsweredTurn):
                 yield turn, reply
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return counts of questions, their gains in bits, the output and the cost, as JSON values.
 
         `gained_bits` has one value per answer: None if the gain was not estimated, or the answer is not a candidate.
@@ -354,7 +354,7 @@ class Conversation(Config):
             "cost": self.cost.model_dump(),
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the conversation, its next step, its open question and its summary, as JSON values."""
         question = self.open_question
         return {
@@ -436,7 +436,7 @@ def _gained_bits(turn: AskedTurn, answer: str) -> float | None:
     return by_answer.get(answer)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     if not path.exists():
         raise DataError(f"There is no conversation {path}: name an existing file, or start a new conversation.")
     try:
