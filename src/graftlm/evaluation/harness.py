@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -93,7 +94,7 @@ def _quiet_logger() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> object:
+def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> Any:
     if include_path is None:
         return task_index.TaskManager()
     # Reading the index of all tasks takes seconds, and the user's own tasks don't need it.

@@ -230,7 +230,7 @@ def _lines_of(source: str) -> Iterator[str]:
         raise DataError(f"There is no file {source}: name an existing file, or - for stdin.")
 
 
-def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> list[object]:
+def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> Sequence[object]:
     """Return the texts of a line."""
     if columns:
         try:

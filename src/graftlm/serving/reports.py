@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, JsonValue, OnErrorOmit, StrictFloat, StrictInt, TypeAdapter
 
@@ -269,5 +269,5 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _mapping(value: object) -> dict[str, object]:
+def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -131,7 +131,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         return self._live
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
-        model = copy.deepcopy(self._expanded(backbone.model))
+        model: Any = copy.deepcopy(self._expanded(backbone.model))
         for module in model.modules():
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()

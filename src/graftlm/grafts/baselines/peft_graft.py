@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from peft import PeftConfig
@@ -129,7 +129,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         adapted = self._adapt(copy.deepcopy(backbone.model)).eval()
         adapted.load(self.tensors())
         try:
-            model = adapted.base_model.merge_and_unload()
+            model: Any = adapted.base_model.merge_and_unload()
         except Exception as error:  # methods without merging raise errors of different types
             raise ArtifactError(
                 f"PEFT can't merge {self._label} into the backbone's weights ({first_line(error)}): load the "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -421,7 +421,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         model: nn.Module,
         name: str,
         trained: Sequence[str],
-        rows: Mapping[str, object],
+        rows: Mapping[str, Any],
     ) -> dict[str, float]:
         """Return the loss of a new task's rows with each trained task of equal specification."""
         tasks = self.config.tasks

@@ -147,7 +147,7 @@ def _check_initialisation(name: str, folder: Path, values: Mapping[str, object])
     raise _unmixable(name, folder, variant, remedy)
 
 
-def _patterns(values: Mapping[str, object]) -> list[dict[str, object]]:
+def _patterns(values: Mapping[str, Any]) -> list[dict[str, object]]:
     """Return the rank and the alpha of modules, by regular expressions."""
     return [dict(values.get(key) or {}) for key in ("rank_pattern", "alpha_pattern")]
 

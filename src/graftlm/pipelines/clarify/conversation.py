@@ -18,7 +18,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -469,7 +469,7 @@ def _check_language(text: str, source: str) -> None:
         )
 
 
-def _other_language(text: str, source: str, languages: Mapping[str, Any]) -> str | None:
+def _other_language(text: str, source: str, languages: Mapping[str, Mapping[str, str]]) -> str | None:
     """Describe the language of a text if it is not the source language.
 
     It is another language if most letters are not Latin, or if the text has at least two more of its frequent words.

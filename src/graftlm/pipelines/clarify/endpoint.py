@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,7 +141,7 @@ class Endpoint:
             raise self._protocol_error(content)
         return _reply(text, getattr(response, "usage", None), choices[0].finish_reason)
 
-    def _read_stream(self, response: Any, on_text: Callable[[str], None] | None) -> Reply | None:
+    def _read_stream(self, response: Iterable[object], on_text: Callable[[str], None] | None) -> Reply | None:
         """Return the streamed reply, or None if the stream contains no reply."""
         text = ""
         usage = None

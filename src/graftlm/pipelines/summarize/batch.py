@@ -214,7 +214,7 @@ def _is_valid(row: Mapping[str, object], path: Path | None) -> bool:
     return "error" not in row and row["file"] == _file_state(path)
 
 
-def _parse_row(line: bytes, name: str) -> dict[str, object]:
+def _parse_row(line: bytes, name: str) -> dict[str, Any]:
     """Return a row with the keys `document`, `options` and `file`; DataError for other lines."""
     with suppress(ValueError, KeyError, TypeError):
         row = json.loads(line)

@@ -87,7 +87,7 @@ class _NoRepetition(NoRepeatNGramLogitsProcessor):
         super().__init__(ngram_size)
         self._start = prompt_length
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
         return super().__call__(input_ids[:, self._start :], scores)
 
 
