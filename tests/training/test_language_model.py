@@ -294,7 +294,7 @@ def test_pieces_write_every_text() -> None:
         ({"model": BLOCK_STATE | {"window": 32}}, "data.length gives rows of 32 tokens"),
         (
             {"model": BLOCK_STATE, "separate": True},
-            "A model of the type block-state takes no position ids, so it can't keep the documents of a row apart: set",
+            "A model of the type block-state has no position ids, so it can't separate the documents of a row: set",
         ),
         (
             {"stream": True},

@@ -19,17 +19,19 @@ from graftlm.backbone import Backbone, max_sequence_length
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, read_training_rows, score_metric
-from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, Score, TaskBatch
+from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch
+from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
-from graftlm.evaluation.label_metrics import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.label_predictions import predictor
+from graftlm.evaluation.label_scores import TaskScore, TaskTestSet, measure_labelled, summary_metrics
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import write_atomically
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, HasHeads
-from graftlm.grafts.heads import TaskSpec, learnability, uncertainty
+from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.runs.graft_run import AnyGraft
 from graftlm.runs.run import RunContext, Trainee, TrainingRun
 from graftlm.store.artifact import save_graft
@@ -147,7 +149,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         """The batches, whose rows the sampler chooses with the help of the model in training."""
         tasks = tasks_of(model.grafts["graft"])
         encoder = self.encoder(model.backbone, self.truncation)
-        score = row_scorer(model, list(tasks.values()), self.sampler.policy, self.training.precision)
+        score = row_scorer(model, list(tasks.values()), self.training.precision)
         numbers = {name: number for number, name in enumerate(tasks) if name in rows}
         size, seed = self.training.batch_size, self.training.seed
         steps = self.training.steps
@@ -216,8 +218,8 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
 
 
-def row_scorer(model: Any, specs: Sequence[TaskSpec], policy: str = "uncertainty", precision: Any = "fp32") -> Score:
-    """A function that scores rows of the tasks `specs` by the model in evaluation mode, as the policy does.
+def row_scorer(model: Any, specs: Sequence[TaskSpec], precision: Any = "fp32") -> Score:
+    """Return a function that scores rows of the tasks `specs` by the model's uncertainty in evaluation mode.
 
     The main process decides, so that all processes choose the same rows.
     """
@@ -227,8 +229,7 @@ def row_scorer(model: Any, specs: Sequence[TaskSpec], policy: str = "uncertainty
         predictions = predict(batch)
         row_specs = [specs[number] for number in batch.task.tolist()]
         with torch.no_grad():
-            function: Any = learnability if policy == "learnability" else uncertainty
-            scores = function(predictions, row_specs, batch.targets)
+            scores = uncertainty(predictions, row_specs, batch.targets)
             zero = torch.zeros((), device=predictions[0].device)
             values = torch.stack([zero if score is None else score.to(zero.device) for score in scores])
         if PartialState().num_processes > 1:
