@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate.markdown import table
-from graftlm.evaluation.results import Interval, combine_seeds
+from graftlm.evaluation.intervals import combine_seeds
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def difference_over_seeds(results: Mapping[str, Any], row: str, other: str, metr
     first = _values_by_seed(by_seed[row], metric)
     second = _values_by_seed(by_seed[other], metric)
     differences = [value - subtracted for value, subtracted in zip(first, second, strict=True)]
-    interval: Interval = combine_seeds(differences)
+    interval = combine_seeds(differences)
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
