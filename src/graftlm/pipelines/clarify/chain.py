@@ -294,8 +294,8 @@ def _judged_output(conversation: Conversation) -> str | None:
 def usable_question(conversation: Conversation, question: Question) -> Question | None:
     """Remove the options of a question that fit another text, since small models copy questions from the exemplars.
 
-    A question that quotes words from elsewhere, or repeats the text, is not asked. An option is kept if all of its words
-    are words of the text, if it names a gender, or under the condition of the first row that applies:
+    A question that quotes words from elsewhere, or repeats the text, is not asked. An option is kept if all of its
+    words are words of the text, if it names a gender, or under the condition of the first row that applies:
 
     | option | condition |
     |---|---|
