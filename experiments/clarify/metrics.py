@@ -133,7 +133,7 @@ def labels_of(
     Returns:
         A label per output, None for an undecided one; or None if there is no checker for the language.
     """
-    names: Mapping[str, CheckerKind] = dict(CHECKERS)
+    names: dict[str, CheckerKind] = {**CHECKERS}
     name = names.get(kind)
     if name is None or language not in languages(name):
         return None

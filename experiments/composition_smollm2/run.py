@@ -249,7 +249,7 @@ def trained_rows(options: Options, folders: Mapping[str, Path], backbone: Backbo
     specialists = {name: folders[name] for name in SPECIALISTS}
     grafts = composed_rows(specialists, backbone, stride=1 if options.quick else 15)
     for name in ("vanilla", "random"):
-        augmenting = dict.fromkeys(SPECIALISTS, folders[name])
+        augmenting: dict[str, Path] = dict.fromkeys(SPECIALISTS, folders[name])
         grafts[f"{name}_m_a"] = {**grafts["both"], "augmenting": named(augmenting)}
     return [ComposedRow(name, grafts[name], data) for names in TABLES.values() for name in names]
 
@@ -289,8 +289,8 @@ def write_texts(options: Options, backbone: Backbone) -> list[PromptTask]:
     return tasks
 
 
-def _last_quarter(pairs: Sequence[Pair]) -> Sequence[Pair]:
-    return pairs[3 * len(pairs) // 4 :]
+def _last_quarter(pairs: Sequence[Pair]) -> list[Pair]:
+    return list(pairs[3 * len(pairs) // 4 :])
 
 
 def _task(folder: Path, name: str) -> PromptTask:

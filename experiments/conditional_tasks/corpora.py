@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.study import shuffled
-from graftlm.data.labelled import read_conll
+from graftlm.data.conll import read_conll
 from graftlm.data.table_files import read_values
 from graftlm.files.writing import write_atomically
 

@@ -35,7 +35,7 @@ def probe_scores(study: ConditionalTasksStudy, seed: int) -> dict[str, float]:
             texts, labels[split] = _read_columns(files, split)
             features[split] = _features([embed(column) for column in texts])
         best = _best_model(source.type == "regression", features, labels)
-        scores[task] = _score(best.predict(features["test"]), labels["test"])
+        scores[task] = _score(np.asarray(best.predict(features["test"])), labels["test"])
         if task == "sick_relatedness":
             cosine = features["test"][:, -1]
             scores["sick_relatedness_cosine"] = _score(cosine, labels["test"])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from graftlm.backbone import Backbone, Site
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows
-from graftlm.data.labelled_batches import EncodedTask, LabelledMixture, RowEncoder, TaskBatch, batches_by_length
+from graftlm.data.labelled_batches import LabelledMixture, TaskBatch, batches_by_length
+from graftlm.data.row_encoder import EncodedTask, RowEncoder
 from graftlm.errors import EvaluationError, TrainingError
 from graftlm.evaluation import Row, value_of
 from graftlm.evaluation.inference import evaluation_mode

@@ -153,7 +153,8 @@ def share_that_stops(model: Any, backbone: Backbone, chats: Iterable[OwnText]) -
         end_of_question = chat.turns[1][0]
         prompts.append(torch.tensor(chat.ids[:end_of_question]))
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), tokenizer.eos_token_id)
+    end: Any = tokenizer.eos_token_id
+    ids = torch.full((len(prompts), width), end)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)

@@ -69,7 +69,7 @@ def dump_yaml(values: Any) -> str:
     yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
     stream = io.StringIO()
     yaml.dump(values, stream)
     return stream.getvalue()

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graftlm.backbone import Backbone
 from graftlm.data import SelfSourceConfig
-from graftlm.data.own_text import OwnText, sample_own_text
+from graftlm.data.own_text import OwnText
+from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.errors import EvaluationError
 from graftlm.evaluation import Scores, value_of
 from graftlm.evaluation.divergence import own_text_metrics, score_own_text

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlm.data.labelled import AnswerSpan, LabelledRow
-from graftlm.data.labelled_batches import EncodedRow
+from graftlm.data.row_encoder import EncodedRow
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.entities import entities
 from graftlm.evaluation.label_metrics import task_metrics

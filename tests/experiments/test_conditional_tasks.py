@@ -352,7 +352,7 @@ def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: 
         metrics = results.row(row).metrics
         assert set(metrics) == METRICS | ({"over_multi_task"} if row != "multi_task" else set()), row
         assert 0 < value_of(metrics["data_share"]) <= 1
-        scored = CELLS.get(row, ("", ""))[1] in ("uncertainty", "learnability")
+        scored = CELLS.get(row, ("", ""))[1] == "uncertainty"
         assert (value_of(metrics["rows_scored"]) > 0) == (scored or row == "multi_task_entropy"), row
         assert results.row(row).label == LABELS[row]
     assert value_of(results.row("single_task").metrics["total_parameters_ratio"]) > len(TASKS)

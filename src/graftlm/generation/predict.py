@@ -12,7 +12,7 @@ from typing import Any
 
 from graftlm.backbone import Backbone
 from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, check_not_empty, read_held_out_rows
-from graftlm.data.labelled_batches import RowEncoder
+from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.table_files import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row

@@ -16,7 +16,7 @@ Shape suffixes: B rows, R rows of one task, T tokens, D the backbone's width, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -328,44 +328,6 @@ def uncertainty(
     Returns:
         A scalar per row, or None where the type has no uncertainty.
     """
-    return _scores(_uncertainty, predictions, specs, targets)
-
-
-def learnability(
-    predictions: Sequence[Tensor],
-    specs: Sequence[TaskSpec],
-    targets: Sequence[Tensor],
-) -> list[Tensor | None]:
-    """Compute 4 p (1 - p) of each row, from 0 to 1, where p is the probability of the correct answer.
-
-    p (1 - p) is the derivative of p with respect to its logit, and so the gain of a step on the row. It vanishes for
-    rows that the model predicts correctly with certainty, and for rows that contradict the model.
-
-    | type | learnability |
-    |---|---|
-    | tagging | maximum over the labelled tokens |
-    | multi-label | mean over the labels |
-    | regression | p is 1 minus the absolute error over the task's range |
-    | span | None |
-
-    Args:
-        predictions: a prediction per row.
-        specs: the task of each row.
-        targets: a target per row, in which -100 marks the tokens of a tagging task without a label.
-
-    Returns:
-        A scalar per row, or None for span.
-    """
-    return _scores(_learnability, predictions, specs, targets)
-
-
-def _scores(
-    score: Callable[[TaskSpec, Tensor, Tensor | None], Tensor | None],
-    predictions: Sequence[Tensor],
-    specs: Sequence[TaskSpec],
-    targets: Sequence[Tensor] | None,
-) -> list[Tensor | None]:
-    """Score each row; rows with the same task and shape are scored together."""
     groups: dict[tuple[int, torch.Size], list[int]] = {}
     for row, (prediction, spec) in enumerate(zip(predictions, specs, strict=True)):
         groups.setdefault((id(spec), prediction.shape), []).append(row)
@@ -374,7 +336,7 @@ def _scores(
         spec = specs[rows_R[0]]
         out = torch.stack([predictions[row] for row in rows_R]).float()
         stacked = None if targets is None else _stacked(targets, rows_R, out.device)
-        values_R = score(spec, out, stacked)
+        values_R = _uncertainty(spec, out, stacked)
         if values_R is None:
             continue
         for row, value in zip(rows_R, values_R.unbind(0), strict=True):
@@ -398,27 +360,6 @@ def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tens
     if spec.type == "classification":
         return entropy
     return _largest_of_labelled(entropy, targets)
-
-
-def _learnability(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tensor | None:
-    """Return the learnability (R,) of R rows of one task."""
-    assert targets is not None, "learnability is computed in training, where targets are known"
-    if spec.type == "span":
-        return None
-    if spec.type == "regression":
-        right = 1 - _relative_error(spec, logits, targets)
-    elif spec.type == "multi-label":
-        right = torch.sigmoid(torch.where(targets > 0, logits, -logits))
-    else:
-        probabilities = logits.softmax(-1)
-        classes = targets.clamp(min=0)[..., None]
-        right = probabilities.gather(-1, classes).squeeze(-1)
-    values = 4 * right * (1 - right)
-    if spec.type == "multi-label":
-        return values.mean(-1)
-    if spec.type == "tagging":
-        return _largest_of_labelled(values, targets)
-    return values
 
 
 def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:

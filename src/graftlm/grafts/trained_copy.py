@@ -115,7 +115,7 @@ def _sharing_copy(model: PreTrainedModel, to_train: Mapping[str, Tensor]) -> Pre
     for name, weight in model.named_parameters():
         if name not in to_train:
             shared[id(weight)] = weight
-    return copy.deepcopy(model, memo=shared)  # type: ignore[arg-type]  # a memo may have values of any type
+    return copy.deepcopy(model, memo=shared)
 
 
 def check_plain(parameters: Mapping[str, Tensor], remedy: str) -> None:

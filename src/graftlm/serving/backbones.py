@@ -43,7 +43,7 @@ def load_backbones(
     Raises:
         BackboneError: a model can't be loaded, or the weights of all do not fit into the memory.
     """
-    device = device or default_device()
+    target = device or default_device()
     named_records = [read_manifest(path).backbone for path in given.values()]
     folder_records = _records_of(folder)
     several = len(models) > 1
@@ -62,14 +62,14 @@ def load_backbones(
             size, _ = inspect_model(model, "encoder", dtype=dtype, trust_remote_code=trust_remote_code)
         kinds[name] = kind
         sizes[name] = size
-    check_memory(sizes, device, quantized=quantize is not None)
+    check_memory(sizes, target, quantized=quantize is not None)
     backbones = {}
     for name, model in models.items():
         backbone = load_backbone(
             model,
             kind=kinds[name],
             dtype=dtype,
-            device=device,
+            device=target,
             trust_remote_code=trust_remote_code,
         )
         if quantize is not None:

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -118,7 +118,7 @@ async def _respond(
     service: Service,
     request: Request,
     parsed: ParsedRequest,
-    builder: ResponseBuilder[BaseModel],
+    builder: ResponseBuilder[Any],
 ) -> BaseModel | Response:
     """Generate a whole response or a stream; generation ends when the client disconnects."""
     stream = service.engine.submit(parsed.requests)

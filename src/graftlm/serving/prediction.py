@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from graftlm.backbone import Backbone, padding_id
 from graftlm.config import Config
 from graftlm.data.labelled import TaskRows
-from graftlm.data.labelled_batches import RowEncoder, batches_by_length
+from graftlm.data.labelled_batches import batches_by_length
+from graftlm.data.row_encoder import RowEncoder
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.label_predictions import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from graftlm.data.labelled import LabelledRow
-    from graftlm.data.labelled_batches import EncodedRow
+    from graftlm.data.row_encoder import EncodedRow
 
 EngineFinishReason = Literal["stop", "length", "time", "cancelled"]
 

@@ -13,7 +13,8 @@ from uuid import uuid4
 import numpy as np
 
 from graftlm.data import Document, SelfSourceConfig, SourceConfig, build_documents
-from graftlm.data.own_text import OwnText, sample_own_text
+from graftlm.data.own_text import OwnText
+from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.audit import answers
 from graftlm.evaluation.audit.comparison import TokenComparison, changed_tokens, compare_windows, scores_of

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class _CacheLayers:
         if self.pairs:
             return int(self.pairs[0].get_seq_length())
         if self.own is not None and self.own.layers:
-            return int(self.own.layers[0].get_seq_length())
+            return int(self.own.get_seq_length())
         return 0
 
     def has_read(self) -> bool:
@@ -283,12 +283,12 @@ class AugmentingModel:
             backbone_layers=self._anchor_layers,
             make=next_layer,
         )
-        layers = [cache.layers[index] for index in indices]
-        layers[0].counts_tokens = is_croppable  # type: ignore[attr-defined]  # read by `counted_tokens`
+        layers: list[Any] = [cache.layers[index] for index in indices]
+        layers[0].counts_tokens = is_croppable  # read by `counted_tokens`
         return _CacheLayers(
             own=Cache(layers=layers[:own]) if own else None,
             pairs=layers[own:attention_layers],
-            state=cast("StateLayer", layers[-1]) if self._by_characters else None,
+            state=layers[-1] if self._by_characters else None,
         )
 
 

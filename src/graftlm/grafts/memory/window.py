@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.errors import GraftError
@@ -298,9 +298,9 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
     return layers
 
 
-def _is_unused(layer: CacheLayerMixin) -> bool:
+def _is_unused(layer: object) -> bool:
     """Return whether a layer is an ordinary one without keys."""
-    return type(layer) in (DynamicLayer, GrowingLayer) and not layer.is_initialized
+    return isinstance(layer, DynamicLayer) and type(layer) in (DynamicLayer, GrowingLayer) and not layer.is_initialized
 
 
 def hidden_keys(

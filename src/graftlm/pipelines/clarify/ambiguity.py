@@ -180,7 +180,7 @@ class Detection:
     @property
     def kinds(self) -> tuple[AmbiguityKind, ...]:
         """The detected kinds without duplicates, in text order."""
-        kinds = [ambiguity.kind for ambiguity in self.ambiguities]
+        kinds: list[AmbiguityKind] = [ambiguity.kind for ambiguity in self.ambiguities]
         return tuple(dict.fromkeys(kinds))
 
 

@@ -183,8 +183,9 @@ class GainEstimator:
         prior_K = self._prior_of(question.answers)
         texts, given_KY = output_distributions(outputs)
         model = self._model
-        has_scores = isinstance(model, _ScoringModel)
-        if has_scores:
+        has_scores = False
+        if isinstance(model, _ScoringModel):
+            has_scores = True
             nats_KY = [model.score(prompt, texts) for prompt in prompts]
             given_KY = distributions_from_log_likelihoods(nats_KY)
         mixture_Y = np.asarray(prior_K) @ given_KY
