@@ -1,4 +1,4 @@
-"""Published tables, run again: one folder each, with its committed results beside the paper's figures."""
+"""Reproductions of published tables: every folder has an experiment, its committed results and the paper's figures."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ _FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/run
 EXPERIMENTS = {folder.replace("_", "-"): f"experiments.{folder}" for folder in _FOLDERS}
 
 
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
 class Options(Config):
-    """The options of every experiment.
+    """The options that all experiments share.
 
     Args:
         data: folder of the data sets.
-        out: folder of runs, results, report and plots; finished runs there are read back.
-        seeds: every row has one run for each.
-        tables: names of tables; the experiment's default ones when empty.
-        quick: a smaller run of the same form.
-        jobs: number of processes, one core each.
-        device: device of the models; None takes the fastest.
-        backbone: another backbone than the experiment's own.
-        endpoint: the server of an experiment that asks models over the network.
-        models: names of models of that server.
-        scorers: metrics of the user, each NAME=COMMAND, for experiments that score texts.
+        out: folder for runs, results, report and plots. Finished runs in it are read back.
+        seeds: seeds; every row is trained once for each.
+        tables: names of the tables to run. Empty selects the experiment's default tables.
+        quick: run a smaller version of the same form.
+        jobs: number of processes, each with one thread.
+        device: device of the models; None selects the fastest one.
+        backbone: name or path of a backbone that replaces the experiment's own.
+        endpoint: URL of the server, for experiments that query models over the network.
+        models: names of models on that server.
+        scorers: additional metrics as NAME=COMMAND, for experiments that score texts.
     """
 
-    data: Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+    data: Annotated[Path, AfterValidator(_absolute)]
     out: Path
     seeds: tuple[int, ...] = (0, 1, 2)
     tables: tuple[str, ...] = ()
@@ -47,24 +51,38 @@ class Options(Config):
     scorers: tuple[str, ...] = ()
 
     def chosen(self, known: Sequence[str], default: Sequence[str] = ()) -> tuple[str, ...]:
-        """The chosen tables; without any the default ones, or all that are known.
+        """Return the chosen tables.
+
+        Args:
+            known: names of all tables of the experiment.
+            default: tables to return if none was chosen; an empty sequence selects all known tables.
 
         Raises:
-            RecipeError: a table is not known.
+            RecipeError: a chosen table is not known.
         """
         for table in self.tables:
             if table not in known:
                 raise RecipeError(f"There is no table {table!r} in this experiment{did_you_mean(table, known)}.")
-        return self.tables or tuple(default or known)
+        if self.tables:
+            return self.tables
+        return tuple(default or known)
 
 
 def reproduce(name: str, options: Options) -> Results:
-    """Run one experiment; gives its results, and writes `results.json`, `report.md` and plots to `options.out`.
+    """Run one experiment and write `results.json`, `report.md` and plots to `options.out`.
+
+    Args:
+        name: name of the experiment, such as `neutral-residues`.
+        options: options of the run.
+
+    Returns:
+        The results of the experiment.
 
     Raises:
-        RecipeError: there is no such experiment, or it has no such table.
-        DataError: the data folder lacks a file.
+        RecipeError: there is no such experiment, or it does not have a chosen table.
+        DataError: a file is missing from the data folder.
     """
     if name not in EXPERIMENTS:
         raise RecipeError(f"There is no experiment {name!r}{did_you_mean(name, EXPERIMENTS)}.")
-    return import_module(f"{EXPERIMENTS[name]}.run").run(options)
+    module = import_module(f"{EXPERIMENTS[name]}.run")
+    return module.run(options)

@@ -1,4 +1,4 @@
-"""python -m experiments NAME: run a published table again."""
+"""Command line of the experiments: `python -m experiments NAME`."""
 
 from __future__ import annotations
 
@@ -18,46 +18,89 @@ app = typer.Typer(name="experiments", pretty_exceptions_enable=False, rich_marku
 @app.command()
 def run(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Which experiment; a wrong name lists all.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of the experiment; an unknown name lists all.",
+            show_default=False,
+        ),
     ],
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder of data sets.")] = Path("data"),
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="By default runs/NAME.")] = None,
-    seeds: Annotated[str, typer.Option(metavar="0,1,2", help="One run of every row for each.")] = "0,1,2",
-    table: Annotated[
-        list[str] | None, typer.Option(metavar="N", help="One of the paper's tables; by default all. Several are fine.")
+    data: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder of the data sets."),
+    ] = Path("data"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the results; by default runs/NAME."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller run of the same form.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Processes at a time.")] = 2,
+    seeds: Annotated[
+        str,
+        typer.Option(metavar="0,1,2", help="Seeds; every row is trained once for each."),
+    ] = "0,1,2",
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N",
+            help="Table of the paper to run; by default all. Repeat the option for several.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Run a smaller version of the same form."),
+    ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Number of parallel processes."),
+    ] = 2,
     device: Device = None,
     backbone: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Another backbone than the experiment's own.")
+        str | None,
+        typer.Option(metavar="NAME", help="Backbone that replaces the experiment's own."),
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="The server of an experiment that asks models over the network.")
+        str | None,
+        typer.Option(metavar="URL", help="Server, for experiments that query models over the network."),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A model of that server. Several are fine.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Model on that server. Repeat the option for several."),
     ] = None,
     scorer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=COMMAND", help="A metric of your own, where texts are scored. Several are fine."),
+        typer.Option(
+            metavar="NAME=COMMAND",
+            help="Additional metric, for experiments that score texts. Repeat the option for several.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a published table again, beside the paper's results."""
+    """Reproduce a published table and show it next to the paper's results."""
     configure_logging()
     folder = out or Path("runs") / name
-    given = {"data": data, "out": folder, "seeds": seeds.split(","), "tables": table or [], "quick": quick}
-    given |= {"jobs": jobs, "device": device, "backbone": backbone}
-    given |= {"endpoint": endpoint, "models": model or [], "scorers": scorer or []}
-    options = Options.parse(given, where="python -m experiments")
-    print_report(reproduce(name, options), folder, as_json)
+    options = Options.parse(
+        {
+            "data": data,
+            "out": folder,
+            "seeds": seeds.split(","),
+            "tables": table or [],
+            "quick": quick,
+            "jobs": jobs,
+            "device": device,
+            "backbone": backbone,
+            "endpoint": endpoint,
+            "models": model or [],
+            "scorers": scorer or [],
+        },
+        where="python -m experiments",
+    )
+    results = reproduce(name, options)
+    print_report(results, folder, as_json)
     if quick:
-        log("A quick run only shows that the experiment runs: its models are hardly trained, and its aims say nothing.")
+        log("A quick run only checks that the experiment runs: its models are hardly trained, so ignore its figures.")
 
 
 def main() -> None:
-    """Run the command line; exits with 2 for a user's mistake."""
+    """Run the command line; exit with code 2 after a user's mistake."""
     try:
         app()
     except GraftError as error:

@@ -1,4 +1,4 @@
-"""What the compositions on real text share: their rows, the search of rates, tasks with a prompt, and aims."""
+"""Code shared by the compositions on real text: rows, the search of learning rates, tasks with a prompt, and aims."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments import Options
 from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, read_examples, read_texts
-from experiments.study import Study, aim, bars, check_files, over_seeds, published, training_config
+from experiments.study import (
+    Study,
+    aim,
+    all_runs,
+    bars,
+    check_files,
+    over_seeds,
+    published,
+    training_config,
+)
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.demo.corpus import write_documents
-from graftlm.evaluation import Results, Row, combine_seeds
-from graftlm.evaluation.evaluator import EvaluationConfig, count_parameters
+from graftlm.evaluation import Aim, Results, Row, combine_seeds
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
 from graftlm.evaluation.measurement import Measurement
 from graftlm.grafts import build_graft, graft_config
@@ -29,10 +39,16 @@ from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.run import RunContext, Trainee
 from graftlm.training import TrainingConfig
 
-REPLAY_FRACTION = 0.4  # of the rows that are trained on: text of the anchor's own domains
-RATES = {"composition": (1e-3, 3e-3, 1e-2), "lora": (3e-3, 1e-2, 3e-2), "finetune": (3e-4, 1e-3, 3e-3)}
-"""Learning rates that are tried for every row, by kind of graft."""
-SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)  # shares of the augmenting models that are tried for a mixture without a gate
+# Share of training rows that are text of the anchor's own domains.
+REPLAY_FRACTION = 0.4
+# Learning rates that are tried for every row, by kind of graft.
+RATES = {
+    "composition": (1e-3, 3e-3, 1e-2),
+    "lora": (3e-3, 1e-2, 3e-2),
+    "finetune": (3e-4, 1e-3, 3e-3),
+}
+# Shares of the augmenting models that are tried for a mixture without a gate.
+SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)
 LABELS = {
     "m_b": "anchor m_B",
     "m_a": "specialist m_A",
@@ -47,22 +63,23 @@ LABELS = {
     "random_m_a": "both, with random m_A",
 }
 MIXTURE = {"readout": "mixture", "cross": False}
-# Texts of aims by metric, row, the rows of which the better counts, and what the ratio to it stays below.
+# Texts of aims. A key has the metric, the row, the rows of which the best is compared, and the limit of the ratio of
+# the row to the best one.
 Ratios = dict[tuple[str, str, tuple[str, ...], float], str]
 
 
 class PromptTask(Config):
-    """Prompts and their answers.
+    """Prompts with their answers.
 
-    Its metrics: `<name>` in nats per token of the answers, `<name>_bpb` in bits per byte, `<name>_answer` in nats per
-    answer, and `<name>_chrf`, which compares greedy answers with the right ones.
+    Its metrics are `<name>` in nats per token of the answers, `<name>_bpb` in bits per byte, `<name>_answer` in nats
+    per answer, and `<name>_chrf`, which compares greedy answers with the right ones.
 
     Args:
-        name: begins the names of its metrics.
-        path: of a JSON Lines file with a `prompt` and a `text` a line.
-        answers: so many of the first prompts are answered greedily, for chrF; 0 leaves it out.
-        max_new_tokens: of an answer.
-        stop: ends an answer.
+        name: prefix of the names of the metrics.
+        path: JSON Lines file with a `prompt` and a `text` in each line.
+        answers: number of prompts that are answered greedily for chrF; 0 leaves chrF out.
+        max_new_tokens: longest answer in tokens.
+        stop: strings that end an answer.
     """
 
     name: str
@@ -71,9 +88,10 @@ class PromptTask(Config):
     max_new_tokens: int = 48
     stop: tuple[str, ...] = ("\n",)
 
-    def measure(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """The metrics of a model."""
-        examples = [Example(prompt=prompt, answer=answer) for prompt, answer in read_examples(Path(self.path))]
+    def measure(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return the metrics of a model."""
+        pairs = read_examples(Path(self.path))
+        examples = [Example(prompt=prompt, answer=answer) for prompt, answer in pairs]
         scores = score_answers(model, tokenizer, examples)
         metrics: dict[str, Any] = {
             self.name: scores.interval("nats_per_token"),
@@ -82,14 +100,23 @@ class PromptTask(Config):
         }
         if self.answers:
             answered = examples[: self.answers]
-            prompts = [example.prompt for example in answered]
-            answers = generate_answers(model, tokenizer, prompts, max_new_tokens=self.max_new_tokens, stop=self.stop)
+            answers = generate_answers(
+                model,
+                tokenizer,
+                [example.prompt for example in answered],
+                max_new_tokens=self.max_new_tokens,
+                stop=self.stop,
+            )
             metrics[f"{self.name}_chrf"] = chrf(answers, answered, beta=1)
         return metrics
 
 
 class PromptedRun(GraftRun):
-    """A run that is also measured on tasks with a prompt."""
+    """A run that is also measured on tasks with a prompt.
+
+    Args:
+        prompts: the tasks.
+    """
 
     prompts: tuple[PromptTask, ...] = ()
 
@@ -105,14 +132,18 @@ class PromptedRun(GraftRun):
         self.add_tasks(measurement, trainee.model, self.evaluator().tokenizer)
         return measurement
 
-    def add_tasks(self, measurement: Measurement, model: Any, tokenizer: Any) -> None:
-        """Measure a model on the tasks."""
+    def add_tasks(self, measurement: Measurement, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Measure a model on the tasks and add the metrics to a measurement."""
         for task in self.prompts:
             measurement.add_metrics(task.measure(model, tokenizer))
 
 
 class FixedMixtureRun(PromptedRun):
-    """A mixture whose gate is not trained: every augmenting model has the same share of each token's distribution."""
+    """A mixture whose gate is constant.
+
+    Args:
+        share: share of each augmenting model in the distribution of every token.
+    """
 
     share: float
 
@@ -120,14 +151,20 @@ class FixedMixtureRun(PromptedRun):
     def build(self, context: RunContext) -> Iterator[Trainee]:
         with super().build(context) as trainee:
             gate = trainee.model.grafts["graft"].readout.linear
-            anchor = 1 - self.share * gate.out_features
+            share_of_anchor = 1 - self.share * gate.out_features
             with torch.no_grad():
-                gate.bias.fill_(math.log1p(self.share / anchor))
+                gate.bias.fill_(math.log1p(self.share / share_of_anchor))
             yield trainee
 
 
 class ComposedRow(NamedTuple):
-    """A row that is trained: a graft on the anchor, and its data."""
+    """A trained row.
+
+    Attributes:
+        id: name of the row.
+        graft: config of its graft on the anchor.
+        data: texts of its training and tests.
+    """
 
     id: str
     graft: Mapping[str, Any]
@@ -138,28 +175,29 @@ class ComposedStudy(Study):
     """Rows on one anchor: search, training, measurement and comparison.
 
     Args:
-        options: of the experiment.
+        options: options of the experiment.
         tables: rows by table.
-        labels: of models and rows.
-        anchor: the backbone of all rows.
-        steps: of each row.
+        labels: labels of models and rows.
+        anchor: backbone of all rows.
+        steps: training steps of each row.
         batch_size: rows of a step.
 
     Attributes:
         wanted: rows of the chosen tables.
-        validation: tasks that choose, beside the test sets whose names begin with `validation`.
-        tasks: measured for all rows.
-        evaluation: of all rows.
-        rates: that are tried, by kind of graft.
-        shares: that are tried for a mixture without a gate.
-        search_steps: of a row at each rate; a third of `steps`.
+        validation: tasks that settings are chosen by, in addition to the test sets that begin with `validation`.
+        tasks: tasks on which all rows are measured.
+        evaluation: evaluation of all rows.
+        rates: learning rates that are tried, by kind of graft.
+        shares: shares that are tried for a mixture without a gate.
+        search_steps: training steps of the search; by default a third of `steps`.
     """
 
     rates: Mapping[str, Sequence[float]] = RATES
     shares: Sequence[float] = SHARES
     validation: Sequence[PromptTask] = ()
     tasks: Sequence[PromptTask] = ()
-    evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)  # whole texts
+    # The texts are measured to their ends.
+    evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)
 
     def __init__(
         self,
@@ -173,116 +211,196 @@ class ComposedStudy(Study):
     ) -> None:
         super().__init__(options)
         self.wanted = {row for table in options.chosen(tuple(tables)) for row in tables[table]}
-        self.labels, self.anchor = dict(labels), anchor
-        self.steps, self.batch_size = (3, 2) if options.quick else (steps, batch_size)
+        self.labels = dict(labels)
+        self.anchor = anchor
+        self.steps = 3 if options.quick else steps
+        self.batch_size = 2 if options.quick else batch_size
         self.search_steps = max(1, self.steps // 3)
 
     def bare(self, name: str, backbone: BackboneConfig, data: DataConfig, **more: Any) -> PromptedRun:
-        """A model as it is; `more` are other fields of the run."""
-        fields = {"label": self.labels[name], "training": self._training(0, 1e-3, 0), "prompts": self.tasks} | more
+        """Return the run that measures an untrained model; `more` has further fields of the run."""
         tests = {text: sources for text, sources in data.test.items() if not text.startswith("validation")}
-        data = data.model_copy(update={"test": tests})
-        return PromptedRun(id=name, backbone=backbone, data=data, evaluation=self.evaluation, **fields)
+        fields = {
+            "label": self.labels[name],
+            "training": self._training(0, 1e-3, 0),
+            "prompts": self.tasks,
+            **more,
+        }
+        return PromptedRun(
+            id=name,
+            backbone=backbone,
+            data=data.model_copy(update={"test": tests}),
+            evaluation=self.evaluation,
+            **fields,
+        )
 
     def cell(self, row: ComposedRow, rate: float, seed: int) -> PromptedRun:
-        """A row at one rate, for one seed, measured on the test texts."""
-        more = {"graft": graft_config(dict(row.graft)), "training": self._training(self.steps, rate, seed)}
-        run = self.bare(row.id, self.anchor, row.data.model_copy(update={"seed": seed}), **more)
+        """Return the run of a row at one rate and with one seed, measured on the test texts."""
+        run = self.bare(
+            row.id,
+            self.anchor,
+            row.data.model_copy(update={"seed": seed}),
+            graft=graft_config(dict(row.graft)),
+            training=self._training(self.steps, rate, seed),
+        )
         return run.model_copy(update={"id": f"{row.id}_lr{rate:g}_s{seed}"})
 
     def search_run(self, row: ComposedRow, rate: float) -> PromptedRun:
-        """A row at one rate, with the steps of a search, measured on validation texts."""
-        run, steps = self.cell(row, rate, self.seeds[0]), self.search_steps
-        changes = {"id": f"search_{row.id}_lr{rate:g}", "training": self._training(steps, rate, self.seeds[0])}
-        return run.model_copy(update=changes | self._validated(row.data))
+        """Return the run of a row at one rate with the steps of a search, measured on validation texts."""
+        run = self.cell(row, rate, self.seeds[0])
+        changes = {
+            "id": f"search_{row.id}_lr{rate:g}",
+            "training": self._training(self.search_steps, rate, self.seeds[0]),
+            **self._validated(row.data),
+        }
+        return run.model_copy(update=changes)
 
     def fixed_runs(self, row: ComposedRow) -> list[FixedMixtureRun]:
-        """A fixed mixture at every share, measured on validation texts; `row` is the gated one."""
+        """Return fixed mixtures at every share, measured on validation texts; `row` is the gated mixture."""
         graft = graft_config(dict(row.graft))
         models = len(row.graft["augmenting"])
         bare = self.bare("fixed_mixture", self.anchor, row.data, graft=graft)
-        fields: dict[str, Any] = dict(bare) | self._validated(row.data)
-        return [FixedMixtureRun(**fields | {"id": f"search_fixed_{s:g}", "share": s / models}) for s in self.shares]
+        fields: dict[str, Any] = {**dict(bare), **self._validated(row.data)}
+        runs = []
+        for share in self.shares:
+            own_fields = {"id": f"search_fixed_{share:g}", "share": share / models}
+            runs.append(FixedMixtureRun(**{**fields, **own_fields}))
+        return runs
 
     def _validated(self, data: DataConfig) -> dict[str, Any]:
+        """Return the fields of a run that measures on validation texts."""
         tests = {name: sources for name, sources in data.test.items() if name.startswith("validation")}
-        return {"data": data.model_copy(update={"test": tests}), "prompts": tuple(self.validation)}
+        return {
+            "data": data.model_copy(update={"test": tests}),
+            "prompts": tuple(self.validation),
+        }
 
     def _training(self, steps: int, rate: float, seed: int) -> TrainingConfig:
-        more: dict[str, Any] = {"warmup_steps": min(10, steps // 4), "checkpoint_every": max(1, steps)}
-        return training_config(steps, self.batch_size, rate, seed, precision="bf16", **more)
+        return training_config(
+            steps,
+            self.batch_size,
+            rate,
+            seed,
+            precision="bf16",
+            warmup_steps=min(10, steps // 4),
+            checkpoint_every=max(1, steps),
+        )
 
     def measure(
-        self, models: Mapping[str, BackboneConfig], rows: Sequence[ComposedRow]
+        self,
+        models: Mapping[str, BackboneConfig],
+        rows: Sequence[ComposedRow],
     ) -> tuple[list[Row], dict[str, Any]]:
-        """The rows of the chosen tables, and what stands beside them.
+        """Search and run the chosen tables.
 
         Args:
-            models: models that are measured as they are, the anchor `m_b` among them.
-            rows: of all tables, trained for every seed. `mixture` also gives the fixed mixture.
+            models: models that are measured without training, including the anchor `m_b`.
+            rows: rows of all tables, trained with every seed. `mixture` also yields the fixed mixture.
+
+        Returns:
+            The rows, and the details of the results.
         """
         rows = [row for row in rows if row.id in self.wanted]
-        metrics = [*(name for name in rows[0].data.test if name.startswith("validation"))]
-        metrics += [task.name for task in self.validation]
-        candidates = {row.id: [self.search_run(row, rate) for rate in self._rates(row)] for row in rows}
-        if gated := next((row for row in rows if row.id == "mixture"), None):
-            candidates["fixed_mixture"] = list(self.fixed_runs(gated))
-        chosen = self.choose(candidates, metrics, "the search")
+        chosen = self._search(rows)
         rates = {row.id: chosen[row.id].training.learning_rate for row in rows}
-        runs = {name: [self.bare(name, backbone, rows[0].data)] for name, backbone in models.items()}
-        if isinstance(fixed := chosen.get("fixed_mixture"), FixedMixtureRun):
-            tested: dict[str, Any] = {"data": runs["m_b"][0].data, "prompts": tuple(self.tasks), "id": "fixed_mixture"}
+        runs: dict[str, Sequence[PromptedRun]] = {}
+        for name, backbone in models.items():
+            runs[name] = [self.bare(name, backbone, rows[0].data)]
+        fixed = chosen.get("fixed_mixture")
+        if isinstance(fixed, FixedMixtureRun):
+            tested = {
+                "id": "fixed_mixture",
+                "data": runs["m_b"][0].data,
+                "prompts": tuple(self.tasks),
+            }
             runs["fixed_mixture"] = [fixed.model_copy(update=tested)]
-        runs |= {row.id: [self.cell(row, rates[row.id], seed) for seed in self.seeds] for row in rows}
-        self.execute([run for of_row in runs.values() for run in of_row], "the rows")
+        for row in rows:
+            runs[row.id] = [self.cell(row, rates[row.id], seed) for seed in self.seeds]
+        self.execute(all_runs(runs), "the rows")
         if "both" in runs:
             runs["composition"] = runs["both"]
-        details = self.evidence(runs) | {
+        results = []
+        for name, runs_of_row in runs.items():
+            measurements = [self.measured[run.id] for run in runs_of_row]
+            results.append(over_seeds(measurements, name, self.labels[name]))
+        return results, self._details(runs, rates)
+
+    def _search(self, rows: Sequence[ComposedRow]) -> dict[str, PromptedRun]:
+        """Return the run that validation texts choose for each row."""
+        metrics = [name for name in rows[0].data.test if name.startswith("validation")]
+        metrics += [task.name for task in self.validation]
+        candidates: dict[str, Sequence[PromptedRun]] = {}
+        for row in rows:
+            candidates[row.id] = [self.search_run(row, rate) for rate in self._rates(row)]
+        for row in rows:
+            if row.id == "mixture":
+                candidates["fixed_mixture"] = self.fixed_runs(row)
+        return self.choose(candidates, metrics, "the search")
+
+    def _details(self, runs: Mapping[str, Sequence[PromptedRun]], rates: Mapping[str, float]) -> dict[str, Any]:
+        statistics = {}
+        for name, runs_of_row in runs.items():
+            details = self.measured[runs_of_row[0].id].details
+            statistics[name] = details.get("statistics", {})
+        return {
+            **self.evidence(runs),
             "rates": rates,
-            "statistics": {name: self.measured[of[0].id].details.get("statistics", {}) for name, of in runs.items()},
+            "statistics": statistics,
             "seconds": self.seconds,
         }
-        measured = {name: [self.measured[run.id] for run in of_row] for name, of_row in runs.items()}
-        return [over_seeds(of_row, name, self.labels[name]) for name, of_row in measured.items()], details
 
     def _rates(self, row: ComposedRow) -> Sequence[float]:
         rates = self.rates[row.graft["kind"]]
         return rates[1:2] if self.options.quick else rates
 
     def report(
-        self, module: str, rows: Sequence[Row], ratios: Ratios, shown: Mapping[str, str], details: dict[str, Any]
+        self,
+        module: str,
+        rows: Sequence[Row],
+        ratios: Ratios,
+        shown: Mapping[str, str],
+        details: dict[str, Any],
     ) -> Results:
-        """Write the results of an experiment's module, with its aims, published figures and bits per byte.
+        """Write the results of an experiment, with its aims, published figures and a chart of bits per byte.
 
-        `details` get, for each aim, the ratio of every seed with its interval over seeds. An aim is met if the whole
-        interval is within it.
+        `details` receives, for each aim, the ratio of every seed and its interval over seeds. An aim is met if the
+        upper end of the interval does not exceed its limit.
+
+        Args:
+            module: `__file__` of the experiment's module.
+            rows: rows of the results.
+            ratios: aims of the experiment.
+            shown: labels of the metrics in the chart, by name.
+            details: details of `measure`.
         """
-        by_seed, aims = {name: list(runs.values()) for name, runs in details["by_seed"].items()}, []
+        by_seed = {name: list(runs.values()) for name, runs in details["by_seed"].items()}
+        aims: list[Aim] = []
         for (name, row, others, limit), text in ratios.items():
-            if {row, *others} <= by_seed.keys():
-                over = [_of_seeds(by_seed[other], name, len(by_seed[row])) for other in others]
-                values = [
-                    values[name] / min(other)
-                    for values, other in zip(by_seed[row], zip(*over, strict=True), strict=True)
-                ]
-                interval = combine_seeds(values)
-                details.setdefault("ratios", {})[text] = interval.model_dump() | {"by_seed": values}
-                end = f"{text}, upper end of the interval"
-                aims.append(aim(end, name, limit, interval.high, operator.le))
-        plots = {"bits-per-byte": bars(rows, shown, "bits per byte")}
-        name = Path(module).parent.name.replace("_", "-")
-        paper = published(module)
-        return self.write(name, rows, plots=plots, details=details, aims=aims, paper=paper)
+            if not {row, *others} <= by_seed.keys():
+                continue
+            values = _ratios_to_best(by_seed, name, row, others)
+            interval = combine_seeds(values)
+            details.setdefault("ratios", {})[text] = {**interval.model_dump(), "by_seed": values}
+            upper_end = f"{text}, upper end of the interval"
+            aims.append(aim(upper_end, name, limit, interval.high, operator.le))
+        return self.write(
+            Path(module).parent.name.replace("_", "-"),
+            rows,
+            plots={"bits-per-byte": bars(rows, shown, "bits per byte")},
+            details=details,
+            aims=aims,
+            paper=published(module),
+        )
 
 
 class Amounts(Config):
-    """How much of each text.
+    """Amounts of text.
 
     Args:
-        share: of each of a specialist's training documents that compositions are trained on.
-        old: characters of each of the anchor's novels in the old share; of its other documents a twelfth of that.
+        share: share of each of a specialist's training documents that compositions are trained on.
+        old: characters of each of the anchor's novels in the old text; other documents have a twelfth of that.
         tested: characters of each set of test texts; validation takes a third.
-        examples: of each task.
+        examples: examples of each task.
     """
 
     share: float = 0.05
@@ -292,14 +410,14 @@ class Amounts(Config):
 
 
 class TextStudy(ComposedStudy):
-    """Compositions of the parents that experiments train on the spot.
+    """Compositions of parents that the experiments train themselves.
 
     Args:
-        options: of the experiment.
+        options: options of the experiment.
         tables: rows by table.
-        labels: of models and rows.
-        amounts: how much of each text.
-        files: of the data folder, beside those of the parents.
+        labels: labels of models and rows.
+        amounts: amounts of text.
+        files: files of the data folder, in addition to those of the parents.
 
     Attributes:
         texts: folder of the experiment's own texts.
@@ -314,46 +432,63 @@ class TextStudy(ComposedStudy):
         files: Sequence[str] = (),
     ) -> None:
         self.options = options
-        options.chosen(tuple(tables))  # before the parents are trained
+        options.chosen(tuple(tables))  # An unknown table is an error before the parents are trained.
         check_files(options, (*FILES, *files))
         size = QUICK if options.quick else Size()
-        self.parents, self.texts = make_parents(options, size), options.out / "texts"
-        self.amounts, self.length = amounts, size.length
+        self.parents = make_parents(options, size)
+        self.texts = options.out / "texts"
+        self.amounts = amounts
+        self.length = size.length
         self.tokenizer = AutoTokenizer.from_pretrained(self.parents.anchor)
         super().__init__(
-            options, tables, LABELS | dict(labels), self.model(self.parents.anchor), steps=60, batch_size=4
+            options,
+            tables,
+            {**LABELS, **labels},
+            self.model(self.parents.anchor),
+            steps=60,
+            batch_size=4,
         )
 
     def model(self, folder: Path) -> BackboneConfig:
-        """A parent as a backbone."""
+        """Return the backbone config of a parent."""
         return BackboneConfig(name=str(folder), device=self.options.device)
 
     def write_parts(self, files: Mapping[str, str], *, cut: bool = False) -> dict[str, list[str]]:
-        """Write texts that no model has read, the old share of English, and the start of every text of `files`.
+        """Write held-out texts, the old English text, and the start of every text of `files`.
 
         Args:
-            files: of the parents' texts, by name.
-            cut: into pieces that are whole in a row.
+            files: files of the parents' texts, by name.
+            cut: cut texts into pieces that fit into a row.
 
         Returns:
-            The texts of each, before they are cut.
+            The texts of each name, before they are cut.
         """
-        amounts, corpus = self.amounts, self.parents.corpus
+        amounts = self.amounts
+        corpus = self.parents.corpus
         held_out(self.options.data, corpus, self.texts, amounts.tested)
-        parts = {
-            name: [text[: int(amounts.share * len(text))] for text in read_texts(corpus / f"{file}.jsonl")]
-            for name, file in files.items()
-        }
+        parts = {}
+        for name, file in files.items():
+            texts = read_texts(corpus / f"{file}.jsonl")
+            parts[name] = [text[: int(amounts.share * len(text))] for text in texts]
         english = read_texts(corpus / "english.jsonl")
-        novel = max(map(len, english)) // 4
-        parts["english"] = [text[: amounts.old if len(text) > novel else amounts.old // 12] for text in english]
+        shortest_novel = max(len(text) for text in english) // 4
+        parts["english"] = []
+        for text in english:
+            characters = amounts.old if len(text) > shortest_novel else amounts.old // 12
+            parts["english"].append(text[:characters])
         for name, texts in parts.items():
             documents = cut_texts(texts, self.tokenizer, self.length) if cut else texts
             write_documents(self.texts / f"{name}-part.jsonl", documents)
         return parts
 
     def data(self, new: Sequence[str], old: Sequence[str], tests: Mapping[str, str]) -> DataConfig:
-        """What a row is trained and measured on, by names of texts; those that end with `-prompts` have prompts."""
+        """Return the texts of a row's training and tests.
+
+        Args:
+            new: names of new texts. Names that end with `-prompts` are files with prompts.
+            old: names of old texts.
+            tests: names of texts, by test set.
+        """
 
         def source(name: str) -> SourceConfig:
             column = "prompt" if name.endswith("-prompts") else None
@@ -369,60 +504,99 @@ class TextStudy(ComposedStudy):
         )
 
     def task(self, name: str, **more: Any) -> PromptTask:
-        """A task of the experiment's texts; `more` are other fields."""
+        """Return a task on the experiment's texts; `more` has further fields."""
         return PromptTask(name=name, path=str(self.texts / f"task-{name}.jsonl"), **more)
 
     def setting(self) -> dict[str, Any]:
-        """What all rows share, for the details of results."""
-        numbers: dict[str, Any] = {"steps": self.steps, "batch_size": self.batch_size, "length": self.length}
-        numbers["rates"] = {kind: list(rates) for kind, rates in RATES.items()}
-        numbers |= {"replay_fraction": REPLAY_FRACTION, "amounts": self.amounts.model_dump()}
-        return numbers | {"parents": self.parents.summaries}
+        """Return the settings that all rows share, for the details of the results."""
+        return {
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "length": self.length,
+            "rates": {kind: list(rates) for kind, rates in RATES.items()},
+            "replay_fraction": REPLAY_FRACTION,
+            "amounts": self.amounts.model_dump(),
+            "parents": self.parents.summaries,
+        }
 
     def grafts(self, name: str, specialist: Path) -> dict[str, dict[str, Any]]:
-        """The rows on one specialist."""
-        parents = self.parents
-        others = {"vanilla_m_a": parents.vanilla, "random_m_a": parents.random}
-        rows = composed_rows({name: specialist}, load_backbone(str(parents.anchor)), stride=1)
-        return rows | {row: rows["both"] | {"augmenting": named({name: folder})} for row, folder in others.items()}
+        """Return the grafts of all rows with one specialist.
+
+        Args:
+            name: name of the specialist in the composition.
+            specialist: folder of the specialist.
+        """
+        anchor = load_backbone(str(self.parents.anchor))
+        grafts = composed_rows({name: specialist}, anchor, stride=1)
+        controls = {
+            "vanilla_m_a": self.parents.vanilla,
+            "random_m_a": self.parents.random,
+        }
+        for row, folder in controls.items():
+            grafts[row] = {**grafts["both"], "augmenting": named({name: folder})}
+        return grafts
 
 
 def named(augmenting: Mapping[str, Path]) -> dict[str, Any]:
-    """The key `augmenting` of a composition."""
+    """Return the key `augmenting` of a composition's config."""
     return {name: {"name": str(folder)} for name, folder in augmenting.items()}
 
 
 def composed_rows(augmenting: Mapping[str, Path], anchor: Backbone, **graft: Any) -> dict[str, dict[str, Any]]:
-    """The grafts of rows on the same augmenting models, and those without any.
+    """Return the grafts of rows on the same augmenting models, and of the rows without any.
 
     LoRA has as many trainable parameters as the composition, up to the rounding of its rank.
+
+    Args:
+        augmenting: folders of the augmenting models, by name.
+        anchor: the anchor.
+        graft: other keys of the composition.
     """
     cross = {"kind": "composition", "augmenting": named(augmenting), **graft}
-    both = cross | {"readout": "mixture"}
-    extra = count_parameters(build_graft(graft_config(both), anchor).parameters())
+    both = {**cross, "readout": "mixture"}
+    composition = build_graft(graft_config(both), anchor)
+    added = count_parameters(composition.parameters())
     return {
-        "mixture": cross | MIXTURE,
+        "mixture": {**cross, **MIXTURE},
         "cross": cross,
         "both": both,
-        "lora": {"kind": "lora", "capacity": extra / count_parameters(anchor.model.parameters())},
+        "lora": {"kind": "lora", "capacity": added / count_parameters(anchor.model.parameters())},
         "skyline": {"kind": "finetune"},
     }
 
 
 def better_parent(names: Mapping[str, str], parents: tuple[str, ...] = ("m_b", "m_a")) -> Ratios:
-    """The aims of `both`: within 1% of the better parent on every text, by metric."""
-    return {(name, "both", parents, 1.01): f"{text}: both, over the better parent" for name, text in names.items()}
+    """Return the aims that `both` is within 1% of the best parent on every text, by metric."""
+    ratios: Ratios = {}
+    for name, text in names.items():
+        ratios[name, "both", parents, 1.01] = f"{text}: both, over the better parent"
+    return ratios
 
 
 def over_controls(names: Mapping[str, str], controls: Sequence[str]) -> Ratios:
-    """The aims of `both`: fewer bits than each control, by metric."""
-    return {
-        (name, "both", (control,), 1.0): f"{text}: both, over: {LABELS[control]}"
-        for name, text in names.items()
-        for control in controls
-    }
+    """Return the aims that `both` takes fewer bits than each control, by metric."""
+    ratios: Ratios = {}
+    for name, text in names.items():
+        for control in controls:
+            ratios[name, "both", (control,), 1.0] = f"{text}: both, over: {LABELS[control]}"
+    return ratios
 
 
-def _of_seeds(values: Sequence[Mapping[str, float]], name: str, seeds: int) -> list[float]:
-    """A metric seed by seed; a model that is not trained has the same one for every seed."""
-    return [values[index % len(values)][name] for index in range(seeds)]
+def _ratios_to_best(
+    by_seed: Mapping[str, Sequence[Mapping[str, float]]],
+    name: str,
+    row: str,
+    others: Sequence[str],
+) -> list[float]:
+    """Return, for each seed, a metric of a row over the lowest one of some other rows.
+
+    An untrained model has the same values for every seed.
+    """
+    ratios = []
+    for index, values in enumerate(by_seed[row]):
+        rivals = []
+        for other in others:
+            seeds_of_other = by_seed[other]
+            rivals.append(seeds_of_other[index % len(seeds_of_other)][name])
+        ratios.append(values[name] / min(rivals))
+    return ratios

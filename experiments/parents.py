@@ -1,7 +1,7 @@
-"""The anchor and the specialists of the compositions: texts, tokenizers, training, and texts that no model has read.
+"""The anchor and the specialists of the compositions: texts, tokenizers, training and held-out text.
 
-Texts are written once into a folder, whole documents a line: English documentation without its code, and the source
-of the Python installation's standard library, its modules dealt out to training, validation and test.
+Texts are written once into a folder, one document per line: novels, English documentation without its code, and the
+source of the Python installation's standard library, whose modules are divided into training, validation and test.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments import Options
+from experiments.corpus import random_llama, train_corpus_tokenizer
 from experiments.study import training_config, write_lines
 from graftlm.config import Config
 from graftlm.data import NEW, DataConfig, Mixture, SourceConfig
 from graftlm.data.mixture import build_blocks
 from graftlm.demo.corpus import deal, source_files, split_source, write_documents
-from graftlm.demo.run import random_llama, train_corpus_tokenizer
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once
 from graftlm.runs.execute import execute
@@ -33,7 +33,8 @@ from graftlm.runs.run import Run, RunContext
 from graftlm.training import train
 from graftlm.training.language_model import LanguageModel
 
-ENGLISH, FRENCH = "lm_text/eltec_eng.jsonl", "lm_text/eltec_fra.jsonl"
+ENGLISH = "lm_text/eltec_eng.jsonl"
+FRENCH = "lm_text/eltec_fra.jsonl"
 DOCUMENTS = tuple(f"longdocs/{name}.jsonl" for name in ("peps", "rust_rfcs", "eips", "ercs", "keps"))
 FILES = (ENGLISH, FRENCH, *DOCUMENTS)
 T = TypeVar("T")
@@ -42,16 +43,25 @@ _NO_PROSE = re.compile(r"\s{3,}|\t|\||\+-|:?[A-Z][\w-]*:")
 
 
 class Size(Config):
-    """How large models and texts are.
+    """Sizes of models and texts.
 
     Args:
-        novel: characters of each English novel for the anchor; the small models read two thirds of it.
-        documentation: characters of documentation for the anchor, likewise.
+        vocabulary: number of tokens of each tokenizer.
+        anchor_width: width of the anchor.
+        anchor_layers: layers of the anchor.
+        width: width of the specialists.
+        layers: layers of the specialists.
+        length: tokens of a row of training.
+        batch_size: rows of a training step.
+        novel: characters of each English novel for the anchor; the small models read two thirds of them.
+        english_novels: number of English novels.
+        french_novels: number of French novels.
+        documentation: characters of documentation for the anchor; the small models read two thirds of them.
         french: characters of each French novel.
-        mixed: characters that the anchor reads last: English, French and code, a third each.
-        code: characters of source code to read.
-        module: of a module at most, longer ones are left out.
-        modules: how modules are dealt out, of so many in a fixed order that mixes packages.
+        mixed: characters that the anchor reads last: English, French and code, one third each.
+        code: characters of source code.
+        module: longest module in characters; longer ones are left out.
+        modules: proportions of modules by part, in a fixed order that mixes packages.
     """
 
     vocabulary: int = 512
@@ -93,11 +103,18 @@ QUICK = Size(
 
 
 class PretrainRun(Run):
-    """A Llama, trained once over its texts. With a dependency it starts from that run's model.
+    """Train a Llama on its texts once. With a dependency, the training starts from that run's model.
 
     Args:
         tokenizer: folder of the tokenizer.
-        sources: training texts, each row read once; a model without sources keeps its random weights.
+        sources: training texts, of which each row is read once. A model without sources keeps its random weights.
+        width: width of the model.
+        layers: number of layers.
+        heads: number of attention heads.
+        length: tokens of a row of training.
+        batch_size: rows of a training step.
+        learning_rate: learning rate.
+        seed: seed of the random weights and of the order of rows.
     """
 
     tokenizer: str
@@ -121,28 +138,61 @@ class PretrainRun(Run):
             model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")
         metrics: dict[str, Any] = {"parameters": count_parameters(model.parameters())}
         if self.sources:
-            metrics |= self._train(model, tokenizer, context)
+            metrics.update(self._train(model, tokenizer, context))
         model.requires_grad_(False)
         model.save_pretrained(context.folder)
         tokenizer.save_pretrained(context.folder)
         return Measurement(Row(id=self.id, label=self.label or self.id, metrics=metrics))
 
     def _train(self, model: Any, tokenizer: PreTrainedTokenizerBase, context: RunContext) -> dict[str, float]:
-        """Train `model` in place over all of its rows once."""
-        data = DataConfig(new=self.sources, replay_fraction=0, length=self.length, seed=self.seed)
+        """Train `model` in place on all of its rows once."""
+        data = DataConfig(
+            new=self.sources,
+            replay_fraction=0,
+            length=self.length,
+            seed=self.seed,
+        )
         blocks = build_blocks(self.sources, data, tokenizer)
         batches = Mixture({NEW: blocks}, {NEW: 1.0}, self.batch_size, self.seed)
         steps = max(1, len(blocks) // self.batch_size)  # type: ignore[arg-type]  # no source streams
-        more: dict[str, Any] = {"warmup_steps": max(1, steps // 20), "checkpoint_every": max(1, steps // 8)}
-        training = training_config(steps, self.batch_size, self.learning_rate, self.seed, precision="bf16", **more)
-        model, folder = LanguageModel(model), context.folder / "training"
-        summary = train(model, batches, training, folder, identity={"run": context.key}, progress=context.progress)
-        rate = summary.tokens_per_s
-        return {"steps": steps, "tokens": summary.tokens, "tokens_per_s": rate, "loss": summary.loss}
+        training = training_config(
+            steps,
+            self.batch_size,
+            self.learning_rate,
+            self.seed,
+            precision="bf16",
+            warmup_steps=max(1, steps // 20),
+            checkpoint_every=max(1, steps // 8),
+        )
+        summary = train(
+            LanguageModel(model),
+            batches,
+            training,
+            context.folder / "training",
+            identity={"run": context.key},
+            progress=context.progress,
+        )
+        return {
+            "steps": steps,
+            "tokens": summary.tokens,
+            "tokens_per_s": summary.tokens_per_s,
+            "loss": summary.loss,
+        }
 
 
 class Parents(NamedTuple):
-    """Folders of the finished models and of their texts, and what their training measured."""
+    """Folders of the trained models and of their texts, and the metrics of their training.
+
+    Attributes:
+        anchor: the anchor.
+        vanilla: the model that the French and the code specialist start from.
+        french: the French specialist.
+        code: the code specialist.
+        random: a model of the specialists' size with random weights.
+        own: a French specialist with its own tokenizer.
+        corpus: the texts.
+        summaries: metrics of each model's training, by name.
+    """
 
     anchor: Path
     vanilla: Path
@@ -155,31 +205,48 @@ class Parents(NamedTuple):
 
 
 def make_parents(options: Options, size: Size) -> Parents:
-    """Train every parent that is not there yet, beside the experiment's own folder: experiments share them."""
+    """Train every parent that does not exist yet.
+
+    They are written next to the experiment's own folder, so that experiments share them.
+    """
     folder = options.out.parent / "composition-parents"
     corpus = make_corpus(options.data, folder / "corpus", size)
-    runs = parent_runs(corpus, make_tokenizers(corpus, folder / "tokenizers", size), size)
+    tokenizers = make_tokenizers(corpus, folder / "tokenizers", size)
+    runs = parent_runs(corpus, tokenizers, size)
     measured = execute(runs, folder / "models", jobs=options.jobs, title="the parents")
     names = [name for name in Parents._fields if name in measured]
     summaries = {name: dict(measured[name].row.metrics) for name in names}
-    return Parents(corpus=corpus, summaries=summaries, **{name: folder / "models" / name for name in names})
+    folders = {name: folder / "models" / name for name in names}
+    return Parents(corpus=corpus, summaries=summaries, **folders)
 
 
 def parent_runs(corpus: Path, tokenizers: dict[str, Path], size: Size) -> list[PretrainRun]:
-    """The runs of the parents, by their names in `Parents`, and of the models that they start from."""
-    shared, own = str(tokenizers["shared"]), str(tokenizers["own"])
+    """Return the runs of the parents, named as in `Parents`, and of the models that they start from."""
+    shared = str(tokenizers["shared"])
+    own = str(tokenizers["own"])
 
     def texts(name: str) -> list[SourceConfig]:
         return [SourceConfig(path=str(corpus / f"{name}.jsonl"))]
 
     def further(name: str, start: PretrainRun, sources: list[SourceConfig]) -> PretrainRun:
-        changes = {"id": name, "depends_on": (start.id,), "sources": sources, "learning_rate": 2e-3}
+        changes = {
+            "id": name,
+            "depends_on": (start.id,),
+            "sources": sources,
+            "learning_rate": 2e-3,
+        }
         return start.model_copy(update=changes)
 
     shape = size.model_dump(include={"width", "layers", "length", "batch_size"})
     vanilla = PretrainRun(id="vanilla", tokenizer=shared, sources=texts("english-some"), **shape)
-    wider = {"id": "english", "width": size.anchor_width, "layers": size.anchor_layers}
-    english = vanilla.model_copy(update={"sources": texts("english"), **wider})
+    english = vanilla.model_copy(
+        update={
+            "id": "english",
+            "sources": texts("english"),
+            "width": size.anchor_width,
+            "layers": size.anchor_layers,
+        }
+    )
     own_vanilla = vanilla.model_copy(update={"id": "own-vanilla", "tokenizer": own})
     return [
         english,
@@ -194,76 +261,103 @@ def parent_runs(corpus: Path, tokenizers: dict[str, Path], size: Size) -> list[P
 
 
 def make_tokenizers(corpus: Path, folder: Path, size: Size) -> dict[str, Path]:
-    """The tokenizer that all models share, and the French specialist's own, unless they are there."""
-    texts = {"shared": ("english", "french", "python-train"), "own": ("french", "english-some")}
+    """Train the tokenizer that all models share, and the French specialist's own, unless they exist."""
+    texts = {
+        "shared": ("english", "french", "python-train"),
+        "own": ("french", "english-some"),
+    }
 
     def fill(folder: Path) -> None:
         for name, files in texts.items():
             paths = [corpus / f"{file}.jsonl" for file in files]
-            train_corpus_tokenizer(paths, size.vocabulary).save_pretrained(folder / name)
+            tokenizer = train_corpus_tokenizer(paths, size.vocabulary)
+            tokenizer.save_pretrained(folder / name)
 
-    fill_once(folder, {"corpus": str(corpus), "vocabulary": size.vocabulary}, fill)
+    settings = {"corpus": str(corpus), "vocabulary": size.vocabulary}
+    fill_once(folder, settings, fill)
     return {name: folder / name for name in texts}
 
 
 def make_corpus(data: Path, folder: Path, size: Size) -> Path:
-    """Write the texts that the parents read, and the modules that none of them reads, unless they are there."""
-    sources = [str(data / name) for name in FILES]
-    settings = {"size": size.model_dump(mode="json"), "sources": sources, "python": sys.version}
-    return fill_once(folder, settings, lambda folder: _write_corpus(data, folder, size))
+    """Write the texts that the parents read, and the modules that none of them reads, unless they exist."""
+    settings = {
+        "size": size.model_dump(mode="json"),
+        "sources": [str(data / name) for name in FILES],
+        "python": sys.version,
+    }
+
+    def fill(folder: Path) -> None:
+        _write_corpus(data, folder, size)
+
+    return fill_once(folder, settings, fill)
 
 
 def _write_corpus(data: Path, folder: Path, size: Size) -> None:
     modules = deal([str(path) for path in _modules(size)], size.modules)
-    python = {f"python-{name}": [read_source(path) for path in paths] for name, paths in modules.items()}
-    docs = list(_documentation(data, modules["train"]))
-    novels, french = read_texts(data / ENGLISH)[: size.english_novels], read_texts(data / FRENCH)[: size.french_novels]
-    texts = (
-        python
-        | {
-            "english": _english(novels, docs, size, 1.0),
-            "english-some": _english(novels, docs, size, 0.6),  # what models of a specialist's size read
-            "french": [text[: size.french] for text in french],
-            "mixed": _mixed(novels, french, python["python-train"], size),
-        }
-    )
+    texts: dict[str, list[str]] = {}
+    for part, paths in modules.items():
+        texts[f"python-{part}"] = [read_source(path) for path in paths]
+    documentation = list(_documentation(data, modules["train"]))
+    novels = read_texts(data / ENGLISH)[: size.english_novels]
+    french = read_texts(data / FRENCH)[: size.french_novels]
+    texts["english"] = _english(novels, documentation, size, 1.0)
+    texts["english-some"] = _english(novels, documentation, size, 0.6)  # read by models of a specialist's size
+    texts["french"] = [text[: size.french] for text in french]
+    texts["mixed"] = _mixed(novels, french, texts["python-train"], size)
     for name, documents in texts.items():
         write_documents(folder / f"{name}.jsonl", documents)
 
 
 def prose(text: str) -> str:
-    """A reST or Markdown document without what is no running text: code, tables, headers, indented lines."""
+    """Return the running text of a reST or Markdown document, without code, tables, headers and indented lines."""
     text = re.sub(r"```.*?(```|\Z)", "", text, flags=re.DOTALL)
-    blocks = [block.strip("\n").split("\n") for block in re.split(r"\n\s*\n", text)]
-    kept = [" ".join(line.strip() for line in lines) for lines in blocks if not any(map(_NO_PROSE.match, lines))]
-    return "\n".join(line for line in kept if len(line) > 80 and len(_LETTERS.findall(line)) > 0.93 * len(line))
+    paragraphs = []
+    for block in re.split(r"\n\s*\n", text):
+        lines = block.strip("\n").split("\n")
+        if any(_NO_PROSE.match(line) for line in lines):
+            continue
+        paragraph = " ".join(line.strip() for line in lines)
+        if len(paragraph) > 80 and len(_LETTERS.findall(paragraph)) > 0.93 * len(paragraph):
+            paragraphs.append(paragraph)
+    return "\n".join(paragraphs)
 
 
-def _english(novels: Sequence[str], docs: Sequence[str], size: Size, share: float) -> list[str]:
-    """The start of every novel, and documentation up to its size."""
+def _english(novels: Sequence[str], documentation: Sequence[str], size: Size, share: float) -> list[str]:
+    """Return a share of the start of every novel and of the documentation."""
     starts = [novel[: int(share * size.novel)] for novel in novels]
-    return [*starts, *up_to(docs, int(share * size.documentation))]
+    return [*starts, *up_to(documentation, int(share * size.documentation))]
 
 
 def _mixed(novels: Sequence[str], french: Sequence[str], modules: Sequence[str], size: Size) -> list[str]:
-    """What the anchor reads last: English beyond what it has read, with French and code among it, as the web has."""
+    """Return the last training text of the anchor: further English mixed with French and code, like web text."""
     share = size.mixed // 3
-    english = up_to((text[size.novel :][: size.novel // 5] for text in novels), share)
-    foreign = up_to((text[size.french :][: size.french // 5] for text in french), share)
-    code = up_to((text[len(text) // 2 :][: size.novel // 50] for text in modules), share)
-    return [text for kind in (english, foreign, code) for text in kind if text.strip()]
+    english_parts = (text[size.novel :][: size.novel // 5] for text in novels)
+    french_parts = (text[size.french :][: size.french // 5] for text in french)
+    code_parts = (text[len(text) // 2 :][: size.novel // 50] for text in modules)
+    mixed: list[str] = []
+    for parts in (english_parts, french_parts, code_parts):
+        mixed.extend(up_to(parts, share))
+    return [text for text in mixed if text.strip()]
 
 
 def _documentation(data: Path, modules: Sequence[str]) -> Iterator[str]:
-    """Documents' prose, and between them the docstrings and comments of modules."""
-    collections = zip(*(read_texts(data / name) for name in DOCUMENTS), strict=False)
-    proses = (text for documents in collections for document in documents if (text := prose(document)))
-    for pair in zip(proses, _words(Path(path).read_bytes() for path in modules), strict=False):
+    """Yield the prose of documents alternately with the docstrings and comments of modules."""
+    collections = [read_texts(data / name) for name in DOCUMENTS]
+
+    def proses() -> Iterator[str]:
+        for documents in zip(*collections, strict=False):
+            for document in documents:
+                text = prose(document)
+                if text:
+                    yield text
+
+    sources = (Path(path).read_bytes() for path in modules)
+    for pair in zip(proses(), _words(sources), strict=False):
         yield from pair
 
 
 def up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """The first texts of at least so many characters in all, each cut to what is left."""
+    """Yield the first texts until a number of characters is reached; the last one is cut."""
     for text in texts:
         yield text[:characters]
         characters -= len(text)
@@ -272,7 +366,7 @@ def up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _modules(size: Size) -> Iterator[Path]:
-    """The standard library's modules until enough characters were read."""
+    """Yield modules of the standard library until enough characters are read."""
     left = size.code
     for path in source_files():
         characters = len(read_source(path))
@@ -285,12 +379,12 @@ def _modules(size: Size) -> Iterator[Path]:
 
 
 def read_source(path: str | Path) -> str:
-    """The text of a module."""
+    """Return the text of a module."""
     return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def read_texts(file: Path) -> list[str]:
-    """The texts of a JSON Lines file."""
+    """Return the texts of a JSON Lines file."""
     with file.open(encoding="utf-8") as lines:
         return [json.loads(line)["text"] for line in lines]
 
@@ -299,62 +393,87 @@ def held_out(data: Path, corpus: Path, folder: Path, tested: int) -> None:
     """Write texts of novels and modules that no model has read: English (old), French (new) and Python.
 
     Args:
+        data: the data folder.
+        corpus: folder of `make_corpus`.
+        folder: folder to write to.
         tested: characters of each set of test texts; validation takes a third.
     """
-    english, french = read_texts(data / ENGLISH), read_texts(data / FRENCH)
-    test, validation = (read_texts(corpus / f"python-{name}.jsonl") for name in ("test", "validation"))
+    english = read_texts(data / ENGLISH)
+    french = read_texts(data / FRENCH)
+    test = read_texts(corpus / "python-test.jsonl")
+    validation = read_texts(corpus / "python-validation.jsonl")
+    test_words = _words(text.encode() for text in test)
+    validation_words = _words(text.encode() for text in validation)
     sets = {
-        "old": [english[-1][len(english[-1]) // 3 :], *_words(map(str.encode, test))],
+        "old": [english[-1][len(english[-1]) // 3 :], *test_words],
         "new": french[-3:],
         "python": [text[len(text) // 4 :] for text in test],
-        "validation_old": [english[-2], *_words(map(str.encode, validation))],
+        "validation_old": [english[-2], *validation_words],
         "validation_new": french[-4:-3],
         "validation_python": validation,
     }
     for name, texts in sets.items():
-        size = tested // (3 if name.startswith("validation") else 1)
+        size = tested // 3 if name.startswith("validation") else tested
         write_documents(folder / f"{name}.jsonl", spread(texts, size))
 
 
 def spread(texts: Sequence[str], characters: int) -> list[str]:
-    """About so many characters: as many of the first text as of all others together, which share alike."""
-    first, others = texts[0], texts[1:]
+    """Cut texts to about a number of characters: half from the first text, half evenly from the others."""
+    first, *others = texts
     half = characters // 2 if others else characters
-    each = max(200, half // max(1, min(len(others), 12)))
-    return [first[:half], *(text[:each] for text in others[: half // each])]
+    count = max(1, min(len(others), 12))
+    length = max(200, half // count)
+    starts = [text[:length] for text in others[: half // length]]
+    return [first[:half], *starts]
 
 
 def _words(modules: Iterable[bytes]) -> Iterator[str]:
-    return (split[0] for module in modules if (split := split_source(module)) and split[0])
+    """Yield the docstrings and comments of each module that has any."""
+    for module in modules:
+        split = split_source(module)
+        if split and split[0]:
+            yield split[0]
 
 
 def spaced(values: Sequence[T], count: int) -> list[T]:
-    """At most `count` of the values, evenly spaced."""
-    return list(values[:: max(1, len(values) // count)])[:count]
+    """Return at most `count` of the values, evenly spaced."""
+    stride = max(1, len(values) // count)
+    return list(values[::stride])[:count]
 
 
-def fitting(pairs: Iterable[tuple[str, str]], tokenizer: Any, length: int) -> list[tuple[str, str]]:
-    """The pairs of a prompt and an answer that fit into a row of `length` tokens with their end-of-text token."""
-    return [pair for pair in pairs if sum(map(len, tokenizer(list(pair), verbose=False)["input_ids"])) < length]
+def fitting(
+    pairs: Iterable[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+) -> list[tuple[str, str]]:
+    """Return the pairs of prompt and answer that fit into a row of `length` tokens with an end-of-text token."""
+    kept = []
+    for pair in pairs:
+        ids = tokenizer(list(pair), verbose=False)["input_ids"]
+        if sum(len(part) for part in ids) < length:
+            kept.append(pair)
+    return kept
 
 
 def cut_texts(texts: Iterable[str], tokenizer: Any, length: int) -> list[str]:
-    """Texts cut into pieces that fit into a row of `length` tokens, whole ones nearly fill it."""
-    size = length - max(2, length // 32)  # a piece alone may take a few tokens more than it does in its text
+    """Cut texts into pieces that fit into a row of `length` tokens; complete pieces nearly fill it."""
+    size = length - max(2, length // 32)  # a piece alone may take a few tokens more than within its text
     parts: list[str] = []
     for text in texts:
-        starts = [start for start, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]]
-        cuts = [*starts[::size], len(text)]
-        parts += [text[start:stop] for start, stop in pairwise(cuts)]
-    return [text for text in parts if text.strip()]
+        offsets = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        starts = [start for start, _ in offsets]
+        for start, stop in pairwise([*starts[::size], len(text)]):
+            parts.append(text[start:stop])
+    return [part for part in parts if part.strip()]
 
 
 def read_examples(path: Path) -> list[tuple[str, str]]:
-    """What `write_examples` wrote."""
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    """Return the pairs that `write_examples` wrote."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [(line["prompt"], line["text"]) for line in lines]
 
 
 def write_examples(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
-    """One JSON object with a `prompt` and a `text` a line."""
-    write_lines(path, ({"prompt": prompt, "text": answer} for prompt, answer in pairs))
+    """Write one JSON object with a `prompt` and a `text` per line."""
+    lines = [{"prompt": prompt, "text": answer} for prompt, answer in pairs]
+    write_lines(path, lines)

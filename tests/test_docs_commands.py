@@ -45,7 +45,6 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft push|graft generate me/": "needs the hub; tests/test_hub.py runs it",
     r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
-    r"graft eval .*--metric pass@1": "runs generated programs; tests/evaluation run it",
     r"graft summarize .*--batch": "prints a batch; tests/summarize/test_batch.py runs it",
 }
 LOCAL_MODELS = ("french-gpt2", "smollm2-french", "code", "random", "some-model", "writer")
@@ -56,20 +55,12 @@ NOT_OURS = {  # the first words of commands of other programs, and why they do n
     "pip": "installs",
     "uv": "installs, or runs a command that is tested by itself",
     "accelerate": "starts processes; tests/training/test_processes.py runs it",
-    "docker": "builds an image",
-    "kubectl": "needs a cluster",
 }
 PYTHON_NOT_RUN = {  # page, what a block has in it, and why it does not run here
     ("docs/trainers.md", "SFTTrainer("): "needs trl and a chat template; tests/training/test_trainers.py runs it",
     ("docs/trainers.md", "simple_evaluate("): "downloads data sets; tests/evaluation/test_harness.py runs it",
     ("docs/cli.md", "ChatSession("): "needs a chat model; tests/test_chat.py runs it",
-    ("docs/cli.md", "push_to_hub("): "needs the hub; tests/test_hub.py runs it",
-    ("docs/cli.md", "serve("): "stays; the command of docs/serving.md runs",
     ("docs/serving.md", "serve("): "stays; the command of the same page runs",
-    ("docs/methods/composition.md", '"augmenting": {"french"'): "needs models of four layers; tests/composition run it",
-    ("docs/methods/composition.md", "name=/models"): "needs a moved model; tests/cli/test_composition.py runs it",
-    ("docs/clarify-data.md", "dataset"): "needs public data sets or a parallel corpus; tests/clarify run it",
-    ("docs/clarify-data.md", "load_parser"): "needs a model of spaCy; tests/clarify run it",
     ("docs/methods/summarize.md", "train_writer"): "tests/summarize/test_writer_training.py runs it",
     ("docs/methods/summarize.md", "for path, abstract_sentences in pairs"): "continues the reader's own list",
 }
@@ -291,12 +282,6 @@ def _check_foreign(command: str, words: list[str]) -> None:
         assert all(re.search(rf"^{extra} = ", text, re.MULTILINE) for extra in name.split(",")), name
     if words[0] in ("python", "python3"):
         if words[1] == "-m":
-            if words[2] == "examples.rate_summaries":
-                from examples.rate_summaries.__main__ import app as ratings_app
-
-                ratings: Any = typer.main.get_command(ratings_app)
-                ratings.commands[words[3]].make_context(words[3], words[4:])
-                return
             assert words[2] == "experiments", words
             from experiments import EXPERIMENTS
             from experiments.__main__ import app
@@ -380,7 +365,8 @@ def test_blocks_run(page: Path, folder: Path) -> None:
         address = None
         for language, code in blocks_of(page):
             if language == "yaml":
-                if (title := re.match(r"# ([\w-]+\.yaml)\n", code)) and title[1] != "danish.yaml":
+                title = re.match(r"# ([\w-]+\.yaml)\n", code)
+                if title and title[1] != "danish.yaml":
                     (folder / title[1]).write_text(code, encoding="utf-8")
                 continue
             for part in commands_of(code) if language == "bash" else [code]:

@@ -46,6 +46,13 @@ def test_resumed_work_is_timed_from_where_it_began(clock: Any, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines()[0] == "sampling 70/100, 0:30 left"
 
 
+def test_templates_may_show_the_percentage(clock: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("scoring", 40, "{task.percentage:>3.0f}%", show=True) as update:
+        clock.now = 30.0
+        update(completed=10)
+    assert capsys.readouterr().out.splitlines()[0] == "scoring 10/40,  25%, 1:30 left"
+
+
 def test_nothing_is_shown_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("training", 3, show=False) as update:
         update(advance=3)

@@ -1,4 +1,4 @@
-"""What an audit says about SmolLM2: against itself, in int8, and against what `keep-smollm2` trains on German novels.
+"""Audits of SmolLM2: against itself, in int8, and against models that `keep-smollm2` trains on German novels.
 
 Rates and settings are those that `keep-smollm2` chose on validation texts; no row is searched here.
 """
@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from experiments import Options
-from experiments.keep_smollm2.run import FILES, KeepStudy
+from experiments.keep_smollm2.run import ENGLISH, FILES, KeepStudy
 from experiments.study import aim, check_files, numbers_of
 from graftlm.evaluation import Aim, Results, Row
 from graftlm.evaluation.audit import audit
@@ -19,7 +19,8 @@ from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.run import Run, RunContext
 
 NAME = "audit-smollm2"
-TRAINED: dict[str, tuple[str, float, dict[str, Any]]] = {  # row: row of keep-smollm2, its rate and settings
+# Row of keep-smollm2, its rate and its settings, by audited row.
+TRAINED: dict[str, tuple[str, float, dict[str, Any]]] = {
     "lora": ("lora", 5e-4, {"scale": 2.0}),
     "finetune": ("finetune", 1e-4, {}),
     "neutral_self": ("neutral_self_replay", 6e-3, {"alpha": 1.0}),
@@ -31,11 +32,30 @@ LABELS = {
     "finetune": "fine-tuned, no old text",
     "neutral_self": "neutral residues, replay of its own text",
 }
-METRICS = ("own_kl", "chat_kl", "changed_tokens", "stops", "stops_lost", "same_language", "novel_lost", "seconds")
+METRICS = (
+    "own_kl",
+    "chat_kl",
+    "changed_tokens",
+    "stops",
+    "stops_lost",
+    "same_language",
+    "novel_lost",
+    "seconds",
+)
 
 
 class AuditRun(Run):
-    """One audit with the default sizes; the tuned model is a graft where the run depends on one."""
+    """One audit.
+
+    The tuned model is the graft of the run that this one depends on, or else the backbone itself.
+
+    Args:
+        backbone: name of the backbone.
+        quantize: quantisation of the tuned model.
+        text: text that both models are scored on.
+        tokens: tokens of own text.
+        answers: number of conversations that both models answer.
+    """
 
     backbone: str
     quantize: str | None = None
@@ -61,49 +81,48 @@ class AuditRun(Run):
         )
         seconds = round(time.perf_counter() - started, 1)
         result.write(context.folder)
-        metrics = {name: value for name, value in result.metrics.items() if name in METRICS} | {"seconds": seconds}
+        metrics = {name: value for name, value in result.metrics.items() if name in METRICS}
+        metrics["seconds"] = seconds
         base = result.results.row("base").metrics
-        return Measurement(
-            Row(
-                id=self.id,
-                label=self.label,
-                metrics=metrics | {"base_stops": base["stops"]} if "stops" in base else metrics,
-            )
-        )
+        if "stops" in base:
+            metrics["base_stops"] = base["stops"]
+        return Measurement(Row(id=self.id, label=self.label, metrics=metrics))
 
 
 class AuditStudy(KeepStudy):
     """The runs of the experiment."""
 
     def trained(self, row: str) -> GraftRun:
-        """What a row audits: the row of `keep-smollm2` in all of its steps, with the first seed."""
+        """Return the run whose model a row audits: a row of `keep-smollm2` with all steps and the first seed."""
         name, rate, settings = TRAINED[row]
         run = self.search_run(name, rate, **settings)
-        return run.model_copy(update={"id": f"trained_{row}", "training": self._training(rate, self.seeds[0])})
+        changes = {
+            "id": f"trained_{row}",
+            "training": self._training(rate, self.seeds[0]),
+        }
+        return run.model_copy(update=changes)
 
     def audits(self) -> list[AuditRun]:
-        """One run for each row."""
-        tokens = 400 if self.options.quick else 10_000
-        shared: dict[str, Any] = {
-            "backbone": self.backbone.name,
-            "text": str(self.options.data / "lm_text/eltec_eng.jsonl"),
-            "tokens": tokens,
-            "answers": 4 if self.options.quick else 32,
-        }
-        return [
-            AuditRun(
+        """Return one run for each row."""
+        quick = self.options.quick
+        runs = []
+        for row, label in LABELS.items():
+            run = AuditRun(
                 id=row,
                 label=label,
                 quantize="int8" if row == "int8" else None,
                 depends_on=(f"trained_{row}",) if row in TRAINED else (),
-                **shared,
+                backbone=self.backbone.name,
+                text=str(self.options.data / ENGLISH),
+                tokens=400 if quick else 10_000,
+                answers=4 if quick else 32,
             )
-            for row, label in LABELS.items()
-        ]
+            runs.append(run)
+        return runs
 
 
 def run(options: Options) -> Results:
-    """Train what is audited, then audit it."""
+    """Train the models to audit, then audit them."""
     check_files(options, FILES)
     study = AuditStudy(options)
     trained: list[Run] = [study.trained(row) for row in TRAINED]

@@ -1,4 +1,4 @@
-"""What a graft can do on a backbone, one cell for each use: right, refused in one sentence, or wrong."""
+"""Uses of a graft on a backbone, one cell for each: right, refused with a message, or wrong."""
 
 from __future__ import annotations
 
@@ -39,22 +39,34 @@ COMPILED_CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # the same operations, which a co
 
 
 class Cell(NamedTuple):
-    """One use of a graft on a backbone; `why` is the sentence of a refusal, or what is wrong."""
+    """One use of a graft on a backbone.
+
+    Attributes:
+        verdict: result of the check.
+        why: message of a refusal, or description of a fault.
+    """
 
     verdict: Verdict
     why: str = ""
 
 
 def compatibility(
-    backbone: Backbone, config: Mapping[str, Any], *, spread: float = 0.2, learning_rate: float = 1e-2
+    backbone: Backbone,
+    config: Mapping[str, Any],
+    *,
+    spread: float = 0.2,
+    learning_rate: float = 1e-2,
 ) -> dict[str, Cell]:
-    """What a graft can do on a backbone, by the names in `CELLS`.
+    """Check all uses of a graft on a backbone.
 
     Args:
-        backbone: a small float32 one: it runs some dozens of times.
-        config: the graft's, as a recipe writes it.
+        backbone: a small float32 backbone; it runs some dozens of times.
+        config: config of the graft, as in a recipe.
         spread: standard deviation of the noise that replaces training.
-        learning_rate: a rate at which the loss of one batch falls within 8 steps.
+        learning_rate: learning rate at which the loss of one batch falls within 8 steps.
+
+    Returns:
+        The verdicts, by the names in `CELLS`.
     """
     trial = _Trial(backbone, config, spread, learning_rate)
     return {name: trial.cell(name, check) for name, check in CELLS.items()}
@@ -64,11 +76,14 @@ class _Trial:
     """One graft on one backbone."""
 
     def __init__(self, backbone: Backbone, config: Mapping[str, Any], spread: float, learning_rate: float) -> None:
-        self.backbone, self.config, self.spread, self.learning_rate = backbone, config, spread, learning_rate
+        self.backbone = backbone
+        self.config = config
+        self.spread = spread
+        self.learning_rate = learning_rate
         self.bare = logits(backbone.model, tiny_ids())
 
     def cell(self, name: str, check: Callable[[_Trial], None]) -> Cell:
-        """The verdict of one check, which also has to leave the backbone as it was."""
+        """Return the verdict of one check, which must also leave the backbone unchanged."""
         if name in ("cached", "static") and not self.backbone.model.can_generate():
             return Cell("not applicable", "an encoder does not generate")
         before = state_of(self.backbone.model)
@@ -77,19 +92,23 @@ class _Trial:
             result = Cell("right")
         except GraftError as error:
             result = Cell("refused", str(error))
-        except Exception as error:  # whatever a model, torch or transformers raises is no refusal of ours
+        except Exception as error:  # errors of a model, torch or transformers are not refusals of ours
             result = Cell("wrong", f"{type(error).__name__}: {first_line(error)}")
         after = state_of(self.backbone.model)
         changed = [key for key in before if after[key] != before[key]]
-        return Cell("wrong", f"the backbone's {', '.join(changed)} changed") if changed else result
+        if changed:
+            return Cell("wrong", f"the backbone's {', '.join(changed)} changed")
+        return result
 
     def graft(self, *, trained: bool = True) -> GraftedModel:
-        """The graft on its backbone, with noise in place of training."""
+        """Attach the graft to its backbone, with noise that replaces training."""
         model = attach_graft(self.backbone, self.config).eval()
-        return randomise(model, self.spread) if trained else model
+        if trained:
+            return randomise(model, self.spread)
+        return model
 
     def attach(self) -> None:
-        """An untrained graft changes no logit, and one with random weights runs and acts."""
+        """An untrained graft changes no logit, and a graft with random weights runs and changes some."""
         with self.graft(trained=False) as model:
             _check(torch.equal(logits(model, tiny_ids()), self.bare), "an untrained graft changes logits")
             acting = logits(randomise(model, self.spread), tiny_ids())
@@ -115,33 +134,35 @@ class _Trial:
         with self.graft() as model:
             output = generate(model, ids, mask, do_sample=False, **decoding)
             expected = recompute(model, output.sequences, mask)
-        static = any(map(is_static_layer, output.past_key_values.layers))
+        static = any(is_static_layer(layer) for layer in output.past_key_values.layers)
         _check(static == bool(decoding), f"the cache is {'' if static else 'not '}static")
         _compare(torch.stack(output.logits, 1), expected, **DECODING_CLOSE)
 
     def compile(self) -> None:
         """With its last layer compiled, taps included, a model gives the logits of the eager one."""
-        torch.compiler.reset()  # compiled code of one cell is not for the next
+        torch.compiler.reset()  # code that an earlier cell compiled must not be reused
         with self.graft() as model:
-            expected, layer = logits(model, tiny_ids()), Sites(model.model).layers[-1]
+            expected = logits(model, tiny_ids())
+            layer = Sites(model.model).layers[-1]
             graphs: list[Any] = []
 
-            def run_as_it_is(graph: Any, _: Any) -> Any:
+            def run_unchanged(graph: Any, _: Any) -> Any:
                 graphs.append(graph)
                 return graph.forward
 
-            layer.compile(backend=run_as_it_is)
+            layer.compile(backend=run_unchanged)
             try:
                 actual = logits(model, tiny_ids())
             finally:
-                layer._compiled_call_impl = None  # the layer as it was
+                layer._compiled_call_impl = None  # restores the eager layer
         _check(bool(graphs), "nothing was compiled")
         _compare(actual, expected, **COMPILED_CLOSE)
 
     def train(self) -> None:
-        """Optimiser steps change the graft alone, and its loss falls."""
+        """Optimiser steps change only the graft, and its loss falls."""
         own = tensors_of(self.backbone.model)
-        before, losses = digest(own), []
+        before = digest(own)
+        losses = []
         with self.graft(trained=False) as model:
             parameters = model.train().trainable_parameters()
             first = digest(parameters)
@@ -158,34 +179,44 @@ class _Trial:
         _check(losses[-1] < losses[0], f"the loss does not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 
     def _loss(self, model: GraftedModel) -> Tensor:
-        """The loss of one batch: of a graft's heads, of the next tokens, or of an encoder's own tokens."""
+        """Return the loss of one batch: of a graft's heads, of the next tokens, or of an encoder's own tokens."""
         ids = tiny_ids()
+        alternating = torch.arange(len(ids)) % 2
         if any(isinstance(graft, HasHeads) for graft in model.grafts.values()):
-            return model(ids, targets=[torch.tensor(row % 2) for row in range(len(ids))]).loss
-        output = model(ids, labels=ids, domain=torch.arange(len(ids)) % 2)
+            return model(ids, targets=list(alternating)).loss
+        output = model(ids, labels=ids, domain=alternating)
         if self.backbone.model.can_generate():
             return output.loss
         return functional.cross_entropy(output.logits.flatten(0, 1), ids.flatten())
 
     def describe(self) -> None:
-        """A report's quantities are finite; the saved graft is read, and loaded again it gives the same logits."""
+        """The quantities of a report are finite, and a graft that is saved and loaded gives the same logits."""
         with TemporaryDirectory() as temporary:
             folder = Path(temporary) / "graft"
             with self.graft() as model:
                 graft: Any = model.grafts["graft"]
-                expected, observed = logits(model, tiny_ids()), model.observe(input_ids=tiny_ids())["graft"]
+                expected = logits(model, tiny_ids())
+                observed = model.observe(input_ids=tiny_ids())["graft"]
                 described = graft.describe(self.backbone)
                 save_graft(graft, self.backbone, folder)
             json.dumps(described, allow_nan=False)
-            _check(all(bool(values.isfinite().all()) for values in observed.values()), "a quantity is not finite")
-            manifest = read_manifest(folder)
-            _check(manifest.tensors == len(list(read_tensors(folder))) > 0, "the saved graft has other tensors")
-            with GraftedModel(self.backbone, {"graft": load_graft(folder, self.backbone)}) as model:
+            for values in observed.values():
+                _check(bool(values.isfinite().all()), "a quantity is not finite")
+            written = len(list(read_tensors(folder)))
+            _check(read_manifest(folder).tensors == written > 0, "the saved graft has other tensors")
+            loaded = load_graft(folder, self.backbone)
+            with GraftedModel(self.backbone, {"graft": loaded}) as model:
                 _compare(logits(model.eval(), tiny_ids()), expected, **COMPILED_CLOSE)
 
 
 CELLS: dict[str, Callable[[_Trial], None]] = {
-    name: getattr(_Trial, name) for name in ("attach", "detach", "cached", "static", "compile", "train", "describe")
+    "attach": _Trial.attach,
+    "detach": _Trial.detach,
+    "cached": _Trial.cached,
+    "static": _Trial.static,
+    "compile": _Trial.compile,
+    "train": _Trial.train,
+    "describe": _Trial.describe,
 }
 
 

@@ -1,34 +1,35 @@
-"""Every kind of graft on a tiny random model of every family: what is right, what is refused, and with which sentence.
+"""Every kind of graft on a tiny random model of every family: working uses, and refusals with their messages.
 
-Rows are families; `details.cells` has {family: {kind: {use: [verdict, sentence]}}}. Tiny models and one example of each
-kind are those of the tests, so this runs in a clone with its development dependencies alone.
+Rows are families; `details.cells` has {family: {kind: {use: [verdict, message]}}}. The tiny models and the example of
+each kind are those of the tests, so that the experiment runs in a clone with its development dependencies.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import Options
-from experiments.study import Study, aim
+from experiments.study import Study, aim, metric
 from graftlm.errors import UnknownFamilyError
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.measurement import Measurement
-from graftlm.files.writing import write_atomically
 from graftlm.grafts import kinds
 from graftlm.runs.run import Run, RunContext
 
 TESTS = Path(__file__).parents[2] / "tests"
 VERDICTS = ("right", "refused", "wrong", "not applicable")
 QUICK = ("llama", "lfm2", "bert")
-Cells = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 class CompatibilityRun(Run):
-    """All kinds on one family."""
+    """All kinds of grafts on one family.
+
+    Args:
+        family: name of the family.
+    """
 
     family: str
 
@@ -39,75 +40,57 @@ class CompatibilityRun(Run):
         cells: dict[str, dict[str, Cell]] = {}
         for kind in kinds():
             example = next(example for example in examples.examples() if example.kind == kind)
-            sizes = {"spread": example.spread, "learning_rate": example.learning_rate}
             try:
-                cells[kind] = compatibility(examples.backbone(self.family), example.values(), **sizes)
+                cells[kind] = compatibility(
+                    examples.backbone(self.family),
+                    example.values(),
+                    spread=example.spread,
+                    learning_rate=example.learning_rate,
+                )
             except UnknownFamilyError as error:
                 cells[kind] = dict.fromkeys(CELLS, Cell("refused", str(error)))
         verdicts = [cell.verdict for row in cells.values() for cell in row.values()]
-        counts = {f"cells_{verdict.replace(' ', '_')}": verdicts.count(verdict) for verdict in VERDICTS}
-        return Measurement(Row(id=self.id, label=self.label, metrics=dict(counts)), {"cells": cells})
+        counts: dict[str, Any] = {}
+        for verdict in VERDICTS:
+            name = verdict.replace(" ", "_")
+            counts[f"cells_{name}"] = verdicts.count(verdict)
+        return Measurement(Row(id=self.id, label=self.label, metrics=counts), {"cells": cells})
 
 
 def run(options: Options) -> Results:
-    """Measure all cells; also writes the page `families.md`."""
-    study, tiny = Study(options), _test_module("tiny")
+    """Measure all cells; `python -m docs.generate` makes the tables of the page on families from the results."""
+    study = Study(options)
+    tiny = _test_module("tiny")
     families = QUICK if options.quick else (*tiny.FAMILIES, *tiny.MORE_FAMILY_CONFIGS)
     runs = [CompatibilityRun(id=family, label=family, family=family) for family in families]
     measured = study.execute(runs, "families")
+    wrong = sum(metric(measured[family], "cells_wrong") for family in families)
     rows = [measured[family].row for family in families]
-    wrong = sum(int(row.metrics["cells_wrong"]) for row in rows)  # type: ignore[call-overload]  # a number
-    mutations = list(json.loads((TESTS / "mutations" / "results.json").read_text(encoding="utf-8")).values())
-    caught = sum(mutation["caught"] for mutation in mutations)
-    counts = {"caught": caught, "missed": len(mutations) - caught}
-    rows.append(Row(id="mutations", label="mutations that the tests see", metrics=dict(counts)))
+    rows.append(_mutations())
+    # The same types as in results.json, for runs that were not read back.
     cells: Any = json.loads(json.dumps({family: measured[family].details["cells"] for family in families}))
-    aims = [aim("No cell is wrong.", "cells_wrong", 1, wrong)]
-    results = study.write("compatibility", rows, aims=aims, details={"cells": cells}, seeds=[0])
-    write_atomically(options.out / "families.md", page(cells).encode())
-    return results
+    return study.write(
+        "compatibility",
+        rows,
+        aims=[aim("No cell is wrong.", "cells_wrong", 1, wrong)],
+        details={"cells": cells},
+        seeds=[0],
+    )
 
 
-def page(cells: Mapping[str, Cells]) -> str:
-    """The page of the documentation: families by kinds, and the sentences of all refusals."""
-    template = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
-    encoders, sentences = _test_module("tiny").ALL_ENCODERS, list[str]()
-    decoding = [_line(family, row, sentences) for family, row in cells.items() if family not in encoders]
-    encoding = [_line(family, row, sentences) for family, row in cells.items() if family in encoders]
-    first = next(iter(cells.values()))
-    head = f"| family | {' | '.join(first)} |\n|{'---|' * (1 + len(first))}\n"
-    numbered = "\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, 1))
-    parts = {"decoders": head + "\n".join(decoding), "encoders": head + "\n".join(encoding), "sentences": numbered}
-    for name, text in parts.items():
-        template = template.replace(f"{{{name}}}", text)
-    return template
-
-
-def _line(family: str, row: Cells, sentences: list[str]) -> str:
-    """A row of the table; new sentences are added to those that are numbered."""
-    return f"| {family} | {' | '.join(_entry(cells, sentences) for cells in row.values())} |"
-
-
-def _entry(cells: Mapping[str, Sequence[str]], sentences: list[str]) -> str:
-    """`right`, or what is refused or wrong and the number of the sentence."""
-    other: dict[tuple[str, int], list[str]] = {}
-    for use, (verdict, sentence) in cells.items():
-        if verdict in ("refused", "wrong"):
-            if sentence not in sentences:
-                sentences.append(sentence)
-            other.setdefault((verdict, sentences.index(sentence) + 1), []).append(use)
-    applicable = sum(verdict != "not applicable" for verdict, _ in cells.values())
-    return (
-        "; ".join(
-            f"{verdict} [{number}]" if len(uses) == applicable else f"{', '.join(uses)} {verdict} [{number}]"
-            for (verdict, number), uses in other.items()
-        )
-        or "right"
+def _mutations() -> Row:
+    """Return the row of the mutations of the source code that the tests catch and miss."""
+    text = (TESTS / "mutations" / "results.json").read_text(encoding="utf-8")
+    caught = [mutation["caught"] for mutation in json.loads(text).values()]
+    return Row(
+        id="mutations",
+        label="mutations that the tests see",
+        metrics={"caught": caught.count(True), "missed": caught.count(False)},
     )
 
 
 def _test_module(name: str) -> Any:
-    """A module of the tests' folder."""
+    """Return a module of the tests' folder."""
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
     return __import__(name, fromlist=["*"])

@@ -1,4 +1,4 @@
-"""Keys, their values, expressions over two of them, and the sets that models are trained and tested on.
+"""Keys, their values, expressions over two of them, and the data sets of training and tests.
 
 The three sets of the paper:
 
@@ -34,9 +34,16 @@ from graftlm.data import Document
 from graftlm.errors import DataError
 
 Form = Literal["substitution", "scratchpad", "direct", "numeric", "recall"]
-SUBSTITUTE, COMPUTE, END = ">", "=", "\n"
-OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {"*": operator.mul, "+": operator.add, "-": operator.sub}
-_PAD, _NUMBER = "<|pad|>", "#"
+SUBSTITUTE = ">"
+COMPUTE = "="
+END = "\n"
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "*": operator.mul,
+    "+": operator.add,
+    "-": operator.sub,
+}
+_PAD = "<|pad|>"
+_NUMBER = "#"
 _TRIES = 1000
 
 
@@ -45,10 +52,10 @@ class World(Config):
 
     Args:
         keys: number of keys.
-        largest: values are the integers from 1 to this number, each as often as the others.
-        letters: length of a key.
+        largest: values are the integers from 1 to this number, all equally frequent.
+        letters: length of a key in letters.
         whole: an operand is one token, a key or `#012`; otherwise keys are letters, and numbers digits as in a result.
-        operations: the operations, each equally likely.
+        operations: the operations, all equally likely.
         held_in: share of the values whose keys the joint training data may contain.
     """
 
@@ -62,7 +69,7 @@ class World(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         names = len(ascii_lowercase) ** self.letters
-        if names < 2 * self.keys:  # half of the names are no keys
+        if names < 2 * self.keys:  # Half of the names remain for words that are not keys.
             raise ValueError(f"{self.keys} keys take {2 * self.keys} names, and there are {names}: allow more letters")
         return self
 
@@ -72,16 +79,19 @@ class World(Config):
         return len(str(self.largest))
 
     def result(self, value: int) -> str:
-        """The text of a result: its digits, ones first."""
-        return f"{value:0{self.digits}}"[::-1]
+        """Return the text of a result: its digits, ones first."""
+        text = f"{value:0{self.digits}}"
+        return text[::-1]
 
     def spelled(self, number: str) -> str:
-        """The text of an operand as that of a result."""
+        """Return the text of an operand in the form of a result."""
         return number[:0:-1] if self.whole else number
 
     def number(self, value: int) -> str:
-        """The text of an operand."""
-        return f"{_NUMBER}{value:0{self.digits}}" if self.whole else self.result(value)
+        """Return the text of an operand."""
+        if self.whole:
+            return f"{_NUMBER}{value:0{self.digits}}"
+        return self.result(value)
 
 
 @dataclass(frozen=True)
@@ -96,14 +106,16 @@ class Expression:
         return self.first + self.operation + self.second
 
     def in_order(self) -> Expression:
-        """The same expression with its operands sorted, if their order does not matter."""
-        swapped = self.operation in "+*" and self.first > self.second
-        return Expression(self.second, self.operation, self.first) if swapped else self
+        """Return the same expression with its operands sorted, if their order does not matter."""
+        commutative = self.operation in "+*"
+        if commutative and self.first > self.second:
+            return Expression(self.second, self.operation, self.first)
+        return self
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """All keys with their values; the joint training data may contain those held in."""
+    """All keys with their values; the joint training data may contain only the keys held in."""
 
     values: dict[str, int]
     held_in: tuple[str, ...]
@@ -119,32 +131,39 @@ class ArithmeticTask:
     result: str
 
     def prompt(self, form: Form) -> str:
-        """The prompt."""
-        end = {"substitution": SUBSTITUTE, "scratchpad": SUBSTITUTE, "recall": ""}.get(form, COMPUTE)
-        return f"{self.numbers if form == 'numeric' else self.keys}{end}"
+        """Return the prompt."""
+        if form == "numeric":
+            return f"{self.numbers}{COMPUTE}"
+        if form == "direct":
+            return f"{self.keys}{COMPUTE}"
+        if form == "recall":
+            return f"{self.keys}"
+        return f"{self.keys}{SUBSTITUTE}"
 
     def completion(self, form: Form) -> str:
-        """The right completion, without the end of the line."""
+        """Return the right completion, without the end of the line."""
         if form == "substitution":
             return f"{self.numbers}"
         if form == "recall":
             return self.numbers.second
-        return f"{self.numbers}{COMPUTE}{self.result}" if form == "scratchpad" else self.result
+        if form == "scratchpad":
+            return f"{self.numbers}{COMPUTE}{self.result}"
+        return self.result
 
     def document(self, form: Form) -> Document:
-        """Prompt and completion as a training document."""
+        """Return prompt and completion as a training document."""
         return Document(self.completion(form) + END, prompt=self.prompt(form))
 
     def expressions(self) -> set[Expression]:
-        """Over keys and over numbers, in order."""
+        """Return the expressions over keys and over numbers, with sorted operands."""
         return {self.keys.in_order(), self.numbers.in_order()}
 
 
 def make_pairs(world: World, seed: int) -> Pairs:
-    """Random keys and values; the keys of a share of the values are held in, evenly over the values.
+    """Return random keys and values; the keys of a share of the values are held in, evenly over the values.
 
-    No key held out has a value of one held in. A random share might contain few small values, of which all products are
-    made.
+    No key held out has the value of a key held in. A random share might contain few small values, of which all products
+    are made.
     """
     source = random.Random(f"pairs {seed}")
     names: dict[str, None] = {}
@@ -156,18 +175,28 @@ def make_pairs(world: World, seed: int) -> Pairs:
     count = round(world.held_in * world.largest)
     bounds = [index * world.largest // count for index in range(count + 1)]
     chosen = {source.randrange(start, end) + 1 for start, end in pairwise(bounds)}
-    held_in, held_out = (tuple(key for key in values if (values[key] in chosen) == is_in) for is_in in (True, False))
-    return Pairs(values, held_in, held_out)
+    return Pairs(
+        values=values,
+        held_in=tuple(key for key, value in values.items() if value in chosen),
+        held_out=tuple(key for key, value in values.items() if value not in chosen),
+    )
 
 
 def tasks(
-    world: World, pairs: Pairs, keys: Sequence[str], source: random.Random, without: Collection[Expression] = ()
+    world: World,
+    pairs: Pairs,
+    keys: Sequence[str],
+    source: random.Random,
+    without: Collection[Expression] = (),
 ) -> Iterator[ArithmeticTask]:
-    """An endless stream of tasks: any operation, any values whose result stays in range, any keys of these values.
+    """Yield tasks without end: any operation, any values whose result stays in range, any keys of these values.
 
     Args:
-        keys: the operands.
-        without: expressions in order, over keys or numbers, that no task has in any order.
+        world: form of keys, numbers and expressions.
+        pairs: all keys with their values.
+        keys: keys that may be operands.
+        source: source of random numbers.
+        without: expressions with sorted operands, over keys or numbers, that no task has in any order.
 
     Raises:
         DataError: the keys allow too few other expressions.
@@ -176,17 +205,26 @@ def tasks(
     for key in keys:
         by_value.setdefault(pairs.values[key], []).append(key)
     values = np.array([*by_value])
-    ranges = {name: _in_range(operation, values, world.largest) for name, operation in OPERATIONS.items()}
+    ranges = {}
+    for name, operation in OPERATIONS.items():
+        ranges[name] = _in_range(operation, values, world.largest)
     tries = 0
     while tries < _TRIES:
         tries += 1
-        operation = source.choice(world.operations)
-        if not len(ranges[operation]):
+        name = source.choice(world.operations)
+        in_range = ranges[name]
+        if not len(in_range):
             continue
-        a, b = (int(values[index]) for index in ranges[operation][source.randrange(len(ranges[operation]))])
-        over_keys = Expression(source.choice(by_value[a]), operation, source.choice(by_value[b]))
-        over_numbers = Expression(world.number(a), operation, world.number(b))
-        task = ArithmeticTask(over_keys, over_numbers, world.result(OPERATIONS[operation](a, b)))
+        first, second = in_range[source.randrange(len(in_range))]
+        a = int(values[first])
+        b = int(values[second])
+        key_of_a = source.choice(by_value[a])
+        key_of_b = source.choice(by_value[b])
+        task = ArithmeticTask(
+            keys=Expression(key_of_a, name, key_of_b),
+            numbers=Expression(world.number(a), name, world.number(b)),
+            result=world.result(OPERATIONS[name](a, b)),
+        )
         if not any(expression in without for expression in task.expressions()):
             yield task
             tries = 0
@@ -194,39 +232,50 @@ def tasks(
 
 
 def _in_range(operation: Callable[[Any, Any], Any], values: np.ndarray, largest: int) -> np.ndarray:
-    """(pairs, 2) all indices of two operands whose result is from 1 to the largest."""
+    """Return (pairs, 2) all indices of two operands whose result is from 1 to `largest`."""
     results = operation(values[:, None], values[None])
     return np.argwhere((results >= 1) & (results <= largest))
 
 
 def noise(world: World, source: random.Random, names: Container[str]) -> str:
-    """Irrelevant text before an expression: one over words that are no keys; they are shorter where keys are whole."""
+    """Return irrelevant text before an expression: an expression over words that are not keys.
+
+    The words are shorter than keys if keys are whole tokens.
+    """
     if world.whole:
-        first, second = (letters(source, max(1, world.letters - 1)) for _ in range(2))
+        length = max(1, world.letters - 1)
+        first = letters(source, length)
+        second = letters(source, length)
     else:
-        first, second = word(world, source, names), word(world, source, names)
-    return f"{Expression(first, source.choice(world.operations), second)}{SUBSTITUTE}"
+        first = word(world, source, names)
+        second = word(world, source, names)
+    expression = Expression(first, source.choice(world.operations), second)
+    return f"{expression}{SUBSTITUTE}"
 
 
 def word(world: World, source: random.Random, names: Container[str] = ()) -> str:
-    """A random word in the form of a key, not in `names`."""
-    while (name := letters(source, world.letters)) in names:
-        pass
-    return name
+    """Return a random word in the form of a key that is not in `names`."""
+    while True:
+        name = letters(source, world.letters)
+        if name not in names:
+            return name
 
 
 def letters(source: random.Random, count: int) -> str:
-    """Random letters."""
+    """Return random letters."""
     return "".join(source.choices(ascii_lowercase, k=count))
 
 
 def make_tokenizer(world: World, keys: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each character, and for each key and number where they are whole."""
-    numbers = [world.number(value) for value in range(1, world.largest + 1)]
-    characters = [END, *ascii_lowercase, *digits, *OPERATIONS, SUBSTITUTE, COMPUTE]
-    tokens = [_PAD, *characters, *([*sorted(keys), *numbers] if world.whole else [])]
-    tokenizer = Tokenizer(models.WordLevel({token: id_ for id_, token in enumerate(tokens)}, unk_token=_PAD))
-    whole = rf"{_NUMBER}[0-9]+|[a-z]{{{world.letters}}}|" if world.whole else ""
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}[\s\S]"), "isolated")
+    """Return a tokenizer with one token for each character, and for each key and number if they are whole."""
+    tokens = [_PAD, END, *ascii_lowercase, *digits, *OPERATIONS, SUBSTITUTE, COMPUTE]
+    pattern = r"[\s\S]"
+    if world.whole:
+        tokens += sorted(keys)
+        tokens += [world.number(value) for value in range(1, world.largest + 1)]
+        pattern = rf"{_NUMBER}[0-9]+|[a-z]{{{world.letters}}}|{pattern}"
+    vocabulary = {token: id_ for id_, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=_PAD)

@@ -11,63 +11,107 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
 
 from experiments.kv_arithmetic.data import COMPUTE, END, ArithmeticTask, Form
 from graftlm.evaluation.examples import generate_answers
 
-Answer = Callable[[Sequence[ArithmeticTask], Form], list[str]]  # gives an answer to each task in a form
+# Returns an answer to each task in a form.
+Answer = Callable[[Sequence[ArithmeticTask], Form], list[str]]
 Rival = Literal["pipeline", "mixture"]
-Scores = Callable[[Tensor, Tensor], Tensor]  # scores (B, V) of the next token, by ids and mask (B, T)
+# Returns scores (B, V) of the next token, given ids (B, T) and mask (B, T).
+Scores = Callable[[Tensor, Tensor], Tensor]
 
 
-def answers_of(model: Any, tokenizer: Any) -> Answer:
-    """The greedy answers of a model."""
+def answers_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """Return the greedy answers of a model."""
 
     def answer(tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
         prompts = [task.prompt(form) for task in tasks]
-        return generate_answers(
-            model, tokenizer, prompts, max_new_tokens=_longest(tasks, form, tokenizer), stop=(END,), batch_size=256
-        )
+        longest = _longest(tasks, form, tokenizer)
+        return _generate(model, tokenizer, prompts, longest)
 
     return answer
 
 
-def pipeline(m_a: Any, m_b: Any, tokenizer: Any) -> Answer:
-    """m_A writes the substitution as text, and m_B computes it; a direct answer leaves the substitution out."""
-    by_a, by_b = answers_of(m_a, tokenizer), answers_of(m_b, tokenizer)
+def pipeline(m_a: Any, m_b: Any, tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """Return answers of both models in turn: m_A writes the substitution as text, and m_B computes its result.
+
+    A direct answer leaves the substitution out.
+    """
+    answers_of_a = answers_of(m_a, tokenizer)
+    answers_of_b = answers_of(m_b, tokenizer)
 
     def answer(tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
         if form == "numeric":
-            return by_b(tasks, form)
-        prompts = [written + COMPUTE for written in by_a(tasks, "substitution")]
+            return answers_of_b(tasks, form)
+        prompts = [written + COMPUTE for written in answers_of_a(tasks, "substitution")]
         longest = _longest(tasks, "direct", tokenizer)
-        results = generate_answers(m_b, tokenizer, prompts, max_new_tokens=longest, stop=(END,), batch_size=256)
-        return results if form == "direct" else [a + b for a, b in zip(prompts, results, strict=True)]
+        results = _generate(m_b, tokenizer, prompts, longest)
+        if form == "direct":
+            return results
+        return [prompt + result for prompt, result in zip(prompts, results, strict=True)]
 
     return answer
 
 
-def mixture(m_a: Any, m_b: Any, tokenizer: Any, weight: float) -> Answer:
-    """Each token is the likeliest by both models' probabilities, m_A's with this weight."""
+def mixture(m_a: Any, m_b: Any, tokenizer: PreTrainedTokenizerBase, weight: float) -> Answer:
+    """Return greedy answers by a mixture of both models' probabilities.
+
+    Args:
+        m_a: the first model.
+        m_b: the second model.
+        tokenizer: tokenizer of both.
+        weight: weight of m_A.
+    """
+
+    def probabilities(model: Any, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits
+        return logits_BTV[:, -1].softmax(-1)
 
     def scores(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        a_BV, b_BV = (m(input_ids=ids_BT, attention_mask=mask_BT).logits[:, -1].softmax(-1) for m in (m_a, m_b))
+        a_BV = probabilities(m_a, ids_BT, mask_BT)
+        b_BV = probabilities(m_b, ids_BT, mask_BT)
         return weight * a_BV + (1 - weight) * b_BV
 
-    return lambda tasks, form: _greedy(scores, tasks, form, tokenizer)
+    def answer(tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
+        return _greedy(scores, tasks, form, tokenizer)
+
+    return answer
 
 
-def _longest(tasks: Sequence[ArithmeticTask], form: Form, tokenizer: Any) -> int:
-    return max(len(tokenizer.tokenize(task.completion(form))) for task in tasks) + len(END)
+def _generate(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[str], longest: int) -> list[str]:
+    return generate_answers(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=longest,
+        stop=(END,),
+        batch_size=256,
+    )
 
 
-def _greedy(scores: Scores, tasks: Sequence[ArithmeticTask], form: Form, tokenizer: Any) -> list[str]:
+def _longest(tasks: Sequence[ArithmeticTask], form: Form, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens of the longest completion, with its end."""
+    lengths = [len(tokenizer.tokenize(task.completion(form))) for task in tasks]
+    return max(lengths) + len(END)
+
+
+def _greedy(
+    scores: Scores,
+    tasks: Sequence[ArithmeticTask],
+    form: Form,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
     prompts = [task.prompt(form) for task in tasks]
-    read = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-    ids_BT, mask_BT = read["input_ids"], read["attention_mask"]
+    encoded = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+    ids_BT = encoded["input_ids"]
+    mask_BT = encoded["attention_mask"]
     start = ids_BT.shape[1]
     with torch.inference_mode():
         for _ in range(_longest(tasks, form, tokenizer)):
             best_B1 = scores(ids_BT, mask_BT).argmax(-1, keepdim=True)
-            ids_BT, mask_BT = torch.cat([ids_BT, best_B1], 1), functional.pad(mask_BT, (0, 1), value=1)
-    return [text.split(END, 1)[0] for text in tokenizer.batch_decode(ids_BT[:, start:])]
+            ids_BT = torch.cat([ids_BT, best_B1], 1)
+            mask_BT = functional.pad(mask_BT, (0, 1), value=1)
+    texts = tokenizer.batch_decode(ids_BT[:, start:])
+    return [text.split(END, 1)[0] for text in texts]

@@ -1,7 +1,7 @@
-"""Table 1 of the composition paper from nothing: two models made here, composed on a fifth of the keys.
+"""Table 1 of the composition paper: two models that are trained here, composed on a fifth of the keys.
 
-Every trained row sees the same D_C for the same number of steps, at a rate from a search of as many settings as any
-other row's, on validation expressions with the first seed.
+Every trained row reads the same D_C for the same number of steps, at a rate that a search chose on validation
+expressions with the first seed. The search has the same number of settings for every row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import Field
 from experiments import Options
 from experiments.kv_arithmetic.data import World
 from experiments.kv_arithmetic.runs import Exam, JointData, KvArithmeticRun, ModelShape, ParentRun, Role, TrainingLength
-from experiments.study import Measurements, Study, aim, bars, combined_row, metric, numbers_of, published
+from experiments.study import Measurements, Study, aim, all_runs, bars, combined_row, metric, numbers_of, published
 from graftlm.config import Config
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
 from graftlm.files.digests import digest
@@ -32,12 +32,19 @@ LABELS = {
     "lora": "LoRA on m_B",
     "random_m_a": "random m_A",
 }
-RATES: tuple[dict[str, Any], ...] = tuple({"rate": rate} for rate in (1e-3, 3e-3, 1e-2))
-# What the search tries for each row that has settings.
-SEARCHED = dict.fromkeys(("composition", "lora", "random_m_a"), RATES) | {
-    "probability_mixture": tuple({"weight": weight} for weight in (0.25, 0.5, 0.75))
+RATES = ({"rate": 1e-3}, {"rate": 3e-3}, {"rate": 1e-2})
+WEIGHTS = ({"weight": 0.25}, {"weight": 0.5}, {"weight": 0.75})
+# Settings of the search, by row.
+SEARCHED: dict[str, tuple[dict[str, float], ...]] = {
+    "composition": RATES,
+    "lora": RATES,
+    "random_m_a": RATES,
+    "probability_mixture": WEIGHTS,
 }
-RIVALS = {"pipeline": "pipeline", "probability_mixture": "mixture"}
+RIVALS = {
+    "pipeline": "pipeline",
+    "probability_mixture": "mixture",
+}
 GRAFT: dict[str, Any] = {"norm": "pre", "positions": "local"}
 COMPARED = ("kv_math_held_out", "kv_math_direct_held_out")
 SHOWN = {
@@ -54,7 +61,20 @@ kv_math_direct_held_out; and *scratchpad*, where the answer puts the values in a
 
 
 class KvArithmeticSize(Config):
-    """Sizes and lengths."""
+    """Sizes and lengths of the experiment.
+
+    Args:
+        world: form of keys, numbers and expressions.
+        exam: numbers of tested expressions.
+        memory: length of m_A's training.
+        arithmetic: length of m_B's training.
+        joint: length of the training on D_C.
+        data: content of D_C.
+        m_a: shape of m_A.
+        m_b: shape of m_B.
+        pairs: layers of m_A and m_B that the composition connects.
+        lora_rank: rank of LoRA.
+    """
 
     world: World = Field(default_factory=World)
     exam: Exam = Field(default_factory=Exam)
@@ -85,9 +105,13 @@ QUICK = KvArithmeticSize(
 class KvArithmeticStudy(Study):
     """The runs of the experiment.
 
+    Args:
+        options: options of the experiment.
+        size: sizes and lengths.
+
     Attributes:
-        parents: the models that rows depend on, by run id.
-        settings: what the search chose, by row.
+        parents: runs of the models that rows depend on, by run id.
+        settings: setting that the search chose, by row.
     """
 
     def __init__(self, options: Options, size: KvArithmeticSize | None = None) -> None:
@@ -101,33 +125,54 @@ class KvArithmeticStudy(Study):
 
     def search(self) -> None:
         """Choose every row's setting on validation expressions."""
-        tried: dict[str, dict[str, tuple[KvArithmeticRun, dict[str, Any]]]] = {}
-        for row, settings in SEARCHED.items():
-            for number, setting in enumerate(settings):
+        candidates: dict[str, list[KvArithmeticRun]] = {}
+        settings: dict[str, dict[str, float]] = {}
+        for row, settings_of_row in SEARCHED.items():
+            candidates[row] = []
+            for number, setting in enumerate(settings_of_row):
                 fields: dict[str, Any] = {"validation": True, **setting}
                 run = self.row_run(row, self.seeds[0], f"search-{row}-{number}", **fields)
-                tried.setdefault(row, {})[run.id] = run, setting
-        candidates = {row: [run for run, _ in by_id.values()] for row, by_id in tried.items()}
+                candidates[row].append(run)
+                settings[run.id] = setting
         chosen = self.choose(candidates, ("wrong_scratchpad", "wrong_direct"), "the settings")
-        self.settings = {row: tried[row][run.id][1] for row, run in chosen.items()}
+        self.settings = {row: settings[run.id] for row, run in chosen.items()}
 
     def parent(self, role: Role, seed: int, **changes: Any) -> ParentRun:
-        """One of the models that rows depend on; `changes` are other fields of the run."""
+        """Return the run of a model that rows depend on; `changes` has further fields of the run."""
         size = self.size
         computes = role == "arithmetic"
-        fields: dict[str, Any] = {"world": size.world, "exam": size.exam} | changes
-        fields = {"shape": size.m_b if computes else size.m_a} | fields
-        length = size.arithmetic if computes else size.memory
-        run = ParentRun(id="parent", role=role, length=length, seed=seed, **fields)
+        fields: dict[str, Any] = {
+            "world": size.world,
+            "exam": size.exam,
+            "shape": size.m_b if computes else size.m_a,
+            "length": size.arithmetic if computes else size.memory,
+            **changes,
+        }
+        run = ParentRun(id="parent", role=role, seed=seed, **fields)
         name = f"parent-{role}-s{seed}-{digest(run.settings())[:8]}"
         return self.parents.setdefault(name, run.model_copy(update={"id": name}))
 
     def row_run(self, row: str, seed: int, name: str = "", **changes: Any) -> KvArithmeticRun:
-        """A row for one seed; `changes` are other fields of the run."""
+        """Return the run of a row with one seed.
+
+        Args:
+            row: name of the row.
+            seed: seed of the run.
+            name: prefix of the run's id; by default the row's name.
+            changes: other fields of the run.
+        """
         size = self.size
-        fields: dict[str, Any] = {"world": size.world, "exam": size.exam, "joint": size.data, "length": size.joint}
-        fields |= {"id": f"{name or row}_s{seed}", "label": LABELS[row], "seed": seed}
-        fields |= self.settings.get(row, {}) | changes
+        fields: dict[str, Any] = {
+            "id": f"{name or row}_s{seed}",
+            "label": LABELS[row],
+            "world": size.world,
+            "exam": size.exam,
+            "joint": size.data,
+            "length": size.joint,
+            "seed": seed,
+            **self.settings.get(row, {}),
+            **changes,
+        }
         roles: list[Role] = ["memory" if row == "m_a" else "arithmetic"]
         if row in RIVALS:
             roles.append("memory")
@@ -136,8 +181,13 @@ class KvArithmeticStudy(Study):
             fields["graft"] = {"kind": "lora", "rank": size.lora_rank}
         elif row in SEARCHED:
             roles.append("random" if row == "random_m_a" else "memory")
-            fields["graft"] = {"kind": "composition", "augmenting": {"pairs": size.pairs}} | GRAFT
-        return KvArithmeticRun(depends_on=tuple(self.parent(role, seed).id for role in roles), **fields)
+            fields["graft"] = {
+                "kind": "composition",
+                "augmenting": {"pairs": size.pairs},
+                **GRAFT,
+            }
+        parents = tuple(self.parent(role, seed).id for role in roles)
+        return KvArithmeticRun(depends_on=parents, **fields)
 
 
 def run(options: Options) -> Results:
@@ -146,33 +196,44 @@ def run(options: Options) -> Results:
     study = KvArithmeticStudy(options)
     study.search()
     by_seed = {row: [study.row_run(row, seed) for seed in study.seeds] for row in LABELS}
-    study.execute([run for runs in by_seed.values() for run in runs], NAME)
-    rows = [
-        combined_row(name, LABELS[name], [study.measured[run.id].row.metrics for run in runs])
-        for name, runs in by_seed.items()
-    ]
-    plots = {"accuracy": bars(rows, SHOWN, "right answers, %")}
-    details = {"wall_s": study.seconds} | study.evidence(by_seed) | _details(study, by_seed)
-    details["differences"] = differences(study, by_seed)
-    paper = published(__file__, {row.id for row in rows})
-    results = study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
+    study.execute(all_runs(by_seed), NAME)
+    rows = []
+    for name, runs in by_seed.items():
+        metrics = [study.measured[run.id].row.metrics for run in runs]
+        rows.append(combined_row(name, LABELS[name], metrics))
+    details = {
+        "wall_s": study.seconds,
+        **study.evidence(by_seed),
+        **_details(study, by_seed),
+        "differences": differences(study, by_seed),
+    }
+    results = study.write(
+        NAME,
+        rows,
+        aims=aims(rows),
+        paper=published(__file__, {row.id for row in rows}),
+        details=details,
+        plots={"accuracy": bars(rows, SHOWN, "right answers, %")},
+    )
     report = options.out / "report.md"
-    write_atomically(report, f"{report.read_text(encoding='utf-8')}\n{FORMS}\n".encode())
+    text = report.read_text(encoding="utf-8")
+    write_atomically(report, f"{text}\n{FORMS}\n".encode())
     return results
 
 
 def differences(study: KvArithmeticStudy, by_seed: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Paired differences of the composition over every other row, in points: mean and interval over seeds."""
-    return {
-        f"composition - {other}": {
-            name: combine_seeds(
-                [_points(study, run, name) - _points(study, rival, name) for run, rival in pairs]
-            ).model_dump()
-            for name in COMPARED
-        }
-        for other in LABELS.keys() - {"composition"}
-        for pairs in [list(zip(by_seed["composition"], by_seed[other], strict=True))]
-    }
+    """Return paired differences of the composition over every other row, in points: mean and interval over seeds."""
+    compared: dict[str, Any] = {}
+    for other in LABELS:
+        if other == "composition":
+            continue
+        compared[f"composition - {other}"] = {}
+        for name in COMPARED:
+            values = []
+            for run, rival in zip(by_seed["composition"], by_seed[other], strict=True):
+                values.append(_points(study, run, name) - _points(study, rival, name))
+            compared[f"composition - {other}"][name] = combine_seeds(values).model_dump()
+    return compared
 
 
 def _points(study: KvArithmeticStudy, run: Run, name: str) -> float:
@@ -180,31 +241,45 @@ def _points(study: KvArithmeticStudy, run: Run, name: str) -> float:
 
 
 def aims(rows: Sequence[Row]) -> list[Aim]:
-    """The paper's figure for direct answers, the pipeline's less 2 for the others, and controls that stay low."""
+    """Return the aims: the paper's figure for direct answers, the pipeline's less 2 for others, and low controls."""
     values = numbers_of(rows)
     if not LABELS.keys() <= values.keys():
         return []
-    composed, direct = values["composition"], COMPARED[1]
-    return [
-        aim("composition, direct: at least the paper's", direct, 84.3, composed[direct], operator.ge),
+    scratchpad, direct = COMPARED
+    composed = values["composition"]
+    shown = [
         aim(
-            "composition, scratchpad: at least the pipeline's less 2",
-            COMPARED[0],
-            values["pipeline"][COMPARED[0]] - 2,
-            composed[COMPARED[0]],
+            "composition, direct: at least the paper's",
+            direct,
+            84.3,
+            composed[direct],
             operator.ge,
         ),
-        *(
-            aim(f"{LABELS[row]}: under 5%", name, 5.0, values[row][name])
-            for row in ("m_a", "m_b", "lora", "random_m_a")
-            for name in COMPARED
+        aim(
+            "composition, scratchpad: at least the pipeline's less 2",
+            scratchpad,
+            values["pipeline"][scratchpad] - 2,
+            composed[scratchpad],
+            operator.ge,
         ),
     ]
+    for row in ("m_a", "m_b", "lora", "random_m_a"):
+        text = f"{LABELS[row]}: under 5%"
+        shown.extend(aim(text, name, 5.0, values[row][name]) for name in COMPARED)
+    return shown
 
 
 def _details(study: KvArithmeticStudy, by_seed: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    firsts = {row: study.measured[runs[0].id].details for row, runs in by_seed.items()}
-    return {"size": study.size.model_dump(mode="json"), "settings": study.settings} | {
-        name: {row: details[key] for row, details in firsts.items() if key in details}
-        for name, key in (("costs", "cost"), ("operations", "operations"), ("losses", "losses"))
+    details: dict[str, Any] = {
+        "size": study.size.model_dump(mode="json"),
+        "settings": study.settings,
+        "costs": {},
+        "operations": {},
+        "losses": {},
     }
+    for row, runs in by_seed.items():
+        first = study.measured[runs[0].id].details
+        for name, key in (("costs", "cost"), ("operations", "operations"), ("losses", "losses")):
+            if key in first:
+                details[name][row] = first[key]
+    return details

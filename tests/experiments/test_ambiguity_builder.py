@@ -69,6 +69,7 @@ def test_a_plural_form_says_nothing_where_several_may_be_meant(other: tuple[str,
     assert reasons(found)[SHARED] >= 1
 
 
+@pytest.mark.slow
 def test_a_form_of_one_person_needs_nothing_more() -> None:
     around = ("I wrote to all of you.", "Os he escrito.")
     assert labels(built("es", "formality", ("Are you sure?", "¿Está usted segura?"), around))[0] == "formal"

@@ -126,6 +126,7 @@ def own(name: str, code: str) -> str:
     return f"{name}={sys.executable} -c {shlex.quote(code)}"
 
 
+@pytest.mark.slow
 def test_scorers_of_the_user_add_metrics(data: Path, tmp_path: Path) -> None:
     results = reproduce("clarify", options(data, tmp_path, scorers=(own("length", LENGTH),)))
     metrics_of = results.row("scripted-intercpt").metrics
@@ -165,6 +166,7 @@ def test_scorers_that_do_not_score(written: str, kind: type[Exception], named: s
     assert named in str(error.value)
 
 
+@pytest.mark.slow
 def test_specialists_and_users(data: Path, tmp_path: Path) -> None:
     results = reproduce("clarify", options(data, tmp_path, "4.2", "4.4", "4.5", models=("one", "two"), quick=True))
     ids = [row.id for row in results.rows]

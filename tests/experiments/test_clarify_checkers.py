@@ -70,11 +70,13 @@ IT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language", "text", "source", "label"), FORMALITY)
 def test_formality(language: str, text: str, source: str | None, label: str | None) -> None:
     assert checker("formality", language).check(text, source).label == label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language", "text", "label"), GENDER)
 def test_gender_of_persons(language: str, text: str, label: str | None) -> None:
     assert checker("gender", language).check(text).label == label
@@ -193,6 +195,7 @@ def test_tables_compile_and_state_their_method(kind: str, language: str) -> None
     assert all(table.words_of(name) for name in table.lists)
 
 
+@pytest.mark.slow
 @given(text=st.text(alphabet="aeilrsßéñ SIEdutoyMとます。?!.,'’-“\u2028"), source=st.none() | st.text(max_size=8))
 def test_any_text_has_a_result(text: str, source: str | None) -> None:
     for kind, language in ALL:

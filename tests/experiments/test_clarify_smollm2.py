@@ -94,6 +94,7 @@ def test_pronouns_change_their_gender() -> None:
 PARTS = ("test", "clear", "dev", "dev_clear")
 
 
+@pytest.mark.slow
 def test_no_dev_or_training_text_is_tested(folder: Path) -> None:
     pairs = list(build_pairs(folder, dict.fromkeys(PARTS, 9)))
     text = {part: {p["told"]["nothing"].split("\n")[0] for p in pairs if p["part"] == part} for part in PARTS}
@@ -153,6 +154,7 @@ def test_a_gain_that_the_answers_keep_is_calibrated() -> None:
     assert value_of(found["f1_always"]) < 100.0
 
 
+@pytest.mark.slow
 def test_a_quick_run_has_every_row(folder: Path, tiny_backbone, tmp_path: Path) -> None:
     model = tmp_path / "chat-model"
     shutil.copytree(tiny_backbone("llama"), model)

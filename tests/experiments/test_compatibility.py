@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import app
 from experiments.compatibility.cells import CELLS
-from experiments.compatibility.run import QUICK, page
+from experiments.compatibility.run import QUICK
 from graftlm.evaluation import Results
 from graftlm.grafts import kinds
 from mutations.table import MUTATIONS
@@ -18,11 +18,6 @@ from tiny import FAMILIES, MORE_FAMILY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments" / "compatibility"
-
-
-def test_the_page_is_that_of_the_results() -> None:
-    cells = Results.read(FOLDER).details["cells"]
-    assert (ROOT / "docs" / "families.md").read_text(encoding="utf-8") == page(cells)  # type: ignore[arg-type]
 
 
 def test_every_family_and_kind_has_its_cells_and_none_is_wrong() -> None:

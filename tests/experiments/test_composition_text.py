@@ -141,10 +141,12 @@ def test_the_committed_results_are_of_this_form() -> None:
 def test_mistakes(tmp_path: Path) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out")
     for name in ("composition-language", "composition-code"):
-        with pytest.raises(DataError, match=r"lacks lm_text/eltec_eng.jsonl: pass --data"):
+        with pytest.raises(DataError) as missing:
             reproduce(name, options)
-        with pytest.raises(RecipeError, match="There is no table '3'"):
+        assert "lm_text/eltec_eng.jsonl" in str(missing.value)
+        with pytest.raises(RecipeError) as unknown:
             reproduce(name, options.model_copy(update={"tables": ("3",)}))
+        assert "'3'" in str(unknown.value)
 
 
 def test_a_finished_model_is_found_again(tmp_path: Path, tiny_backbone) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import Options, kv_arithmetic, reproduce
-from experiments.kv_arithmetic.data import Pairs, World, make_pairs, make_tokenizer, tasks
+from experiments.kv_arithmetic.data import ArithmeticTask, Pairs, World, make_pairs, make_tokenizer, tasks
 from experiments.kv_arithmetic.run import QUICK, KvArithmeticStudy
 from experiments.kv_arithmetic.runs import (
     METRICS,
@@ -56,7 +57,8 @@ def test_values_are_even_and_keys_are_held_in_or_out(world: World, seed: int) ->
     assert max(counts.values()) - min(counts.values()) <= 1
     assert {len(key) for key in pairs.values} == {world.letters}
     assert sorted((*pairs.held_in, *pairs.held_out)) == sorted(pairs.values)
-    within, outside = ({pairs.values[key] for key in keys} for keys in (pairs.held_in, pairs.held_out))
+    within = {pairs.values[key] for key in pairs.held_in}
+    outside = {pairs.values[key] for key in pairs.held_out}
     assert not within & outside
     assert len(within) == round(world.held_in * world.largest)
     assert make_pairs(world, seed) == pairs
@@ -66,25 +68,29 @@ def test_values_are_even_and_keys_are_held_in_or_out(world: World, seed: int) ->
 def test_results_are_those_of_python(world: World, seed: int) -> None:
     pairs = make_pairs(world, seed)
     for task in islice(tasks(world, pairs, tuple(pairs.values), random.Random(seed)), 20):
-        a, b = pairs.values[task.keys.first], pairs.values[task.keys.second]
+        a = pairs.values[task.keys.first]
+        b = pairs.values[task.keys.second]
         assert int(task.result[::-1]) == eval(f"{a}{task.keys.operation}{b}")
-        written = [task.numbers.first, task.numbers.second]
-        assert [int(text[1:] if world.whole else text[::-1]) for text in written] == [a, b]
-        assert [int(world.spelled(text)[::-1]) for text in written] == [a, b]
+        for text, value in ((task.numbers.first, a), (task.numbers.second, b)):
+            digits = text[1:] if world.whole else text[::-1]
+            assert int(digits) == value
+            assert int(world.spelled(text)[::-1]) == value
         assert task.keys.operation == task.numbers.operation
-        assert result(task.completion("scratchpad")) == task.result == task.completion("direct")
-        assert substituted(task.completion("scratchpad")) == task.completion("substitution") == str(task.numbers)
+        scratchpad = task.completion("scratchpad")
+        assert result(scratchpad) == task.result == task.completion("direct")
+        assert substituted(scratchpad) == task.completion("substitution") == str(task.numbers)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8, unique=True), SEEDS)
 def test_operands_are_as_likely_as_by_drawing_and_trying_again(values: list[int], seed: int) -> None:
     world = World(keys=60, largest=60, letters=2)
     pairs = Pairs({str(value): value for value in values}, (), ())
-    allowed = {
-        operation: [(a, b) for a in values for b in values if 1 <= eval(f"{a}{operation}{b}") <= world.largest]
-        for operation in "+-*"
-    }
-    allowed = {operation: operands for operation, operands in allowed.items() if operands}
+    allowed = {}
+    for operation in "+-*":
+        operands = [(a, b) for a in values for b in values if 1 <= eval(f"{a}{operation}{b}") <= world.largest]
+        if operands:
+            allowed[operation] = operands
     if not allowed:
         with pytest.raises(DataError):
             next(tasks(world, pairs, tuple(pairs.values), random.Random(seed)))
@@ -104,12 +110,19 @@ def test_operands_are_as_likely_as_by_drawing_and_trying_again(values: list[int]
 
 
 def values_in(text: str) -> set[tuple[int, str, int]]:
-    """Every numeric expression of a text as numbers, the smaller operand first where the order does not matter."""
-    matches = re.findall(r"#(\d+)([-+*])[a-z]*#(\d+)", text)
-    ordered = ((int(a), operation, int(b)) for a, operation, b in matches)
-    return {(b, operation, a) if operation != "-" and b < a else (a, operation, b) for a, operation, b in ordered}
+    """Return every numeric expression of a text, with the smaller operand first if the order does not matter."""
+    values = set()
+    for first, operation, second in re.findall(r"#(\d+)([-+*])[a-z]*#(\d+)", text):
+        a = int(first)
+        b = int(second)
+        if operation != "-" and b < a:
+            values.add((b, operation, a))
+        else:
+            values.add((a, operation, b))
+    return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_numeric_expression_of_a_test_is_trained_on_in_any_order(seed: int) -> None:
     real = KvArithmeticStudy(Options(data=Path(), out=Path(), seeds=(seed,)))
@@ -118,11 +131,15 @@ def test_no_numeric_expression_of_a_test_is_trained_on_in_any_order(seed: int) -
     asked = [*questions.held_in, *questions.held_out, *questions.validation]
     tested = [number for task in asked for number in values_in(str(task.numbers))]
     assert len(set(tested)) == len(tested) == 600, "validation and tests share no expression either"
-    memory, arithmetic = (real.parent(role, seed) for role in ("memory", "arithmetic"))
+    streams = (
+        (documents(real.parent("memory", seed)), 5_000),
+        (documents(real.parent("arithmetic", seed)), 20_000),
+        (joint_documents(run), 10_000),
+    )
     seen: set[tuple[int, str, int]] = set()
-    for stream, count in ((documents(memory), 5_000), (documents(arithmetic), 20_000), (joint_documents(run), 10_000)):
+    for stream, count in streams:
         for document in islice(stream, count):
-            seen |= values_in(document.full_text)
+            seen.update(values_in(document.full_text))
     assert len(seen) > 10_000
     assert not seen & set(tested)
     assert any(operation == "*" and a > 9 for a, operation, _ in seen)
@@ -135,15 +152,17 @@ def test_joint_data_name_no_key_held_out_and_no_expression_that_is_tested(seed: 
     pairs, questions = run.questions()
     asked = (*questions.held_in, *questions.held_out, *questions.validation)
     tested = {str(task.keys) for task in asked}
+    tested_values = {value for task in asked for value in values_in(str(task.numbers))}
     for document in islice(joint_documents(run), 40):
         assert not any(key in document.full_text for key in pairs.held_out)
         assert document.prompt[:-1] not in tested
-        assert not values_in(document.full_text) & set().union(*(values_in(str(task.numbers)) for task in asked))
+        assert not values_in(document.full_text) & tested_values
 
 
 @given(SEEDS)
 def test_parents_know_nothing_of_each_other(seed: int) -> None:
-    memory, arithmetic = (study(seed).parent(role, seed) for role in ("memory", "arithmetic"))
+    memory = study(seed).parent("memory", seed)
+    arithmetic = study(seed).parent("arithmetic", seed)
     pairs = make_pairs(memory.world, seed)
     for document in islice(documents(memory), 40):
         assert "=" not in document.full_text
@@ -156,29 +175,30 @@ def test_parents_know_nothing_of_each_other(seed: int) -> None:
 def test_questions_are_all_different(world: World, seed: int) -> None:
     pairs = make_pairs(world, seed)
     asked = make_exam(world, pairs, Exam(expressions=4, held_in=4, validation=3), seed)
-    tested, validated = (
-        {key for task in part for key in (task.keys.first, task.keys.second)}
-        for part in (asked.held_out, asked.validation)
-    )
-    assert not tested & validated
+
+    def keys_of(part: Iterable[ArithmeticTask]) -> set[str]:
+        return {key for task in part for key in (task.keys.first, task.keys.second)}
+
+    assert not keys_of(asked.held_out) & keys_of(asked.validation)
     assert [len(asked.held_in), len(asked.held_out), len(asked.validation)] == [4, 4, 3]
     assert len({task.keys for task in (*asked.held_in, *asked.held_out, *asked.validation)}) == 11
-    assert {key for task in asked.held_in for key in (task.keys.first, task.keys.second)} <= set(pairs.held_in)
-    outside = {key for task in (*asked.held_out, *asked.validation) for key in (task.keys.first, task.keys.second)}
-    assert outside <= set(pairs.held_out)
+    assert keys_of(asked.held_in) <= set(pairs.held_in)
+    assert keys_of(asked.held_out) <= set(pairs.held_out)
+    assert keys_of(asked.validation) <= set(pairs.held_out)
 
 
 def test_too_few_expressions_are_an_error() -> None:
     world = World(keys=10, largest=10, operations="+")
     pairs = make_pairs(world, 0)
     key = next(key for key, value in pairs.values.items() if value == 10)
-    with pytest.raises(DataError, match="1 keys allow too few expressions: use more keys, or fewer tasks"):
+    with pytest.raises(DataError):
         next(tasks(world, pairs, [key], random.Random(0)))
 
 
 def test_worlds_that_cannot_be() -> None:
-    with pytest.raises(RecipeError, match="2000 keys take 4000 names, and there are 676: allow more letters"):
+    with pytest.raises(RecipeError) as error:
         World.parse({"letters": 2})
+    assert "676" in str(error.value), "the number of names"
 
 
 def test_a_character_is_a_token_and_every_example_stays_whole() -> None:
@@ -226,5 +246,6 @@ def test_the_committed_results_are_of_this_form() -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="There is no table 'join' in this experiment"):
+    with pytest.raises(RecipeError) as error:
         reproduce("kv-arithmetic", Options(data=tmp_path, out=tmp_path / "out", tables=("join",)))
+    assert "'join'" in str(error.value)

@@ -65,7 +65,8 @@ def test_no_pair_of_a_test_is_in_training() -> None:
         positions = np.argwhere(answers)
         return {(int(ids[row, at - 1]), int(ids[row, at])) for row, at in positions}
 
-    trained, tested = pairs("train-64"), pairs("test")
+    trained = pairs("train-64")
+    tested = pairs("test")
     assert not trained & tested
     assert (len(trained), len(tested)) == (16 * 14, 16 * 2)
     assert pairs("validation") == tested
@@ -79,7 +80,8 @@ def test_no_neighbours_of_a_tested_copy_are_in_training() -> None:
         copied = ids[answers].reshape(len(ids), task.pairs).tolist()
         return {pair for values in copied for pair in itertools.pairwise(values)}
 
-    trained, tested = neighbours("train-64"), neighbours("test")
+    trained = neighbours("train-64")
+    tested = neighbours("test")
     assert not trained & tested
     assert (len(trained), len(tested)) == (16 * 14, 16 * 2)
     assert neighbours("validation") == tested
@@ -99,7 +101,12 @@ def test_copies_are_in_order(seed: int) -> None:
 @given(SEEDS)
 def test_the_value_at_each_closing_bracket_is_that_of_python(seed: int) -> None:
     stream = expressions(np.random.default_rng(seed), 10, 120)
-    functions = {"[MAX": max, "[MIN": min, "[MED": lambda v: int(np.median(v)), "[SM": lambda v: sum(v) % 10}
+    functions = {
+        "[MAX": max,
+        "[MIN": min,
+        "[MED": lambda values: int(np.median(values)),
+        "[SM": lambda values: sum(values) % 10,
+    }
     for _ in range(3):
         ids = next(stream)
         assert 10 <= len(ids) <= 120
@@ -141,17 +148,19 @@ def test_splits_have_different_examples() -> None:
     assert np.array_equal(make_examples(task, 20, 0, "test").ids, splits["test"])
 
 
+@pytest.mark.slow
 def test_no_expression_of_a_test_is_in_training() -> None:
     """Some of the last stages, which alone have texts of 500 tokens and more; only so many are drawn."""
     task = FULL.tasks["listops"]
-    shorter = make_examples(task.model_copy(update={"length": 512, "shortest": 128}), 160, 0, "train-512").ids
-    assert not {tuple(row[row > 0]) for row in shorter} & {
-        tuple(row[row > 0]) for row in make_examples(task, 64, 0, "test").ids
-    }
+    shorter_task = task.model_copy(update={"length": 512, "shortest": 128})
+    shorter = make_examples(shorter_task, 160, 0, "train-512").ids
+    longer = make_examples(task, 64, 0, "test").ids
+    assert not {tuple(row[row > 0]) for row in shorter} & {tuple(row[row > 0]) for row in longer}
     trained = make_examples(task, 24, 0, f"train-{task.length}").ids.tolist()
-    tested = [row for split in ("validation", "test") for row in make_examples(task, 24, 0, split).ids.tolist()]
-    assert len({tuple(row) for row in [*trained, *tested]}) == 3 * 24
-    assert all(500 <= np.count_nonzero(row) < 2000 for row in tested)
+    validated = make_examples(task, 24, 0, "validation").ids.tolist()
+    tested = make_examples(task, 24, 0, "test").ids.tolist()
+    assert len({tuple(row) for row in [*trained, *validated, *tested]}) == 3 * 24
+    assert all(500 <= np.count_nonzero(row) < 2000 for row in [*validated, *tested])
 
 
 @pytest.mark.parametrize(("name", "split"), [("listops", "train"), ("listops", "test"), ("listops_last", "train")])
@@ -159,8 +168,10 @@ def test_labels_stand_at_closing_brackets_alone(name: str, split: str) -> None:
     task = MemoryTask.parse({"name": name, "length": 64, "window": 8, "shortest": 10})
     examples = make_examples(task, 6, 0, split)
     batch = Mixture({NEW: token_blocks(examples)}, {NEW: 1.0}, 6, 0).batch(0)
-    labels, closes = batch.labels != -100, batch.input_ids >= CLOSE_ID
-    last = closes & (closes.flip(1).cumsum(1).flip(1) == 1)
+    labels = batch.labels != -100
+    closes = batch.input_ids >= CLOSE_ID
+    closes_to_come = closes.flip(1).cumsum(1).flip(1)
+    last = closes & (closes_to_come == 1)
     assert bool((closes.sum(1) > 1).any())
     assert torch.equal(labels, closes if (name, split) == ("listops", "train") else last)
     assert torch.equal(batch.labels[labels], batch.input_ids[labels])
@@ -182,7 +193,8 @@ def test_a_model_does_not_see_the_values_that_it_is_asked_for() -> None:
             return model(input_ids=ids, attention_mask=mask).logits
 
     expected = logits(ids)
-    assert torch.equal(logits(torch.where(ids >= CLOSE_ID, CLOSE_ID + 9 - (ids - CLOSE_ID), ids)), expected)
+    other_values = torch.where(ids >= CLOSE_ID, CLOSE_ID + 9 - (ids - CLOSE_ID), ids)
+    assert torch.equal(logits(other_values), expected)
     changed = ids.clone()
     changed[:, 5] = torch.where(ids[:, 5] == DIGIT_ID, DIGIT_ID + 1, DIGIT_ID)
     different = (logits(changed) != expected)[..., CLOSE_ID:].any(-1)
@@ -205,7 +217,8 @@ class Oracle(torch.nn.Module):
 
     def __init__(self, ids: np.ndarray, wrong: int) -> None:
         super().__init__()
-        self.ids, self.wrong = torch.from_numpy(ids), wrong
+        self.ids = torch.from_numpy(ids)
+        self.wrong = wrong
 
     def forward(self, input_ids: torch.Tensor, **_: object) -> object:
         rows = torch.stack([self.ids[(self.ids == row).all(dim=1)][0] for row in input_ids])
@@ -220,21 +233,27 @@ def test_accuracy_counts_answers() -> None:
     assert accuracy(Oracle(examples.ids, 1), examples, 4) == 75.0  # one row of each batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", FULL.tasks)
 def test_rows_have_equal_size_and_one_difference(task: str) -> None:
     runs = [memory_run(FULL, row, task, 0, 1e-3) for row in rows_of(task)]
-    sizes, expected = [parameter_count(run.model) for run in runs], FULL.parameters_of.get(task, FULL.parameters)
-    assert all(abs(size / expected - 1) < (0.002 if task == "listops" else 0.02) for size in sizes)
+    expected = FULL.parameters_of.get(task, FULL.parameters)
+    tolerance = 0.002 if task == "listops" else 0.02
+    for run in runs:
+        assert abs(parameter_count(run.model) / expected - 1) < tolerance
     runs = [run for row, run in zip(rows_of(task), runs, strict=True) if row not in PEERS]
     difference = {"intermediate_size", *(key for row in ROWS.values() for key in row)}
-    assert len({str({k: v for k, v in run.model.items() if k not in difference}) for run in runs}) == 1
-    last = [
-        run.model_copy(update={"task": run.task.model_copy(update={"name": FULL.tasks[task].name})}) for run in runs
-    ]
-    assert len({str(run.model_dump(exclude={"id", "label", "model"})) for run in last}) == 1
-    assert [run.id for run in runs if run.task.name == "listops_last"] == (
-        ["listops-listops_bst_s4_last_lr0.001_s0"] if task == "listops" else []
-    )
+    shared_models = set()
+    shared_fields = set()
+    for run in runs:
+        shared_models.add(str({key: value for key, value in run.model.items() if key not in difference}))
+        same_name = run.task.model_copy(update={"name": FULL.tasks[task].name})
+        renamed = run.model_copy(update={"task": same_name})
+        shared_fields.add(str(renamed.model_dump(exclude={"id", "label", "model"})))
+    assert len(shared_models) == 1
+    assert len(shared_fields) == 1
+    last = [run.id for run in runs if run.task.name == "listops_last"]
+    assert last == (["listops-listops_bst_s4_last_lr0.001_s0"] if task == "listops" else [])
 
 
 def test_the_thesis_model_has_four_block_state_layers_and_two_of_s4_on_top() -> None:
@@ -247,8 +266,9 @@ def test_the_thesis_model_has_four_block_state_layers_and_two_of_s4_on_top() -> 
 
 def test_a_row_with_too_many_parameters_is_refused() -> None:
     shape = QUICK.shape | {"vocab_size": 30, "window": 8}
-    with pytest.raises(RecipeError, match=r"The row slide has [\d,]+ parameters with the narrowest FFN, but 100 are"):
+    with pytest.raises(RecipeError) as error:
         model_config("slide", shape, 100)
+    assert "slide" in str(error.value)
 
 
 @pytest.mark.slow
@@ -274,8 +294,9 @@ def test_a_quick_run_has_every_row_and_is_cached(tmp_path: Path) -> None:
 def test_a_single_task_can_be_run(tmp_path: Path) -> None:
     options = Options(data=tmp_path, out=tmp_path / "out", quick=True, jobs=1, tables=("copy",))
     assert all("recall" not in row.metrics for row in reproduce("long-memory", options).rows)
-    with pytest.raises(RecipeError, match=r"There is no table 'recal' in this experiment \(did you mean recall\?\)"):
+    with pytest.raises(RecipeError) as error:
         reproduce("long-memory", options.model_copy(update={"tables": ("recal",)}))
+    assert "'recal'" in str(error.value)
 
 
 def test_the_committed_results_have_every_row() -> None:

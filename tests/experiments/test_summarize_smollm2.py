@@ -76,6 +76,7 @@ def test_a_near_copy_of_a_training_document_is_left_out() -> None:
     assert unlike([copy], []) == [copy]
 
 
+@pytest.mark.slow
 def test_shares_of_texts() -> None:
     milk = "Cats drink milk daily."
     document = {"id": "x", "abstract": [milk], "source": "cats drink milk daily and sleep"}

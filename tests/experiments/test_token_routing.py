@@ -46,6 +46,7 @@ def test_tokens_until_a_route_switches() -> None:
     assert half_nats([steady], [other])["nll_prose_half"] == 5
 
 
+@pytest.mark.slow
 def test_peft_methods_mix_the_same_experts(tmp_path: Path, tiny_backbone) -> None:
     folder = str(tiny_backbone("llama"))
     backbone = load_backbone(folder)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Call
-from graftlm.backbone.cache import JoinError, clone_cache, is_joinable, join
+from graftlm.backbone.cache_joining import JoinError, clone_cache, is_joinable, join
 from graftlm.errors import GraftError
 
 
@@ -153,7 +153,7 @@ class RowGroup:
             layers: number of layers of the backbone.
         """
         span = RowSpan(shared, slice(0, size))
-        views = [LayerView(span, index) for index in range(layers)]
+        views: list[Any] = [LayerView(span, index) for index in range(layers)]
         return cls(owner, size, RowGroupCache(layers=views), span)
 
     def replace_cache(self, cache: Cache) -> None:

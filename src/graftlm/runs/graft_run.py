@@ -21,9 +21,10 @@ from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, To
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.own_text import marked_ids, read_own_text
-from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, count_parameters
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.result_tables import format_metric
+from graftlm.evaluation.metric_text import format_metric
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config

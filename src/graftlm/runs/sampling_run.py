@@ -9,7 +9,7 @@ from accelerate import PartialState
 
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import SelfSourceConfig
-from graftlm.data.own_text import sample_own_text
+from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.evaluation import Row
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.digests import digest

@@ -19,17 +19,19 @@ from graftlm.backbone import Backbone, max_sequence_length
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data.labelled import LabelledConfig, Split, TaskRows, read_held_out_rows, read_training_rows, score_metric
-from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, Score, TaskBatch
+from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch
+from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
-from graftlm.evaluation.label_metrics import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.label_predictions import predictor
+from graftlm.evaluation.label_scores import TaskScore, TaskTestSet, measure_labelled, summary_metrics
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import write_atomically
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, HasHeads
-from graftlm.grafts.heads import TaskSpec, learnability, uncertainty
+from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.runs.graft_run import GRAFT_NAME, AnyGraft
 from graftlm.runs.run import RunContext, Trainee, TrainingRun
 from graftlm.store.artifact import save_graft
@@ -187,7 +189,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             rows: the training rows by task.
         """
         tasks = tasks_of(model.grafts[GRAFT_NAME])
-        score = row_scorer(model, list(tasks.values()), self.sampler.policy, self.training.precision)
+        score = row_scorer(model, list(tasks.values()), self.training.precision)
         return LabelledMixture(
             rows,
             self.encoder(model.backbone, self.truncation),
@@ -313,17 +315,15 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
 def row_scorer(
     model: nn.Module,
     specs: Sequence[TaskSpec],
-    policy: str = "uncertainty",
     precision: Precision = "fp32",
 ) -> Score:
-    """Return a function that scores rows by the model in evaluation mode, as a sampler policy does.
+    """Return a function that scores rows by the model's uncertainty in evaluation mode.
 
     The main process decides, so that all processes choose the same rows.
 
     Args:
         model: the model in training.
         specs: the tasks in the order of their numbers.
-        policy: the sampler's policy.
         precision: precision of the passes.
     """
     predict = predictor(model, precision)
@@ -333,8 +333,7 @@ def row_scorer(
         row_specs = [specs[number] for number in batch.task.tolist()]
         device = predictions[0].device
         with torch.no_grad():
-            function: Any = learnability if policy == "learnability" else uncertainty
-            scores = function(predictions, row_specs, batch.targets)
+            scores = uncertainty(predictions, row_specs, batch.targets)
             zero = torch.zeros((), device=device)
             values = torch.stack([zero if score is None else score.to(device) for score in scores])
         if PartialState().num_processes > 1:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone
-from graftlm.backbone.cache import BLOCK_TOKENS, Block, PrefixBlocks, as_cache, slots_of
+from graftlm.backbone.cache import slots_of
+from graftlm.backbone.prefix_blocks import BLOCK_TOKENS, Block, PrefixBlocks, as_cache
 from graftlm.backbone.prepack import pack_weights, unpack_weights
 from graftlm.errors import GraftError
 from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
@@ -141,7 +142,7 @@ class BatchingEngine(ThreadedEngine):
         return [*self._batches, self._begun]
 
     def _unwire_replaced(self) -> None:
-        """Disconnect graft sets that requests can't name any more, once their last row has left."""
+        """Disconnect graft sets that are no longer served, once their last row has left."""
         if not self._has_replaced:
             return
         self._has_replaced = False
@@ -233,7 +234,7 @@ class BatchingEngine(ThreadedEngine):
             self._start(batch, logits)
 
     def _handle_failed_prefill(self, requests: list[ScheduledRequest], error: Exception) -> None:
-        """End a single request, or read several again one by one, to find the request that fails."""
+        """End a single request, or read several requests again one at a time to find those that fail."""
         if len(requests) == 1:
             self._finish(requests[0], error)
             return

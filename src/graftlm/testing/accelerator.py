@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from graftlm.backbone import GenerationPrompt
-from graftlm.backbone.taps import COUNT_KEY
+from graftlm.backbone.token_count import COUNT_KEY
 from graftlm.grafted.model import GraftedModel
 from graftlm.testing.passes import pad_rows, positions_of, rows_of
 

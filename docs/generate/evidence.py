@@ -1,0 +1,108 @@
+"""Tables of evidence: claims with their estimates from `results.json`, and verdicts from `evidence.yaml`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from docs.generate.markdown import table
+from docs.generate.results_tables import load_results, show, value_at
+from graftlm.config import Config, read_yaml
+
+ROOT = Path(__file__).parents[2]
+CLAIMS = Path(__file__).with_name("evidence.yaml")
+HEAD = (
+    "claim (source)",
+    "our estimate against the best control [95%]",
+    "model, tokens, seeds, test",
+    "verdict",
+    "so use it when",
+)
+MOST_WORDS = 25
+_VALUE = re.compile(r"\{(?P<path>[^|{}]+)\|(?P<spec>[^{}]+)\}")
+
+
+class Claim(Config):
+    """A row of the tables of evidence.
+
+    Args:
+        results: Folder of the `results.json`, relative to the repository.
+        methods: Pages of methods that show the row.
+        front: Whether the front page shows the row.
+        claim: The claim, with its source.
+        estimate: Our estimate; `{PATH|FORMAT}` is a value of the results.
+        setting: Model, tokens, seeds and test.
+        verdict: The verdict.
+        cause: Why, in a few words.
+        use: When to use the method, or what was found.
+    """
+
+    results: str
+    methods: list[str] = Field(default_factory=list)
+    front: bool = False
+    claim: str
+    estimate: str
+    setting: str
+    verdict: Literal["reproduced", "not reproduced", "undecided"]
+    cause: str
+    use: str
+
+
+@cache
+def claims() -> Mapping[str, Claim]:
+    """Return the claims by their ids."""
+    return {name: Claim.parse(values, where=name) for name, values in read_yaml(CLAIMS).items()}
+
+
+def evidence_table(selection: str, page: Path) -> str:
+    """Return a table of evidence.
+
+    Args:
+        selection: `front`, `all`, or the name of a method's page.
+        page: The page that shows the table.
+    """
+    rows = [_row(claim, page) for claim in claims().values() if _is_chosen(claim, selection)]
+    if not rows:
+        raise ValueError(f"{page}: there is no claim for {selection!r}.")
+    return table(HEAD, rows)
+
+
+def _is_chosen(claim: Claim, selection: str) -> bool:
+    if selection == "front":
+        return claim.front
+    return selection == "all" or selection in claim.methods
+
+
+def _row(claim: Claim, page: Path) -> list[str]:
+    results = load_results(ROOT / claim.results)
+
+    def fill(value: re.Match[str]) -> str:
+        return show(value_at(results, value["path"]), value["spec"])
+
+    cells = [
+        claim.claim,
+        _VALUE.sub(fill, claim.estimate),
+        _VALUE.sub(fill, claim.setting),
+        f"**{claim.verdict}**: {_VALUE.sub(fill, claim.cause)}",
+        claim.use,
+    ]
+    for cell in cells:
+        if len(cell.split()) > MOST_WORDS:
+            raise ValueError(f"A cell of evidence has more than {MOST_WORDS} words: {cell}")
+    cells[2] += f" ([results]({_link(claim, page)}))"
+    return cells
+
+
+def _link(claim: Claim, page: Path) -> str:
+    """Return the link to the folder of the results, which a site can only reach on the web."""
+    folder = ROOT / claim.results
+    if (ROOT / "docs") in page.parents:
+        return f"https://github.com/graftlm/graftlm/tree/main/{claim.results}"
+    readme = folder / "README.md"
+    return os.path.relpath(readme if readme.exists() else folder / "report.md", page.parent)
