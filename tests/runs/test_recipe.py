@@ -167,9 +167,8 @@ def test_without_methods_the_graft_stands_beside_every_kind(recipe: Recipe) -> N
 
 
 def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_path: Path, tiny_backbone) -> None:
-    recipe = Recipe.parse(
-        values(tmp_path, tiny_backbone("llama"), evaluation={"forgetting_budget": -5.0, "decode_prompts": 0, "own_tokens": 0})
-    )
+    evaluation = {"forgetting_budget": -5.0, "decode_prompts": 0, "own_tokens": 0}
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), evaluation=evaluation))
     with pytest.raises(ForgettingBudgetError) as error:
         run_recipe(recipe, progress=False, log=lambda _: None)
     assert "-5.0" in str(error.value)
