@@ -166,6 +166,7 @@ def test_what_is_no_prompt_is_refused(ids: Any) -> None:
             model.generate(ids)
         with pytest.raises(GraftError):
             model.model.generate_batch([[4, 5]])
+        assert "graft serve" in str(error.value)
     assert not {"generate", "init_continuous_batching"} & set(vars(model.model))
 
 
@@ -208,6 +209,7 @@ def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() 
         pytest.raises(TapError),
     ):
         model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
+    assert "dynamic cache" in str(error.value)
 
 
 @pytest.mark.parametrize("config", READS_PROMPT.values(), ids=READS_PROMPT.keys())
@@ -217,8 +219,9 @@ def test_a_cache_that_moves_or_rounds_its_layers_is_refused(config: dict[str, An
     quantised.__dict__.update(vars(DynamicCache()))
     with attach_graft(backbone("llama"), config).eval() as model:
         for cache, way in ((offloaded, "offloads"), (quantised, "quantises")):
-            with pytest.raises(GraftError, match=f"The cache {way} its layers"):
+            with pytest.raises(GraftError) as error:
                 model(tiny_ids(), past_key_values=cache, use_cache=True)
+            assert way in str(error.value)
             assert cache.get_seq_length() == 0, "refused before a token is read"
 
 
@@ -240,6 +243,7 @@ def test_a_static_cache_is_refused_where_its_keys_would_be_replaced() -> None:
         pytest.raises(GraftError),
     ):
         model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
+    assert "static cache" in str(error.value)
 
 
 @pytest.mark.parametrize("below", ["finetune", "conditional-tasks"])
