@@ -133,7 +133,7 @@ def _refuse_truth_values(value: object, parsed: object, path: tuple[str | int, .
             _refuse_truth_values(inner, parsed.get(name), (*path, name))
 
 
-def read_yaml(path: str | Path) -> dict[str, object]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read the mapping in a YAML file.
 
     Raises:
@@ -264,7 +264,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """
     errors = error.errors()
 
-    def importance(problem: object) -> tuple[bool, int]:
+    def importance(problem: Any) -> tuple[bool, int]:
         return problem["type"] == "extra_forbidden", len(problem["loc"])
 
     first = max(errors, key=importance)

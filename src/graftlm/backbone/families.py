@@ -128,7 +128,7 @@ def register_family(model_type: str, family: Family | Mapping[str, object] | str
         FAMILIES[model_type] = family_row(family)
 
 
-def user_row(model_type: str) -> dict[str, object] | None:
+def user_row(model_type: str) -> dict[str, Any] | None:
     """Return the row that a user registered for a model type, as a recipe writes it.
 
     None for model types without a row, and for rows that GraftLM ships.

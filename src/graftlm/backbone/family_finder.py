@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -61,7 +61,7 @@ def find_family(trace: ModuleTrace) -> Family:
     )
 
 
-def plain_fields(trace: ModuleTrace, layers: nn.ModuleList, attention: nn.Module) -> dict[str, object]:
+def plain_fields(trace: ModuleTrace, layers: nn.ModuleList, attention: nn.Module) -> dict[str, Any]:
     """Return the fields of a row that don't depend on its other fields.
 
     Args:

@@ -85,7 +85,7 @@ class PromptMarking:
                 setattr(self._model, name, value)
         self._replaced.clear()
 
-    def _generate(self, inputs: Tensor | None = None, *args: object, **kwargs: object) -> Any:
+    def _generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate`, and mark the prompt in its passes."""
         ids = kwargs.get("input_ids", inputs)
         cache = kwargs.get("past_key_values")

@@ -66,7 +66,7 @@ def generate_rows(
     return rows
 
 
-def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | torch.device) -> dict[str, object]:
+def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | torch.device) -> dict[str, Any]:
     """Pad B prompts on the left, so that they end in the same column.
 
     Args:
@@ -91,7 +91,7 @@ def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | to
     }
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tensor, **options: object) -> list[str]:
+def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> list[str]:
     """Return the text that each token adds. A character of several tokens is added by the last of them.
 
     Args:
@@ -123,12 +123,12 @@ def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return bos
 
 
-def max_sequence_length(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+def max_sequence_length(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
     """Return the maximum sequence length in tokens by a model's config and, if given, its tokenizer.
 
     `UNLIMITED` if neither sets one. RoBERTa-style models reserve `pad_token_id + 1` positions.
     """
-    config: object = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)

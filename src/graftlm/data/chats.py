@@ -235,7 +235,7 @@ def _render(chat: ChatExample, tokenizer: PreTrainedTokenizerBase, count: int, *
     return str(text)
 
 
-def _tool_options(chat: ChatExample) -> dict[str, object]:
+def _tool_options(chat: ChatExample) -> dict[str, Any]:
     return {"tools": list(chat.tools)} if chat.tools else {}
 
 
@@ -279,9 +279,7 @@ def _first_visible(text: str, offsets: np.ndarray) -> np.ndarray:
     return np.array(positions, dtype=np.int64)
 
 
-def _check_own_mask(
-    tokenizer: PreTrainedTokenizerBase, chat: ChatExample, ids: np.ndarray, predicted: np.ndarray
-) -> None:
+def _check_own_mask(tokenizer: Any, chat: ChatExample, ids: np.ndarray, predicted: np.ndarray) -> None:
     """Compare the predicted tokens with the template's own mask, if it has one.
 
     White space and special tokens may differ.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError
@@ -162,7 +162,7 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def split_blanks(value: object, column: str, where: str) -> list[object]:
+def split_blanks(value: object, column: str, where: str) -> list[Any]:
     """Return the values of a list, or the words of a text.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ class TaskBatch:
             tagged=self.tagged,
         )
 
-    def prediction_inputs(self) -> dict[str, object]:
+    def prediction_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments for `GraftedModel.predict`."""
         inputs: dict[str, object] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         if self.token_type_ids is not None:
@@ -94,7 +95,7 @@ class TaskBatch:
         inputs["extras"] = {"task": self.task, "padding": "right"}
         return inputs
 
-    def inputs(self) -> dict[str, object]:
+    def inputs(self) -> dict[str, Any]:
         """Return the keyword arguments for the forward pass of a `GraftedModel`."""
         return {**self.prediction_inputs(), "targets": self.targets}
 

@@ -115,7 +115,7 @@ class Batches(Protocol):
         """Return the position in the data as plain JSON values."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`."""
 
 
@@ -216,7 +216,7 @@ class Mixture:
         """Return the states of streams by domain, as plain JSON values; empty if all rows are in memory."""
         return {str(domain): blocks.state_dict() for domain, blocks in self._streams().items()}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict()` of a mixture of the same data.
 
         Raises:

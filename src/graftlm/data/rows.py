@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class Batch:
         """Return the same rows on `device`."""
         return self._map(lambda tensor: tensor.to(device))
 
-    def inputs(self) -> dict[str, object]:
+    def inputs(self) -> dict[str, Any]:
         """Return the keyword arguments for the forward pass of a `GraftedModel`.
 
         transformers separates the documents of a row where positions restart, but only without an attention mask and

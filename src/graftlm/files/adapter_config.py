@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from graftlm.errors import ArtifactError
 
@@ -11,7 +12,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
 
 
-def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, object]:
+def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, Any]:
     """Read `adapter_config.json` of a PEFT adapter whose weights are in safetensors.
 
     Args:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -260,7 +261,7 @@ def _scope(group: RowGroup) -> RowScope:
 
 def keeps_columns(batch: MixedBatch, group: RowGroup) -> bool:
     """Return whether the state of a new batch's group consists of keys and values with a column for each token."""
-    layers: list[object] = [layer for layer, _ in batch.layers_of(group.span.rows.start)]
+    layers: list[Any] = [layer for layer, _ in batch.layers_of(group.span.rows.start)]
     types = {type(layer) for layer in layers}
     if not layers or not types <= {GrowingLayer, DynamicLayer}:
         return False

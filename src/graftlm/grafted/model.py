@@ -44,9 +44,9 @@ class GraftedOutput(ModelOutput):
     logits: Tensor | None = None
     lm_loss: Tensor | None = None
     auxiliary_loss: Tensor | None = None
-    past_key_values: Cache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
 
 
 def _live_attribute(name: str, *default: object) -> Any:
@@ -219,7 +219,7 @@ class GraftedModel(TrainerSupport):
         extras: Mapping[str, object] | None = None,
         targets: Sequence[Tensor] | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> GraftedOutput:
         """Run one forward pass.
 
@@ -344,7 +344,7 @@ class GraftedModel(TrainerSupport):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         extras: Mapping[str, object] | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> list[Tensor]:
         """Predict each row with the heads of a graft, see `grafts.heads`; gradients are kept.
 
@@ -366,7 +366,7 @@ class GraftedModel(TrainerSupport):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         extras: Mapping[str, object] | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> Tensor:
         """Compute the last hidden states, which heads read; gradients are kept.
 
@@ -386,7 +386,7 @@ class GraftedModel(TrainerSupport):
         self,
         extras: Mapping[str, object] | None,
         call_values: Mapping[str, object] | None = None,
-        **inputs: object,
+        **inputs: Any,
     ) -> tuple[Call, Tensor]:
         """Run one pass without the output layer, and return its call and the last hidden states (B, T, d)."""
         mask = inputs.get("attention_mask")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from accelerate.utils import set_seed
 from pydantic import BeforeValidator, SerializeAsAny
@@ -41,7 +41,7 @@ GRAFT_NAME = "graft"
 """Name of the graft that a run trains, among the attached grafts."""
 
 
-def _parse_graft(value: object) -> GraftConfig:
+def _parse_graft(value: Any) -> GraftConfig:
     return value if isinstance(value, GraftConfig) else graft_config(value)
 
 
@@ -75,7 +75,7 @@ class GraftRun(TrainingRun):
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         settings = super().settings()
         settings["evaluation"].pop("forgetting_budget")
         # Later fields are left out at their defaults, so that earlier runs keep their keys.

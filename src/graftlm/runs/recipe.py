@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
@@ -246,7 +246,7 @@ def parse_recipe(values: dict[str, object], where: str) -> AnyRecipe:
     return Recipe.parse(values, where=where)
 
 
-def recipe_schema() -> dict[str, object]:
+def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema of recipes, for editors: every form, and every kind of graft with its own keys."""
     forms = {recipe: recipe.model_json_schema() for recipe in (Recipe, LanguageModelRecipe, TaskRecipe, GrowthRecipe)}
     definitions: dict[str, object] = {}
@@ -263,6 +263,6 @@ def recipe_schema() -> dict[str, object]:
     return {"title": "Recipe", "oneOf": list(forms.values()), "$defs": definitions}
 
 
-def _require_kind(schema: dict[str, object]) -> None:
+def _require_kind(schema: dict[str, Any]) -> None:
     """Make `kind` a required key, though it has a default: it distinguishes the forms."""
     schema["required"] = sorted({*schema.get("required", []), "kind"})

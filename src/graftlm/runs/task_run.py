@@ -204,7 +204,7 @@ class TaskRun(_TaskSettings, TrainingRun):
     def evaluate(self, trainee: Trainee[GraftedModel, TaskEvaluation]) -> Measurement:
         model = trainee.model
         scores = {split: self._score(model, rows) for split, rows in trainee.evaluation.tests.items()}
-        metrics: dict[str, object] = dict(summary_metrics(scores["test"]))
+        metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))
         for name, value in summary_metrics(scores["validation"]).items():
             metrics[f"{name}_validation"] = value
         metrics["data_share"] = _labelled_mixture(trainee).sampler.report()["data_share"]
@@ -258,7 +258,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         return tasks
 
 
-def _start_tasks(model: GraftedModel, batches: LabelledMixture, rows: Mapping[str, TaskRows]) -> dict[str, object]:
+def _start_tasks(model: GraftedModel, batches: LabelledMixture, rows: Mapping[str, TaskRows]) -> dict[str, Any]:
     """Initialise the heads of tasks from some of their rows; returns what each was initialised from."""
     device = model.backbone.device
     samples = {name: batches.sample(name, _START_ROWS).to(device).inputs() for name in rows}

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,12 +33,7 @@ from graftlm.version import __version__
 
 
 def save_graft(
-    graft: Graft,
-    backbone: Backbone,
-    folder: str | Path,
-    *,
-    training: Mapping[str, object] | None = None,
-    card: str = "",
+    graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = ""
 ) -> Path:
     """Write a graft to a folder, which is replaced only when the new artefact is complete.
 
@@ -92,7 +88,7 @@ def _check_saved_tensors(graft: Graft, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _manifest_of(
-    graft: Graft, backbone: Backbone, tensors: Mapping[str, Tensor], training: Mapping[str, object]
+    graft: Graft, backbone: Backbone, tensors: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> Manifest:
     frozen_models = {name: BackboneRecord.of(model) for name, model in _frozen_models(graft).items()}
     return Manifest(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedModel
 
 
@@ -29,7 +28,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return result.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> bytes | np.ndarray:
+def _bytes(tensor: Tensor) -> Any:
     if type(tensor) is Tensor:
         return tensor.cpu().flatten().view(torch.uint8).numpy()
     buffer = io.BytesIO()  # A quantised tensor has several parts.

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from safetensors import SafetensorError
@@ -52,7 +52,7 @@ class Checkpoint:
     """
 
     path: Path
-    state: dict[str, object]
+    state: dict[str, Any]
 
     @property
     def step(self) -> int:
@@ -200,7 +200,7 @@ def _read(path: Path) -> Checkpoint | None:
     return Checkpoint(path, state)
 
 
-def _describe(path: Path) -> dict[str, object]:
+def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from graftlm.errors import TrainingError
 from graftlm.files.writing import write_errors
@@ -54,14 +55,14 @@ class History:
             self._file.close()
 
 
-def read_history(path: Path) -> list[dict[str, object]]:
+def read_history(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a history; empty without a file.
 
     A line that was cut when the process was killed, and everything after it, is left out.
     """
     if not path.exists():
         return []
-    values: list[dict[str, object]] = []
+    values: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values.append(json.loads(line))

@@ -265,7 +265,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         tokenizer.save_pretrained(draft)
 
 
-def _config(values: Mapping[str, object], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Return the config of a new model; keys that `values` lacks are taken from the tokenizer."""
     register()
     name = values["model_type"]
