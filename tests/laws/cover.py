@@ -24,6 +24,12 @@ DEFAULT_FAMILIES = ("llama", "gemma3", "bert")
 _Choice = TypeVar("_Choice")
 
 
+def is_matrix_wanted(config: pytest.Config) -> bool:
+    """Whether the expression of `-m` selects cases of the full matrix."""
+    expression = config.option.markexpr
+    return not expression or ("matrix" in expression and "not matrix" not in expression)
+
+
 def marks(example: Example, backbone: str, law: str, *, decoders_only: bool = False) -> list[Any]:
     """The marks of a case.
 

@@ -36,11 +36,24 @@ class ExampleLaws(GraftLaws):
     def exception(self, law: str, family: str) -> str | None:
         return self.example.exception(family, law)
 
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Leave out the cases of the matrix unless they are asked for: collecting them takes minutes."""
+        if not cover.is_matrix_wanted(metafunc.config):
+            law = metafunc.function.__name__.removeprefix("test_")
+            self.families = [family for family in type(self).families if self._is_checked(law, family)]
+        super().pytest_generate_tests(metafunc)
+
+    def _is_checked(self, law: str, family: str) -> bool:
+        """Whether a case runs by default or in every check."""
+        return pytest.mark.matrix not in self._tier(law, family)
+
+    def _tier(self, law: str, family: str) -> list[Any]:
+        decoders_only = getattr(getattr(self, f"test_{law}"), "decoders_only", False)
+        return cover.marks(self.example, family, law, decoders_only=decoders_only)
+
     def param(self, law: str, family: str) -> Any:
         values = super().param(law, family)
-        decoders_only = getattr(getattr(self, f"test_{law}"), "decoders_only", False)
-        marks = cover.marks(self.example, family, law, decoders_only=decoders_only)
-        return pytest.param(family, marks=[*values.marks, *marks])
+        return pytest.param(family, marks=[*values.marks, *self._tier(law, family)])
 
     def test_exception_in_a_tap_ends_the_pass(self, family: str) -> None:
         with self._with_failing_graft(family, passes=1) as model:

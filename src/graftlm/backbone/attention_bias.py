@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def check_bias_site(model: PreTrainedModel, site: Site, when: str) -> None:
         raise _no_additive_mask(model, site)
 
 
-def additive_mask(model: PreTrainedModel, site: Site, arguments: dict[str, Any]) -> Tensor | None:
+def additive_mask(model: PreTrainedModel, site: Site, arguments: dict[str, object]) -> Tensor | None:
     """Return the mask that an attention receives, to which a tap may add a bias.
 
     Args:

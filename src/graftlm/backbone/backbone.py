@@ -238,7 +238,7 @@ def _kind_of(model: PreTrainedModel) -> BackboneKind:
     return "causal-lm"
 
 
-def _unwrap(model: Any) -> PreTrainedModel:
+def _unwrap(model: object) -> PreTrainedModel:
     """Return the live transformers model inside a compiled or PEFT wrapper."""
     from transformers import PreTrainedModel
 

@@ -135,7 +135,7 @@ def _join_states(layers: Sequence[Any], keys: Sequence[Tensor], values: Sequence
     return joined
 
 
-def _pad_left(states: Any, columns: int) -> Tensor:
+def _pad_left(states: Tensor, columns: int) -> Tensor:
     """Insert columns of zeros before states (B, H, S, d); a negative number removes columns."""
     if columns <= 0:
         return states[..., -columns:, :]

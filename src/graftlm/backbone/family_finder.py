@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -61,7 +61,7 @@ def find_family(trace: ModuleTrace) -> Family:
     )
 
 
-def plain_fields(trace: ModuleTrace, layers: nn.ModuleList, attention: nn.Module) -> dict[str, Any]:
+def plain_fields(trace: ModuleTrace, layers: nn.ModuleList, attention: nn.Module) -> dict[str, object]:
     """Return the fields of a row that don't depend on its other fields.
 
     Args:

@@ -69,7 +69,7 @@ class PromptMarking:
         self._model = model
         self._generation = generation
         self._original_generate: Callable[..., Any] = model.generate
-        self._replaced: dict[str, Any] = {}
+        self._replaced: dict[str, object] = {}
         self._replace("generate", self._generate)
         self._replace("init_continuous_batching", _refuse_continuous_batching)
 
@@ -85,7 +85,7 @@ class PromptMarking:
                 setattr(self._model, name, value)
         self._replaced.clear()
 
-    def _generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, inputs: Tensor | None = None, *args: object, **kwargs: object) -> Any:
         """Call the model's own `generate`, and mark the prompt in its passes."""
         ids = kwargs.get("input_ids", inputs)
         cache = kwargs.get("past_key_values")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def _append(buffer: _SpareBuffer | None, states: Any, new: Tensor) -> tuple[_SpareBuffer, Tensor]:
+def _append(buffer: _SpareBuffer | None, states: Tensor | None, new: Tensor) -> tuple[_SpareBuffer, Tensor]:
     """Append new states, to a new buffer where necessary; return the buffer and all states."""
     more = new.shape[-2]
     if buffer is None or not buffer.can_append(states, more):

@@ -41,7 +41,7 @@ class PackedLinear(nn.Linear):
 
     packed: _PackedWeight | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in vars(self).items() if key != "packed"}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def pack_weights(model: nn.Module) -> bool:
     """
     if not can_pack():
         return True
-    layers: list[Any] = [module for module in model.modules() if _is_packable(module)]
+        layers = [module for module in model.modules() if _is_packable(module)]
     size = sum(layer.weight.nbytes for layer in layers)
     if size > psutil.virtual_memory().available / 4:
         return False
@@ -87,7 +87,7 @@ def unpack_weights(model: nn.Module) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]  # which has the same attributes
 
 
-def _is_packable(layer: Any) -> bool:
+def _is_packable(layer: nn.Module) -> bool:
     """Return whether a module is a plain linear layer in bfloat16 on the CPU."""
     if type(layer) not in (nn.Linear, PackedLinear) or type(layer.weight) is not nn.Parameter:
         return False

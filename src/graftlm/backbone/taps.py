@@ -32,8 +32,8 @@ from graftlm.errors import TapConflictError, TapError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
+_Args = tuple[object, ...]
+_Kwargs = dict[str, object]
 
 _READER_KEY = "_graft_reader"
 """The attribute of a cache that stores the number of the `TapHooks` whose taps were active when it was filled."""
@@ -74,7 +74,7 @@ class _CallStack(threading.local):
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.outer: list[int] = []
-        self.announced: tuple[dict[str, Any], list[Call]] | None = None
+        self.announced: tuple[dict[str, object], list[Call]] | None = None
         self.generation: GenerationPrompt | None = None
 
 
@@ -98,7 +98,7 @@ class TapHooks:
         self,
         model: PreTrainedModel,
         sites: Sites,
-        taps: Mapping[Any, Sequence[Tap]],
+        taps: Mapping[Hashable, Sequence[Tap]],
         prepare: Callable[[Call], None],
     ) -> None:
         if self._replaces_once:
@@ -142,7 +142,7 @@ class TapHooks:
             self._prompt_marking = PromptMarking(self._model, self.generation)
 
     @contextmanager
-    def announce(self, **values: Any) -> Iterator[list[Call]]:
+    def announce(self, **values: object) -> Iterator[list[Call]]:
         """Set fields of the `Call`s of this thread's next forward passes.
 
         Args:
@@ -203,7 +203,7 @@ class TapHooks:
 
     def _open_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Push the call of a pass that begins."""
-        values: dict[str, Any]
+        values: dict[str, object]
         values, calls = self._stack.announced or ({}, [])
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values")
@@ -238,7 +238,7 @@ class TapHooks:
         prompt_1T = generation.mark(length, inputs.device, cached=call.cache is not None)
         call.prompt = None if prompt_1T is None else prompt_1T.expand(len(inputs), -1)
 
-    def _close_call(self, module: nn.Module, args: _Args, output: Any) -> None:
+    def _close_call(self, module: nn.Module, args: _Args, output: object) -> None:
         """Pop the call of a pass that ends, unless taps act on modules that run after the body."""
         calls = self._stack.calls
         if calls:
@@ -248,7 +248,7 @@ class TapHooks:
         if not head_follows:
             del calls[-1:]
 
-    def _note_cache(self, call: Call, output: Any) -> None:
+    def _note_cache(self, call: Call, output: object) -> None:
         """Store in the cache which taps filled it, and its number of tokens."""
         cache = call.cache
         if cache is None:
@@ -275,7 +275,7 @@ class TapHooks:
                 "pass the number of last tokens instead."
             )
 
-    def _leave_model(self, module: nn.Module, args: _Args, output: Any) -> None:
+    def _leave_model(self, module: nn.Module, args: _Args, output: object) -> None:
         calls_before = self._stack.outer.pop()
         del self._stack.calls[calls_before:]
 
@@ -356,7 +356,7 @@ class TapHooks:
         adds = tap.act == "add"
         function = tap.function
 
-        def after(module: nn.Module, args: _Args, kwargs: _Kwargs, output: Any) -> Any:
+        def after(module: nn.Module, args: _Args, kwargs: _Kwargs, output: object) -> Any:
             call = self._current()
             if input_key is None:
                 inputs = _in_rows(call, _hidden(args, kwargs))
@@ -379,9 +379,9 @@ class TapHooks:
         return self._stack.calls[-1] if self._stack.calls else Call()
 
 
-def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
+def check_conflicts(sites: Sites, taps: Mapping[Hashable, Sequence[Tap]]) -> None:
     """Raise `TapConflictError` if two owners replace at one site."""
-    owners: dict[tuple[nn.Module, str], Any] = {}
+    owners: dict[tuple[nn.Module, str], object] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:
             if tap.act != "replace":

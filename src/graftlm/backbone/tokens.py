@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 UNLIMITED = sys.maxsize
 
 
-def padding_id(tokenizer: Any) -> int:
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id that fills padded positions: the padding token's, else EOS, else 0.
 
     Models neither attend to these positions nor predict them.
@@ -29,7 +29,7 @@ def padding_id(tokenizer: Any) -> int:
     return 0
 
 
-def end_ids(model: Any, tokenizer: Any) -> set[int]:
+def end_ids(model: object, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids that end a text: those of the model's generation config, and the tokenizer's EOS."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     candidates = list(configured) if isinstance(configured, list | tuple) else [configured]
@@ -66,7 +66,7 @@ def generate_rows(
     return rows
 
 
-def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | torch.device) -> dict[str, Any]:
+def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | torch.device) -> dict[str, object]:
     """Pad B prompts on the left, so that they end in the same column.
 
     Args:
@@ -91,7 +91,7 @@ def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | to
     }
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tensor, **options: object) -> list[str]:
     """Return the text that each token adds. A character of several tokens is added by the last of them.
 
     Args:
@@ -111,7 +111,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> 
     return texts
 
 
-def leading_bos(tokenizer: Any) -> int | None:
+def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the BOS id that the tokenizer puts before every text, or None.
 
     Models that were trained with a leading BOS predict badly without it. Documents therefore begin with it in training,
@@ -123,12 +123,12 @@ def leading_bos(tokenizer: Any) -> int | None:
     return bos
 
 
-def max_sequence_length(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+def max_sequence_length(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
     """Return the maximum sequence length in tokens by a model's config and, if given, its tokenizer.
 
     `UNLIMITED` if neither sets one. RoBERTa-style models reserve `pad_token_id + 1` positions.
     """
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)

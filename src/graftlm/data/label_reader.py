@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError
@@ -93,7 +93,7 @@ class LabelReader:
             raise DataError(f"{where} has {found} in the column {self.column!r}, but a finite number is expected.")
         return number
 
-    def _split(self, value: object, where: str) -> list[Any]:
+    def _split(self, value: object, where: str) -> list[object]:
         """Return the labels of a list, or of a text with separators. There may be none."""
         if isinstance(value, str):
             return [part for part in value.split(self.separator) if part.strip()]
@@ -162,7 +162,7 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def split_blanks(value: object, column: str, where: str) -> list[Any]:
+def split_blanks(value: object, column: str, where: str) -> list[object]:
     """Return the values of a list, or the words of a text.
 
     Args:
@@ -194,7 +194,7 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
     Raises:
         DataError: there is no answer, or it does not occur in the context.
     """
-    starts: list[Any] = []
+    starts: list[object] = []
     if isinstance(value, dict):
         starts = list(value.get("answer_start") or [])
         value = value.get("text")

@@ -111,11 +111,11 @@ class Batches(Protocol):
         """Return a digest of everything that determines the batches."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position in the data as plain JSON values."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a `state_dict()`."""
 
 
@@ -212,11 +212,11 @@ class Mixture:
                 digest.update(blocks.marked.tobytes())
         return digest.hexdigest()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the states of streams by domain, as plain JSON values; empty if all rows are in memory."""
         return {str(domain): blocks.state_dict() for domain, blocks in self._streams().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from the `state_dict()` of a mixture of the same data.
 
         Raises:

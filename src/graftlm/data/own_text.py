@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -113,7 +112,7 @@ def _parse_batch(line: str | bytes) -> list[OwnText]:
     return [_parse_sample(values) for values in json.loads(line)]
 
 
-def _parse_sample(values: Mapping[str, Any]) -> OwnText:
+def _parse_sample(values: Mapping[str, object]) -> OwnText:
     ids = [int(token) for token in values["ids"]]
     turns = [(int(start), int(stop)) for start, stop in values["turns"]]
     return OwnText(ids, turns)

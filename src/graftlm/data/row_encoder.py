@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -134,7 +134,9 @@ class RowEncoder:
         first, second = row.texts
         return (first, self._separator + second)
 
-    def _tokenise(self, texts: Sequence[Texts], spec: TaskSpec, max_length: int | None = None) -> dict[str, list[Any]]:
+    def _tokenise(
+        self, texts: Sequence[Texts], spec: TaskSpec, max_length: int | None = None
+    ) -> dict[str, list[object]]:
         """Tokenise texts, and truncate them to `max_length` tokens if it is set.
 
         Returns:
@@ -146,7 +148,7 @@ class RowEncoder:
                 f"Tasks of the type {spec.type} need the characters of each token, which the tokenizer "
                 f"{type(self.tokenizer).__name__} does not return: use a backbone with a tokenizer.json."
             )
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "return_attention_mask": False,
             "return_token_type_ids": True,
             "return_offsets_mapping": spec.of_tokens,
@@ -155,14 +157,14 @@ class RowEncoder:
         if max_length is not None:
             options["truncation"] = "only_second" if spec.type == "span" else "longest_first"
             options["max_length"] = max_length
-        inputs: list[Any] = [list(column) for column in zip(*texts, strict=True)]
+        inputs = [list(column) for column in zip(*texts, strict=True)]
         encoding = self.tokenizer(*inputs, **options)
-        columns: dict[str, list[Any]] = dict(encoding)
+        columns: dict[str, list[object]] = dict(encoding)
         if spec.type == "span":
             columns["sequences"] = [encoding.sequence_ids(index) for index in range(len(texts))]
         return columns
 
-    def _check_truncation(self, columns: Mapping[str, list[Any]], long: Sequence[int], task: TaskRows) -> None:
+    def _check_truncation(self, columns: Mapping[str, list[object]], long: Sequence[int], task: TaskRows) -> None:
         """Raise `DataError` if the rows `long` must not or can't be truncated."""
         if not self.truncation:
             size = len(columns["input_ids"][long[0]])
@@ -181,7 +183,7 @@ class RowEncoder:
                 )
 
     def _truncate(
-        self, columns: dict[str, list[Any]], long: Sequence[int], texts: Sequence[Texts], spec: TaskSpec
+        self, columns: dict[str, list[object]], long: Sequence[int], texts: Sequence[Texts], spec: TaskSpec
     ) -> None:
         """Replace the encodings of the rows `long` by truncated ones."""
         shorter = self._tokenise([texts[index] for index in long], spec, self.length)
@@ -190,7 +192,7 @@ class RowEncoder:
                 columns[key][index] = value
 
     def _encode_row(
-        self, spec: TaskSpec, row: LabelledRow, values: Mapping[str, Any], *, truncated: bool
+        self, spec: TaskSpec, row: LabelledRow, values: Mapping[str, object], *, truncated: bool
     ) -> EncodedRow:
         ids = np.asarray(values["input_ids"], dtype=np.int32)
         if not len(ids):
@@ -226,7 +228,7 @@ def _has_whole_answer(row: EncodedRow) -> bool:
 
 def _encode_target(spec: TaskSpec, row: LabelledRow, alignment: np.ndarray | None, tokens: int) -> Tensor | None:
     """Return the target of a row of `tokens` tokens as its head expects it."""
-    target: Any = row.target
+    target: object = row.target
     if target is None:
         return None
     if spec.type == "classification":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,14 +50,14 @@ class Batch:
         """Return the same rows on `device`."""
         return self._map(lambda tensor: tensor.to(device))
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, object]:
         """Return the keyword arguments for the forward pass of a `GraftedModel`.
 
         transformers separates the documents of a row where positions restart, but only without an attention mask and
         without a cache. The mask is therefore left out when there are positions. Padding is then one more document that
         no other one attends to, and `token_mask` marks the other tokens.
         """
-        inputs: dict[str, Any] = {
+        inputs: dict[str, object] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
             "domain": self.domain,

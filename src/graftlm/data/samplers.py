@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -211,7 +211,7 @@ class TaskSampler:
         alpha = _ALPHAS.get(policy, self.config.alpha)
         return {task: size**alpha for task, size in self.sizes.items()}
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the choices so far, as plain JSON values.
 
         | key | value |
@@ -233,7 +233,7 @@ class TaskSampler:
             "scored": self._scored,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state as plain JSON values. Call it after `choose` and before the next `candidates`."""
         return {
             "sizes": dict(self.sizes),
@@ -248,7 +248,7 @@ class TaskSampler:
             ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from the `state_dict()` of a sampler of the same tasks.
 
         Raises:

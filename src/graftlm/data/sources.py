@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
@@ -343,7 +343,7 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     yield Document(read_text(path), str(path))
 
 
-def _document(values: list[Any], config: SourceConfig, where: str) -> Document:
+def _document(values: list[object], config: SourceConfig, where: str) -> Document:
     """Return the document of a row, from the values of its columns."""
     if config.messages_column is not None:
         chat = read_chat(values[0], where, *values[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -201,7 +201,7 @@ class StreamingBlocks:
         self._drawn += 1
         return row
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return everything that determines the next rows, as plain JSON values."""
         return {
             "epoch": self._packer.epoch,
@@ -211,7 +211,7 @@ class StreamingBlocks:
             "buffer": _encode(self._buffer),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a state of the same documents and length.
 
         Raises:

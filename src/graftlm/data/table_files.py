@@ -145,7 +145,7 @@ def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterato
         raise DataError(f"{path} is not a complete parquet file ({first_line(error)}): fetch it again.") from None
 
 
-def values_of(row: object, columns: Mapping[str, str], where: str, owner: str = "source") -> list[Any]:
+def values_of(row: object, columns: Mapping[str, str], where: str, owner: str = "source") -> list[object]:
     """Return the values of some columns of a row.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from graftlm.errors import ArtifactError
 
@@ -12,7 +11,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
 
 
-def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, Any]:
+def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, object]:
     """Read `adapter_config.json` of a PEFT adapter whose weights are in safetensors.
 
     Args:
@@ -35,7 +34,7 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
     return values
 
 
-def _read_json(folder: Path, what: str) -> dict[str, Any]:
+def _read_json(folder: Path, what: str) -> dict[str, object]:
     path = folder / ADAPTER_CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

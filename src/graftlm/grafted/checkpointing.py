@@ -16,7 +16,7 @@ from graftlm.errors import GraftError
 _Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
-def checkpointed_modules(model: nn.Module) -> list[Any]:
+def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose gradient checkpoints are enabled."""
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
@@ -39,7 +39,7 @@ class LayerCheckpoints:
             model: the live model, whose layers have the modes that they have in training.
         """
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        frozen_layers: list[Any] = [layer for layer in layers if not layer.training]
+        frozen_layers = [layer for layer in layers if not layer.training]
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": self._contexts}
         )

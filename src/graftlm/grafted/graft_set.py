@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +125,7 @@ class MultiGraftModel:
         self,
         graft_sets: GraftSet | Sequence[GraftSet],
         prompts: Sequence[Sequence[int]],
-        tags: Sequence[Any],
+        tags: Sequence[object],
         pasts: Sequence[Cache] = (),
     ) -> tuple[MixedBatch, Tensor]:
         """Read prompts.
@@ -183,7 +182,7 @@ class MultiGraftModel:
         inputs = left_padded(prompts, 0, self._device)
         return inputs["input_ids"], inputs["attention_mask"]
 
-    def _new_batch(self, owners: Sequence[GraftSet], tags: Sequence[Any], pasts: Sequence[Cache]) -> MixedBatch:
+    def _new_batch(self, owners: Sequence[GraftSet], tags: Sequence[object], pasts: Sequence[Cache]) -> MixedBatch:
         """Return a batch whose rows have the tokens of `pasts`, or none."""
         new = [owner for owner in dict.fromkeys(owners) if owner not in self.wired]
         self.wire([*self.wired, *new])
@@ -227,7 +226,7 @@ class MultiGraftModel:
     def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> CausalLMOutputWithPast:
         assert self._tap_hooks is not None, "prefill connects the taps"
         batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
-        inputs: dict[str, Any] = dict(options)
+        inputs: dict[str, object] = dict(options)
         if not bool(batch.mask.all()):
             positions = self._sites.positions(batch.mask)
             inputs["attention_mask"] = batch.mask
@@ -261,7 +260,7 @@ def _scope(group: RowGroup) -> RowScope:
 
 def keeps_columns(batch: MixedBatch, group: RowGroup) -> bool:
     """Return whether the state of a new batch's group consists of keys and values with a column for each token."""
-    layers: list[Any] = [layer for layer, _ in batch.layers_of(group.span.rows.start)]
+    layers: list[object] = [layer for layer, _ in batch.layers_of(group.span.rows.start)]
     types = {type(layer) for layer in layers}
     if not layers or not types <= {GrowingLayer, DynamicLayer}:
         return False
@@ -339,6 +338,6 @@ def _snapshot(cache: Cache) -> Callable[[], None]:
     return restore
 
 
-def _state(layer: object) -> dict[str, Any]:
+def _state(layer: object) -> dict[str, object]:
     """Return the attributes of a cache layer; everything except tensors is copied."""
     return {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in vars(layer).items()}

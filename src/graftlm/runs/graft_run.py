@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from accelerate.utils import set_seed
 from pydantic import BeforeValidator, SerializeAsAny
@@ -41,7 +41,7 @@ GRAFT_NAME = "graft"
 """Name of the graft that a run trains, among the attached grafts."""
 
 
-def _parse_graft(value: Any) -> GraftConfig:
+def _parse_graft(value: object) -> GraftConfig:
     return value if isinstance(value, GraftConfig) else graft_config(value)
 
 
@@ -75,7 +75,7 @@ class GraftRun(TrainingRun):
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         settings = super().settings()
         settings["evaluation"].pop("forgetting_budget")
         # Later fields are left out at their defaults, so that earlier runs keep their keys.
@@ -89,7 +89,7 @@ class GraftRun(TrainingRun):
             del settings["training"]
         return settings
 
-    def model_post_init(self, _context: Any) -> None:
+    def model_post_init(self, _context: object) -> None:
         if self.graft is not None and self.training.steps and not self.data.stream:
             self.graft.check_rows(self.data.length)
 
@@ -189,10 +189,10 @@ class GraftRun(TrainingRun):
         backbone: Backbone,
         batches: Mixture | None,
         context: RunContext,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return what a resumed run must share, as plain JSON values."""
         assert self.graft is not None, "a bare backbone is not trained"
-        identity: dict[str, Any] = {
+        identity: dict[str, object] = {
             "graft": self.graft.model_dump(mode="json"),
             "backbone": backbone.fingerprint.id,
             "data": None if batches is None else batches.fingerprint(),
@@ -296,7 +296,7 @@ def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:
                     parameter.requires_grad_(False)
 
 
-def _recorded_statistics(statistics: Mapping[str, Any]) -> dict[str, Any]:
+def _recorded_statistics(statistics: Mapping[str, object]) -> dict[str, object]:
     """Return the statistics of a graft that its manifest records."""
     return {
         "observed": {name: value for name, value in statistics.items() if _is_per_layer(value)},

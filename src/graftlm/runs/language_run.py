@@ -226,7 +226,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
             longest=max(self.lengths),
             boundaries=self.data.boundaries,
         )
-        device: Any = self.device or PartialState().device
+        device = self.device or PartialState().device
         move(model, device)
         return model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
@@ -209,13 +209,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """
     where = str(path)
 
-    def parse(values: dict[str, Any]) -> AnyRecipe:
+    def parse(values: dict[str, object]) -> AnyRecipe:
         return parse_recipe(values, where)
 
     return parse_overridden(parse, read_yaml(path), overrides, where)
 
 
-def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
+def parse_recipe(values: dict[str, object], where: str) -> AnyRecipe:
     """Validate the plain values of a recipe.
 
     | key | form |
@@ -246,10 +246,10 @@ def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
     return Recipe.parse(values, where=where)
 
 
-def recipe_schema() -> dict[str, Any]:
+def recipe_schema() -> dict[str, object]:
     """Return the JSON schema of recipes, for editors: every form, and every kind of graft with its own keys."""
     forms = {recipe: recipe.model_json_schema() for recipe in (Recipe, LanguageModelRecipe, TaskRecipe, GrowthRecipe)}
-    definitions: dict[str, Any] = {}
+    definitions: dict[str, object] = {}
     for form in forms.values():
         definitions.update(form.pop("$defs"))
     _require_kind(forms[LanguageModelRecipe])
@@ -263,6 +263,6 @@ def recipe_schema() -> dict[str, Any]:
     return {"title": "Recipe", "oneOf": list(forms.values()), "$defs": definitions}
 
 
-def _require_kind(schema: dict[str, Any]) -> None:
+def _require_kind(schema: dict[str, object]) -> None:
     """Make `kind` a required key, though it has a default: it distinguishes the forms."""
     schema["required"] = sorted({*schema.get("required", []), "kind"})

@@ -42,9 +42,9 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
     )
 
 
-def _details_by_kind(measurements: Sequence[Measurement]) -> dict[str, Any]:
+def _details_by_kind(measurements: Sequence[Measurement]) -> dict[str, object]:
     """Return {kind of detail: {row id: detail}}."""
-    details: dict[str, Any] = {}
+    details: dict[str, object] = {}
     for measurement in measurements:
         for kind, value in measurement.details.items():
             if value:
@@ -137,7 +137,7 @@ def _with_losses_at_level(
     level: float,
     methods: Mapping[str, Sequence[str]],
 ) -> Results:
-    metrics: dict[str, dict[str, Any]] = {}
+    metrics: dict[str, dict[str, object]] = {}
     for method, losses in frontier.at_level(level).items():
         first_row = methods[method][0]
         metrics[first_row] = {"equal_learned": level}
@@ -148,7 +148,7 @@ def _with_losses_at_level(
 
 
 def _frontier_plots(
-    points: Mapping[str, Mapping[str, Any]],
+    points: Mapping[str, Mapping[str, object]],
     labels: Mapping[str, str],
 ) -> dict[str, Figure]:
     from graftlm.evaluation.plots import frontier_curves  # Importing matplotlib takes half a second.

@@ -96,7 +96,7 @@ class Run(Config):
         kind = own_name or f"{type(self).__module__}.{type(self).__qualname__}"
         return digest(kind, __version__, by_content(self.settings()), keys)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the fields that determine the result, as plain JSON values."""
         return self.model_dump(mode="json", exclude={"id", "label", "depends_on", "folder"})
 
@@ -129,7 +129,7 @@ class Trainee(Generic[ModelT, EvaluationT]):
 
     model: ModelT
     batches: Batches | None
-    identity: dict[str, Any]
+    identity: dict[str, object]
     evaluation: EvaluationT
 
 
@@ -162,7 +162,7 @@ class TrainingRun(Run):
             measurement: the measured result.
         """
 
-    def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, Any]:
+    def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, object]:
         """Return what a saved model records about its training."""
         return {
             "steps": summary.steps if summary else 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from accelerate import PartialState
 
@@ -65,7 +65,7 @@ class SamplingRun(Run):
         n_chats = sum(sample.is_chat for sample in samples)
         if backbone.need_tokenizer().chat_template:
             context.log(f"{n_chats:,} of {len(samples):,} texts are conversations.")
-        metrics: dict[str, Any] = {
+        metrics: dict[str, object] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),
             "chat_texts": n_chats,

@@ -204,12 +204,12 @@ class TaskRun(_TaskSettings, TrainingRun):
     def evaluate(self, trainee: Trainee[GraftedModel, TaskEvaluation]) -> Measurement:
         model = trainee.model
         scores = {split: self._score(model, rows) for split, rows in trainee.evaluation.tests.items()}
-        metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))
+        metrics: dict[str, object] = dict(summary_metrics(scores["test"]))
         for name, value in summary_metrics(scores["validation"]).items():
             metrics[f"{name}_validation"] = value
         metrics["data_share"] = _labelled_mixture(trainee).sampler.report()["data_share"]
         metrics.update(_parameter_metrics(model))
-        details: dict[str, Any] = {"tasks": {split: _scores_as_json(by_task) for split, by_task in scores.items()}}
+        details: dict[str, object] = {"tasks": {split: _scores_as_json(by_task) for split, by_task in scores.items()}}
         if trainee.evaluation.starts:
             details["statistics"] = {"started": trainee.evaluation.starts}
         row = Row(id=self.graft.kind, label=self.label or self.graft.label, metrics=metrics)
@@ -245,9 +245,9 @@ class TaskRun(_TaskSettings, TrainingRun):
         }
         save_graft(graft, model.backbone, context.folder / "graft", training=training)
 
-    def _recorded_tasks(self) -> dict[str, Any]:
+    def _recorded_tasks(self) -> dict[str, object]:
         """Return how rows of each task are read, including the tasks of a graft that this one extends."""
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, object] = {}
         extended = getattr(self.graft, "extends", None)
         if extended:
             earlier = read_manifest(extended).training.get("tasks")
@@ -258,7 +258,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         return tasks
 
 
-def _start_tasks(model: GraftedModel, batches: LabelledMixture, rows: Mapping[str, TaskRows]) -> dict[str, Any]:
+def _start_tasks(model: GraftedModel, batches: LabelledMixture, rows: Mapping[str, TaskRows]) -> dict[str, object]:
     """Initialise the heads of tasks from some of their rows; returns what each was initialised from."""
     device = model.backbone.device
     samples = {name: batches.sample(name, _START_ROWS).to(device).inputs() for name in rows}
@@ -284,7 +284,7 @@ def _parameter_metrics(model: GraftedModel) -> dict[str, float]:
     }
 
 
-def _scores_as_json(scores: Mapping[str, TaskScore]) -> dict[str, Any]:
+def _scores_as_json(scores: Mapping[str, TaskScore]) -> dict[str, object]:
     return {name: score.to_json() for name, score in scores.items()}
 
 

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +32,12 @@ from graftlm.version import __version__
 
 
 def save_graft(
-    graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = ""
+    graft: Graft,
+    backbone: Backbone,
+    folder: str | Path,
+    *,
+    training: Mapping[str, object] | None = None,
+    card: str = "",
 ) -> Path:
     """Write a graft to a folder, which is replaced only when the new artefact is complete.
 
@@ -88,7 +92,7 @@ def _check_saved_tensors(graft: Graft, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _manifest_of(
-    graft: Graft, backbone: Backbone, tensors: Mapping[str, Tensor], training: Mapping[str, Any]
+    graft: Graft, backbone: Backbone, tensors: Mapping[str, Tensor], training: Mapping[str, object]
 ) -> Manifest:
     frozen_models = {name: BackboneRecord.of(model) for name, model in _frozen_models(graft).items()}
     return Manifest(
@@ -181,7 +185,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
 
 
 def _changed_config(config: GraftConfig, changes: Sequence[str]) -> GraftConfig:
-    def parse(values: dict[str, Any]) -> GraftConfig:
+    def parse(values: dict[str, object]) -> GraftConfig:
         return graft_config(values, where=JSON_NAME)
 
     return parse_overridden(parse, config.model_dump(mode="json"), changes, JSON_NAME)

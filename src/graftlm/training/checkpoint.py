@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from safetensors import SafetensorError
@@ -52,7 +52,7 @@ class Checkpoint:
     """
 
     path: Path
-    state: dict[str, Any]
+    state: dict[str, object]
 
     @property
     def step(self) -> int:
@@ -103,7 +103,7 @@ class TrainingState:
     batches: Batches
     config: TrainingConfig
     out: Path
-    identity: Mapping[str, Any]
+    identity: Mapping[str, object]
     parameters: dict[str, nn.Parameter]
     optimizer: AdamW
     counts: TrainingCounts = field(default_factory=TrainingCounts)
@@ -117,7 +117,7 @@ class TrainingState:
         """Return the live tensors that a checkpoint contains, without recurrent state."""
         return {**self.parameters, **graft_buffers(self.context.model)}
 
-    def run_identity(self) -> dict[str, Any]:
+    def run_identity(self) -> dict[str, object]:
         """Return what a resumed run must share with the run that wrote a checkpoint."""
         return {"training": self.config.model_dump(mode="json", exclude=FREE_ON_RESUME), **self.identity}
 
@@ -200,7 +200,7 @@ def _read(path: Path) -> Checkpoint | None:
     return Checkpoint(path, state)
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _describe(path: Path) -> dict[str, object]:
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 

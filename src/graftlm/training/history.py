@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from graftlm.errors import TrainingError
 from graftlm.files.writing import write_errors
@@ -38,7 +37,7 @@ class History:
             draft.replace(path)
             self._file = path.open("a", encoding="utf-8")
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         """Write the values of a step."""
         with write_errors(self.path, TrainingError, _REMEDY):
             self._file.write(json.dumps(line) + "\n")
@@ -55,14 +54,14 @@ class History:
             self._file.close()
 
 
-def read_history(path: Path) -> list[dict[str, Any]]:
+def read_history(path: Path) -> list[dict[str, object]]:
     """Return the complete lines of a history; empty without a file.
 
     A line that was cut when the process was killed, and everything after it, is left out.
     """
     if not path.exists():
         return []
-    values: list[dict[str, Any]] = []
+    values: list[dict[str, object]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values.append(json.loads(line))

@@ -47,7 +47,7 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
     return names
 
 
-def declared(model: nn.Module, method: str) -> dict[str, Any]:
+def declared(model: nn.Module, method: str) -> dict[str, object]:
     """Collect what modules declare about their parameters.
 
     Args:
@@ -58,7 +58,7 @@ def declared(model: nn.Module, method: str) -> dict[str, Any]:
     Returns:
         The values by the parameters' names in `model`; None for parameters without a value.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for prefix, module in model.named_modules():
         function = getattr(module, method, None)
         if not callable(function):

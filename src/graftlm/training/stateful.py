@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ class StatefulBatch(Batch):
     stream: Tensor | None = None
     starts: Tensor | None = None
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, object]:
         """Return the forward arguments of any batch, with `stream` and `starts`."""
         return {**super().inputs(), "stream": self.stream, "starts": self.starts}
 
@@ -87,10 +86,10 @@ class StatefulModel(GraftedModel):
 
     def forward(
         self,
-        *args: Any,
+        *args: object,
         stream: Tensor | None = None,
         starts: Tensor | None = None,
-        **inputs: Any,
+        **inputs: object,
     ) -> GraftedOutput:
         """Run one pass.
 
@@ -143,7 +142,7 @@ class StatefulModel(GraftedModel):
                 if hasattr(layer, "cumulative_length"):
                     layer.cumulative_length = int(tensors[f"{key}/tokens"])
 
-    def _new_cache(self, rows: int) -> Any:
+    def _new_cache(self, rows: int) -> Cache | None:
         """Return the cache of a pass over one token per row."""
         ids = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
         return GraftedModel.forward(self, ids, use_cache=True).past_key_values

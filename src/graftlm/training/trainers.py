@@ -33,7 +33,7 @@ class DomainCollator:
 
     collate: Callable[[list[Any]], Mapping[str, Any]]
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
         without_domain = [{name: value for name, value in row.items() if name != "domain"} for row in rows]
         batch = dict(self.collate(without_domain))
         has_domains = all("domain" in row for row in rows)
@@ -61,7 +61,7 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
         TrainingError: the trainer computes another loss than the model's.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         has_other_loss_type = getattr(self.args, "loss_type", "nll") != "nll"
         if self.compute_loss_func or self.label_smoother or has_other_loss_type:
@@ -82,7 +82,7 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
         epoch_iterator: Iterator[Any],
         num_batches: int,
         device: torch.device,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[list[object], Any]:
         """Draw the batches of one optimiser step, and count their tokens by domain."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
@@ -96,7 +96,7 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
@@ -107,7 +107,7 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
-def _as_batch(batch: Mapping[str, Any]) -> Batch:
+def _as_batch(batch: Mapping[str, object]) -> Batch:
     return Batch(
         input_ids=batch["input_ids"],
         labels=batch["labels"],
