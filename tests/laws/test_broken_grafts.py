@@ -47,8 +47,8 @@ class Broken(LowRankBias):
         """What is added to an FFN's outputs in place of the update; all are (B, T, d)."""
         return update
 
-    def _add(self, layer: int) -> Callable[[Call, Tensor, Tensor], Tensor]:
-        right = super()._add(layer)
+    def _bias(self, layer: int) -> Callable[[Call, Tensor, Tensor], Tensor]:
+        right = super()._bias(layer)
         return lambda call, inputs, outputs: self.mistake(call, right(call, inputs, outputs), outputs)
 
 

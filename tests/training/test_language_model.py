@@ -125,7 +125,6 @@ def test_resume_is_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     training = {"steps": 60, "batch_size": 4, "learning_rate": 0.01, "checkpoint_every": 1}
     recipe = tmp_path / "recipe.yaml"

@@ -67,7 +67,6 @@ def launch(folder: Path, jobs: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_equal_one(alone: Path, together: Path, name: str) -> None:
     ours, theirs = (read_history(folder / name / "history.jsonl") for folder in (alone, together))
@@ -79,7 +78,6 @@ def test_two_processes_equal_one(alone: Path, together: Path, name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_graft_of_two_processes_is_whole(alone: Path, together: Path, name: str) -> None:
     ours, theirs = (load_file(folder / name / "final.safetensors") for folder in (alone, together))
@@ -89,7 +87,6 @@ def test_the_graft_of_two_processes_is_whole(alone: Path, together: Path, name: 
         assert (theirs[key] - tensor).abs().max() <= TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_checkpoint_of_two_processes_is_whole(alone: Path, together: Path, name: str) -> None:
@@ -101,7 +98,6 @@ def test_the_checkpoint_of_two_processes_is_whole(alone: Path, together: Path, n
             assert (theirs[key] - tensor).abs().max() <= 10 * TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_one_process_resumes_what_two_sharded_ones_began(alone: Path, together: Path) -> None:
     jobs = [{"name": "fsdp", "training": {"steps": toy_config().steps + 2}}]

