@@ -179,7 +179,7 @@ def test_a_graft_without_its_tensors_is_not_written(config: Any, tiny_backbone: 
     """Those that get them when they are attached; else it would be refused when it is loaded, as damaged."""
     backbone = load_backbone(tiny_backbone("llama"))
     graft = build_graft(graft_config(config), backbone)
-    with pytest.raises(ArtifactError, match="gets its tensors when it is attached, and it never was"):
+    with pytest.raises(ArtifactError, match="make a GraftedModel"):
         save_graft(graft, backbone, tmp_path / "graft")
     GraftedModel(backbone, {"graft": graft}).detach()
     assert load_graft(save_graft(graft, backbone, tmp_path / "graft"), backbone)
@@ -218,7 +218,7 @@ def test_a_users_row_of_the_family_comes_back_with_the_graft(tmp_path: Path, mon
     graft = build_graft(graft_config({"kind": "neutral-residues"}), host)
     kept = save_graft(graft, host, tmp_path / "graft")
     register_family("qwen3", "llama")  # what another process would do, which does not know the row
-    with pytest.raises(WrongBackboneError, match=r"its family has another row than the backbone.family in graft.json"):
+    with pytest.raises(WrongBackboneError, match="backbone.family"):
         load_graft(kept, load_backbone(folder))
     again = backbone_of(kept)
     assert again.sites.family == host.sites.family

@@ -104,10 +104,10 @@ def test_evaluation_has_the_plain_loss_and_training_needs_a_domain() -> None:
         assert model(**batch).lm_loss.item() == pytest.approx(expected, rel=1e-5)
         with pytest.raises(GraftError, match="The model distils old rows, but the batches have no `domain`: give"):
             model.train()(**batch)
-        with pytest.raises(GraftError, match="The model distils old rows, but this trainer has a loss of its own"):
+        with pytest.raises(GraftError, match="model distils old rows"):
             model(input_ids=batch["input_ids"], domain=ROWS, num_items_in_batch=40)
 
 
 def test_another_objective_is_named() -> None:
-    with pytest.raises(GraftError, match="There is no objective 'distill' of old rows: give replay or distil"):
+    with pytest.raises(GraftError, match="'distill'"):
         grafted("neutral-residues", old_objective="distill")
