@@ -27,7 +27,7 @@ from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft
 from graftlm.training import TrainingConfig
-from graftlm.training.loop import make_optimizer
+from graftlm.training.optimizer import make_optimizer
 
 NAME = "bench-composition"
 LENGTHS = (128, 256, 512, 1024)  # divided by 16 in a quick run

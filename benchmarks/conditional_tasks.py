@@ -35,7 +35,7 @@ from graftlm.grafts.conditional_tasks import ConditionalTasksConfig
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.training import TrainingConfig
-from graftlm.training.loop import make_optimizer
+from graftlm.training.optimizer import make_optimizer
 
 NAME = "bench-conditional-tasks"
 ALL: dict[str, Any] = {

@@ -24,7 +24,7 @@ from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, build_graft, graft_config
 from graftlm.training import TrainingConfig
-from graftlm.training.loop import make_optimizer
+from graftlm.training.optimizer import make_optimizer
 
 NAME = "bench-neutral-residues"
 CAPACITY = 0.2

@@ -22,7 +22,8 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    model = tiny_model("llama")
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     model.generation_config.eos_token_id = EOS
     return model.eval(), tokenizer
@@ -93,5 +94,6 @@ def test_commands(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_model_without_a_template_is_named() -> None:
-    with pytest.raises(DataError, match=r"no chat template, so there is no conversation"):
+    with pytest.raises(DataError) as error:
         ChatSession(tiny_model("llama"), tiny_tokenizer())
+    assert "chat template" in str(error.value)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graftlm.data.samplers import SCORED
-
-TABLES = ("1", "rivals", "uncertainty", "learnability", "samplers", "few", "rows", "probe")
+TABLES = ("1", "rivals", "uncertainty", "samplers", "few", "rows", "probe")
 OFF: dict[str, Any] = {
     "attention": "none",
     "alignment": False,
@@ -39,7 +37,7 @@ MODULES: dict[str, dict[str, Any]] = {
     LORA: {**OFF, "frozen": 1.0, "modulated": 1.0, "lora_rank": 3, "module_rate": 3.0},
 }
 NAMES = {"none": "multi_task", "all": "ca_mtl"}  # names of rows that differ from the names of their modules
-SAMPLERS = ("uniform", *SCORED)
+SAMPLERS = ("uniform", "uncertainty")
 OTHER_SAMPLERS = ("size", "temperature", "entropy")  # combined only with no modules
 # Controls whose modules do not depend on the task, and how modules are chosen instead.
 CONTROLS = {
@@ -114,6 +112,4 @@ def table_of(row: str) -> str:
         return "rivals"
     if row in ("attention_uncertainty", "bottleneck_uncertainty", "alignment_uncertainty"):
         return "uncertainty"
-    if row.endswith("learnability"):
-        return "learnability"
     return "1"

@@ -29,6 +29,7 @@ from experiments.conditional_tasks.rows import (
     MODULES,
     PLAIN,
     RIVALS,
+    SAMPLERS,
     SIMILAR,
     TABLES,
     UNIFORM,
@@ -37,7 +38,6 @@ from experiments.conditional_tasks.rows import (
 from experiments.conditional_tasks.runs import ConditionalTasksRun
 from experiments.conditional_tasks.study import SEARCH_SEED, ConditionalTasksStudy
 from experiments.study import aim, bars, check_files, metric, published
-from graftlm.data.samplers import SCORED
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import MARKERS, PALETTE
 from graftlm.grafts import graft_config
@@ -117,25 +117,25 @@ def default_row(study: ConditionalTasksStudy, default: str) -> Row:
 
 
 def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
-    """Return the effect of each module over the samplers, and of each sampler over the modules, paired by seed."""
+    """Return the effect of each module over the samplers, and of uncertainty over the modules, paired by seed."""
     rows = []
     for name, label in MODULE_LABELS.items():
         if name != "none" and cell_id(name, "uniform") in study.labels:
-            cells = [(cell_id(name, policy), cell_id("none", policy)) for policy in study.samplers]
+            cells = [(cell_id(name, policy), cell_id("none", policy)) for policy in SAMPLERS]
             rows.append(_effect(study, name, label, cells))
-    for policy in study.samplers:
-        if policy in SCORED:
-            cells = [(cell_id(name, policy), cell_id(name, "uniform")) for name in MODULES]
-            rows.append(_effect(study, policy, policy, cells))
+    cells = [(cell_id(name, "uncertainty"), cell_id(name, "uniform")) for name in MODULES]
+    rows.append(_effect(study, "uncertainty", "uncertainty", cells))
     return rows
 
 
 def _effect(study: ConditionalTasksStudy, name: str, label: str, cells: Sequence[tuple[str, str]]) -> Row:
     """Return the mean difference over pairs of rows, of those that were run."""
-    pairs = [(with_it, without) for with_it, without in cells if {with_it, without} <= study.labels.keys()]
     values = []
     for seed in study.seeds:
-        differences = [study.average(with_it, seed) - study.average(without, seed) for with_it, without in pairs]
+        differences = []
+        for with_it, without in cells:
+            if with_it in study.labels and without in study.labels:
+                differences.append(study.average(with_it, seed) - study.average(without, seed))
         values.append(mean(differences))
     return Row(id=f"effect_{name}", label=f"effect of {label}", metrics={"effect": combine_seeds(values)})
 
@@ -162,17 +162,14 @@ def _metrics(study: ConditionalTasksStudy, row: str, seed: int) -> dict[str, Met
 
 
 def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
-    """Compare a sampler with scores and uniform sampling after a part of the steps.
+    """Compare sampling by uncertainty and uniform sampling after a part of the steps.
 
-    Each row also has the part at which it reaches the final score of uniform sampling. If the default samples
-    uniformly, the better sampler with scores is used. LoRA and norms of all layers are only run with uniform sampling,
-    so norms of the upper half are used instead.
+    Each row also has the part at which it reaches the final score of uniform sampling. LoRA and norms of all
+    layers are only run with uniform sampling, so norms of the upper half are used instead.
     """
-    modules, policy = CELLS["cln" if default in UNIFORM else default]
-    if policy == "uniform":
-        scored = [cell_id(modules, policy) for policy in study.samplers if policy in SCORED]
-        _, policy = CELLS[study.best_cell(scored)]
-    scored_cell = cell_id(modules, policy)
+    cell = "cln" if default in UNIFORM else default
+    modules, _ = CELLS[cell]
+    scored_cell = cell_id(modules, "uncertainty")
     uniform_cell = cell_id(modules, "uniform")
     runs = []
     for cell in (scored_cell, uniform_cell):

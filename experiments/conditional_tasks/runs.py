@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from graftlm.backbone import Backbone, Site
 from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows
-from graftlm.data.labelled_batches import EncodedTask, LabelledMixture, RowEncoder, TaskBatch, batches_by_length
+from graftlm.data.labelled_batches import LabelledMixture, TaskBatch, batches_by_length
+from graftlm.data.row_encoder import EncodedTask, RowEncoder
 from graftlm.errors import EvaluationError, TrainingError
 from graftlm.evaluation import Row, value_of
-from graftlm.evaluation.label_metrics import measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.inference import evaluation_mode
+from graftlm.evaluation.label_predictions import predictor
+from graftlm.evaluation.label_scores import measure_labelled, summary_metrics
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafted.model import GraftedModel
 from graftlm.runs.run import RunContext, Trainee
 from graftlm.runs.task_run import TaskEvaluation, TaskRun, row_encoder, task_tests, tasks_of
@@ -32,7 +34,7 @@ SIMILARITY_ROWS = 64  # training rows of each task
 
 @dataclass(frozen=True)
 class TimedEvaluation(TaskEvaluation):
-    """What measures the tasks, and when training started, in seconds of `time.perf_counter`."""
+    """The evaluator of the tasks, and the start of training in seconds of `time.perf_counter`."""
 
     started: float
 

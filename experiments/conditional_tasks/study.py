@@ -20,10 +20,8 @@ from experiments.conditional_tasks.rows import (
     MODULES,
     PLAIN,
     RIVALS,
-    SAMPLERS,
     SIMILAR,
     TABLES,
-    cell_id,
     table_of,
 )
 from experiments.conditional_tasks.runs import ConditionalTasksRun
@@ -31,7 +29,7 @@ from experiments.study import Study, metric, mini_lm
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data.labelled import LabelledConfig
-from graftlm.data.samplers import SCORED, SamplerConfig
+from graftlm.data.samplers import SamplerConfig
 from graftlm.evaluation import Interval, combine_seeds
 from graftlm.grafts import GraftConfig, build_graft, graft_config
 from graftlm.grafts.heads import TaskSpec
@@ -123,7 +121,6 @@ class ConditionalTasksStudy(Study):
 
     Attributes:
         labels: labels of the rows in the chosen tables.
-        samplers: samplers of the combinations among those rows.
         rates: learning rate of each row.
     """
 
@@ -131,7 +128,6 @@ class ConditionalTasksStudy(Study):
         super().__init__(options)
         chosen = options.chosen(TABLES)
         self.labels = {row: label for row, label in LABELS.items() if table_of(row) in {"1", *chosen}}
-        self.samplers = [policy for policy in SAMPLERS if cell_id("none", policy) in self.labels]
         self.size = QUICK if options.quick else FULL
         name = options.backbone or mini_lm(options.data, "The encoder")
         self.backbone = BackboneConfig(name=name, device=options.device, dtype="float32")
@@ -257,7 +253,7 @@ class ConditionalTasksStudy(Study):
             share: the share of all steps; candidates are the same share of all passes.
         """
         values: dict[str, Any] = {"policy": policy}
-        if policy in SCORED:
+        if policy == "uncertainty":
             values.update(self.size.sampler)
             values["passes"] *= share
         return SamplerConfig.parse(values)
@@ -308,9 +304,13 @@ class ConditionalTasksStudy(Study):
     def choose_rates(self) -> None:
         """Choose the learning rate of each row, all by the same search."""
         tries: dict[str, dict[float, list[ConditionalTasksRun]]] = {}
+        runs: list[ConditionalTasksRun] = []
         for row in self.labels:
-            tries[row] = {rate: self.row_runs(row, SEARCH_SEED, rate) for rate in self.size.rates}
-        runs = [run for by_rate in tries.values() for row_runs in by_rate.values() for run in row_runs]
+            tries[row] = {}
+            for rate in self.size.rates:
+                row_runs = self.row_runs(row, SEARCH_SEED, rate)
+                tries[row][rate] = row_runs
+                runs += row_runs
         self.execute(runs, "learning rates")
         for row, by_rate in tries.items():
             errors = {rate: self._validation_error(row_runs) for rate, row_runs in by_rate.items()}

@@ -20,7 +20,7 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, SourceConfig, build_mixture
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.measurement import Measurement
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
@@ -223,7 +223,7 @@ def load_xlora(backbone: Backbone, adapters: Sequence[str | Path]) -> Any:
         adapters={str(number): str(path) for number, path in enumerate(adapters)},
     )
     model = get_peft_model(model, config)
-    model.base_model.internal_xlora_classifier.float()  # also on a backbone in half precision
+    model.base_model.internal_xlora_classifier.float()  # float32, also on a backbone in half precision
     return model
 
 

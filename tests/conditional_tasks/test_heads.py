@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from graftlm.errors import GraftError, RecipeError
-from graftlm.grafts.heads import Heads, TaskSpec, learnability, pooled, row_losses, uncertainty
+from graftlm.grafts.heads import Heads, TaskSpec, pooled, row_losses, uncertainty
 
 TASKS = {
     "topics": TaskSpec(type="classification", labels=["a", "b", "c"]),
@@ -121,27 +121,6 @@ def test_the_uncertainty_of_numbers_is_their_error_over_the_range() -> None:
     targets = [torch.tensor(4.0), torch.tensor(2.0)]
     values = uncertainty(predictions, [grades, grades], targets)
     assert [float(value) for value in values] == [0.25, 1.0]  # type: ignore[arg-type]
-
-
-def test_learnability_by_hand() -> None:
-    """4 p (1 - p): 1 where p is a half, near 0 for what is known and for what contradicts the model."""
-    rows = [
-        ("topics", torch.zeros(3), torch.tensor(1)),
-        ("topics", torch.tensor([50.0, 0, 0]), torch.tensor(0)),
-        ("topics", torch.tensor([50.0, 0, 0]), torch.tensor(2)),
-        ("marks", torch.tensor(0.75), torch.tensor(1.0)),
-        ("answers", torch.zeros(4, 2), torch.tensor([0, 1])),
-    ]
-    predictions = [prediction for _, prediction, _ in rows]
-    targets = [target for _, _, target in rows]
-    values = learnability(predictions, [TASKS[name] for name, _, _ in rows], targets)
-    assert values[4] is None
-    assert [float(value) for value in values[:4]] == pytest.approx([8 / 9, 0, 0, 0.75], abs=1e-6)  # type: ignore[arg-type]
-    moods = torch.tensor([math.log(3.0), math.log(3.0)])
-    tags = torch.tensor([[50.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    targets = [torch.tensor([1.0, 0.0]), torch.tensor([0, 1, -100])]
-    values = learnability([moods, tags], [TASKS["moods"], TASKS["names"]], targets)
-    assert [float(value) for value in values] == pytest.approx([0.75, 1.0])  # type: ignore[arg-type]
 
 
 def test_scaled_losses_are_1_at_chance() -> None:

@@ -19,7 +19,7 @@ from graftlm.grafts import default_config
 from graftlm.grafts.conditional_tasks import ConditionalTasks, ConditionalTasksConfig
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.training import TrainingConfig
-from graftlm.training.loop import declared, make_optimizer
+from graftlm.training.optimizer import declared, make_optimizer
 from tiny import tiny_model
 
 

@@ -17,7 +17,7 @@ from graftlm.data.chunks import mark_chat
 from graftlm.data.marked_ids import IGNORED, unmark
 from graftlm.data.rows import collate
 from graftlm.errors import DataError, GraftError
-from graftlm.evaluation.metrics import cut_windows
+from graftlm.evaluation.windows import cut_windows
 from tiny import tiny_tokenizer
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -97,14 +97,16 @@ def predicted_texts(tokenizer: Any, chat: ChatExample) -> list[str]:
     system=st.one_of(st.none(), words),
 )
 def test_exactly_the_answers_with_their_ends_are_predicted(name: str, contents: list[str], system: str | None) -> None:
-    tokenizer, end = TOKENIZERS[name], TEMPLATES[name][1]
+    tokenizer = TOKENIZERS[name]
+    _, end = TEMPLATES[name]
     chat = chat_of(contents, None if name == "gemma" else system)
     answers = [message["content"] for message in chat.messages if message["role"] == ASSISTANT]
     texts = predicted_texts(tokenizer, chat)
     if name == "qwen3" and len(contents) % 2 == 0:
         answers[-1] = "<think>\n\n</think>\n\n" + answers[-1]
     if name in TRIMS:
-        texts, answers = [text.strip() for text in texts], [answer.strip() for answer in answers]
+        texts = [text.strip() for text in texts]
+        answers = [answer.strip() for answer in answers]
     assert texts == [answer + end for answer in answers]
     ids, _, _ = chat_tokens(tokenizer, chat)
     whole = tokenizer.apply_chat_template(list(chat.messages), tokenize=False)
@@ -126,7 +128,7 @@ def test_a_template_s_own_mask_agrees_or_is_named() -> None:
     wrong = MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'user'")
     everything = MARKED.replace("m['role'] == 'assistant'", "true")
     for template in (wrong, everything):
-        with pytest.raises(DataError, match=r"marks other text as the assistant's"):
+        with pytest.raises(DataError, match="generation"):
             chat_tokens(with_template(template, "<|end|>"), chat)
 
 
@@ -142,7 +144,8 @@ def test_the_template_gets_the_tools_in_every_rendering() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_answers_around_a_tool_s_are_predicted(name: str) -> None:
-    tokenizer, end = TOKENIZERS[name], TEMPLATES[name][1]
+    tokenizer = TOKENIZERS[name]
+    _, end = TEMPLATES[name]
     turns = [(USER, "add 2 and 3"), (ASSISTANT, "sum(2, 3)"), (TOOL, "5"), (TOOL, "done"), (ASSISTANT, "it is 5")]
     turns += [(USER, "why?"), (ASSISTANT, "so it is")]
     chat = read_chat([{"role": role, "content": content} for role, content in turns], "a test")
@@ -155,7 +158,7 @@ def test_an_answer_whose_reasoning_the_template_drops_later_is_named() -> None:
         "m['content'] +", "(m['content'] if loop.last else m['content'].split('</think>')[-1]) +"
     )
     tokenizer = with_template(drops, "<|im_end|>")
-    with pytest.raises(DataError, match=r"renders the messages up to message 2 in another way .*: split"):
+    with pytest.raises(DataError, match="message 2"):
         chat_tokens(tokenizer, chat_of(["where?", "<think>hm</think>here", "why?", "because"]))
     assert predicted_texts(tokenizer, chat_of(["where?", "<think>hm</think>here"]))[0].endswith(
         "hm</think>here<|im_end|>"
@@ -183,63 +186,66 @@ def test_a_token_that_takes_the_header_s_last_blank_with_it_is_predicted() -> No
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, r"no chat template: name a chat model"),
-        ("{{ nothing.at.all }}", r"does not fit the tokenizer's chat template"),
-        ("{{ raise_exception('only two turns') }}", r"chat template \(only two turns\)"),
+        (None, "no chat template"),
+        ("{{ nothing.at.all }}", "chat template"),
+        ("{{ raise_exception('only two turns') }}", "(only two turns)"),
         (
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            r"renders the messages up to message 2 in another way",
+            "message 2",
         ),
         (  # what stands in the last turn of the user alone
             "{% for m in messages %}{{ m['content'] + ('!' if loop.last and m['role'] == 'user' else '') }}"
             "{% endfor %}",
-            r"renders the messages up to message 2 in another way",
+            "message 2",
         ),
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
-            r"no token to predict",
+            "no token to predict",
         ),
     ],
 )
 def test_templates_that_do_not_fit_are_named(template: str | None, message: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError) as error:
         chat_tokens(tokenizer, chat_of(["where?", "here"]))
-    assert "\n" not in str(caught.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", r"str for messages"),
-        ([], r"has no messages: leave"),
-        (None, r"NoneType for messages"),
-        (["hello"], r"message 1 is str"),
-        ([{"role": "bot", "content": "a"}], r"the role 'bot'"),
-        ([{"content": "a"}], r"the role None"),
-        ([{"role": USER, "content": "a"}], r"no assistant's turn"),
-        ([{"role": USER, "content": 7}, {"role": ASSISTANT, "content": "b"}], r"message 1 has content of the type int"),
-        ([{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": " "}], r"message 2 is an empty answer"),
-        ([{"role": ASSISTANT, "content": "b"}], r"message 1 of the role assistant stands first"),
+        ("hello", "str"),
+        ([], "no messages"),
+        (None, "NoneType"),
+        (["hello"], "message 1 is str"),
+        ([{"role": "bot", "content": "a"}], "'bot'"),
+        ([{"content": "a"}], "None"),
+        ([{"role": USER, "content": "a"}], "assistant"),
+        ([{"role": USER, "content": 7}, {"role": ASSISTANT, "content": "b"}], "message 1 has content of the type int"),
+        ([{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": " "}], "message 2 is an empty answer"),
+        ([{"role": ASSISTANT, "content": "b"}], "message 1 has the role assistant"),
         (
             [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": None}],
-            r"message 2 has content of the type NoneType",
+            "message 2 has content of the type NoneType",
         ),
         (
             [{"role": USER, "content": "a"}, {"role": SYSTEM, "content": "s"}, {"role": ASSISTANT, "content": "b"}],
-            r"message 2 of the role system stands behind one of the role user",
+            "message 2 has the role system",
         ),
         (
             [{"role": USER, "content": "a"}, {"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}],
-            r"message 2 of the role user",
+            "message 2 has the role user",
         ),
-        ([{"role": USER, "content": [{"type": "image"}]}, {"role": ASSISTANT, "content": "b"}], r"of the type list"),
+        ([{"role": USER, "content": [{"type": "image"}]}, {"role": ASSISTANT, "content": "b"}], "of the type list"),
     ],
 )
 def test_messages_of_another_form_are_named(messages: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as error:
         read_chat(messages, "chats.jsonl: line 3")
+    assert str(error.value).startswith("chats.jsonl: line 3")
+    assert message in str(error.value)
 
 
 def test_other_forms_of_messages_are_read() -> None:
@@ -279,7 +285,7 @@ def test_rows_of_training_predict_the_answers_alone_and_keep_conversations_whole
         assert shown.endswith("<|im_start|>assistant\n")
         assert shown.count("assistant") == 1, "a later turn is no prompt: whoever reads prompts whole would look ahead"
     config = DataConfig.parse({"new": [source], "replay_fraction": 0, "length": size - 8, "boundaries": "whole"})
-    with pytest.raises(DataError, match=r"chats.jsonl: line 1 takes \d+ tokens"):
+    with pytest.raises(DataError, match=r"chats.jsonl: line 1"):
         build_mixture(config, tokenizer, 2)
 
 
@@ -325,21 +331,25 @@ def test_columns_are_read_from_tables_of_every_form(tmp_path: Path) -> None:
         assert document.chat.messages == chat_of(["a", "b"]).messages
         assert document.text == "b"
     (document,) = build_documents([SourceConfig(path=paths[0], messages_column="messages", tools_column="tools")])
-    with pytest.raises(DataError, match=r"no column 'talks' .*messages_column"):
+    with pytest.raises(DataError) as error:
         build_documents([SourceConfig(path=paths[0], messages_column="talks")])
+    assert "'talks'" in str(error.value)
+    assert "messages_column" in str(error.value)
     (tmp_path / "plain.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"plain text, but the source has a messages_column"):
+    with pytest.raises(DataError) as error:
         build_documents([SourceConfig(path=str(tmp_path / "plain.txt"), messages_column="messages")])
+    assert "messages_column" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("settings_", "message"),
+    ("values", "key"),
     [
-        ({"messages_column": "a", "prompt_column": "b"}, r"either a messages_column or a prompt_column"),
-        ({"tools_column": "a"}, r"tools belong to conversations"),
-        ({"messages_column": "a", "limit_characters": 5}, r"never cut"),
+        ({"messages_column": "a", "prompt_column": "b"}, "prompt_column"),
+        ({"tools_column": "a"}, "messages_column"),
+        ({"messages_column": "a", "limit_characters": 5}, "limit_characters"),
     ],
 )
-def test_settings_that_contradict_are_named(settings_: dict[str, Any], message: str) -> None:
-    with pytest.raises(GraftError, match=message):
-        SourceConfig.parse({"path": "x.jsonl"} | settings_)
+def test_settings_that_contradict_are_named(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(GraftError) as error:
+        SourceConfig.parse({"path": "x.jsonl"} | values)
+    assert key in str(error.value)

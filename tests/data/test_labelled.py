@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graftlm.data.label_reader import answer_span
 from graftlm.data.labelled import (
     AnswerSpan,
     LabelledConfig,
     LabelledRow,
     TaskRows,
-    answer_span,
     labels_of,
     read_held_out_rows,
     read_training_rows,
     score_metric,
 )
-from graftlm.data.labelled_batches import RowEncoder, first_tokens
+from graftlm.data.row_encoder import RowEncoder, first_tokens
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafts.heads import TaskSpec
 from tiny import tiny_tokenizer
@@ -83,19 +83,21 @@ def test_files_without_a_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "columns", "problem"),
     [
-        ("text,label,label\na,x,y\n", [], "a.csv has two columns 'label': rename one"),
-        ("text,label\na,x\n", ["text", "label"], "row 1 has the names of the columns: leave columns out"),
+        ("text,label,label\na,x,y\n", [], "'label'"),
+        ("text,label\na,x\n", ["text", "label"], "row 1"),
     ],
 )
 def test_headers_that_mislead(tmp_path: Path, content: str, columns: list[str], problem: str) -> None:
     (tmp_path / "a.csv").write_text(content)
-    with pytest.raises(DataError, match=problem):
+    with pytest.raises(DataError) as error:
         read_training_rows("t", config(tmp_path / "a.csv", columns=columns))
+    assert "a.csv" in str(error.value)
+    assert problem in str(error.value)
 
 
 def test_the_label_is_no_text() -> None:
     for columns in ({"text": "label"}, {"text": ["a", "a"]}, {"label": "text"}):
-        with pytest.raises(RecipeError, match="text and label name one column twice"):
+        with pytest.raises(RecipeError, match="one column twice"):
             LabelledConfig.parse({"type": "classification", "train": "a.csv", **columns})
 
 
@@ -124,85 +126,86 @@ def test_words_with_tags_in_tables(tmp_path: Path) -> None:
 
 
 MIXED = [{"text": "a", "label": "yes"}, {"text": "b", "label": "no"}, {"text": "c", "label": 3}]
-BAD: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
+BAD: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
     "sometimes a number": (
         MIXED,
         {},
-        r"a\.jsonl: line 3 has the number 3 in the column 'label', which is sometimes a number \(3 at .*line 3\) and "
-        r"sometimes a word \('yes' at .*line 1\): write all labels as text",
+        ["line 3 ", "the number 3", "'yes' at"],
     ),
     "two forms of a number": (
         [{"text": "a", "label": 1}, {"text": "b", "label": "1.0"}],
         {},
-        r"line 2 has the label 1\.0 .* and .*line 1 has 1, which is the same number in another form: write both alike",
+        ["line 2 has the label 1.0", "line 1 has 1,"],
     ),
-    "no label": ([{"text": "a", "label": None}], {}, r"line 1 has nothing in the column 'label', but a label"),
+    "no label": ([{"text": "a", "label": None}], {}, ["line 1 has nothing", "'label'"]),
     "an empty text": (
         [{"text": "a", "label": "x"}, {"text": " ", "label": "y"}],
         {},
-        r"line 2 has an empty text in the column 'text': fill it in, or leave the row out",
+        ["line 2 ", "'text'"],
     ),
     "not a number": (
         [{"text": "a", "label": 1}, {"text": "b", "label": "much"}],
         {"type": "regression"},
-        r"line 2 has 'much' in the column 'label', but a finite number is expected",
+        ["line 2 has 'much'", "'label'"],
     ),
     "NaN": (
         [{"text": "a", "label": float("nan")}],
         {"type": "regression"},
-        r"line 1 has nan in the column 'label', but a finite number",
+        ["line 1 has nan", "'label'"],
     ),
     "one class": (
         [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}],
         {},
-        r"The task t has the one label 'x' in all of its 2 rows, and there is nothing to tell apart",
+        ["task t", "'x'", "2 rows"],
     ),
     "one number": (
         [{"text": "a", "label": 2e6}, {"text": "b", "label": 2e6}],
         {"type": "regression"},
-        r"The task t has numbers from 2e\+06 to 2e\+06, which float32 hardly tells apart: subtract what they have",
+        ["task t", "2e+06", "float32"],
     ),
-    "no rows": ([], {}, r"The task t has no rows \(.*a\.jsonl\): name a file with at least one, or leave it out"),
+    "no rows": ([], {}, ["task t has no rows", "a.jsonl"]),
     "no column": (
         [{"body": "a", "label": "x"}],
         {},
-        r"line 1 has no column 'text' \(found: body, label\): set the task's text",
+        ["line 1 ", "'text'", "body, label", "task's text"],
     ),
     "more tags than words": (
         [{"text": ["a"], "label": ["O", "B"]}],
         {"type": "tagging"},
-        r"line 1 has 1 words and 2 tags, but as many of both",
+        ["line 1 has 1 words and 2 tags"],
     ),
-    "no tags": ([{"text": "a", "label": None}], {"type": "tagging"}, r"line 1 has nothing in the column 'label'"),
+    "no tags": ([{"text": "a", "label": None}], {"type": "tagging"}, ["line 1 has nothing", "'label'"]),
     "an answer that is not there": (
         [{"question": "q", "context": "some text", "answers": ["other"]}],
         {"type": "span"},
-        r"line 1 has the answer 'other', which does not stand in its context anywhere",
+        ["line 1 has the answer 'other'"],
     ),
     "an answer at another place": (
         [{"question": "q", "context": "some text", "answers": {"text": ["text"], "answer_start": [4]}}],
         {"type": "span"},
-        r"line 1 has the answer 'text', which does not stand in its context at character 4",
+        ["line 1 has the answer 'text'", "character 4"],
     ),
     "no answer": (
         [{"question": "q", "context": "some text", "answers": []}],
         {"type": "span"},
-        r"line 1 has no answer in the column 'answers'",
+        ["line 1 has no answer", "'answers'"],
     ),
     "a label that is not the task's": (
         MIXED[:2],
         {"labels": ["yes", "maybe"]},
-        r"line 2 has the label 'no', which is not among the task's labels of the task t",
+        ["line 2 has the label 'no'", "task t"],
     ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path, case: str) -> None:
-    rows, more, sentence = BAD[case]
+    rows, more, expected = BAD[case]
     path = write(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=sentence) as error:
-        read_training_rows("t", LabelledConfig.parse({"type": "classification", "train": str(path)} | more))
+    task = LabelledConfig.parse({"type": "classification", "train": str(path)} | more)
+    with pytest.raises(DataError) as error:
+        read_training_rows("t", task)
+    assert all(part in str(error.value) for part in expected)
     assert "\n" not in str(error.value)
 
 
@@ -211,22 +214,23 @@ def test_a_label_not_seen_in_training(tmp_path: Path) -> None:
     test = write(tmp_path / "test.jsonl", [{"text": "a", "label": "yes"}, {"text": "b", "label": "noo"}])
     task = config(train, test=str(test))
     found = read_training_rows("t", task)
-    with pytest.raises(DataError, match=r"test\.jsonl: line 2 has the label 'noo', which is not seen in training of"):
+    with pytest.raises(DataError) as error:
         read_held_out_rows("t", task, found.spec)
-    with pytest.raises(DataError, match=r"There is no file .*gone\.csv: check test of the task t"):
+    assert "test.jsonl: line 2 has the label 'noo'" in str(error.value)
+    with pytest.raises(DataError) as error:
         read_held_out_rows("t", config(train, test=str(tmp_path / "gone.csv")), found.spec)
+    assert "gone.csv" in str(error.value)
 
 
 def test_classes_with_one_example_are_noted(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": "x"}] * 3 + [{"text": "b", "label": "rare"}]
     path = write(tmp_path / "a.jsonl", rows)
     (note,) = read_training_rows("t", config(path)).notes
-    assert note == (
-        f"The task t has 1 labels with one example, 'rare' ({path}: line 4): what is learned of them is left to chance."
-    )
+    assert f"'rare' ({path}: line 4)" in note
+    assert "'x'" not in note
     limited = read_training_rows("t", config(path, limit=1, seed=1))
     assert limited.spec.labels == ["rare", "x"], "labels are those of all rows"
-    assert any("without any example" in note for note in limited.notes)
+    assert len(limited.notes) == 2, "one label has a single example, and the other has none"
 
 
 def test_a_limit_is_drawn_by_its_seed(tmp_path: Path) -> None:
@@ -237,18 +241,18 @@ def test_a_limit_is_drawn_by_its_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "key"),
     [
-        ({"text": ["a", "b", "c"]}, "one column, or two of a pair"),
-        ({"text": ["a", "a"]}, "one column twice"),
-        ({"type": "tagging", "text": ["a", "b"]}, "a tagging task has one text"),
-        ({"type": "span", "text": "a"}, "for span those of question and context"),
-        ({"type": "regression", "labels": ["a"]}, "has no labels: leave them out"),
-        ({"metric": "pearson"}, "pearson is no metric of classification: choose accuracy, macro_f1, matthews"),
+        ({"text": ["a", "b", "c"]}, "text"),
+        ({"text": ["a", "a"]}, "text"),
+        ({"type": "tagging", "text": ["a", "b"]}, "text"),
+        ({"type": "span", "text": "a"}, "text"),
+        ({"type": "regression", "labels": ["a"]}, "labels"),
+        ({"metric": "pearson"}, "pearson"),
     ],
 )
-def test_configs_that_do_not_fit(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+def test_configs_that_do_not_fit(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(RecipeError, match=key):
         LabelledConfig.parse({"type": "classification", "train": "a.csv"} | values)
 
 

@@ -20,9 +20,12 @@ from graftlm.data import (
     Mixture,
     RowPacker,
     StreamingBlocks,
+    chunks,
     pack,
-    packing,
+    streams,
 )
+from graftlm.data.boundaries import Boundaries
+from graftlm.data.marked_ids import PADDING, is_prompt, is_start
 from graftlm.data.rows import collate
 from graftlm.errors import DataError
 from tiny import BOS, EOS, SPECIAL, tiny_tokenizer
@@ -43,7 +46,8 @@ def with_bos() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-PLAIN, BEGINS = tiny_tokenizer(), with_bos()
+PLAIN = tiny_tokenizer()
+BEGINS = with_bos()
 tokenizers = st.sampled_from([PLAIN, BEGINS])
 
 
@@ -73,29 +77,29 @@ def literal_rows(corpus: list[Document], tokenizer: PreTrainedTokenizerBase, len
 
 
 def streaming(
-    documents: Callable[[], list[Document]], length: int, boundaries: packing.Boundaries, buffer_rows: int
+    documents: Callable[[], list[Document]], length: int, boundaries: Boundaries, buffer_rows: int
 ) -> StreamingBlocks:
     return StreamingBlocks(RowPacker(documents, PLAIN, length, boundaries, repeat=True), buffer_rows=buffer_rows)
 
 
-def batch_of(marked: np.ndarray, boundaries: packing.Boundaries) -> Batch:
+def batch_of(marked: np.ndarray, boundaries: Boundaries) -> Batch:
     return collate(marked, np.ones(len(marked)), boundaries=boundaries, pad_id=0)
 
 
 @settings(max_examples=40)
 @given(corpora, boundary, tokenizers)
 def test_every_token_once_and_prompts_are_marked(
-    corpus: list[Document], boundaries: packing.Boundaries, tokenizer: PreTrainedTokenizerBase
+    corpus: list[Document], boundaries: Boundaries, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     corpus = [*corpus, Document("a" * LENGTH * 2, prompt="b")] if boundaries != "whole" else corpus
     blocks = pack(corpus, tokenizer, LENGTH, boundaries=boundaries)
     expected = [literal(document, tokenizer) for document in corpus]
-    real = blocks.marked != packing.PADDING
+    real = blocks.marked != PADDING
     assert blocks.input_ids[real].tolist() == [token for ids, _ in expected for token in ids]
-    assert packing.is_prompt(blocks.marked)[real].tolist() == [given for _, givens in expected for given in givens]
-    assert not packing.is_prompt(blocks.marked)[~real].any()
+    assert is_prompt(blocks.marked)[real].tolist() == [given for _, givens in expected for given in givens]
+    assert not is_prompt(blocks.marked)[~real].any()
     assert (
-        np.flatnonzero(packing.is_start(blocks.marked)[real]).tolist()
+        np.flatnonzero(is_start(blocks.marked)[real]).tolist()
         == np.cumsum([0, *(len(ids) for ids, _ in expected)])[:-1].tolist()
     )
 
@@ -103,21 +107,21 @@ def test_every_token_once_and_prompts_are_marked(
 @settings(max_examples=40)
 @given(corpora, boundary, tokenizers)
 def test_completions_alone_are_predicted(
-    corpus: list[Document], boundaries: packing.Boundaries, tokenizer: PreTrainedTokenizerBase
+    corpus: list[Document], boundaries: Boundaries, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     corpus = [*corpus, Document("a" * LENGTH * 2, prompt="b")] if boundaries != "whole" else corpus
     blocks = pack(corpus, tokenizer, LENGTH, boundaries=boundaries)
     batch = batch_of(blocks.marked, boundaries)
-    predicted = (blocks.marked != packing.PADDING) & ~packing.is_prompt(blocks.marked)
+    predicted = (blocks.marked != PADDING) & ~is_prompt(blocks.marked)
     if boundaries != "joined":
-        predicted &= ~packing.is_start(blocks.marked)
+        predicted &= ~is_start(blocks.marked)
     predicted[:, 0] = False
     assert np.array_equal(batch.labels.numpy() != -100, predicted)
     assert torch.equal(batch.labels[torch.from_numpy(predicted)], batch.input_ids[torch.from_numpy(predicted)])
     if batch.prompt is None:
-        assert not packing.is_prompt(blocks.marked).any()
+        assert not is_prompt(blocks.marked).any()
     else:
-        assert np.array_equal(batch.prompt.numpy(), packing.is_prompt(blocks.marked))
+        assert np.array_equal(batch.prompt.numpy(), is_prompt(blocks.marked))
         assert torch.equal(batch.inputs()["prompt"], batch.prompt)
         assert batch.rows(slice(1)).prompt is not None
 
@@ -130,12 +134,12 @@ def test_whole_documents_are_cut_only_where_no_row_holds_them_and_rows_are_as_fu
     blocks = pack(corpus, tokenizer, LENGTH, boundaries="whole")
     expected = literal_rows(corpus, tokenizer, LENGTH)
     assert [
-        row[kept].tolist() for row, kept in zip(blocks.input_ids, blocks.marked != packing.PADDING, strict=True)
+        row[kept].tolist() for row, kept in zip(blocks.input_ids, blocks.marked != PADDING, strict=True)
     ] == expected
     assert blocks.marked.shape == (len(expected), LENGTH)
-    assert ((blocks.marked[:, 1:] != packing.PADDING) <= (blocks.marked[:, :-1] != packing.PADDING)).all()
+    assert ((blocks.marked[:, 1:] != PADDING) <= (blocks.marked[:, :-1] != PADDING)).all()
     batch = batch_of(blocks.marked, "whole")
-    several = bool(packing.is_start(blocks.marked)[:, 1:].any())
+    several = bool(is_start(blocks.marked)[:, 1:].any())
     assert (batch.position_ids is not None) == several, "documents of a row do not see each other"
 
 
@@ -162,12 +166,12 @@ def test_without_prompts_nothing_changes(corpus: list[str], length: int) -> None
     st.sampled_from([3, 100]),
 )
 def test_a_stream_gives_the_rows_of_the_packed_documents(
-    corpus: list[Document], boundaries: packing.Boundaries, group: int, chunk: int
+    corpus: list[Document], boundaries: Boundaries, group: int, chunk: int
 ) -> None:
     twice = [*corpus, *corpus]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", group)
-        patch.setattr(packing, "CHUNK_CHARACTERS", chunk)
+        patch.setattr(chunks, "CHUNK_CHARACTERS", chunk)
         stream = streaming(lambda: corpus, LENGTH, boundaries, buffer_rows=1)
         if boundaries != "whole" and sum(len(literal(document, PLAIN)[0]) for document in twice) < LENGTH:
             return
@@ -178,7 +182,7 @@ def test_a_stream_gives_the_rows_of_the_packed_documents(
 @pytest.mark.parametrize("size", range(1, 16))
 def test_a_stream_waits_for_the_end_of_an_example(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", 1)
-    monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 3)
+    monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 3)
     corpus = [Document("0" * size), Document("1" * 12, prompt="22")]
     stream = streaming(lambda: corpus, 16, "whole", buffer_rows=1)
     packed = pack([*corpus, *corpus], PLAIN, 16, boundaries="whole").marked[:-1]
@@ -196,7 +200,9 @@ def streamed() -> Mixture:
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_stream_of_prompts_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlm.data.streams.STREAM_GROUP_CHARACTERS", group)
-    unbroken, broken, resumed = streamed(), streamed(), streamed()
+    unbroken = streamed()
+    broken = streamed()
+    resumed = streamed()
     expected = [unbroken.batch(step) for step in range(12)]
     for step in range(stop):
         broken.batch(step)
@@ -211,13 +217,13 @@ def test_a_stream_of_prompts_resumes(stop: int, group: int, monkeypatch: pytest.
 def test_long_prompts_are_tokenised_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = [Document("one\ntwo\nthree\n" * 5, "a", "four\nfive\n" * 9), Document("six", "b"), Document("x", "c", "y")]
     expected = pack(corpus, PLAIN, 16).marked
-    monkeypatch.setattr(packing, "CHUNK_CHARACTERS", 30)
-    monkeypatch.setattr(packing, "GROUP_CHARACTERS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_CHARACTERS", 30)
+    monkeypatch.setattr(streams, "GROUP_CHARACTERS", 1)
     assert np.array_equal(pack(corpus, PLAIN, 16).marked, expected)
-    chunks = list(packing.split_documents(corpus))
-    assert max(len(chunk.text) for chunk in chunks) <= 30
-    assert [sum(chunk.first for chunk in chunks), sum(chunk.last for chunk in chunks)] == [3, 3]
-    assert all(not group[-1].prompt for group in packing.group_chunks(chunks, 1))
+    parts = list(chunks.split_documents(corpus))
+    assert max(len(part.text) for part in parts) <= 30
+    assert [sum(part.first for part in parts), sum(part.last for part in parts)] == [3, 3]
+    assert all(not group[-1].prompt for group in chunks.group_chunks(parts, 1))
 
 
 def test_a_prompt_without_tokens_leaves_the_start_to_the_text() -> None:
@@ -230,14 +236,15 @@ def test_a_prompt_without_tokens_leaves_the_start_to_the_text() -> None:
             return {"input_ids": [[9] * len(text.strip()) for text in texts]}
 
     blocks = pack([Document("aa", prompt="  "), Document("b", prompt=" ")], Blind(), 5)  # type: ignore[arg-type]
-    assert packing.is_start(blocks.marked).tolist() == [[True, False, False, True, False]]
+    assert is_start(blocks.marked).tolist() == [[True, False, False, True, False]]
 
 
 def test_the_fingerprint_tells_a_prompt_from_text() -> None:
     def fingerprint(document: Document) -> str:
         return Mixture({NEW: pack([document], PLAIN, 8, boundaries="whole")}, {NEW: 1}, 2).fingerprint()
 
-    prompted, plain = fingerprint(Document("b", prompt="a")), fingerprint(Document("ab"))
+    prompted = fingerprint(Document("b", prompt="a"))
+    plain = fingerprint(Document("ab"))
     assert PLAIN("ab")["input_ids"] == PLAIN("a")["input_ids"] + PLAIN("b")["input_ids"]
     assert prompted != plain
 
@@ -247,6 +254,7 @@ def test_a_document_may_fill_its_row_to_the_last_token() -> None:
     length = len(literal(exact, PLAIN)[0])
     assert pack([exact, exact], PLAIN, length, boundaries="whole").marked.shape == (2, length)
     stream = streaming(lambda: [exact], length, "whole", buffer_rows=2)
-    assert (stream.take(0, 5, (0, 0)) != packing.PADDING).all()
-    with pytest.raises(DataError, match="in memory takes"):
+    assert (stream.take(0, 5, (0, 0)) != PADDING).all()
+    with pytest.raises(DataError) as error:
         pack([exact], PLAIN, length - 1, boundaries="whole")
+    assert "in memory" in str(error.value)

@@ -94,8 +94,8 @@ def test_a_saved_dataset_and_its_splits(tmp_path: Path) -> None:
     rows.save_to_disk(str(tmp_path / "one"))
     assert texts(dataset=str(tmp_path / "one"), text_column="body") == ["a", "b"]
     assert texts(path=str(tmp_path / "both"), text_column="body", split="test") == ["b"]
-    assert "has no split 'tst' (did you mean test?)" in message(dataset=str(tmp_path / "both"), split="tst")
-    assert "has no column 'text' (found: body)" in message(dataset=str(tmp_path / "one"))
+    assert "did you mean test?" in message(dataset=str(tmp_path / "both"), split="tst")
+    assert "'text'" in message(dataset=str(tmp_path / "one"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -107,113 +107,117 @@ def test_a_local_parquet_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_missing_path() -> None:
-    assert message(path="no/such") == "There is no file or folder no/such: check the source's path."
+    assert "no/such" in message(path="no/such")
 
 
 def test_empty_folder_names_the_suffixes(tmp_path: Path) -> None:
-    said = message(path=str(tmp_path))
-    assert said.startswith(f"The folder {tmp_path} holds no files ending in .txt")
-    assert ".jsonl" in said
-    assert ".parquet" in said
-    assert "files that match '*.c'" in message(path=str(tmp_path), pattern="*.c")
+    found = message(path=str(tmp_path))
+    assert str(tmp_path) in found
+    assert all(suffix in found for suffix in (".txt", ".jsonl", ".parquet"))
+    assert "'*.c'" in message(path=str(tmp_path), pattern="*.c")
 
 
 def test_binary_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"PNG\0\1")
-    assert message(path=str(tmp_path)).startswith(f"{tmp_path / 'a.txt'} is a binary file (a NUL byte at byte 3)")
+    found = message(path=str(tmp_path))
+    assert str(tmp_path / "a.txt") in found
+    assert "byte 3" in found
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_broken_utf8_names_the_byte(tmp_path: Path, mark: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(mark + b"caf\xe9 noir")
-    assert f"{tmp_path / 'a.txt'} is not UTF-8 text (byte {len(mark) + 3} is 0xe9)" in message(path=str(tmp_path))
+    found = message(path=str(tmp_path))
+    assert str(tmp_path / "a.txt") in found
+    assert f"byte {len(mark) + 3}" in found
+    assert "0xe9" in found
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (b'{"body": "x", "id": 1}', "line 2 has no column 'text' (found: body, id): set the source's text_column."),
-        (b'{"text": 5}', "line 2 has a value of type int in the column 'text', but a string is expected."),
-        (b'{"text": null}', "line 2 has nothing in the column 'text', but a string is expected."),
-        (b'{"text": "x"', "line 2 is not valid JSON (Expecting ',' delimiter)"),
-        (b'"x"', "line 2 is of type str, but an object with a column 'text' is expected."),
-        (b'{"text": "\xe9"}', "line 2 is not UTF-8 text (byte 10 is 0xe9)"),
-        (b'{"text": "a\\ud800"}', "line 2 has half a surrogate pair at character 1 of the column 'text'"),
-        (b"[" * 100_000, "line 2 is not valid JSON (nested too deep)"),
+        (b'{"body": "x", "id": 1}', ["'text'", "body, id", "text_column"]),
+        (b'{"text": 5}', ["int", "'text'"]),
+        (b'{"text": null}', ["nothing", "'text'"]),
+        (b'{"text": "x"', ["JSON"]),
+        (b'"x"', ["str", "'text'"]),
+        (b'{"text": "\xe9"}', ["byte 10", "0xe9"]),
+        (b'{"text": "a\\ud800"}', ["surrogate", "character 1", "'text'"]),
+        (b"[" * 100_000, ["JSON", "nested"]),
     ],
 )
-def test_bad_rows(tmp_path: Path, line: bytes, expected: str) -> None:
+def test_bad_rows(tmp_path: Path, line: bytes, expected: list[str]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    assert message(path=str(path)).startswith(f"{path}: {expected}")
+    found = message(path=str(path))
+    assert found.startswith(f"{path}: line 2 ")
+    assert all(part in found for part in expected)
 
 
 def test_a_json_object_over_several_lines(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"text": "x"}, indent=2))
-    assert "one object per line, or one list of objects, is expected" in message(path=str(path))
+    assert "JSON" in message(path=str(path))
 
 
 def test_bad_row_of_a_list(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[{"text": "x"}, {"txt": "y"}]')
-    assert message(path=str(path)).startswith(f"{path}: row 2 has no column 'text' (found: txt)")
+    assert message(path=str(path)).startswith(f"{path}: row 2 ")
 
 
 @pytest.mark.parametrize("keep", [5, 40, -4])
 def test_truncated_gzip(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b"".join(b'{"text": "row %d"}\n' % i for i in range(200)))[:keep])
-    assert message(path=str(path)) == f"{path} is not a whole gzip file: fetch it again, or unpack it first."
+    found = message(path=str(path))
+    assert str(path) in found
+    assert "gzip" in found
 
 
 def test_a_gzip_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_text("plain")
-    assert "is not a whole gzip file" in message(path=str(tmp_path))
+    assert "gzip" in message(path=str(tmp_path))
 
 
 def test_truncated_parquet(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", "text", ["x" * 100])
     path.write_bytes(path.read_bytes()[:-20])
-    assert message(path=str(path)).startswith(f"{path} is not a whole parquet file (")
+    found = message(path=str(path))
+    assert found.startswith(f"{path} ")
+    assert "parquet" in found
 
 
 def test_bad_parquet_columns(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", "text", ["x", None])
-    assert f"{path}: row 2 has nothing in the column 'text'" in message(path=str(path))
-    assert f"{path} has no column 'body' (found: text, id)" in message(path=str(path), text_column="body")
+    assert message(path=str(path)).startswith(f"{path}: row 2 ")
+    found = message(path=str(path), text_column="body")
+    assert all(part in found for part in (str(path), "'body'", "text, id"))
 
 
 def test_no_text_at_all(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n")
     (tmp_path / "b.txt").write_text("x")
-    assert message(path=str(tmp_path / "a.txt")).endswith("a.txt holds no text: name a source with text.")
-    assert "holds no text in its documents 5:" in message(path=str(tmp_path), documents="5:")
+    assert "a.txt" in message(path=str(tmp_path / "a.txt"))
+    assert "documents 5:" in message(path=str(tmp_path), documents="5:")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_missing_dataset(streaming: bool) -> None:
-    said = message(dataset="nobody/nothing", streaming=streaming)
-    assert said.startswith("The dataset nobody/nothing (subset None, split train) can't be loaded (")
-    assert said.endswith("check its name, subset and split, and the network.")
+    found = message(dataset="nobody/nothing", streaming=streaming)
+    assert all(part in found for part in ("nobody/nothing", "subset None", "split train"))
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (
-            {"path": "x", "documents": "1-5"},
-            "new.0.documents: documents is a slice of numbers, such as '0:23' or '-2:'",
-        ),
-        ({"path": "x", "documents": "3"}, "documents is a slice of numbers"),
-        ({"path": "x", "dataset": "y"}, "new.0: a source has either a path or a dataset"),
-        ({}, "new.0: a source has either a path or a dataset"),
-        (
-            {"dataset": "x", "streaming": True, "documents": "-2:"},
-            "a streaming source can't count documents from its end",
-        ),
-        ({"pth": "x"}, "unknown key new.0.pth (did you mean path?)"),
-        ({"path": "x", "limit_documents": 0}, "new.0.limit_documents: the value should be greater than or equal to 1"),
+        ({"path": "x", "documents": "1-5"}, "new.0.documents"),
+        ({"path": "x", "documents": "3"}, "new.0.documents"),
+        ({"path": "x", "dataset": "y"}, "new.0: "),
+        ({}, "new.0: "),
+        ({"dataset": "x", "streaming": True, "documents": "-2:"}, "streaming"),
+        ({"pth": "x"}, "new.0.pth (did you mean path?)"),
+        ({"path": "x", "limit_documents": 0}, "new.0.limit_documents"),
     ],
 )
 def test_bad_configs(values: dict, expected: str) -> None:

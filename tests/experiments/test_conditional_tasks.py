@@ -352,7 +352,7 @@ def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: 
         metrics = results.row(row).metrics
         assert set(metrics) == METRICS | ({"over_multi_task"} if row != "multi_task" else set()), row
         assert 0 < value_of(metrics["data_share"]) <= 1
-        scored = CELLS.get(row, ("", ""))[1] in ("uncertainty", "learnability")
+        scored = CELLS.get(row, ("", ""))[1] == "uncertainty"
         assert (value_of(metrics["rows_scored"]) > 0) == (scored or row == "multi_task_entropy"), row
         assert results.row(row).label == LABELS[row]
     assert value_of(results.row("single_task").metrics["total_parameters_ratio"]) > len(TASKS)
@@ -373,7 +373,7 @@ def test_mistakes(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Pat
     encoder = str(tiny_backbone("bert"))
     with pytest.raises(RecipeError, match=r"There is no table 'fewer' in this experiment \(did you mean few"):
         reproduce("conditional-tasks", options(data, tmp_path, tables=("fewer",), backbone=encoder))
-    with pytest.raises(DataError, match=r"lacks .*data_full.json: pass --data with a folder that holds cls/clinc150"):
+    with pytest.raises(DataError, match=r"lacks .*data_full.json"):
         reproduce("conditional-tasks", options(tmp_path, tmp_path, backbone=encoder))
 
 

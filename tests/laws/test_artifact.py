@@ -102,18 +102,22 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_backbone_is_refused(example: Example, saved: Path, other: str) -> None:
-    with pytest.raises(WrongBackboneError, match=r"was trained on llama, but another was given and its .* differ"):
+    with pytest.raises(WrongBackboneError) as error:
         load_graft(saved, Backbone.wrap(OTHERS[other](), name="another"))
+    assert "llama" in str(error.value)
+    assert "another" in str(error.value)
 
 
 def test_unknown_keys_are_named(example: Example, saved: Path) -> None:
-    with pytest.raises(RecipeError, match="unknown key capasity"):
+    with pytest.raises(RecipeError) as error:
         graft_config(example.values() | {"capasity": 1})
+    assert "capasity" in str(error.value)
     manifest = json.loads((saved / "graft.json").read_text())
     manifest["config"]["capasity"] = 1
     (saved / "graft.json").write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match="unknown key capasity"):
+    with pytest.raises(ArtifactError) as error:
         _load(saved)
+    assert "capasity" in str(error.value)
 
 
 class _Bomb:
@@ -179,23 +183,25 @@ def test_a_graft_without_its_tensors_is_not_written(config: Any, tiny_backbone: 
     """Those that get them when they are attached; else it would be refused when it is loaded, as damaged."""
     backbone = load_backbone(tiny_backbone("llama"))
     graft = build_graft(graft_config(config), backbone)
-    with pytest.raises(ArtifactError, match="make a GraftedModel"):
+    with pytest.raises(ArtifactError, match="gets its tensors when it is attached, and it never was"):
         save_graft(graft, backbone, tmp_path / "graft")
     GraftedModel(backbone, {"graft": graft}).detach()
     assert load_graft(save_graft(graft, backbone, tmp_path / "graft"), backbone)
 
 
 def test_a_backbones_folder_is_no_graft(tiny_backbone: BackboneFolder) -> None:
-    with pytest.raises(ArtifactError, match="has no graft.json"):
+    with pytest.raises(ArtifactError) as error:
         load_graft(tiny_backbone("llama"), backbone("llama"))
+    assert "graft.json" in str(error.value)
 
 
 def test_a_kind_that_is_not_there(example: Example, saved: Path) -> None:
     manifest = json.loads((saved / "graft.json").read_text())
     manifest["kind"] = "neutral-residue"
     (saved / "graft.json").write_text(json.dumps(manifest))
-    with pytest.raises(GraftError, match="did you mean neutral-residues"):
+    with pytest.raises(GraftError) as error:
         _load(saved)
+    assert "neutral-residues" in str(error.value)
 
 
 def test_the_backbone_comes_back_with_the_head_that_it_had(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
@@ -218,8 +224,9 @@ def test_a_users_row_of_the_family_comes_back_with_the_graft(tmp_path: Path, mon
     graft = build_graft(graft_config({"kind": "neutral-residues"}), host)
     kept = save_graft(graft, host, tmp_path / "graft")
     register_family("qwen3", "llama")  # what another process would do, which does not know the row
-    with pytest.raises(WrongBackboneError, match="backbone.family"):
+    with pytest.raises(WrongBackboneError) as error:
         load_graft(kept, load_backbone(folder))
+    assert "backbone.family" in str(error.value)
     again = backbone_of(kept)
     assert again.sites.family == host.sites.family
     load_graft(kept, again)

@@ -89,8 +89,9 @@ def test_every_attention_gives_the_logits_of_sdpa(
     other = Backbone.wrap(tiny_model(family, attn_implementation=attention), tiny_tokenizer())
     adds_to_scores = example.kind in ("conditional-tasks", "memory") and str(example) not in ("all-frozen", "loras")
     if adds_to_scores and attention == "flex_attention":
-        with pytest.raises(TapError, match="flex_attention"):
+        with pytest.raises(TapError) as error:
             attach_graft(other, example.values())
+        assert "flex_attention" in str(error.value)
         return
     with randomise(attach_graft(other, example.values()).eval(), example.spread) as model:
         output = generate(model, ids, mask, do_sample=False)
@@ -144,10 +145,12 @@ def test_a_cache_of_the_bare_model_is_refused(kind: str) -> None:
     with torch.no_grad():
         cache = bare.model(ids[:, :7], use_cache=True).past_key_values
     with randomise(attach_graft(bare, {"kind": kind}).eval(), 0.2) as model:
-        with pytest.raises(GraftError, match="7 tokens"):
+        with pytest.raises(GraftError) as error:
             model(ids[:, 7:], past_key_values=copy.deepcopy(cache))
-        with pytest.raises(GraftError, match="7 tokens"):
+        assert "7 tokens" in str(error.value)
+        with pytest.raises(GraftError) as error:
             model.generate(ids, past_key_values=cache, **GREEDY)
+        assert "7 tokens" in str(error.value)
         own = model.model(ids[:, :7], use_cache=True).past_key_values  # which the model makes itself
         assert model.generate(ids, past_key_values=own, **GREEDY).tolist() == model.generate(ids, **GREEDY).tolist()
         turn = model.generate(ids, **GREEDY, return_dict_in_generate=True)
@@ -159,9 +162,9 @@ def test_a_cache_of_the_bare_model_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("ids", ["a text", torch.tensor([4, 5]), torch.zeros(1, 0, dtype=torch.long)], ids=repr)
 def test_what_is_no_prompt_is_refused(ids: Any) -> None:
     with attach_graft(backbone("llama"), {"kind": "adapter"}) as model:
-        with pytest.raises(GraftError, match="token ids"):
+        with pytest.raises(GraftError, match="but token ids of \\(rows, tokens\\) are expected"):
             model.generate(ids)
-        with pytest.raises(GraftError, match="graft serve"):
+        with pytest.raises(GraftError, match="use generate with a batch, or graft serve"):
             model.model.generate_batch([[4, 5]])
     assert not {"generate", "init_continuous_batching"} & set(vars(model.model))
 
@@ -202,7 +205,7 @@ def test_drafts_are_no_part_of_the_prompt() -> None:
 def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() -> None:
     with (
         attach_graft(backbone("mistral"), {"kind": "neutral-residues"}).eval() as model,
-        pytest.raises(TapError, match="sliding window"),
+        pytest.raises(TapError, match="with a dynamic cache where every layer has a sliding window"),
     ):
         model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
 
@@ -224,9 +227,10 @@ def test_a_mask_of_four_dimensions_is_refused() -> None:
     mask = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
     with (
         attach_graft(backbone("llama"), {"kind": "neutral-residues"}).eval() as model,
-        pytest.raises(TapError, match="4 dimensions"),
+        pytest.raises(TapError) as error,
     ):
         logits(model, ids, attention_mask=mask)
+    assert "4 dimensions" in str(error.value)
 
 
 def test_a_static_cache_is_refused_where_its_keys_would_be_replaced() -> None:

@@ -11,7 +11,8 @@ import torch
 from graftlm.backbone import load_backbone
 from graftlm.errors import RecipeError
 from graftlm.evaluation import value_of
-from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests, weights_moved_back
+from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
+from graftlm.evaluation.strengths import weights_moved_back
 from graftlm.grafted.model import GraftedModel
 from graftlm.runs.recipe import Recipe, compare_recipe, run_recipe
 from graftlm.store.artifact import load_graft
@@ -126,13 +127,16 @@ def test_without_strengths_the_trained_weights_are_the_only_point(tmp_path: Path
 def test_a_frontier_that_nothing_measures_is_refused(tmp_path: Path, tiny_backbone) -> None:
     changed = values(tmp_path, tiny_backbone("llama"))
     del changed["data"]["test"]["old"]
-    with pytest.raises(RecipeError, match="name test texts old and new under data.test"):
+    with pytest.raises(RecipeError) as error:
         compare_recipe(Recipe.parse(changed), frontier=True, progress=False, log=silent)
+    assert "data.test" in str(error.value)
 
 
 def test_strengths_and_sharded_weights_are_refused_together(tmp_path: Path, tiny_backbone) -> None:
     changed = values(tmp_path, tiny_backbone("llama"))
     changed["evaluation"] |= {"strengths": [0.5]}
     changed["training"] |= {"sharded": True}
-    with pytest.raises(RecipeError, match="strengths move weights back"):
+    with pytest.raises(RecipeError) as error:
         Recipe.parse(changed)
+    assert "strengths" in str(error.value)
+    assert "sharded" in str(error.value)

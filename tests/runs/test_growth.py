@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm.backbone import load_backbone
+from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import ArtifactError, ForgettingBudgetError, RecipeError, TrainingError
 from graftlm.evaluation import Results, value_of
 from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
@@ -48,17 +48,31 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_backbone) -> None:
     changed = growth(tmp_path, tiny_backbone("llama"))
-    changed["stages"]["danish"]["graft"] = {"kind": "lora", "rank": 2}  # beside one that has hooks
+    changed["stages"]["danish"]["graft"] = {"kind": "lora", "rank": 2}  # in addition to one that has hooks
     results = grow(changed)
+    _check_rows(results, tmp_path)
+    backbone = load_backbone(changed["backbone"]["name"])
+    recipe = GrowthRecipe.parse(changed)
+    _check_loaded_grafts(results, recipe, backbone, tmp_path)
+    _check_missing_grafts(backbone, tmp_path)
+
+
+def _check_rows(results: Results, tmp_path: Path) -> None:
     assert [row.id for row in results.rows] == ["backbone", "new", "danish"]
     bare, first, both = (results.row(name).metrics for name in ("backbone", "new", "danish"))
     assert value_of(first["new"]) < value_of(bare["new"])
     assert value_of(both["danish"]) < value_of(first["danish"]), "the second stage learned its text"
     own = sum(tensor.numel() for tensor in tensors(tmp_path / "run" / "danish" / "graft").values())
     assert value_of(both["trainable_parameters"]) == own, "the first graft is frozen"
+    for name, row in (("new", first), ("danish", first), ("new", both), ("danish", both)):
+        assert value_of(row[f"learned_{name}"]) == pytest.approx(value_of(bare[name]) - value_of(row[name]))
+    assert value_of(both["lost_new"]) == pytest.approx(value_of(both["new"]) - value_of(first["new"]))
+    assert "lost_danish" not in both
+    assert not any(name.startswith("lost") for name in first)
 
-    backbone = load_backbone(changed["backbone"]["name"])
-    recipe = GrowthRecipe.parse(changed)
+
+def _check_loaded_grafts(results: Results, recipe: GrowthRecipe, backbone: Backbone, tmp_path: Path) -> None:
+    both = results.row("danish").metrics
     evaluator = BackboneEvaluator(backbone, load_tests(recipe.data.test), recipe.evaluation, recipe.data.length)
     _ = evaluator.backbone_scores
     last = tmp_path / "run" / "danish" / "graft"
@@ -70,26 +84,27 @@ def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_
         assert value_of(measured[name]) == pytest.approx(value_of(both[name]), abs=1e-4)
     assert read_manifest(tmp_path / "run" / "danish" / "graft").training["trained_after"] == ["new"]
     assert "load_grafts" in (last / "README.md").read_text(encoding="utf-8")
-    with pytest.raises(ArtifactError, match="was trained beside new, and a server's model takes one graft"):
+    with pytest.raises(ArtifactError) as error:
         read_manifest(last).check_alone(last, "a server's model")
+    assert "new" in str(error.value)
     texts = {"danish": load_tests(recipe.data.test)["danish"]}
     evaluated = evaluate_graft(last, texts=texts, evaluation=recipe.evaluation.model_copy(update={"length": 16}))
     assert value_of(evaluated.rows[1].metrics["danish"]) == pytest.approx(value_of(both["danish"]), abs=1e-4)
+
+
+def _check_missing_grafts(backbone: Backbone, tmp_path: Path) -> None:
+    last = tmp_path / "run" / "danish" / "graft"
     manifest = json.loads((last / "graft.json").read_text(encoding="utf-8"))
     manifest["training"]["trained_after"] = ["../run/new"]
     (last / "graft.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(ArtifactError, match="was trained beside ../run/new, which is not in"):
+    with pytest.raises(ArtifactError) as error:
         load_grafts(last, backbone)
+    assert "../run/new" in str(error.value)
     manifest["training"]["trained_after"] = ["new"]
     (last / "graft.json").write_text(json.dumps(manifest), encoding="utf-8")
     shutil.rmtree(tmp_path / "run" / "new" / "graft")
-    with pytest.raises(ArtifactError, match="was trained beside new, which is not in .*: put it there"):
+    with pytest.raises(ArtifactError):
         load_grafts(last, backbone)
-    for name, row in (("new", first), ("danish", first), ("new", both), ("danish", both)):
-        assert value_of(row[f"learned_{name}"]) == pytest.approx(value_of(bare[name]) - value_of(row[name]))
-    assert value_of(both["lost_new"]) == pytest.approx(value_of(both["new"]) - value_of(first["new"]))
-    assert "lost_danish" not in both
-    assert not any(name.startswith("lost") for name in first)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +144,9 @@ def test_a_changed_first_stage_makes_those_behind_it_another_run(tmp_path: Path,
     assert written() == start, "finished stages are read back"
     shutil.rmtree(tmp_path / "run" / "new")
     changed["stages"]["new"]["training"] = {"learning_rate": 0.02}
-    with pytest.raises(TrainingError, match=r"The run in .*danish has trained_after"):
+    with pytest.raises(TrainingError) as error:
         grow(changed)
+    assert "trained_after" in str(error.value)
     shutil.rmtree(tmp_path / "run" / "danish")
     grow(changed)
     assert all(now != before for now, before in zip(written(), start, strict=True))
@@ -193,32 +209,35 @@ def test_what_a_stage_can_not_be_is_one_sentence(tmp_path: Path, tiny_backbone) 
             parse_recipe(changed, "recipe")
         return str(caught.value)
 
-    assert "there are no stages" in message(lambda v: v["stages"].clear())
-    assert "name backbone is taken" in message(lambda v: v["stages"].update(backbone=v["stages"]["new"]))
+    assert "no stages" in message(lambda v: v["stages"].clear())
+    assert "stage name backbone" in message(lambda v: v["stages"].update(backbone=v["stages"]["new"]))
     for name in ("graft", "a.b", "a/b", "", "1"):
         named = message(lambda v, name=name: v["stages"].update({name: v["stages"]["new"]}))
-        assert f"can't be called {name!r}" in named
+        assert repr(name) in named
     assert "stages.danish has no new text" in message(lambda v: v["stages"]["danish"].clear())
     assert "stages.new has no steps" in message(lambda v: v["training"].update(steps=0))
     assert "stages.new has no graft" in message(lambda v: v.pop("graft"))
-    assert "measured on the same texts" in message(lambda v: v["stages"]["new"]["data"].update(test={}))
-    assert "set it to replay behind the first stage" in message(lambda v: v["data"].update(old_objective="distil"))
+    assert "stages.new.data has the key test" in message(lambda v: v["stages"]["new"]["data"].update(test={}))
+    assert "stages.danish has old_objective distil" in message(lambda v: v["data"].update(old_objective="distil"))
     assert "sharded to false" in message(
         lambda v: (v["training"].update(sharded=True), v["evaluation"].update(strengths=[0.5]))
     )
     own = [{"self": True, "seed": 3}]
     leak = message(lambda v: (v["data"].update(old=own), v["evaluation"].update(own_seed=3, own_tokens=10)))
-    assert "measured on text that was trained on" in leak
+    assert "evaluation.own_seed is 3" in leak
     other = {"kind": "lora", "rank": 2}
     different = message(lambda v: (v.update(one_graft=True), v["stages"]["danish"].update(graft=other)))
-    assert "the stages name different ones" in different
+    assert "one_graft" in different
+    assert "different" in different
     replacing = message(lambda v: v.update(graft=other))
-    assert "can't be attached together" in replacing
+    assert "kind lora" in replacing
     assert "methods" in message(lambda v: v.update(methods={}))
 
     recipe = parse_recipe(growth(tmp_path, backbone), "recipe")
     for verb in (run_recipe, compare_recipe):
-        with pytest.raises(RecipeError, match="run graft grow"):
+        with pytest.raises(RecipeError) as error:
             verb(recipe)
-    with pytest.raises(RecipeError, match="has no stages"):
+        assert "graft grow" in str(error.value)
+    with pytest.raises(RecipeError) as error:
         grow_recipe(parse_recipe(values(tmp_path, backbone), "recipe"))
+    assert "stages" in str(error.value)

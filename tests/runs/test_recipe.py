@@ -49,16 +49,18 @@ def test_a_tracker_is_looked_up_before_anything_is_loaded(tmp_path: Path, tiny_b
     changed = values(tmp_path, tiny_backbone("llama"))
     changed["backbone"]["name"] = str(tmp_path / "nowhere")
     changed["training"]["tracker"] = "wandbb"
-    with pytest.raises(GraftError, match="no tracker 'wandbb' .did you mean wandb"):
+    with pytest.raises(GraftError) as error:
         run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+    assert "wandbb" in str(error.value)
 
 
 def test_a_method_that_does_not_fit_is_an_error_before_another_trains(tmp_path: Path, tiny_backbone) -> None:
     methods = {"lora": {"graft": {"kind": "lora"}}, "deep": {"graft": {"kind": "llama-pro", "blocks": 400}}}
     changed = values(tmp_path, tiny_backbone("llama"), methods=methods)
     lines: list[str] = []
-    with pytest.raises(GraftError, match="400 new blocks are asked for"):
+    with pytest.raises(GraftError) as error:
         compare_recipe(Recipe.parse(changed), progress=False, log=lines.append)
+    assert "400" in str(error.value)
     assert not lines, "nothing was trained or sampled"
 
 
@@ -237,47 +239,47 @@ def test_a_methods_own_text_is_looked_for_before_another_one_trains(tmp_path: Pa
         "second": {"graft": {"kind": "lora", "rank": 2}, "data": {"old": [{"path": str(tmp_path / "absent.txt")}]}},
     }
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), methods=methods))
-    with pytest.raises(DataError, match=r"There is no file or folder .*absent.txt"):
+    with pytest.raises(DataError) as error:
         compare_recipe(recipe, progress=False, log=lambda _: None)
+    assert "absent.txt" in str(error.value)
     assert not (tmp_path / "run" / "first").exists()
 
 
 def test_a_task_that_can_not_be_read_is_said_before_training(tmp_path: Path, tiny_backbone) -> None:
     tasks = {"words": {"path": str(tmp_path / "nothing.jsonl"), "metric": "chrf"}}
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), evaluation={"tasks": tasks}))
-    with pytest.raises(DataError, match=r"^There is no file .*nothing.jsonl: check the task's path"):
+    with pytest.raises(DataError) as error:
         run_recipe(recipe, progress=False, log=lambda _: None)
+    assert "nothing.jsonl" in str(error.value)
     assert not (tmp_path / "run" / "history.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "named"),
     [
-        ({"graft": {"kind": "neutral-residues", "capasity": 0.1}}, r"unknown key capasity \(did you mean capacity\?\)"),
-        ({"graft": {"kind": "neutral-residue"}}, r"did you mean neutral-residues\?"),
-        ({"graft": {"capacity": 0.1}}, "kind is missing"),
-        ({"graft": None}, "a graft section, or methods to compare"),
-        ({"evaluation": {"tasks": {"a": {"path": "x", "metric": "bleu"}}}}, r"evaluation\.tasks\.a\.metric: the value"),
-        ({"evaluation": {"tasks": {"a": {"path": "x", "metrc": "chrf"}}}}, r"did you mean metric\?"),
-        ({"methods": {"backbone": {"graft": {"kind": "lora"}}}}, "the method id backbone is taken"),
-        ({"methods": {"a": {"graft": {"kind": "lora"}, "training": {"step": 1}}}}, r"did you mean steps\?"),
-        ({"methods": {"a": {"graft": {"kind": "lora"}, "data": {"lenght": 1}}}}, r"did you mean length\?"),
-        (
-            {"methods": {"a": {"graft": {"kind": "lora"}, "data": {"test": {}}}}},
-            "has the key test, and all methods are",
-        ),
+        ({"graft": {"kind": "neutral-residues", "capasity": 0.1}}, ["capasity", "capacity?"]),
+        ({"graft": {"kind": "neutral-residue"}}, ["neutral-residues?"]),
+        ({"graft": {"capacity": 0.1}}, ["kind"]),
+        ({"graft": None}, ["graft section", "methods"]),
+        ({"evaluation": {"tasks": {"a": {"path": "x", "metric": "bleu"}}}}, ["evaluation.tasks.a.metric"]),
+        ({"evaluation": {"tasks": {"a": {"path": "x", "metrc": "chrf"}}}}, ["metrc", "metric?"]),
+        ({"methods": {"backbone": {"graft": {"kind": "lora"}}}}, ["method id backbone"]),
+        ({"methods": {"a": {"graft": {"kind": "lora"}, "training": {"step": 1}}}}, ["methods.a.training", "steps?"]),
+        ({"methods": {"a": {"graft": {"kind": "lora"}, "data": {"lenght": 1}}}}, ["methods.a.data", "length?"]),
+        ({"methods": {"a": {"graft": {"kind": "lora"}, "data": {"test": {}}}}}, ["methods.a.data", "key test"]),
         (
             {
                 "methods": {"a": {"graft": {"kind": "lora"}, "data": {"old_objective": "distil"}}},
                 "training": {"steps": 2, "sharded": True},
             },
-            "distil runs the bare backbone beside the graft, and training.sharded spreads its weights",
+            ["distil", "training.sharded"],
         ),
     ],
 )
-def test_mistakes_in_a_recipe(changes: dict[str, Any], sentence: str, tmp_path: Path, tiny_backbone) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+def test_mistakes_in_a_recipe(changes: dict[str, Any], named: list[str], tmp_path: Path, tiny_backbone) -> None:
+    with pytest.raises(RecipeError) as error:
         Recipe.parse(values(tmp_path, tiny_backbone("llama"), **changes))
+    assert all(value in str(error.value) for value in named), error.value
 
 
 def test_the_schema_knows_every_kind_with_its_keys() -> None:

@@ -112,8 +112,9 @@ def test_a_run_that_failed_half_way_is_not_finished_with_its_old_settings(tmp_pa
 
 
 def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
-    with FileLock(tmp_path / ".lock"), pytest.raises(RecipeError, match="Another process is at work"):
+    with FileLock(tmp_path / ".lock"), pytest.raises(RecipeError) as error:
         execute([SumRun(id="a")], tmp_path, progress=False)
+    assert str(tmp_path) in str(error.value)
     execute([SumRun(id="a")], tmp_path, progress=False)
 
 
@@ -141,8 +142,9 @@ def test_a_folder_is_filled_once_and_again_for_other_content(tmp_path: Path) -> 
 
 def test_a_folder_with_files_of_others_is_not_filled(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("of the user")
-    with pytest.raises(EvaluationError, match="holds other files: move them"):
+    with pytest.raises(EvaluationError) as error:
         fill_once(tmp_path, {"size": 1}, lambda folder: None)
+    assert str(tmp_path) in str(error.value)
     assert (tmp_path / "weights").read_text() == "of the user"
 
 
@@ -197,16 +199,17 @@ def test_a_failed_run_leaves_nothing_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "sentence"),
+    ("runs", "named"),
     [
-        ([SumRun(id="a"), SumRun(id="a", number=2)], "Two different runs have the id 'a'"),
-        ([SumRun(id="a", folder="x"), SumRun(id="b", folder="x")], "'a' and 'b' have one folder"),
-        ([SumRun(id="../a")], "can't be the name of its folder"),
-        ([SumRun(id="measurements")], "can't be the name of its folder"),
-        ([SumRun(id="a", depends_on=("b",))], "depends on 'b', which is not among the runs"),
-        ([SumRun(id="a", depends_on=("b",)), SumRun(id="b", depends_on=("a",))], "depend on each other in a circle"),
+        ([SumRun(id="a"), SumRun(id="a", number=2)], ["'a'", "id"]),
+        ([SumRun(id="a", folder="x"), SumRun(id="b", folder="x")], ["'a'", "'b'", "folder"]),
+        ([SumRun(id="../a")], ["'../a'", "folder"]),
+        ([SumRun(id="measurements")], ["'measurements'", "folder"]),
+        ([SumRun(id="a", depends_on=("b",))], ["depends on 'b'"]),
+        ([SumRun(id="a", depends_on=("b",)), SumRun(id="b", depends_on=("a",))], ["a, b", "circle"]),
     ],
 )
-def test_runs_that_do_not_fit_together(tmp_path: Path, runs: list[SumRun], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+def test_runs_that_do_not_fit_together(tmp_path: Path, runs: list[SumRun], named: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
         execute(runs, tmp_path)
+    assert all(value in str(error.value) for value in named), error.value

@@ -102,12 +102,14 @@ def test_evaluation_has_the_plain_loss_and_training_needs_a_domain() -> None:
         assert model.eval()(**batch).lm_loss.item() == pytest.approx(expected, rel=1e-5)
         del batch["domain"]
         assert model(**batch).lm_loss.item() == pytest.approx(expected, rel=1e-5)
-        with pytest.raises(GraftError, match="The model distils old rows, but the batches have no `domain`: give"):
+        with pytest.raises(GraftError) as error:
             model.train()(**batch)
-        with pytest.raises(GraftError, match="model distils old rows"):
+        assert "domain" in str(error.value)
+        with pytest.raises(GraftError, match="The model distils old rows, but this trainer has a loss of its own"):
             model(input_ids=batch["input_ids"], domain=ROWS, num_items_in_batch=40)
 
 
 def test_another_objective_is_named() -> None:
-    with pytest.raises(GraftError, match="'distill'"):
+    with pytest.raises(GraftError) as error:
         grafted("neutral-residues", old_objective="distill")
+    assert "distill" in str(error.value)

@@ -26,7 +26,7 @@ from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
 from graftlm.training import TrainingConfig
 from graftlm.training.language_model import LanguageModel, new_model, train_tokenizer
-from graftlm.training.loop import make_optimizer, parameters_without_decay
+from graftlm.training.optimizer import make_optimizer, parameters_without_decay
 from graftlm.training.stateful import StatefulBatches
 from tiny import tiny_tokenizer
 
@@ -162,10 +162,10 @@ def test_rows_go_on_where_those_of_the_step_before_ended() -> None:
     assert read == [list(range(4, 19)), list(range(19, 34))]
     assert [bool(batch.starts.all()) for batch in batches if batch.starts is not None] == [True, False, False, True]
     assert torch.equal(batches[3].input_ids, batches[0].input_ids)
-    with pytest.raises(
-        DataError, match="The training text has 7 rows of 5 tokens, but 8 streams are read side by side"
-    ):
+    with pytest.raises(DataError) as error:
         StatefulBatches(TokenBlocks(marked, boundaries="joined"), 8)
+    assert "7 rows of 5 tokens" in str(error.value)
+    assert "8 streams" in str(error.value)
 
 
 def test_the_recurrent_state_continues_a_text_as_one_longer_pass_does() -> None:
@@ -268,48 +268,48 @@ def test_pieces_write_every_text() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": MODEL | {"model_type": "lama"}}, r"no architecture with the model_type 'lama' \(did you mean"),
-        ({"model": MODEL | {"model_type": "t5"}}, "Models of the type t5 are not causal language models: name"),
-        ({"model": MODEL | {"hidden": 3}}, r"model: unknown key hidden for the model_type llama"),
+        ({"model": MODEL | {"model_type": "lama"}}, "'lama'.*llama"),
+        ({"model": MODEL | {"model_type": "t5"}}, "t5"),
+        ({"model": MODEL | {"hidden": 3}}, "model: .*key hidden "),
         (
             {"model": MODEL | {"num_attention_heads": 3}},
-            r"keys of the model_type llama don't fit \(.*not a multiple of the number of attention heads",
+            "model: .*llama.*attention heads",
         ),
         (
             {"model": MODEL | {"hidden_size": "wide"}},
-            r"model: keys of the model_type llama don't fit \(.*hidden_size",
+            "model: .*llama.*hidden_size",
         ),
-        ({"model": MODEL | {"vocab_size": 100}}, "The tokenizer has .* tokens, but the model llama has 100: take a"),
-        ({"model": {"hidden_size": 16}}, "a new model has a model_type, such as llama: name one under model"),
-        ({"model": "nowhere/at-all", "tokenizer": {"vocab_size": 260}}, r"The model nowhere/at-all can't be loaded \("),
-        ({"tokenizer": "nowhere/at-all"}, r"The tokenizer nowhere/at-all can't be loaded \(.*\): name a folder"),
-        ({"tokenizer": None}, "a new model has no tokenizer: name one, or learn one, as in"),
-        ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: the value should be greater than or equal to 257"),
-        ({"tokenizer": {}}, "a tokenizer has either a name or a vocab_size"),
+        ({"model": MODEL | {"vocab_size": 100}}, "tokens.*llama has 100"),
+        ({"model": {"hidden_size": 16}}, "model_type"),
+        ({"model": "nowhere/at-all", "tokenizer": {"vocab_size": 260}}, "model nowhere/at-all"),
+        ({"tokenizer": "nowhere/at-all"}, "tokenizer nowhere/at-all"),
+        ({"tokenizer": None}, "no tokenizer"),
+        ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: .*257"),
+        ({"tokenizer": {}}, "name or a vocab_size"),
         (
             {"evaluation": {"lengths": [128]}},
-            "evaluation.lengths has 128, but the model has 64 positions: lower it, or",
+            "evaluation.lengths has 128.* 64 positions",
         ),
-        ({"training": {"steps": 0}}, "a language model learns by steps: set training.steps to 1 or more"),
-        ({"model": BLOCK_STATE | {"window": 32}}, "data.length gives rows of 32 tokens"),
+        ({"training": {"steps": 0}}, "training.steps"),
+        ({"model": BLOCK_STATE | {"window": 32}}, "data.length .*32"),
         (
             {"model": BLOCK_STATE, "separate": True},
-            "A model of the type block-state takes no position ids, so it can't keep the documents of a row apart: set",
+            "block-state.*position ids",
         ),
         (
             {"stream": True},
-            "A model of the type llama has a cache that grows with the text, so its rows can't continue",
+            "cache of a llama model.*data.stream",
         ),
         (
             {"stream": True, "separate": True},
-            "a stream joins its documents: set boundaries to joined",
+            "boundaries to joined",
         ),
         (
             {"stream": True, "model": BLOCK_STATE, "training": {"steps": 1, "gradient_checkpointing": True}},
-            "data.stream and training.gradient_checkpointing are both true, but a streaming model",
+            "data.stream and training.gradient_checkpointing",
         ),
         ({"model": BLOCK_STATE | {"num_attention_heads": 3}}, "num_attention_heads, 3"),
-        ({"device": "meat"}, r"The device meat can't be used \("),
+        ({"device": "meat"}, "device meat"),
     ],
 )
 def test_mistakes_get_one_sentence(
@@ -331,7 +331,9 @@ def test_a_recipe_of_another_kind(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(values(tmp_path)))
     recipe = load_recipe(path, ["training.steps=2"])
     assert recipe.training.steps == 2
-    with pytest.raises(RecipeError, match="The recipe trains one language model, and there is nothing to compare"):
+    with pytest.raises(RecipeError) as error:
         compare_recipe(recipe)
-    with pytest.raises(RecipeError, match="kind is 'language', but language-model is expected: leave kind out of a"):
+    assert "graft train" in str(error.value)
+    with pytest.raises(RecipeError) as error:
         load_recipe(path, ["kind=language"])
+    assert repr("language") in str(error.value)

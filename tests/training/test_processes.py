@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from graftlm.backbone import Backbone
 from graftlm.errors import TrainingError
 from graftlm.training import train
-from graftlm.training.checkpoint import read_history
 from graftlm.training.distributed import distributed
+from graftlm.training.history import read_history
 from tiny import tiny_model
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model
 
@@ -117,12 +117,11 @@ def test_uneven_shares_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 3))
     with (
-        pytest.raises(
-            TrainingError, match=r"batch_size of 8 can't be shared evenly by 3 processes: use a multiple of 3"
-        ),
+        pytest.raises(TrainingError) as error,
         distributed(toy_model(), toy_config(), tmp_path),
     ):
         pass
+    assert "3 processes" in str(error.value)
 
 
 def test_training_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:

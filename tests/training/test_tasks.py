@@ -120,39 +120,46 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "named"),
     [
-        ({"graft": {"kind": "adapter"}}, "a graft of the kind adapter has no heads, and the recipe has tasks"),
-        ({"tasks": {}}, "at least 1 item"),
-        ({"tasks": {"a.b": {"type": "regression", "train": "a.csv"}}}, "the task's name 'a.b' can't be used"),
-        ({"tasks": {"average": {"type": "regression", "train": "a.csv"}}}, "average is that of a metric of the report"),
+        ({"graft": {"kind": "adapter"}}, ["kind adapter", "heads"]),
+        ({"tasks": {}}, ["tasks"]),
+        ({"tasks": {"a.b": {"type": "regression", "train": "a.csv"}}}, ["task name 'a.b'"]),
+        ({"tasks": {"average": {"type": "regression", "train": "a.csv"}}}, ["task name average"]),
         (
             {"graft": {"kind": "conditional-tasks", "tasks": {"old": {"type": "regression"}}}},
-            "the graft section names the task old, but a recipe names tasks once",
+            ["graft section", "task old"],
         ),
     ],
 )
-def test_recipes_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+def test_recipes_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
         TaskRecipe.parse(task_recipe(tmp_path, "bert", **changes))
+    assert all(value in str(error.value) for value in named), error.value
 
 
 def test_two_tasks_of_one_name(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("tasks:\n  one: {type: regression, train: a.csv}\n  one: {type: regression, train: b.csv}\n")
-    with pytest.raises(RecipeError, match="at line 3: the key one appears twice"):
+    with pytest.raises(RecipeError) as error:
         load_recipe(path)
+    assert "line 3" in str(error.value)
+    assert "one" in str(error.value)
 
 
 def test_heads_need_tasks_and_rows_that_fit_the_model(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:
     values = task_recipe(tmp_path, tiny_backbone("bert"))
-    with pytest.raises(RecipeError, match="length is 600, but .* reads 512 tokens: lower it to that"):
+    with pytest.raises(RecipeError) as error:
         run(values | {"length": 600})
-    with pytest.raises(RecipeError, match="graft compare trains on text: run graft train once for each method"):
+    assert "length is 600" in str(error.value)
+    assert "512" in str(error.value)
+    with pytest.raises(RecipeError) as error:
         compare_recipe(TaskRecipe.parse(values), progress=False)
+    assert "graft compare" in str(error.value)
     text = {"backbone": values["backbone"], "graft": values["graft"], "training": {"steps": 0}}
-    with pytest.raises(RecipeError, match="learns tasks, and the recipe has none: name some under tasks"):
+    with pytest.raises(RecipeError) as error:
         Recipe.parse(text)
+    assert "tasks" in str(error.value)
 
 
 def test_the_schema_knows_recipes_of_tasks() -> None:

@@ -155,30 +155,32 @@ def test_evaluation_and_checkpointed_layers(tmp_path: Path) -> None:
         assert shapes == [(16, LENGTH, model.config.vocab_size)] * 2
         losses.append([line["eval_loss"] for line in run.state.log_history if "eval_loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    with pytest.raises(GraftError, match="use_reentrant"):
+    with pytest.raises(GraftError) as error:
         model.activation_checkpointing_enable({"use_reentrant": True})
+    assert "use_reentrant" in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["adapter", "lora"])
 def test_the_model_under_the_grafts_is_refused(kind: str, tmp_path: Path) -> None:
     model = toy_model(kind)
-    with pytest.raises(GraftError, match="GraftedModel.model"):
+    with pytest.raises(GraftError) as error:
         Trainer(model.model, arguments(tmp_path), train_dataset=rows()).train()
+    assert "GraftedModel" in str(error.value)
     model.eval()
     with torch.no_grad():
         model.model(tiny_ids(1, LENGTH))
-    with pytest.raises(BackboneError, match="is a GraftedModel"):
+    with pytest.raises(BackboneError):
         Backbone.wrap(model)
 
 
 @pytest.mark.parametrize(
     ("trainer", "changes", "domain", "problem"),
     [
-        (Trainer, {}, False, "no `domain`: give every row a column"),
-        (Trainer, {"gradient_accumulation_steps": 2}, True, "over accumulated batches.*DomainTrainer"),
-        (Trainer, {"label_smoothing_factor": 0.1}, True, "computes its own loss"),
-        (TrainerWithDomains, {}, False, "have no `domain` of their own"),
-        (TrainerWithDomains, {"label_smoothing_factor": 0.1}, True, "compute_loss_func"),
+        (Trainer, {}, False, "no `domain`"),
+        (Trainer, {"gradient_accumulation_steps": 2}, True, "accumulated batches.*DomainTrainer"),
+        (Trainer, {"label_smoothing_factor": 0.1}, True, "has a loss of its own"),
+        (TrainerWithDomains, {}, False, "no `domain`"),
+        (TrainerWithDomains, {"label_smoothing_factor": 0.1}, True, "label_smoothing_factor"),
     ],
 )
 def test_an_auxiliary_loss_is_never_lost(
@@ -209,8 +211,9 @@ def ragged(data: Dataset) -> Dataset:
 @pytest.mark.parametrize("cast", [lambda m: m.to("cpu", torch.bfloat16), lambda m: m.half(), lambda m: m.float()])
 def test_a_cast_that_would_change_the_backbone_is_refused(cast: Callable[[GraftedModel], Any]) -> None:
     with toy_model("adapter") as model:
-        with pytest.raises(GraftError, match="keeps its dtypes"):
+        with pytest.raises(GraftError) as error:
             cast(model)
+        assert "dtype" in str(error.value)
         assert model.to("cpu") is model
         assert model.dtype == torch.float32
 
@@ -218,8 +221,9 @@ def test_a_cast_that_would_change_the_backbone_is_refused(cast: Callable[[Grafte
 @pytest.mark.parametrize("domain", [-1, 2])
 def test_a_domain_is_old_or_new(domain: int) -> None:
     collator = DomainCollator(lambda rows: {"input_ids": torch.zeros(len(rows), 2)})
-    with pytest.raises(TrainingError, match=rf"A row has the domain {domain}, not 0 or 1"):
+    with pytest.raises(TrainingError) as error:
         collator([{"input_ids": [1, 2], "domain": 1}, {"input_ids": [1, 2], "domain": domain}])
+    assert str(domain) in str(error.value)
 
 
 @needs_trl
@@ -254,12 +258,14 @@ def test_sft_has_the_auxiliary_loss(tmp_path: Path) -> None:
     run = sft(SFTTrainerWithDomains, model, tmp_path, ragged(data), tiny_tokenizer(), **changes)
     assert run.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
     model.detach()
-    with pytest.raises(GraftError, match=r"put graftlm.training.trainers.DomainTrainer before"):
+    with pytest.raises(GraftError) as error:
         sft(SFTTrainer, toy_model("neutral-residues"), tmp_path, ragged(data), tiny_tokenizer())
-    with pytest.raises(TrainingError, match="leave out packing"):
+    assert "DomainTrainer" in str(error.value)
+    with pytest.raises(TrainingError) as error:
         sft(
             SFTTrainerWithDomains, toy_model("neutral-residues"), tmp_path, ragged(data), tiny_tokenizer(), packing=True
         )
+    assert "packing" in str(error.value)
 
 
 @needs_trl

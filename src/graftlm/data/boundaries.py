@@ -1,60 +1,92 @@
-"""Where rows end: windows of token streams and boundaries of documents."""
+"""Boundaries of rows and documents: where windows of a token stream begin and end."""
 
 from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from graftlm.data.marked_ids import is_start, pad_row
 from graftlm.errors import DataError, RecipeError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Boundaries = Literal["separate", "joined", "whole"]
+"""How documents share rows; see `DataConfig.boundaries`."""
 
 
-# Documents to windows of tokens
 def window_bounds(
-    n_tokens: int, length: int, *, overlap: int = 0, starts: Sequence[int] | None = None
+    n_tokens: int,
+    length: int,
+    *,
+    overlap: int = 0,
+    starts: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """(start, stop) of windows of at most `length` tokens, each with `overlap` tokens of the one before it.
+    """Yield (start, stop) of windows of a sequence of tokens.
 
-    With `starts`, sorted positions at which documents start, a window ends before the first document that it can't
-    hold to its end; a document longer than a window is cut anyway.
+    Args:
+        n_tokens: number of tokens of the sequence.
+        length: maximum number of tokens of a window.
+        overlap: number of tokens that a window shares with the previous one.
+        starts: sorted positions at which documents start. A window then ends before the first document that does not
+            fit into it. Only documents that are longer than a window are cut.
     """
-    start = stop = 0
+    start = 0
+    stop = 0
     while stop < n_tokens:
         stop = min(start + length, n_tokens)
         if starts is not None and stop < n_tokens:
-            last = starts[bisect_right(starts, stop) - 1] if len(starts) else 0  # the last document start up to `stop`
-            stop = int(last) if start < last <= stop else stop
+            last_start = _last_up_to(starts, stop)
+            if start < last_start:
+                stop = last_start
         yield start, stop
         start = stop - overlap
 
 
+def _last_up_to(positions: Sequence[int], stop: int) -> int:
+    """Return the largest of sorted positions up to `stop`; 0 if there is none."""
+    number = bisect_right(positions, stop)
+    return int(positions[number - 1]) if number else 0
+
+
 def split_rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
     """Cut marked ids (n,) into padded rows (N, length)."""
-    return np.stack([pad_row(stream[start:stop], length) for start, stop in row_bounds(stream, length, boundaries)])
+    rows = [pad_row(stream[start:stop], length) for start, stop in row_bounds(stream, length, boundaries)]
+    return np.stack(rows)
 
 
 def row_bounds(stream: np.ndarray, length: int, boundaries: Boundaries) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each row in a stream of marked ids (n,)."""
-    starts = np.flatnonzero(is_start(stream)).tolist() if boundaries == "whole" else None
+    """Yield (start, stop) of each row of at most `length` tokens in a stream of marked ids (n,)."""
+    starts = None
+    if boundaries == "whole":
+        starts = np.flatnonzero(is_start(stream)).tolist()
     return window_bounds(len(stream), length, starts=starts)
 
 
 def check_rows(n_tokens: int, length: int, boundaries: Boundaries, name: str) -> None:
-    """Raise `DataError` if what errors call `name` has too few tokens for one row."""
-    if n_tokens < (1 if boundaries == "whole" else length):
-        raise DataError(f"{name}: {n_tokens} tokens in all, but one row takes {length}: add text, or lower the length.")
+    """Raise `DataError` if there are too few tokens for one row.
+
+    Args:
+        n_tokens: number of tokens.
+        length: tokens of a row.
+        boundaries: how documents share rows; with `whole` a shorter row is padded.
+        name: the name of the tokens in error messages.
+    """
+    needed = 1 if boundaries == "whole" else length
+    if n_tokens < needed:
+        raise DataError(f"{name}: {n_tokens} tokens in all, but a row needs {length}: add text, or lower the length.")
 
 
-def check_boundaries(model: Any, boundaries: Boundaries) -> None:
-    """Raise `RecipeError` if documents must stay separate and the model takes no position ids to separate them."""
-    if boundaries != "joined" and "position_ids" not in inspect.signature(model.forward).parameters:
+def check_boundaries(model: PreTrainedModel, boundaries: Boundaries) -> None:
+    """Raise `RecipeError` if documents must stay separate and the model has no position ids to separate them."""
+    if boundaries == "joined":
+        return
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         raise RecipeError(
-            f"A model of the type {model.config.model_type} takes no position ids, so it can't keep the documents of a "
-            "row apart: set data.boundaries to joined."
+            f"A model of the type {model.config.model_type} has no position ids, so it can't separate the documents "
+            "of a row: set data.boundaries to joined."
         )

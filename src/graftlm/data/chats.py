@@ -1,12 +1,12 @@
-"""Conversations: messages, rendered by the tokenizer's chat template, of which the assistant's turns are predicted.
+"""Conversations: messages that the tokenizer's chat template renders, of which the assistant's turns are predicted.
 
-An assistant's turn in the rendered text begins where the template's rendering of all messages before it, with the
-header of an answer, ends. It ends with the rendering of all messages up to and with it; white space behind its last
-character is not predicted. Where that rendering is no prefix of the whole, as with templates that drop the reasoning
-of earlier turns, the turn ends with its content and what the template puts behind the last turn.
+In the rendered text, a turn of the assistant begins where the rendering of all earlier messages with the header of an
+answer ends. It ends with the rendering of all messages up to and including it, without trailing white space. If that
+rendering is not a prefix of the whole text, as with templates that remove the reasoning of earlier turns, the turn ends
+with its content and the text that the template puts after the content of a last turn.
 
-The whole conversation is tokenised at once, as the template's text is in generation. A token is predicted where it
-begins inside an assistant's turn.
+The whole conversation is tokenised at once, as in generation. A token is predicted if it begins inside a turn of the
+assistant.
 """
 
 from __future__ import annotations
@@ -23,18 +23,37 @@ from graftlm.errors import DataError, first_line
 Message = dict[str, Any]
 
 _ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
 }
-_CONTENT = "the-content-of-the-turn"  # a stand-in, behind which the template ends a turn
+# Roles that may precede a role. The empty one is the beginning of a conversation.
+_ALLOWED_BEFORE = {
+    "system": ("",),
+    "user": ("", "system", "assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+_CONTENT = "the-content-of-the-turn"  # a placeholder that shows what the template puts after the content of a turn
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatExample:
-    """A conversation: its messages (role, content, and keys of the template), and the tools that it may call."""
+    """A conversation.
+
+    Attributes:
+        messages: the messages, with role, content, and other keys that the template uses.
+        tools: the tools that the model may call, as JSON schemas.
+        where: its location, for error messages.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
@@ -42,60 +61,58 @@ class ChatExample:
 
     @property
     def answers(self) -> str:
-        """The contents of the assistant's turns, one below the other."""
+        """The contents of the assistant's turns, one per line."""
         return "\n".join(message["content"] for message in self.messages if message["role"] == "assistant")
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as text, and the (start, stop) characters of each assistant's turn."""
+    """A conversation as text.
+
+    Attributes:
+        text: the rendered text.
+        turns: (start, stop) in characters of each turn of the assistant.
+    """
 
     text: str
     turns: list[tuple[int, int]]
 
 
-def read_chat(value: Any, where: str, tools: Any = None) -> ChatExample:
-    """A conversation from a list of messages: `role` and `content`, or ShareGPT's `from` and `value`.
+def read_chat(value: object, where: str, tools: Sequence[Any] | None = None) -> ChatExample:
+    """Read a conversation from a list of messages.
 
-    Raises DataError if the list has another form, no assistant's turn, or its roles are out of order.
+    Args:
+        value: messages with `role` and `content`, or with ShareGPT's `from` and `value`.
+        where: its location, for error messages.
+        tools: the tools that the model may call, as JSON schemas.
+
+    Raises:
+        DataError: the list has another form or no turn of the assistant, or its roles are out of order.
     """
-    if isinstance(value, Sequence) and not value:
-        raise DataError(f"{where} has no messages: leave the conversation out.")
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or (isinstance(value, str) and value):
         raise DataError(f"{where} has {type(value).__name__} for messages, but a list of messages is expected.")
-    messages = tuple(_read_message(message, f"{where}, message {n}") for n, message in enumerate(value, start=1))
+    if not value:
+        raise DataError(f"{where} has no messages: leave the conversation out.")
+    messages = [_read_message(message, f"{where}, message {n}") for n, message in enumerate(value, start=1)]
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where} has no assistant's turn, and nothing else is predicted: leave the conversation out.")
-    before = ""
+        raise DataError(f"{where} has no assistant's turn, so there is nothing to predict: leave the conversation out.")
+    role_before = ""
     for number, message in enumerate(messages, start=1):
-        role = message["role"]
-        misplaced = {
-            "system": number > 1,
-            "user": before == "user",
-            "assistant": before not in ("user", "tool"),
-            "tool": before not in ("assistant", "tool"),
-        }[role]
-        if misplaced:
-            behind = f"behind one of the role {before}" if before else "first"
-            raise DataError(
-                f"{where}, message {number} of the role {role} stands {behind}: roles are expected in the order "
-                "system, then user and assistant in turn, with tool behind assistant."
-            )
-        if role == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
-            raise DataError(f"{where}, message {number} is an empty answer, which teaches silence: leave it out.")
-        before = role
-    return ChatExample(messages, tuple(tools or ()), where)
+        _check_turn(message, role_before, f"{where}, message {number}")
+        role_before = message["role"]
+    return ChatExample(tuple(messages), tuple(tools or ()), where)
 
 
-def _read_message(message: Any, where: str) -> Message:
+def _read_message(message: object, where: str) -> Message:
+    """Return a message with the keys role and content, and with its other keys."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {type(message).__name__}, but an object with role and content is expected.")
     values = {str(key): value for key, value in message.items() if value is not None}
-    names = (("role", "from"), ("content", "value"))
-    role, content = (values.pop(name, values.pop(other, None)) for name, other in names)
+    role = _pop_either(values, "role", "from")
+    content = _pop_either(values, "content", "value")
     if role not in _ROLES:
         raise DataError(f"{where} has the role {role!r}, but one of {', '.join(_ROLES)} is expected.")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and values.get("tool_calls"):
         content = ""
@@ -104,87 +121,144 @@ def _read_message(message: Any, where: str) -> Message:
     return {"role": _ROLES[role], "content": content, **values}
 
 
-def render_chat(chat: ChatExample, tokenizer: Any) -> RenderedChat:
-    """A conversation in a tokenizer's template.
+def _pop_either(values: Message, name: str, other: str) -> Any:
+    """Remove two keys and return the value of the first one that was there."""
+    value = values.pop(other, None)
+    return values.pop(name, value)
 
-    Raises DataError if the tokenizer has no template, the template can't be filled, or it renders a conversation's
-    beginning in another way than the conversation.
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
+
+
+def _check_turn(message: Message, role_before: str, where: str) -> None:
+    """Raise `DataError` if a message must not follow one with the role `role_before`, or is an empty answer."""
+    role = message["role"]
+    if role_before not in _ALLOWED_BEFORE[role]:
+        position = f"after one with the role {role_before}" if role_before else "the first message"
+        raise DataError(
+            f"{where} has the role {role} and is {position}, but the roles are expected in the order system, then user "
+            "and assistant in turn, with tool after assistant: correct the conversation."
+        )
+    is_empty = not message["content"].strip() and not message.get("tool_calls")
+    if role == "assistant" and is_empty:
+        raise DataError(f"{where} is an empty answer, which would train the model not to answer: leave it out.")
+
+
+def render_chat(chat: ChatExample, tokenizer: Any) -> RenderedChat:
+    """Render a conversation with a tokenizer's chat template.
+
+    Raises:
+        DataError: the tokenizer has no template, the template can't render the conversation, or it renders the
+            beginning of the conversation differently than the whole.
     """
     if not tokenizer.chat_template:
         raise DataError(f"{chat.where} is a conversation, but the tokenizer has no chat template: name a chat model.")
-    whole = _render(chat, tokenizer, len(chat.messages))
+    text = _render(chat, tokenizer, len(chat.messages))
     turns = []
     for number, message in enumerate(chat.messages):
         if message["role"] == "assistant":
-            before = _render(chat, tokenizer, number, header=True)
-            if not whole.startswith(before):
-                raise _no_prefix(chat, number)
-            until = _render(chat, tokenizer, number + 1)
-            stop = len(until) if whole.startswith(until) else _end_of_turn(chat, number, whole, len(before), tokenizer)
-            stop = len(before) + len(whole[len(before) : stop].rstrip())
-            if stop > len(before):
-                turns.append((len(before), stop))
-    return RenderedChat(whole, turns)
+            start, stop = _turn_bounds(chat, number, text, tokenizer)
+            if stop > start:
+                turns.append((start, stop))
+    return RenderedChat(text, turns)
 
 
-def render_question(messages: Sequence[Message], tokenizer: Any) -> str:
-    """Messages in a tokenizer's template, with the header of the answer that follows.
-
-    Raises DataError if the tokenizer has no template, or the messages don't fit it.
-    """
-    if not tokenizer.chat_template:
-        raise DataError("The tokenizer has no chat template, so there is no conversation: name a chat model.")
-    return _render(ChatExample(tuple(messages), where="The conversation"), tokenizer, len(messages), header=True)
-
-
-def _render(chat: ChatExample, tokenizer: Any, count: int, *, header: bool = False) -> str:
-    options: dict[str, Any] = {"tools": list(chat.tools)} if chat.tools else {}
-    messages = list(chat.messages[:count])
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, **options))
-    except Exception as error:  # of jinja, or raised by the template
-        raise DataError(
-            f"{chat.where} does not fit the tokenizer's chat template ({first_line(error)}): correct or leave out the "
-            "conversation."
-        ) from None
+def _turn_bounds(chat: ChatExample, number: int, text: str, tokenizer: Any) -> tuple[int, int]:
+    """Return (start, stop) of the assistant's turn in message `number` of a rendered conversation."""
+    before = _render(chat, tokenizer, number, header=True)
+    if not text.startswith(before):
+        raise _prefix_error(chat, number)
+    start = len(before)
+    until = _render(chat, tokenizer, number + 1)
+    if text.startswith(until):
+        stop = len(until)
+    else:
+        stop = _end_of_turn(chat, number, text, start, tokenizer)
+    turn = text[start:stop].rstrip()
+    return start, start + len(turn)
 
 
-def _end_of_turn(chat: ChatExample, number: int, whole: str, start: int, tokenizer: Any) -> int:
-    """Where a turn ends that the template renders in another way in the middle of a conversation than at its end."""
+def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenizer: Any) -> int:
+    """Return the end of a turn that the template renders differently inside a conversation than at its end."""
     turn = chat.messages[number]
-    marked = replace(chat, messages=(*chat.messages[:number], {**turn, "content": _CONTENT}))
-    ending = _render(marked, tokenizer, number + 1).partition(_CONTENT)[2]
-    for content in (turn["content"], turn["content"].strip()):  # some templates trim it
-        at = whole.find(content + ending, start)
-        if content and ending and at >= 0 and not whole[start:at].strip():
-            return at + len(content) + len(ending)
-    raise _no_prefix(chat, number)
+    placeholder = {**turn, "content": _CONTENT}
+    marked = replace(chat, messages=(*chat.messages[:number], placeholder))
+    _, _, ending = _render(marked, tokenizer, number + 1).partition(_CONTENT)
+    # Some templates strip the content.
+    for content in (turn["content"], turn["content"].strip()):
+        if not content or not ending:
+            continue
+        position = text.find(content + ending, start)
+        if position >= 0 and not text[start:position].strip():
+            return position + len(content) + len(ending)
+    raise _prefix_error(chat, number)
 
 
-def _no_prefix(chat: ChatExample, number: int) -> DataError:
+def _prefix_error(chat: ChatExample, number: int) -> DataError:
     return DataError(
-        f"{chat.where}: the tokenizer's chat template renders the messages up to message {number + 1} in another way "
-        "than the whole conversation, so the assistant's turn can't be found: split the conversation there, or set "
-        "another chat_template."
+        f"{chat.where}: the tokenizer's chat template renders the messages up to message {number + 1} differently than "
+        "the whole conversation, so the assistant's turn can't be found: split the conversation there, or set another "
+        "chat_template."
     )
 
 
-def chat_tokens(tokenizer: Any, chat: ChatExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ids (n,) of a conversation, which of them are predicted, and the character (n,) at which each ends.
+def render_question(messages: Sequence[Message], tokenizer: Any) -> str:
+    """Render messages with a tokenizer's chat template, followed by the header of an answer.
 
-    Raises DataError if the tokenizer is slow, the conversation can't be rendered, no token is predicted, or the
-    template's own `{% generation %}` blocks mark other text.
+    Raises:
+        DataError: the tokenizer has no template, or the template can't render the messages.
+    """
+    if not tokenizer.chat_template:
+        raise DataError("The tokenizer has no chat template for conversations: name a chat model.")
+    chat = ChatExample(tuple(messages), where="The conversation")
+    return _render(chat, tokenizer, len(messages), header=True)
+
+
+def _render(chat: ChatExample, tokenizer: Any, count: int, *, header: bool = False) -> str:
+    """Render the first `count` messages, with or without the header of an answer after them."""
+    try:
+        text = tokenizer.apply_chat_template(
+            list(chat.messages[:count]),
+            tokenize=False,
+            add_generation_prompt=header,
+            **_tool_options(chat),
+        )
+    except Exception as error:  # Errors come from jinja, or are raised by the template.
+        raise DataError(
+            f"{chat.where} does not fit the tokenizer's chat template ({first_line(error)}): correct the conversation, "
+            "or leave it out."
+        ) from None
+    return str(text)
+
+
+def _tool_options(chat: ChatExample) -> dict[str, Any]:
+    return {"tools": list(chat.tools)} if chat.tools else {}
+
+
+def chat_tokens(tokenizer: Any, chat: ChatExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokenise a conversation of n tokens.
+
+    Returns:
+        The ids, int64, (n,); whether each token is predicted, bool, (n,); and the character at which each token ends,
+        int64, (n,).
+
+    Raises:
+        DataError: the tokenizer is not a fast one, the conversation can't be rendered, no token is predicted, or the
+            template's own `{% generation %}` blocks mark other text.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise DataError("Conversations need a fast tokenizer, which knows where tokens are: put tokenizer.json there.")
+        raise DataError(
+            "Conversations need a fast tokenizer, which returns the positions of tokens: add a tokenizer.json."
+        )
     rendered = render_chat(chat, tokenizer)
     encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    first = _first_visible(rendered.text, offsets)
+    begins = _first_visible(rendered.text, offsets)
     predicted = np.zeros(len(ids), dtype=bool)
     for start, stop in rendered.turns:
-        predicted |= (start <= first) & (first < stop)
+        predicted |= (start <= begins) & (begins < stop)
     if not predicted.any():
         raise DataError(f"{chat.where} has no token to predict: its assistant's turns are empty in the chat template.")
     _check_own_mask(tokenizer, chat, ids, predicted)
@@ -192,29 +266,38 @@ def chat_tokens(tokenizer: Any, chat: ChatExample) -> tuple[np.ndarray, np.ndarr
 
 
 def _first_visible(text: str, offsets: np.ndarray) -> np.ndarray:
-    """The first character (n,) of each token that is no white space; its first character where all of it is."""
-    firsts = []
+    """Return the position of each token's first character that is not white space, or of its first one, shape (n,)."""
+    positions = []
     for start, stop in offsets.tolist():
-        part = text[start:stop]
-        firsts.append(start + (len(part) - len(part.lstrip())) if part.strip() else start)
-    return np.array(firsts, dtype=np.int64)
+        token = text[start:stop]
+        visible = token.lstrip()
+        blanks = len(token) - len(visible) if visible else 0
+        positions.append(start + blanks)
+    return np.array(positions, dtype=np.int64)
 
 
 def _check_own_mask(tokenizer: Any, chat: ChatExample, ids: np.ndarray, predicted: np.ndarray) -> None:
-    """Compare with the template's own mask, where it has one; white space and special tokens don't count."""
+    """Compare the predicted tokens with the template's own mask, if it has one.
+
+    White space and special tokens may differ.
+    """
     template = tokenizer.chat_template
     if not isinstance(template, str) or not _GENERATION_BLOCK.search(template):
         return
-    options: dict[str, Any] = {"tools": list(chat.tools)} if chat.tools else {}
     own = tokenizer.apply_chat_template(
-        list(chat.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+        list(chat.messages),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **_tool_options(chat),
     )
     mask = np.asarray(own["assistant_masks"], dtype=bool).reshape(-1)
     differs = predicted != mask if len(mask) == len(ids) else np.ones(len(ids), dtype=bool)
-    for at in np.flatnonzero(differs):
-        token = int(ids[at])
-        if token not in tokenizer.added_tokens_decoder and tokenizer.decode([token]).strip():
+    for position in np.flatnonzero(differs):
+        token = int(ids[position])
+        text = tokenizer.decode([token])
+        if token not in tokenizer.added_tokens_decoder and text.strip():
             raise DataError(
-                f"{chat.where}: the chat template marks other text as the assistant's ({{% generation %}}) than its "
-                f"rendering shows, from {tokenizer.decode([token])!r} on: correct the template."
+                f"{chat.where}: from {text!r} on, the {{% generation %}} blocks of the chat template mark other text "
+                "as the assistant's than its rendering shows: correct the template."
             )

@@ -1,31 +1,40 @@
-"""Documents to tokens: chunks of text, and their marked ids.
+"""Tokenise documents: split them into chunks of text, and turn chunks into marked ids.
 
-Every document is tokenised with its tokenizer's leading BOS, if any, and ends with EOS. A prompt is tokenised apart
-from its text, as it is in generation; the BOS belongs to the prompt.
+Each document begins with the tokenizer's leading BOS, if it has one, and ends with EOS. A prompt is tokenised without
+its text, as in generation; the BOS belongs to the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graftlm.backbone import leading_bos
 from graftlm.data.chats import ChatExample, chat_tokens
+from graftlm.data.marked_ids import PROMPT, UNSCORED
 from graftlm.data.sources import Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from graftlm.data.marked_ids import PROMPT, UNSCORED
 
 CHUNK_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A document's prompt or text, or a part of a very long one; `first` and `last` of its document."""
+    """The prompt or the text of a document, or a part of a very long one.
+
+    Attributes:
+        text: the text.
+        first: whether it is the first chunk of its document.
+        last: whether it is the last chunk of its document.
+        prompt: whether it belongs to the document's prompt.
+        where: the document's location, for error messages.
+        chat: the whole conversation, if the document is one. It is always a single chunk.
+    """
 
     text: str
     first: bool
@@ -36,40 +45,68 @@ class TextChunk:
 
 
 def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
-    """Split documents into chunks of at most `CHUNK_CHARACTERS`, which bounds the memory that tokenizers need.
+    """Split documents into chunks of at most `CHUNK_CHARACTERS`, which bounds the memory of tokenizers.
 
-    Chunks end at line ends between two visible characters, where tokenizers split anyway. A tokenizer that marks the
+    Chunks end at line breaks between two visible characters, where tokenizers split anyway. A tokenizer that marks the
     start of a text may add one token per chunk.
     """
     for document in documents:
         if not document.text:
             continue
-        if document.chat is not None:  # rendered by its template, it is one chunk
-            yield TextChunk(document.text, True, True, False, document.where, document.chat)
+        if document.chat is not None:
+            yield TextChunk(
+                text=document.text,
+                first=True,
+                last=True,
+                prompt=False,
+                where=document.where,
+                chat=document.chat,
+            )
             continue
         first = True
-        for text, prompt in ((document.prompt, True), (document.text, False)):
-            start = 0
-            while start < len(text):
-                stop = _line_end(text, start, start + CHUNK_CHARACTERS)
-                last = not prompt and stop == len(text)
-                yield TextChunk(text[start:stop], first, last, prompt, document.where)
-                start, first = stop, False
+        for start, stop in _chunk_bounds(document.prompt):
+            yield TextChunk(
+                text=document.prompt[start:stop],
+                first=first,
+                last=False,
+                prompt=True,
+                where=document.where,
+            )
+            first = False
+        for start, stop in _chunk_bounds(document.text):
+            yield TextChunk(
+                text=document.text[start:stop],
+                first=first,
+                last=stop == len(document.text),
+                prompt=False,
+                where=document.where,
+            )
+            first = False
 
 
-def _line_end(text: str, start: int, stop: int) -> int:
-    """The best cut up to `stop`: after a newline between two visible characters, else at `stop`."""
+def _chunk_bounds(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each chunk of a text."""
+    start = 0
+    while start < len(text):
+        stop = _best_cut(text, start, start + CHUNK_CHARACTERS)
+        yield start, stop
+        start = stop
+
+
+def _best_cut(text: str, start: int, stop: int) -> int:
+    """Return the last position up to `stop` after a line break between two visible characters; else `stop`."""
     if stop >= len(text):
         return len(text)
-    at = stop
-    while (at := text.rfind("\n", start + 1, at)) > start:
-        if not text[at - 1].isspace() and not text[at + 1].isspace():
-            return at + 1
+    line_break = text.rfind("\n", start + 1, stop)
+    while line_break > start:
+        if not text[line_break - 1].isspace() and not text[line_break + 1].isspace():
+            return line_break + 1
+        line_break = text.rfind("\n", start + 1, line_break)
     return stop
 
 
 def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
-    """Group chunks into lists of about so many characters; no list ends with a prompt."""
+    """Group chunks into lists of at least `characters` characters. No list ends with a prompt."""
     group: list[TextChunk] = []
     size = 0
     for chunk in chunks:
@@ -77,35 +114,51 @@ def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[
         size += len(chunk.text)
         if size >= characters and not chunk.prompt:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 
 
-def tokenise(group: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """The marked ids of each chunk, of shape (its tokens,)."""
-    options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    encoded = tokenizer([chunk.text for chunk in group], add_special_tokens=False, **options)["input_ids"]
-    bos_id, eos_id = leading_bos(tokenizer), tokenizer.eos_token_id
-    streams, starts = [], False
-    for ids, chunk in zip(encoded, group, strict=True):
+def tokenise(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    """Return the marked ids of each chunk, shape (its tokens,)."""
+    encoded = tokenizer(
+        [chunk.text for chunk in group],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    bos_id = leading_bos(tokenizer)
+    eos_id = tokenizer.eos_token_id
+    streams = []
+    start_pending = False
+    for ids, chunk in zip(encoded["input_ids"], group, strict=True):
         if chunk.chat is not None:
             streams.append(mark_chat(tokenizer, chunk.chat))
             continue
         bos = [bos_id] if chunk.first and bos_id is not None else []
         eos = [eos_id] if chunk.last and eos_id is not None else []
-        stream = np.array([*bos, *ids, *eos], dtype=np.int32) | np.int32(PROMPT if chunk.prompt else 0)
-        starts = starts or chunk.first
-        if starts and len(stream):  # a blank prompt may have no token: the document then starts with its text
-            stream[0], starts = ~stream[0], False
+        stream = np.array([*bos, *ids, *eos], dtype=np.int32)
+        if chunk.prompt:
+            stream |= PROMPT
+        if chunk.first:
+            start_pending = True
+        # A blank prompt may have no tokens. The document then starts with its text.
+        if start_pending and len(stream):
+            stream[0] = ~stream[0]
+            start_pending = False
         streams.append(stream)
     return streams
 
 
-def mark_chat(tokenizer: Any, chat: ChatExample) -> np.ndarray:
-    """The marked ids (n,) of a conversation; its template has the tokens that begin and end it."""
+def mark_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> np.ndarray:
+    """Return the marked ids (n,) of a conversation. Its template contains the tokens that begin and end it."""
     ids, predicted, _ = chat_tokens(tokenizer, chat)
-    lead = np.arange(len(ids)) < predicted.argmax()
-    stream = ids.astype(np.int32) | np.where(predicted, 0, np.where(lead, PROMPT, UNSCORED)).astype(np.int32)
+    first_predicted = int(predicted.argmax())
+    positions = np.arange(len(ids))
+    marks = np.where(positions < first_predicted, PROMPT, UNSCORED)
+    marks[predicted] = 0
+    stream = ids.astype(np.int32) | marks.astype(np.int32)
     stream[0] = ~stream[0]
     return stream

@@ -1,24 +1,26 @@
-"""Task samplers: which rows of which tasks make the next batch.
+"""Samplers choose the rows of each batch from several tasks.
 
-For T tasks with D_t rows, and H the entropy of a prediction in nats; numbers have a stand-in of at most log 2:
+A task t has D_t rows, and H is the entropy of a prediction in nats. The policies are:
 
-    uniform       q(t) = 1 / T
+    uniform       q(t) = 1 / T for T tasks
     size          q(t) = D_t / sum of D_s
     temperature   q(t) = D_t^alpha / sum of D_s^alpha                                                      (eq. 1.7)
     entropy       q(t) = H_t^beta / sum of H_s^beta, H_t the mean entropy of the task's latest predictions (eq. 1.8)
-    uncertainty   of some candidates of each task the b rows of the largest H / H'_t, H'_t = log C_t       (algorithm 1)
-    learnability  the same by 4 p (1 - p) over the task's mean of it, p the probability of what is right
+    uncertainty   the b candidates of all tasks with the largest H / H'_t, H'_t = log C_t for C_t classes  (algorithm 1)
 
-A sampler does not know the model: it names rows, and is given entropies or scores. Each task's rows are shuffled anew
-in every epoch. All choices follow from the seed and what is given. A step calls `candidates`, then `choose` with their
-scores, then, under policy entropy, `observe`.
+q(t) is the probability of a task, and b is the batch size. `graftlm.grafts.heads.uncertainty` defines the uncertainty
+of predictions that are not classes.
+
+A sampler never runs the model. It returns row numbers, and receives the entropies or scores of predictions. The rows of
+a task are shuffled anew in every epoch. All choices follow from the seed and the received values. Each step calls
+`candidates`, then `choose` with their scores, and finally `observe` if the policy is `entropy`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,26 +29,31 @@ from pydantic import Field
 from graftlm.config import Config
 from graftlm.errors import DataError
 
-_TASKS, _ROWS = 1, 2  # keep random numbers for tasks apart from those for rows
-SCORED = ("uncertainty", "learnability")
+# These numbers separate the random numbers of tasks from those of rows.
+_TASKS = 1
+_ROWS = 2
+_NEVER = -1
+_ALPHAS = {"uniform": 0.0, "size": 1.0}
 
 
 class SamplerConfig(Config):
-    """How rows are chosen.
+    """Settings of a sampler.
 
     Args:
-        alpha: for `temperature`: 0 is uniform, 1 is by size.
-        beta: for `entropy`: larger values prefer uncertain tasks more.
-        task_mean: for `uncertainty`: multiply a row's uncertainty by its task's mean over the largest task's mean.
-            Algorithm 1 only divides by the largest mean, which is the same for all rows and changes no choice.
-        fixed: for policies with scores: the share in every batch of tasks whose rows have no score.
-        floor: for policies with scores: the share of uniform sampling that every task gets at least, by its own scores.
-        passes: for policies with scores: how often each row is a candidate in all steps; null takes b candidates of
+        policy: how tasks and rows are chosen; see the table of the module.
+        alpha: exponent of `temperature`: 0 is uniform sampling, 1 is sampling by size.
+        beta: exponent of `entropy`: larger values prefer uncertain tasks more strongly.
+        task_mean: multiply each uncertainty by the mean of its task over the largest mean of a task. Algorithm 1 only
+            divides by the largest mean, which is the same for all rows and does not change the choice.
+        fixed: for `uncertainty`: the share in every batch of tasks whose rows have no score.
+        floor: for `uncertainty`: the minimum share of each task, as a part of its share in uniform sampling. The rows
+            are the most uncertain ones of the task.
+        passes: for `uncertainty`: how many times each row is a candidate over all steps. None takes b candidates of
             each task in every step, as algorithm 1 does.
-        keep: for policies with scores: a row's score serves this many steps; 0 scores every candidate anew.
+        keep: for `uncertainty`: number of steps for which a score is reused; 0 scores every candidate anew.
     """
 
-    policy: Literal["uniform", "size", "temperature", "entropy", "uncertainty", "learnability"] = "uniform"
+    policy: Literal["uniform", "size", "temperature", "entropy", "uncertainty"] = "uniform"
     alpha: float = Field(0.5, ge=0, le=1)
     beta: float = Field(1.0, gt=0)
     task_mean: bool = False
@@ -57,121 +64,177 @@ class SamplerConfig(Config):
 
 
 class Pick(NamedTuple):
-    """One row of one task."""
+    """A row of a task, by its number."""
 
     task: str
     row: int
 
 
 class TaskSampler:
-    """Endless batches of `batch_size` rows, b above, of tasks with `sizes` rows; `steps` are those of the whole run.
+    """An endless sequence of batches of rows.
 
-    Raises DataError if a task has no rows, a fixed share does not fit, or candidates are fewer than rows to choose.
+    Args:
+        sizes: number of rows of each task.
+        config: the policy.
+        batch_size: rows of a batch, b in the table of the module.
+        seed: seed of all random numbers.
+        steps: number of steps of the run, over which `passes` are spread. None ignores `passes`.
+
+    Raises:
+        DataError: a task has no rows, a fixed share does not fit, or there are fewer candidates than rows of a batch.
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, seed: int = 0, steps: int | None = None
+        self,
+        sizes: Mapping[str, int],
+        config: SamplerConfig,
+        batch_size: int,
+        seed: int = 0,
+        steps: int | None = None,
     ) -> None:
-        _check(sizes, config, batch_size, steps)
-        self.sizes, self.config, self.batch_size, self.seed = dict(sizes), config, batch_size, seed
+        _check_sizes(sizes, batch_size)
+        _check_fixed(sizes, config)
+        if config.policy == "uncertainty" and steps is not None:
+            _check_passes(sizes, config, batch_size, steps)
+        self.sizes = dict(sizes)
+        self.config = config
+        self.batch_size = batch_size
+        self.seed = seed
         self.step = 0
+        self._steps = steps
+        self._candidates: list[Pick] = []
         self._drawn = dict.fromkeys(sizes, 0)
         self._entropy: dict[str, float] = {}
-        self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
         self._history: list[dict[str, int]] = []
-        self._candidates: list[Pick] = []
-        self._steps, self._scored = steps, 0
+        self._scored = 0
+        self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
         self._scores = {task: np.zeros(size) for task, size in sizes.items()}
-        self._scored_at = {task: np.full(size, -1, dtype=np.int32) for task, size in sizes.items()}  # -1: never
-        self._of_rows: tuple[dict[str, np.ndarray], ...] = (self._used, self._scores, self._scored_at)
+        self._scored_at = {task: np.full(size, _NEVER, dtype=np.int32) for task, size in sizes.items()}
 
     def candidates(self) -> list[Pick]:
-        """The rows whose score `choose` needs: the candidates without one that may serve; none without scores."""
-        if self.config.policy in SCORED and not self._candidates:
-            free = [task for task in self.sizes if task not in self.config.fixed]
-            self._candidates = [pick for task in free for pick in self._draw(task, self._count(task))]
+        """Return the rows whose scores `choose` needs.
+
+        These are the candidates of this step without a score that may be reused. The list is empty if the policy has
+        no scores.
+        """
+        if self.config.policy == "uncertainty" and not self._candidates:
+            for task in self.sizes:
+                if task not in self.config.fixed:
+                    self._candidates += self._draw(task, self._candidate_count(task))
         return [pick for pick in self._candidates if not self._is_scored(pick)]
 
-    def _count(self, task: str) -> int:
-        """The number of a task's candidates in this step."""
+    def _candidate_count(self, task: str) -> int:
+        """Return the number of a task's candidates in this step."""
         if self.config.passes is None or self._steps is None:
             return self.batch_size
         per_step = self.config.passes * self.sizes[task] / self._steps
         return int((self.step + 1) * per_step) - int(self.step * per_step)
 
     def _is_scored(self, pick: Pick) -> bool:
-        at = int(self._scored_at[pick.task][pick.row])
-        return at >= 0 and self.step - at < max(1, self.config.keep)
+        """Return whether a row has a score that may be reused in this step."""
+        scored_at = int(self._scored_at[pick.task][pick.row])
+        age = self.step - scored_at
+        return scored_at != _NEVER and age < max(1, self.config.keep)
 
     def choose(self, scores: Sequence[float] = ()) -> list[Pick]:
-        """The rows of the next batch, given the score of each of `candidates()`, in their order.
+        """Choose the rows of the next batch.
 
-        Raises DataError if their number is not that of the candidates, or one is not finite.
+        Args:
+            scores: the score of each of `candidates()`, in their order.
+
+        Raises:
+            DataError: the number of scores differs from that of the candidates, or a score is not finite.
         """
-        unscored = self.candidates()
-        if len(scores) != len(unscored):
-            raise DataError(
-                f"choose got {len(scores)} scores for {len(unscored)} candidates: give one for each of "
-                "candidates(), in their order."
-            )
-        for pick, value in zip(unscored, scores, strict=True):
-            if not math.isfinite(value):
-                raise DataError(
-                    f"The score of row {pick.row} of the task {pick.task} is {value}: a number is expected; the "
-                    "model's predictions may have overflowed."
-                )
-            self._scores[pick.task][pick.row], self._scored_at[pick.task][pick.row] = value, self.step
-        self._scored += len(unscored)
+        self._set_scores(self.candidates(), scores)
         picks = self._highest(self._candidates) if self._candidates else self._by_task()
         for pick in picks:
             self._used[pick.task][pick.row] = True
-        self._history.append(dict(Counter(pick.task for pick in picks)))
-        self.step, self._candidates = self.step + 1, []
+        counts = Counter(pick.task for pick in picks)
+        self._history.append(dict(counts))
+        self.step += 1
+        self._candidates = []
         return picks
 
-    def observe(self, task: str, entropies: Sequence[float]) -> None:
-        """Set the entropies of a task's latest predictions, in nats; policy `entropy` uses their mean.
+    def _set_scores(self, picks: Sequence[Pick], scores: Sequence[float]) -> None:
+        if len(scores) != len(picks):
+            raise DataError(
+                f"choose got {len(scores)} scores for {len(picks)} candidates: give one for each of candidates(), in "
+                "their order."
+            )
+        for pick, score in zip(picks, scores, strict=True):
+            if not math.isfinite(score):
+                raise DataError(
+                    f"The score of row {pick.row} of the task {pick.task} is {score}, but a finite number is expected: "
+                    "check whether the model's predictions overflow."
+                )
+            self._scores[pick.task][pick.row] = score
+            self._scored_at[pick.task][pick.row] = self.step
+        self._scored += len(picks)
 
-        Raises DataError if the task is unknown, or an entropy is negative or not finite.
+    def observe(self, task: str, entropies: Sequence[float]) -> None:
+        """Set the entropies of a task's latest predictions. The policy `entropy` uses their mean.
+
+        Args:
+            task: the name of the task.
+            entropies: entropies in nats; an empty sequence changes nothing.
+
+        Raises:
+            DataError: the task is unknown, or an entropy is negative or not finite.
         """
-        values = np.asarray(entropies, dtype=float)
         if task not in self.sizes:
-            raise DataError(f"There is no task {task!r} in this sampler; it has {', '.join(self.sizes)}.")
-        if values.size:
-            if not np.isfinite(values).all() or values.min() < 0:
-                raise DataError(f"An entropy of the task {task} is {values.min()}; a number from 0 is expected.")
-            self._entropy[task], self._scored = float(values.mean()), self._scored + len(values)
+            raise DataError(f"There is no task {task!r} in this sampler: choose one of {', '.join(self.sizes)}.")
+        values = np.asarray(entropies, dtype=float)
+        if not values.size:
+            return
+        if not np.isfinite(values).all() or values.min() < 0:
+            raise DataError(f"An entropy of the task {task} is {values.min()}, but a finite number from 0 is expected.")
+        self._entropy[task] = float(values.mean())
+        self._scored += len(values)
 
     def shares(self) -> dict[str, float]:
-        """q(t), the probability of each task; for policies that choose rows the shares so far."""
-        policy, sizes = self.config.policy, self.sizes
-        weights: dict[str, float] = {}
-        if policy in SCORED:
-            weights = {task: sum(step.get(task, 0) for step in self._history) for task in sizes}
-        elif policy != "entropy":
-            alpha = {"uniform": 0.0, "size": 1.0, "temperature": self.config.alpha}[policy]
-            weights = {task: size**alpha for task, size in sizes.items()}
-        elif len(self._entropy) == len(sizes):  # every task has been seen
-            weights = {task: self._entropy[task] ** self.config.beta for task in sizes}
+        """Return the probability q(t) of each task, or under `uncertainty` its share of the rows so far."""
+        weights = self._weights()
         if not any(weights.values()):
-            weights = dict.fromkeys(sizes, 1.0)
+            weights = dict.fromkeys(self.sizes, 1.0)
         total = sum(weights.values())
         return {task: weight / total for task, weight in weights.items()}
 
+    def _weights(self) -> dict[str, float]:
+        """Return numbers in proportion to the shares; empty if nothing is known yet."""
+        policy = self.config.policy
+        if policy == "uncertainty":
+            return {task: sum(counts.get(task, 0) for counts in self._history) for task in self.sizes}
+        if policy == "entropy":
+            if len(self._entropy) < len(self.sizes):
+                return {}
+            return {task: self._entropy[task] ** self.config.beta for task in self.sizes}
+        alpha = _ALPHAS.get(policy, self.config.alpha)
+        return {task: size**alpha for task, size in self.sizes.items()}
+
     def report(self) -> dict[str, Any]:
-        """The choices so far: rows of each task in each step, and the share of all rows that were trained on."""
+        """Return the choices so far, as plain JSON values.
+
+        | key | value |
+        |---|---|
+        | `steps` | number of rows of each task in each step |
+        | `data_share` | share of all rows that were chosen at least once |
+        | `data_share_by_task` | the same for each task |
+        | `picked` | number of rows in all batches |
+        | `drawn` | number of rows and candidates that were drawn |
+        | `scored` | number of predictions that the model made for the sampler |
+        """
         used = {task: int(rows.sum()) for task, rows in self._used.items()}
         return {
             "steps": list(self._history),
             "data_share": sum(used.values()) / sum(self.sizes.values()),
             "data_share_by_task": {task: count / self.sizes[task] for task, count in used.items()},
-            "picked": sum(sum(step.values()) for step in self._history),
+            "picked": sum(sum(counts.values()) for counts in self._history),
             "drawn": sum(self._drawn.values()),
             "scored": self._scored,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain JSON values; call it between a `choose` and the next `candidates`."""
+        """Return the state as plain JSON values. Call it after `choose` and before the next `candidates`."""
         return {
             "sizes": dict(self.sizes),
             "step": self.step,
@@ -179,70 +242,103 @@ class TaskSampler:
             "entropy": dict(self._entropy),
             "scored": self._scored,
             "history": list(self._history),
-            "rows": [{task: of[task].tolist() for task in self.sizes} for of in self._of_rows],
+            "rows": [
+                {task: values[task].tolist() for task in self.sizes}
+                for values in (self._used, self._scores, self._scored_at)
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of a sampler of the same tasks.
+        """Continue from the `state_dict()` of a sampler of the same tasks.
 
-        Raises DataError if the state belongs to other tasks.
+        Raises:
+            DataError: the state belongs to other tasks.
         """
         if state["sizes"] != self.sizes:
             raise DataError(
-                f"The saved sampler chose from {state['sizes']}, but the data has {self.sizes}: resume with the data "
-                "of the run that saved it."
+                f"The saved sampler has the tasks and rows {state['sizes']}, but the data has {self.sizes}: resume "
+                "with the data of the run that saved it."
             )
-        self.step, self._drawn, self._entropy = state["step"], dict(state["drawn"]), dict(state["entropy"])
+        self.step = state["step"]
+        self._drawn = dict(state["drawn"])
+        self._entropy = dict(state["entropy"])
         self._scored = state["scored"]
         self._history = list(state["history"])
-        for of, saved in zip(self._of_rows, state["rows"], strict=True):
-            of.update({task: np.array(saved[task], dtype=of[task].dtype) for task in of})
         self._candidates = []
+        used, scores, scored_at = state["rows"]
+        for task in self.sizes:
+            self._used[task] = np.array(used[task], dtype=bool)
+            self._scores[task] = np.array(scores[task], dtype=float)
+            self._scored_at[task] = np.array(scored_at[task], dtype=np.int32)
 
     def _draw(self, task: str, count: int) -> list[Pick]:
-        """The next rows of a task, in its shuffled order."""
-        size, start = self.sizes[task], self._drawn[task]
-        self._drawn[task] += count
+        """Draw the next rows of a task, in its shuffled order."""
+        size = self.sizes[task]
         number = list(self.sizes).index(task)
-        epochs = {at // size for at in range(start, start + count)}
-        orders = {epoch: _generator(self.seed, _ROWS, number, epoch).permutation(size) for epoch in epochs}
-        return [Pick(task, int(orders[at // size][at % size])) for at in range(start, start + count)]
+        start = self._drawn[task]
+        self._drawn[task] = start + count
+        orders: dict[int, np.ndarray] = {}
+        picks = []
+        for position in range(start, start + count):
+            epoch, place = divmod(position, size)
+            if epoch not in orders:
+                orders[epoch] = _generator(self.seed, _ROWS, number, epoch).permutation(size)
+            row = int(orders[epoch][place])
+            picks.append(Pick(task, row))
+        return picks
 
     def _by_task(self) -> list[Pick]:
-        """Draw a task for each row of the batch, then take its next row."""
-        names, shares = zip(*self.shares().items(), strict=True)
-        numbers = _generator(self.seed, _TASKS, self.step, 0).choice(len(names), size=self.batch_size, p=shares)
+        """Draw a task for each row of the batch, then take the task's next row."""
+        shares = self.shares()
+        names = list(shares)
+        generator = _generator(self.seed, _TASKS, self.step, 0)
+        numbers = generator.choice(len(names), size=self.batch_size, p=list(shares.values()))
         drawn = [names[number] for number in numbers]
-        rows = {task: iter(self._draw(task, count)) for task, count in Counter(drawn).items()}
+        rows: dict[str, Iterator[Pick]] = {}
+        for task, count in Counter(drawn).items():
+            rows[task] = iter(self._draw(task, count))
         return [next(rows[task]) for task in drawn]
 
-    def _highest(self, candidates: list[Pick]) -> list[Pick]:
-        """The batch: rows of fixed tasks, the floor of every other task, and then the highest scores of all."""
-        config, values = self.config, np.array([self._scores[pick.task][pick.row] for pick in candidates], dtype=float)
-        if config.policy == "learnability":
-            values = values / np.maximum(_task_means(candidates, values), 1e-9)
-        elif config.task_mean:
+    def _highest(self, candidates: Sequence[Pick]) -> list[Pick]:
+        """Choose the minimum of each task and then the highest scores, and draw the rows of fixed tasks."""
+        fixed = []
+        for task, share in self.config.fixed.items():
+            fixed += self._draw(task, self._due(share))
+        order = self._order(candidates)
+        first = self._floor(candidates, order) if self.config.floor else []
+        taken = set(first)
+        rest = [index for index in order if index not in taken]
+        chosen = [*first, *rest][: self.batch_size - len(fixed)]
+        return [*(candidates[index] for index in chosen), *fixed]
+
+    def _order(self, candidates: Sequence[Pick]) -> list[int]:
+        """Return the indices of candidates from the highest score to the lowest; of equal ones the first is first."""
+        values = np.array([self._scores[pick.task][pick.row] for pick in candidates], dtype=float)
+        if self.config.task_mean:
             means = _task_means(candidates, values)
             values = values * means / (means.max() or 1.0)
-        picks = [pick for task, share in config.fixed.items() for pick in self._draw(task, self._due(share))]
-        order = np.argsort(-values, kind="stable").tolist()  # ties: the earlier candidate
-        floor = {task: self._due(config.floor / len(self.sizes)) for task in self.sizes}
-        first = []
-        for index in order if config.floor else ():
-            if floor[candidates[index].task] > 0:
-                floor[candidates[index].task] -= 1
-                first.append(index)
-        rest = [index for index in order if index not in set(first)]
-        return [candidates[index] for index in [*first, *rest][: self.batch_size - len(picks)]] + picks
+        return np.argsort(-values, kind="stable").tolist()
+
+    def _floor(self, candidates: Sequence[Pick], order: Sequence[int]) -> list[int]:
+        """Return the indices of each task's highest candidates, as many as `floor` guarantees in this step."""
+        left = {task: self._due(self.config.floor / len(self.sizes)) for task in self.sizes}
+        indices = []
+        for index in order:
+            task = candidates[index].task
+            if left[task] > 0:
+                left[task] -= 1
+                indices.append(index)
+        return indices
 
     def _due(self, share: float) -> int:
-        """The rows of this step for a share of all rows, exact in the long run."""
-        before, after = (int(step * self.batch_size * share) for step in (self.step, self.step + 1))
+        """Return the rows of this step for a share of all rows. Over many steps the share is exact."""
+        before = int(self.step * self.batch_size * share)
+        after = int((self.step + 1) * self.batch_size * share)
         return after - before
 
 
-def _task_means(candidates: list[Pick], values: np.ndarray) -> np.ndarray:
-    """The mean value of each candidate's task."""
+def _task_means(candidates: Sequence[Pick], values: np.ndarray) -> np.ndarray:
+    """Return the mean value of each candidate's task, shape (candidates,)."""
     tasks = np.array([pick.task for pick in candidates])
     means = {task: float(values[tasks == task].mean()) for task in dict.fromkeys(tasks)}
     return np.array([means[task] for task in tasks])
@@ -252,29 +348,42 @@ def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-def _check(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, steps: int | None) -> None:
-    empty = [task for task, size in sizes.items() if size < 1]
-    if empty or not sizes:
-        what = f"The task {empty[0]} has no rows" if empty else "There is no task"
-        raise DataError(f"{what}: name a file with at least one row for every task, or leave the task out.")
+def _check_sizes(sizes: Mapping[str, int], batch_size: int) -> None:
+    if not sizes:
+        raise DataError("There is no task: name at least one.")
+    for task, size in sizes.items():
+        if size < 1:
+            raise DataError(f"The task {task} has no rows: name a file with at least one, or leave the task out.")
     if batch_size < 1:
-        raise DataError(f"batch_size is {batch_size}; a whole number from 1 is expected.")
+        raise DataError(f"batch_size is {batch_size}, but a whole number from 1 is expected.")
+
+
+def _check_fixed(sizes: Mapping[str, int], config: SamplerConfig) -> None:
+    if not config.fixed:
+        return
+    if config.policy != "uncertainty":
+        raise DataError(
+            f"fixed has shares, but they belong to the policy uncertainty and the policy is {config.policy}: leave "
+            "fixed out."
+        )
     for task, share in config.fixed.items():
-        if config.policy not in SCORED:
-            why = f"fixed shares belong to policies with scores, and the policy is {config.policy}: leave them out."
-            raise DataError(why)
         if task not in sizes:
-            raise DataError(f"fixed names the task {task!r}; the tasks are {', '.join(sizes)}.")
+            raise DataError(f"fixed has the unknown task {task!r}: choose among {', '.join(sizes)}.")
         if not 0 <= share < 1:
-            raise DataError(f"The fixed share of the task {task} is {share}; a number from 0 to below 1 is expected.")
+            raise DataError(f"The fixed share of the task {task} is {share}, but a number in [0, 1) is expected.")
     if sum(config.fixed.values()) >= 1 or set(config.fixed) >= set(sizes):
-        why = "The fixed shares leave nothing to choose by uncertainty: lower them, or take policy: temperature."
-        raise DataError(why)
-    if config.passes is not None and config.policy in SCORED and steps is not None:
-        free = {task: size for task, size in sizes.items() if task not in config.fixed}
-        per_step = sum(int(config.passes * size / steps) for size in free.values())
-        if per_step < batch_size:
-            raise DataError(
-                f"{config.passes:g} passes over {sum(free.values()):,} rows give {per_step} candidates in each of "
-                f"{steps:,} steps, but {batch_size} rows are chosen: raise passes, or lower steps or batch_size."
-            )
+        raise DataError(
+            "The fixed shares leave no rows to choose by uncertainty: lower them, or set policy to temperature."
+        )
+
+
+def _check_passes(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, steps: int) -> None:
+    if config.passes is None:
+        return
+    scored_sizes = [size for task, size in sizes.items() if task not in config.fixed]
+    per_step = sum(int(config.passes * size / steps) for size in scored_sizes)
+    if per_step < batch_size:
+        raise DataError(
+            f"{config.passes:g} passes over {sum(scored_sizes):,} rows give {per_step} candidates in each of {steps:,} "
+            f"steps, but a batch has {batch_size} rows: raise passes, or lower steps or batch_size."
+        )

@@ -1,4 +1,4 @@
-"""Documents: out of text files, tables and Hugging Face datasets, as the data section of a recipe names them."""
+"""Read documents from text files, tables and Hugging Face datasets, as the data section of a recipe sets them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
@@ -19,8 +19,11 @@ from graftlm.errors import DataError, did_you_mean, first_line
 from graftlm.files.digests import walk
 from graftlm.files.reading import read_text
 
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
-SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files that are read of a folder
+SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files of a folder that are read by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,11 @@ class Document:
     """A text, with an optional prompt that precedes it.
 
     Attributes:
-        text: what is predicted.
-        where: its location, for messages: `file`, `file: line` or `dataset: row`.
-        prompt: text before it, which the model sees and does not predict.
-        chat: the conversation whose answers are the text; the tokenizer's chat template then says what the model sees.
+        text: the text that is predicted.
+        where: its location, for error messages: `file`, `file: line` or `dataset: row`.
+        prompt: text before it that the model reads and does not predict.
+        chat: the conversation whose answers are the text. The model then reads the conversation in the tokenizer's chat
+            template.
     """
 
     text: str
@@ -41,12 +45,12 @@ class Document:
 
     @property
     def full_text(self) -> str:
-        """Prompt and text."""
+        """The prompt followed by the text."""
         return self.prompt + self.text
 
 
 class SourceConfig(Config):
-    """Where texts come from: a local `path`, or a Hugging Face `dataset`."""
+    """A source of texts: a local `path` or a Hugging Face `dataset`."""
 
     path: str | None = Field(None, description="A file, or a folder that is searched for text, JSON and parquet files.")
     pattern: str | None = Field(None, description="A glob that picks files of the folder, such as '*.c'.")
@@ -54,18 +58,20 @@ class SourceConfig(Config):
     subset: str | None = Field(None, description="The dataset's configuration, such as 'en'.")
     split: str = Field("train", description="The dataset's split.")
     text_column: str = Field("text", description="The column of JSON, parquet, CSV and datasets that holds the text.")
-    prompt_column: str | None = Field(None, description="Column of the prompt before that text; it is not predicted.")
+    prompt_column: str | None = Field(None, description="The column of a prompt before the text; it is not predicted.")
     messages_column: str | None = Field(
         None,
-        description="The column of conversations, as in messages (role, content) or conversations (from, value). The "
+        description="The column of conversations: lists of messages with role and content, or with from and value. The "
         "assistant's turns are predicted, in the tokenizer's chat template.",
     )
-    tools_column: str | None = Field(None, description="The column of the tools of a conversation, as JSON schemas.")
-    streaming: bool = Field(False, description="Read while training instead of packing everything first.")
+    tools_column: str | None = Field(None, description="The column of a conversation's tools, as JSON schemas.")
+    streaming: bool = Field(False, description="Read the texts during training instead of packing all of them first.")
     documents: str | None = Field(None, description="A slice such as '0:23' or '-2:'; empty documents do not count.")
     limit_documents: int | None = Field(None, ge=1, description="Maximum number of documents.")
     skip_characters: int = Field(0, ge=0, description="Number of characters to skip at the start of each document.")
-    limit_characters: int | None = Field(None, ge=1, description="Maximum characters in all; cuts the last document.")
+    limit_characters: int | None = Field(
+        None, ge=1, description="Maximum number of characters in all; the last document is cut."
+    )
 
     @field_validator("documents")
     @classmethod
@@ -76,7 +82,7 @@ class SourceConfig(Config):
 
     def _problems(self) -> Iterator[str]:
         if (self.path is None) == (self.dataset is None):
-            yield "a source has either a path or a dataset"
+            yield "a source has either a path or a dataset: set one of them"
         if self.streaming and "-" in (self.documents or ""):
             yield "a streaming source can't count documents from its end: use numbers from the start"
         if (self.prompt_column or self.messages_column) and (self.skip_characters or self.limit_characters):
@@ -90,110 +96,132 @@ class SourceConfig(Config):
 
     @property
     def name(self) -> str:
-        """The path or dataset, for messages."""
+        """The path or dataset."""
         return str(self.path or self.dataset)
 
     @property
     def columns(self) -> dict[str, str]:
         """The columns that are read, by their config keys."""
         if self.messages_column is not None:
-            keys = ("messages_column", "tools_column")
-        else:
-            keys = ("text_column", "prompt_column")
-        return {key: column for key in keys if (column := getattr(self, key)) is not None}
+            columns = {"messages_column": self.messages_column}
+            if self.tools_column is not None:
+                columns["tools_column"] = self.tools_column
+            return columns
+        columns = {"text_column": self.text_column}
+        if self.prompt_column is not None:
+            columns["prompt_column"] = self.prompt_column
+        return columns
 
 
 class SelfSourceConfig(Config):
-    """Text that the backbone samples itself, where its own training data is not at hand.
+    """Text that the backbone samples, for backbones whose training data is not available.
 
-    It is sampled once for a backbone and these settings, before the first training that needs it.
+    The text is sampled before the first training that needs it, once for each backbone and these settings.
     """
 
-    self: Literal[True] = Field(description="Marks this source: the backbone says itself what it knows.")
-    tokens: int = Field(100_000, ge=1, le=10**9, description="Tokens to sample; those of prompts don't count.")
-    length: int | None = Field(None, ge=2, description="Most tokens of a text; the data's row length when absent.")
+    self: Literal[True] = Field(description="Marks a source whose text the backbone samples.")
+    tokens: int = Field(100_000, ge=1, le=10**9, description="Number of tokens to sample, without those of prompts.")
+    length: int | None = Field(
+        None, ge=2, description="Maximum number of tokens of a text; by default the length of the data's rows."
+    )
     chat_fraction: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Share of the tokens in conversations, of which the model writes both sides; when absent, half for "
-        "a model with a chat template and none for others, nor where its user's turns don't end within half a text.",
+        description="Share of the tokens in conversations, in which the model samples both sides. The default is 0.5 "
+        "with a chat template, and 0 without one or if sampled user turns don't end within half of a text.",
     )
-    openings: list[str] = Field([], description="Texts with which free text begins in turn; none begins with nothing.")
-    temperature: float = Field(1.0, ge=0.01, le=100, description="Divides the logits; 1 draws what the model means.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Total probability of the tokens that are drawn from.")
-    batch_size: int = Field(32, ge=1, description="Texts that are sampled together.")
-    seed: int = Field(0, ge=0, description="Seed of the draws.")
+    openings: list[str] = Field(
+        [], description="Texts with which free text begins, in turn; by default it begins as a document."
+    )
+    temperature: float = Field(
+        1.0, ge=0.01, le=100, description="Divides the logits; 1 samples from the unmodified distribution."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Total probability of the tokens to sample from.")
+    batch_size: int = Field(32, ge=1, description="Number of texts that are sampled together.")
+    seed: int = Field(0, ge=0, description="Seed of the sampling.")
 
     @model_validator(mode="before")
     @classmethod
-    def _reads_nothing(cls, values: Any) -> Any:
-        keys = SourceConfig.model_fields.keys() - cls.model_fields.keys()
-        if isinstance(values, dict) and (read := sorted(keys & values.keys())):
-            raise ValueError(f"a source with self: true reads nothing, and has {read[0]}: make it two sources")
+    def _check_keys(cls, values: object) -> object:
+        keys_of_sources = SourceConfig.model_fields.keys() - cls.model_fields.keys()
+        if isinstance(values, dict):
+            unexpected = sorted(keys_of_sources & values.keys())
+            if unexpected:
+                raise ValueError(
+                    f"a source with self: true reads no files, but it has {unexpected[0]}: write two sources"
+                )
         return values
 
     @property
     def name(self) -> str:
-        """What messages call this source."""
+        """The name of this source in messages."""
         return "the backbone's own text"
 
 
-def _kind_of_source(value: Any) -> str:
-    given = "self" in value if isinstance(value, dict) else isinstance(value, SelfSourceConfig)
-    return "tagged-self" if given else "tagged-source"
+def _kind_of_source(value: object) -> str:
+    if isinstance(value, dict):
+        is_self = "self" in value
+    else:
+        is_self = isinstance(value, SelfSourceConfig)
+    return "tagged-self" if is_self else "tagged-source"
 
 
 OldSource = Annotated[
     Annotated[SourceConfig, Tag("tagged-source")] | Annotated[SelfSourceConfig, Tag("tagged-self")],
     Discriminator(_kind_of_source),
 ]
-"""Old text: a source, or the backbone's own samples."""
+"""Old text: a source, or text that the backbone samples."""
 
 
 class DataConfig(Config):
-    """The texts of a run: what the model learns, and what it should not forget."""
+    """The texts of a run: the new ones that the model learns, and the old ones that it must not forget."""
 
-    new: list[SourceConfig] = Field([], description="What the model shall learn.")
+    new: list[SourceConfig] = Field([], description="Texts that the model learns.")
     old: list[OldSource] = Field(
-        [], description="Text like the backbone's own training data; `self: true` lets the backbone sample it."
+        [], description="Texts like the backbone's training data; `self: true` lets the backbone sample them."
     )
-    replay_fraction: float = Field(0.1, ge=0, lt=1, description="Fraction p of rows from old; 0 ignores old.")
+    replay_fraction: float = Field(0.1, ge=0, lt=1, description="Share of the rows that come from old; 0 ignores old.")
     old_objective: Literal["replay", "distil"] = Field(
         "replay",
-        description="The loss of old rows. replay: of their next tokens; distil: the divergence from the bare "
-        "backbone's predictions of them.",
+        description="The loss of old rows. replay: the cross-entropy of their next tokens; distil: the divergence from "
+        "the predictions of the bare backbone.",
     )
-    length: int = Field(256, ge=2, description="Tokens per row.")
+    length: int = Field(256, ge=2, description="Number of tokens of a row.")
     boundaries: Literal["separate", "joined", "whole"] = Field(
         "separate",
-        description="How documents share rows. separate: they don't see each other; joined: they are one stream; "
+        description="How documents share rows. separate: they don't attend to each other; joined: they are one stream; "
         "whole: separate, and a document that does not fit begins the next row (plain text longer than a row is cut).",
     )
     stream: bool = Field(
         False,
-        description="Each row continues that of the step before, from a cache without gradients: for grafts that keep "
-        "a state of texts longer than a row. Needs joined boundaries, and no replay.",
+        description="Each row continues that of the previous step from a cache without gradients, for grafts that keep "
+        "a state over texts longer than a row. Needs joined boundaries and no replay.",
     )
-    test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name ('old', 'new', others).")
-    seed: int = Field(0, ge=0, description="Orders the rows.")
+    test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name, such as 'old' and 'new'.")
+    seed: int = Field(0, ge=0, description="Seed of the order of rows.")
 
 
 def check_sources(config: DataConfig) -> None:
     """Read the first document of each source, so that a wrong one is an error before anything is computed.
 
-    Raises DataError if a source can't be read, there are no new sources, or no old ones though their share is above 0.
+    Raises:
+        DataError: a source can't be read, there are no new sources, or there are no old sources although their share is
+            above 0.
     """
     check_domains(config)
-    for source in (*config.new, *(config.old if config.replay_fraction else ())):
+    sources: list[OldSource] = [*config.new]
+    if config.replay_fraction:
+        sources += config.old
+    for source in sources:
         if isinstance(source, SourceConfig):
             next(read_documents(source))
 
 
 def check_domains(config: DataConfig) -> None:
-    """Raise a `DataError` where a domain that training reads has no sources."""
+    """Raise `DataError` if a domain that training reads has no sources."""
     if not config.new:
-        raise DataError("The recipe has no new sources, and there is nothing to learn from: name some under new.")
+        raise DataError("The recipe has no new sources, so there is nothing to learn: name some under new.")
     if config.replay_fraction > 0 and not config.old:
         raise DataError(
             f"replay_fraction is {config.replay_fraction:g}, but the recipe has no old sources: name some under old, "
@@ -202,55 +230,75 @@ def check_domains(config: DataConfig) -> None:
 
 
 def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:
-    """All documents of `sources`, in memory. Raises `DataError` if a source can't be read, or has no text."""
+    """Read all documents of some sources into memory.
+
+    Raises:
+        DataError: a source can't be read, or has no text.
+    """
     return [document for source in sources for document in read_documents(source)]
 
 
 def read_documents(config: SourceConfig) -> Iterator[Document]:
-    """The documents of one source, in a fixed order; empty ones are left out.
+    """Yield the documents of a source in a fixed order, without empty ones.
 
-    Raises DataError if the source can't be read, or has no text.
+    Raises:
+        DataError: the source can't be read, or has no text.
     """
-    empty = True
-    for document in _limited(_select(_read_source(config), config.documents), config):
-        empty = False
+    selected = _select(_read_source(config), config.documents)
+    is_empty = True
+    for document in _limited(selected, config):
+        is_empty = False
         yield document
-    if empty:
-        selected = f" in its documents {config.documents}" if config.documents else ""
-        raise DataError(f"The source {config.name} holds no text{selected}: name a source with text.")
+    if is_empty:
+        selection = f" in its documents {config.documents}" if config.documents else ""
+        raise DataError(f"The source {config.name} has no text{selection}: name a source with text.")
 
 
 def _read_source(config: SourceConfig) -> Iterator[Document]:
     path = Path(config.name).expanduser()
     if config.path is not None and not _is_saved_dataset(path):
-        documents = (document for file in find_files(path, config.pattern) for document in read_file(file, config))
+        documents = _read_files(path, config)
     else:
         documents = _read_dataset(config)
     return (document for document in documents if document.text.strip())
 
 
+def _read_files(path: Path, config: SourceConfig) -> Iterator[Document]:
+    for file in find_files(path, config.pattern):
+        yield from read_file(file, config)
+
+
 def _select(documents: Iterator[Document], selection: str | None) -> Iterator[Document]:
+    """Return the documents of a slice such as `0:23` or `-2:`. Only negative numbers read all of them first."""
     if selection is None:
         return documents
     start, stop = (int(part) if part.strip() else None for part in selection.split(":"))
-    return iter(list(documents)[start:stop]) if "-" in selection else islice(documents, start, stop)
+    if "-" in selection:
+        return iter(list(documents)[start:stop])
+    return islice(documents, start, stop)
 
 
 def _limited(documents: Iterator[Document], config: SourceConfig) -> Iterator[Document]:
+    """Apply the limits of a source."""
     left = config.limit_characters
     for document in islice(documents, config.limit_documents):
         text = document.text[config.skip_characters :]
         yield replace(document, text=text[:left])
-        if left is not None and (left := left - len(text)) <= 0:
-            return
+        if left is not None:
+            left -= len(text)
+            if left <= 0:
+                return
 
 
 def find_files(path: Path, pattern: str | None = None) -> list[Path]:
-    """The file at `path`, or the files below a folder, sorted; hidden files and folders are skipped.
+    """Return the file at `path`, or the files below a folder, sorted. Hidden files and folders are skipped.
 
-    A `pattern` such as `*.c` or `letters/*.txt` picks files; by default those with a known suffix are taken.
+    Args:
+        path: a file or a folder.
+        pattern: a glob such as `*.c` or `letters/*.txt`; by default all files with a known suffix.
 
-    Raises DataError if nothing is at `path`, or the folder holds no such file.
+    Raises:
+        DataError: nothing is at `path`, or the folder has no such file.
     """
     if path.is_file():
         return [path]
@@ -260,14 +308,15 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
     if not files:
         suffixes = " ".join(SEARCHED_SUFFIXES)
         expected = f"files that match {pattern!r}" if pattern else f"files ending in {suffixes} (or .gz)"
-        raise DataError(f"The folder {path} holds no {expected}: put text there, or set the source's pattern.")
+        raise DataError(f"The folder {path} has no {expected}: put text there, or set the source's pattern.")
     return files
 
 
 def _matches(relative: Path, pattern: str | None) -> bool:
     if pattern is None:
         return _has_suffix(relative, SEARCHED_SUFFIXES)
-    return fnmatch(relative.as_posix() if "/" in pattern else relative.name, pattern)
+    name = relative.as_posix() if "/" in pattern else relative.name
+    return fnmatch(name, pattern)
 
 
 def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
@@ -275,38 +324,44 @@ def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
-    """The documents of one file, by its suffix: one a row of a table, or the whole file as plain text.
+    """Yield the documents of a file: the rows of a table, or a whole file of plain text.
 
-    Raises DataError if the file can't be read, or contradicts its suffix; the message names the line, row or byte.
+    Raises:
+        DataError: the file can't be read, or contradicts its suffix. The message contains the line, row or byte.
     """
-    if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):  # of documents, TSV is plain text
-        yield from (_document(values, config, where) for values, where in read_values(path, config.columns))
-    elif column := next((key for key in config.columns if key != "text_column"), None):
-        raise DataError(
-            f"{path} is plain text, but the source has a {column}: name a JSON, parquet or CSV file, "
-            f"or leave the {column} out."
-        )
-    else:
-        yield Document(read_text(path), str(path))
+    # Of documents, TSV is plain text.
+    if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):
+        for values, where in read_values(path, config.columns):
+            yield _document(values, config, where)
+        return
+    for key in config.columns:
+        if key != "text_column":
+            raise DataError(
+                f"{path} is plain text, but the source has a {key}: name a JSON, parquet or CSV file, or leave the "
+                f"{key} out."
+            )
+    yield Document(read_text(path), str(path))
 
 
 def _document(values: list[Any], config: SourceConfig, where: str) -> Document:
-    """The document of one row, from the values of its columns."""
+    """Return the document of a row, from the values of its columns."""
     if config.messages_column is not None:
         chat = read_chat(values[0], where, *values[1:])
         return Document(chat.answers, where, chat=chat)
-    named = zip(values, config.columns.values(), strict=True)
-    text, *prompt = [check_text(value, column, where) for value, column in named]
-    if prompt and not text.strip():
+    texts = {}
+    for value, (key, column) in zip(values, config.columns.items(), strict=True):
+        texts[key] = check_text(value, column, where)
+    text = texts["text_column"]
+    if "prompt_column" in texts and not text.strip():
         raise DataError(
-            f"{where} has a prompt and an empty completion in the column {config.text_column!r}: "
-            "give it text, or leave the row out."
+            f"{where} has a prompt and an empty completion in the column {config.text_column!r}: enter text, or leave "
+            "the row out."
         )
-    return Document(text, where, "".join(prompt))
+    return Document(text, where, texts.get("prompt_column", ""))
 
 
 def _read_dataset(config: SourceConfig) -> Iterator[Document]:
-    """The rows of a Hugging Face dataset: from the hub, or from a folder that `save_to_disk` wrote."""
+    """Yield the rows of a Hugging Face dataset from the hub, or from a folder that `save_to_disk` wrote."""
     path = Path(config.name).expanduser()
     rows = _load_saved(path, config.split) if _is_saved_dataset(path) else _load_from_hub(config)
     if rows.column_names is not None:
@@ -316,35 +371,38 @@ def _read_dataset(config: SourceConfig) -> Iterator[Document]:
             where = f"{config.name}: row {number}"
             yield _document(values_of(row, config.columns, where), config, where)
     except OSError as error:
-        raise DataError(f"The dataset {config.name} can't be read to its end ({first_line(error)}): retry.") from None
+        raise DataError(
+            f"The dataset {config.name} can't be read to its end ({first_line(error)}): try again."
+        ) from None
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    return (path / "dataset_dict.json").is_file() or (
-        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-    )
+    if (path / "dataset_dict.json").is_file():
+        return True
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
-def _load_saved(path: Path, split: str) -> Any:
+def _load_saved(path: Path, split: str) -> Dataset:
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise DataError(f"The dataset folder {path} is not complete ({first_line(error)}): write it again.") from None
+        raise DataError(f"The dataset folder {path} is incomplete ({first_line(error)}): write it again.") from None
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if split not in loaded:
-        raise DataError(f"The dataset folder {path} has no split {split!r}{did_you_mean(split, map(str, loaded))}.")
+        names = [str(name) for name in loaded]
+        raise DataError(f"The dataset folder {path} has no split {split!r}{did_you_mean(split, names)}.")
     return loaded[split]
 
 
-def _load_from_hub(config: SourceConfig) -> Any:
+def _load_from_hub(config: SourceConfig) -> Dataset | IterableDataset:
     import datasets
 
     try:
         return datasets.load_dataset(config.name, config.subset, split=config.split, streaming=config.streaming)
-    except Exception as error:  # the loader's errors share no base class
+    except Exception as error:  # The errors of the loader share no base class.
         raise DataError(
             f"The dataset {config.name} (subset {config.subset}, split {config.split}) can't be loaded "
             f"({first_line(error)}): check its name, subset and split, and the network."

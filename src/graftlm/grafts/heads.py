@@ -1,7 +1,7 @@
 """Heads: predictions of labels from the last hidden states.
 
-`TaskSpec` describes a task. `Heads` holds a dropout and a Linear for each task, and accepts rows of several tasks in
-one batch. Predictions and targets are lists with an entry per row, since their shapes differ:
+`TaskSpec` describes a task. `Heads` contains a dropout and a Linear for each task, and accepts rows of several tasks
+in one batch. Predictions and targets are lists with an entry per row, since their shapes differ:
 
     type             prediction              target            loss of a row
     classification   (C,) logits             () long           cross-entropy
@@ -16,7 +16,7 @@ Shape suffixes: B rows, R rows of one task, T tokens, D the backbone's width, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -56,13 +56,13 @@ class TaskSpec(Config):
         if fewest is None and self.labels:
             yield f"a {self.type} task has no labels: leave them out"
         if fewest is not None and len(self.labels) < fewest:
-            yield f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}"
+            yield f"a {self.type} task needs at least {fewest} labels, but it has {len(self.labels)}: name more"
         lowest, highest = self.range
         if not lowest < highest:
             yield f"range is {list(self.range)}: give two numbers, the smaller first"
         repeated = sorted({label for label in self.labels if self.labels.count(label) > 1})
         if repeated:
-            yield f"the label {repeated[0]!r} appears twice"
+            yield f"the label {repeated[0]!r} appears twice: name it once"
 
     @property
     def outputs(self) -> int:
@@ -131,7 +131,7 @@ class Heads(nn.Module):
         """Append a newly initialised head, and return its Linear.
 
         Raises:
-            GraftError: The name is empty, contains a dot, or belongs to another task.
+            GraftError: the name is empty, contains a dot, or belongs to another task.
         """
         problem = self._name_problem(name)
         if problem:
@@ -235,7 +235,7 @@ class Heads(nn.Module):
 
 
 def task_key(name: str) -> str:
-    """Return the key of a task in a ModuleDict, which refuses the names of its own attributes, such as `type`."""
+    """Return the key of a task in a ModuleDict, which rejects the names of its own attributes, such as `type`."""
     return f"task:{name}"
 
 
@@ -328,44 +328,6 @@ def uncertainty(
     Returns:
         A scalar per row, or None where the type has no uncertainty.
     """
-    return _scores(_uncertainty, predictions, specs, targets)
-
-
-def learnability(
-    predictions: Sequence[Tensor],
-    specs: Sequence[TaskSpec],
-    targets: Sequence[Tensor],
-) -> list[Tensor | None]:
-    """Compute 4 p (1 - p) of each row, from 0 to 1, where p is the probability of the correct answer.
-
-    p (1 - p) is the derivative of p with respect to its logit, and so the gain of a step on the row. It vanishes for
-    rows that the model predicts correctly with certainty, and for rows that contradict the model.
-
-    | type | learnability |
-    |---|---|
-    | tagging | maximum over the labelled tokens |
-    | multi-label | mean over the labels |
-    | regression | p is 1 minus the absolute error over the task's range |
-    | span | None |
-
-    Args:
-        predictions: a prediction per row.
-        specs: the task of each row.
-        targets: a target per row, in which -100 marks the tokens of a tagging task without a label.
-
-    Returns:
-        A scalar per row, or None for span.
-    """
-    return _scores(_learnability, predictions, specs, targets)
-
-
-def _scores(
-    score: Callable[[TaskSpec, Tensor, Tensor | None], Tensor | None],
-    predictions: Sequence[Tensor],
-    specs: Sequence[TaskSpec],
-    targets: Sequence[Tensor] | None,
-) -> list[Tensor | None]:
-    """Score each row; rows with the same task and shape are scored together."""
     groups: dict[tuple[int, torch.Size], list[int]] = {}
     for row, (prediction, spec) in enumerate(zip(predictions, specs, strict=True)):
         groups.setdefault((id(spec), prediction.shape), []).append(row)
@@ -374,7 +336,7 @@ def _scores(
         spec = specs[rows_R[0]]
         out = torch.stack([predictions[row] for row in rows_R]).float()
         stacked = None if targets is None else _stacked(targets, rows_R, out.device)
-        values_R = score(spec, out, stacked)
+        values_R = _uncertainty(spec, out, stacked)
         if values_R is None:
             continue
         for row, value in zip(rows_R, values_R.unbind(0), strict=True):
@@ -398,27 +360,6 @@ def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tens
     if spec.type == "classification":
         return entropy
     return _largest_of_labelled(entropy, targets)
-
-
-def _learnability(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tensor | None:
-    """Return the learnability (R,) of R rows of one task."""
-    assert targets is not None, "learnability is computed in training, where targets are known"
-    if spec.type == "span":
-        return None
-    if spec.type == "regression":
-        right = 1 - _relative_error(spec, logits, targets)
-    elif spec.type == "multi-label":
-        right = torch.sigmoid(torch.where(targets > 0, logits, -logits))
-    else:
-        probabilities = logits.softmax(-1)
-        classes = targets.clamp(min=0)[..., None]
-        right = probabilities.gather(-1, classes).squeeze(-1)
-    values = 4 * right * (1 - right)
-    if spec.type == "multi-label":
-        return values.mean(-1)
-    if spec.type == "tagging":
-        return _largest_of_labelled(values, targets)
-    return values
 
 
 def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:

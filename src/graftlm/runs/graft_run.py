@@ -1,6 +1,6 @@
 """The run of one graft on text: train it on its frozen backbone, measure both, save the graft.
 
-Runs that sample the backbone's own text come before it, where they are needed.
+Where it needs text that the backbone samples, a `SamplingRun` comes first.
 """
 
 from __future__ import annotations
@@ -8,102 +8,54 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from time import perf_counter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from accelerate import PartialState
 from accelerate.utils import set_seed
 from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
-from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, build_documents, build_mixture
+from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
-from graftlm.data.mixture import build_blocks
-from graftlm.data.own_text import marked_ids, read_own_text, sample_own_text
-from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, count_parameters, load_tests
+from graftlm.data.mixture import build_blocks, build_mixture
+from graftlm.data.own_text import marked_ids, read_own_text
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.result_tables import format_metric
-from graftlm.files.digests import digest, file_digest
+from graftlm.evaluation.metric_text import format_metric
+from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
-from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun
+from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.runs.sampling_run import SAMPLES, SamplingRun
+from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.store.card import model_card
 from graftlm.store.manifest import TENSORS_NAME
-from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches, StatefulModel
 
-GRAFT_NAME = "graft"  # of what a run trains, among those that are attached
-SAMPLES = "samples.jsonl"
-_CACHED_BATCHES = 4
-_BATCHES: dict[tuple[BackboneConfig, str, int], Mixture] = {}  # the newest, shared by the runs of this process
-AnyGraft = Annotated[
-    SerializeAsAny[GraftConfig],
-    BeforeValidator(lambda value: value if isinstance(value, GraftConfig) else graft_config(value)),
-]
+GRAFT_NAME = "graft"
+"""Name of the graft that a run trains, among the attached grafts."""
+
+
+def _parse_graft(value: Any) -> GraftConfig:
+    return value if isinstance(value, GraftConfig) else graft_config(value)
+
+
+AnyGraft = Annotated[SerializeAsAny[GraftConfig], BeforeValidator(_parse_graft)]
 """The config of any kind of graft, chosen by its key `kind`."""
-
-
-class SamplingRun(Run):
-    """Samples text from one backbone; every run with these settings shares the file."""
-
-    backbone: BackboneConfig
-    source: SelfSourceConfig
-    length: int
-
-    @classmethod
-    def of(cls, backbone: BackboneConfig, source: SelfSourceConfig, length: int) -> Self:
-        """The run that samples texts of at most `length` tokens, where the source names no length."""
-        source = source.model_copy(update={"length": source.length or length})
-        settings = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
-        name = f"own-text-{digest(settings)[:8]}"
-        return cls(id=name, label=source.name, backbone=backbone, source=source, length=length)
-
-    def artefacts(self) -> tuple[str, ...]:
-        return (SAMPLES,)
-
-    def measure(self, context: RunContext) -> Measurement:
-        backbone = load_shared(self.backbone)
-        context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s own text.")
-        started = perf_counter()
-        with PartialState().main_process_first():  # the others read its file
-            path, show = context.folder / SAMPLES, context.progress
-            samples = sample_own_text(backbone, self.source, self.length, path, key=context.key, progress=show)
-        chats = sum(sample.is_chat for sample in samples)
-        if backbone.need_tokenizer().chat_template:
-            context.log(f"Of {len(samples):,} texts, {chats:,} are conversations.")
-        metrics: dict[str, Any] = {
-            "texts": len(samples),
-            "tokens": sum(sample.tokens for sample in samples),
-            "chat_texts": chats,
-            "seconds": perf_counter() - started,
-        }
-        return Measurement(Row(id=self.id, label=self.label, metrics=metrics))
-
-    @classmethod
-    def release(cls) -> None:
-        load_shared.cache_clear()
-
-
-@lru_cache(maxsize=2)
-def load_shared(backbone: BackboneConfig) -> Backbone:
-    """A loaded backbone, which the runs of one process share."""
-    return backbone.load()
 
 
 @dataclass(frozen=True)
 class GraftEvaluation:
-    """What measures a trained graft.
+    """What is needed to evaluate a trained graft.
 
     Attributes:
         evaluator: the evaluator of the run's backbone, made before training.
-        start: the weights before training by name; empty if evaluation does not need them.
+        start: the weights before training by name; empty if the evaluation does not need them.
     """
 
     evaluator: BackboneEvaluator
@@ -111,10 +63,10 @@ class GraftEvaluation:
 
 
 class GraftRun(TrainingRun):
-    """One graft on one backbone, trained on text; without a graft, the bare backbone.
+    """Train one graft on one backbone on text; without a graft, measure the bare backbone.
 
-    The grafts of the runs in `depends_on` are attached before it, frozen; with `continues` the last of them is not, and
-    trains on in the place of a new one.
+    The grafts of the runs in `depends_on` are attached before it and stay frozen. With `continues`, the last of them is
+    trained further instead of a new graft.
     """
 
     continues: bool = False
@@ -126,12 +78,14 @@ class GraftRun(TrainingRun):
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
         settings["evaluation"].pop("forgetting_budget")
+        # Later fields are left out at their defaults, so that earlier runs keep their keys.
         if not self.data.stream:
             del settings["data"]["stream"]
         if not self.continues:
             del settings["continues"]
         if self.graft is None:
-            settings["data"] = {"test": settings["data"]["test"], "length": settings["data"]["length"]}
+            data = settings["data"]
+            settings["data"] = {"test": data["test"], "length": data["length"]}
             del settings["training"]
         return settings
 
@@ -143,28 +97,34 @@ class GraftRun(TrainingRun):
         return () if self.graft is None else ("graft/graft.json",)
 
     def check(self) -> None:
-        """Attach an untrained graft, so that settings which don't fit the backbone are an error at once."""
-        if self.graft is not None:
-            backbone = load_shared(self.backbone)
-            with GraftedModel(backbone, {GRAFT_NAME: self.graft.graft_class(self.graft, backbone)}):
-                pass
+        """Attach an untrained graft, so that settings which don't fit the backbone raise an error at once."""
+        if self.graft is None:
+            return
+        backbone = load_shared(self.backbone)
+        graft = self.graft.graft_class(self.graft, backbone)
+        with GraftedModel(backbone, {GRAFT_NAME: graft}):
+            pass
 
     def needs(self) -> Sequence[SamplingRun]:
-        return [] if self.graft is None else [*self._old_samples(), *self._test_samples()]
+        if self.graft is None:
+            return []
+        return [*self._old_samples(), *self._test_samples()]
 
     def _old_samples(self) -> list[SamplingRun]:
-        """The runs that sample the old text to train on."""
+        """Return the runs that sample old text to train on."""
         if not (self.training.steps and self.data.replay_fraction):
             return []
         sources = [source for source in self.data.old if isinstance(source, SelfSourceConfig)]
         return [SamplingRun.of(self.backbone, source, self.data.length) for source in sources]
 
     def _test_samples(self) -> list[SamplingRun]:
-        """The run that samples the text to measure on: plainly, as the divergence is over the backbone's own texts."""
+        """Return the run that samples the text on which the divergence is measured.
+
+        It samples from the unmodified distribution, since the divergence is an expectation over the backbone's texts.
+        """
         if not self.evaluation.own_tokens:
             return []
-        settings = self.evaluation
-        source = SelfSourceConfig(self=True, tokens=settings.own_tokens, seed=settings.own_seed)
+        source = SelfSourceConfig(self=True, tokens=self.evaluation.own_tokens, seed=self.evaluation.own_seed)
         return [SamplingRun.of(self.backbone, source, self._scored_length)]
 
     @property
@@ -172,158 +132,209 @@ class GraftRun(TrainingRun):
         return self.evaluation.length or self.data.length
 
     def evaluator(self, dependencies: Mapping[str, Path] | None = None) -> BackboneEvaluator:
-        """The evaluator of the run's backbone; runs of one process share it.
+        """Return the evaluator of the run's backbone, which the runs of one process share.
 
-        `dependencies` are the folders of the runs of `needs`; without them, own_kl is left out.
+        Args:
+            dependencies: folders of the runs of `needs` by id; without them, `own_kl` is not measured.
         """
-        test = self.data.model_dump_json(include={"test"})
-        files = [dependencies[run.id] / SAMPLES for run in self._test_samples()] if dependencies else []
-        settings = self.evaluation.model_dump_json()
-        return _load_evaluator(self.backbone, test, settings, self._scored_length, files[0] if files else None)
+        own_text = None
+        test_samples = self._test_samples()
+        if dependencies and test_samples:
+            own_text = dependencies[test_samples[0].id] / SAMPLES
+        return load_shared_evaluator(
+            self.backbone,
+            self.data.model_dump_json(include={"test"}),
+            self.evaluation.model_dump_json(),
+            self._scored_length,
+            own_text,
+        )
 
     def measure(self, context: RunContext) -> Measurement:
-        if self.graft is None:
-            evaluator = self.evaluator()
-            parameters = count_parameters(evaluator.backbone.model.parameters())
-            context.log(f"Backbone {evaluator.backbone.name}: {parameters:,} parameters, frozen.")
-            return evaluator.measure_backbone(self.label or BACKBONE_ROW, self.id)
-        return super().measure(context)
+        if self.graft is not None:
+            return super().measure(context)
+        evaluator = self.evaluator()
+        parameters = count_parameters(evaluator.backbone.model.parameters())
+        context.log(f"Backbone {evaluator.backbone.name}: {parameters:,} parameters, frozen.")
+        return evaluator.measure_backbone(self.label or BACKBONE_ROW, self.id)
 
     @contextmanager
-    def build(self, context: RunContext) -> Iterator[Trainee]:
+    def build(self, context: RunContext) -> Iterator[Trainee[GraftedModel, GraftEvaluation]]:
         assert self.graft is not None, "a bare backbone is not trained"
         evaluator = self.evaluator(context.dependencies)
         backbone = evaluator.backbone
         batches = self._batches(backbone, context.dependencies) if self.training.steps else None
         set_seed(self.training.seed)
         earlier = {name: load_graft(context.dependencies[name] / "graft", backbone) for name in self.depends_on}
-        files = [context.dependencies[name] / "graft" / TENSORS_NAME for name in self.depends_on]
-        continued = earlier.popitem()[1] if self.continues and earlier else None
-        graft = continued or self.graft.graft_class(self.graft, backbone)
-        identity: dict[str, Any] = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
-        identity |= {"data": batches.fingerprint() if batches else None, "old_objective": self.data.old_objective}
-        if files:
-            identity["trained_after"] = [file_digest(file) for file in files]
-        if isinstance(graft, ReadsModels):
-            identity["frozen_models"] = {name: model.fingerprint.id for name, model in graft.frozen_models().items()}
-        _ = evaluator.backbone_scores, evaluator.backbone_outcomes  # before the graft is attached
-        steps = self.training.steps
-        label = self.label or self.graft.label
-        context.log(f"Training {label} for {steps:,} steps." if steps else f"Fitting {label}.")
+        continued = None
+        if self.continues and earlier:
+            _, continued = earlier.popitem()
+        graft = self.graft.graft_class(self.graft, backbone) if continued is None else continued
+        identity = self._identity(graft, backbone, batches, context)
+        # These are measured once, while no graft is attached.
+        _ = evaluator.backbone_scores
+        _ = evaluator.backbone_outcomes
+        self._log_start(context)
         if isinstance(graft, FitsOnText) and continued is None:
-            sources = {name: map(SourceConfig.parse, map(dict, each)) for name, each in graft.sources().items()}
-            graft.fit({name: [text.full_text for text in build_documents(each)] for name, each in sources.items()})
-        grafts = {**earlier, GRAFT_NAME: graft}
+            _fit(graft)
         model_class = StatefulModel if self.data.stream else GraftedModel
+        grafts = {**earlier, GRAFT_NAME: graft}
         with model_class(backbone, grafts, old_objective=self.data.old_objective) as model:
             _freeze(model, earlier.values())
-            moves = self.evaluation.strengths and self.training.steps
-            weights = model.trainable_parameters() if moves else {}
-            start = {name: weight.detach().clone() for name, weight in weights.items()}
-            evaluation = GraftEvaluation(evaluator=evaluator, start=start)
+            evaluation = GraftEvaluation(evaluator=evaluator, start=self._weights_before_training(model))
             yield Trainee(model=model, batches=batches, identity=identity, evaluation=evaluation)
 
-    def _batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
-        """The run's batches; runs of one process share those that keep no position."""
-        check_boundaries(backbone.model, self.data.boundaries)
-        key = (self.backbone, self.data.model_dump_json(exclude={"test"}), self.training.batch_size)
-        batches = _BATCHES.pop(key, None)
-        if batches is None or batches.state_dict():
-            files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
-            own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
-            if self.data.stream:
-                blocks: Any = build_blocks(self.data.new, self.data, backbone.need_tokenizer())
-                batches = StatefulBatches(blocks, self.training.batch_size)
-            else:
-                batches = build_mixture(self.data, backbone.need_tokenizer(), self.training.batch_size, own_text)
-        while len(_BATCHES) >= _CACHED_BATCHES:
-            del _BATCHES[next(iter(_BATCHES))]
-        _BATCHES[key] = batches
-        return batches
+    def _identity(
+        self,
+        graft: Graft,
+        backbone: Backbone,
+        batches: Mixture | None,
+        context: RunContext,
+    ) -> dict[str, Any]:
+        """Return what a resumed run must share, as plain JSON values."""
+        assert self.graft is not None, "a bare backbone is not trained"
+        identity: dict[str, Any] = {
+            "graft": self.graft.model_dump(mode="json"),
+            "backbone": backbone.fingerprint.id,
+            "data": None if batches is None else batches.fingerprint(),
+            "old_objective": self.data.old_objective,
+        }
+        if self.depends_on:
+            files = [context.dependencies[name] / "graft" / TENSORS_NAME for name in self.depends_on]
+            identity["trained_after"] = [file_digest(file) for file in files]
+        if isinstance(graft, ReadsModels):
+            models = graft.frozen_models()
+            identity["frozen_models"] = {name: model.fingerprint.id for name, model in models.items()}
+        return identity
 
-    def evaluate(self, trainee: Trainee) -> Measurement:
+    def _log_start(self, context: RunContext) -> None:
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
-        return trainee.evaluation.evaluator.measure(trainee.model, self.id, label, trainee.evaluation.start)
+        if self.training.steps:
+            context.log(f"Training {label} for {self.training.steps:,} steps.")
+        else:
+            context.log(f"Fitting {label}.")
+
+    def _weights_before_training(self, model: GraftedModel) -> dict[str, Tensor]:
+        """Copy the trainable weights if the evaluation moves weights back to their start."""
+        if not (self.evaluation.strengths and self.training.steps):
+            return {}
+        return {name: weight.detach().clone() for name, weight in model.trainable_parameters().items()}
+
+    def _batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
+        """Return the run's batches, which the runs of one process share."""
+        check_boundaries(backbone.model, self.data.boundaries)
+
+        def build() -> Mixture:
+            return self._build_batches(backbone, dependencies)
+
+        data = self.data.model_dump_json(exclude={"test"})
+        return shared_batches((self.backbone, data, self.training.batch_size), build)
+
+    def _build_batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
+        tokenizer = backbone.need_tokenizer()
+        files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
+        own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
+        if not self.data.stream:
+            return build_mixture(self.data, tokenizer, self.training.batch_size, own_text)
+        blocks = build_blocks(self.data.new, self.data, tokenizer)
+        assert isinstance(blocks, TokenBlocks), "the config does not allow a streaming source here"
+        return StatefulBatches(blocks, self.training.batch_size)
+
+    def evaluate(self, trainee: Trainee[GraftedModel, GraftEvaluation]) -> Measurement:
+        assert self.graft is not None, "a bare backbone is not trained"
+        label = self.label or self.graft.label
+        evaluation = trainee.evaluation
+        return evaluation.evaluator.measure(trainee.model, self.id, label, evaluation.start)
 
     def save(
-        self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
+        self,
+        trainee: Trainee[GraftedModel, GraftEvaluation],
+        context: RunContext,
+        summary: TrainingSummary | None,
+        measurement: Measurement,
     ) -> None:
-        model: GraftedModel = trainee.model
+        """Write the graft with its model card."""
+        model = trainee.model
         graft = model.grafts[GRAFT_NAME]
-        assert isinstance(graft, Graft), "a grafted model holds grafts"
+        assert isinstance(graft, Graft), "a grafted model has grafts only"
+        trained_after = [] if self.continues else list(self.depends_on)
         training = self.record(summary, measurement)
-        if self.depends_on and not self.continues:
-            training["trained_after"] = list(self.depends_on)
-        statistics = measurement.details.get("statistics", {})
-        training["observed"] = {name: value for name, value in statistics.items() if _is_per_layer(value)}
-        training["described"] = {name: v for name, v in statistics.items() if isinstance(v, int | float | str)}
-        card = _model_card(model.backbone, graft.config, measurement, training.get("trained_after", ()))
-        save_graft(graft, model.backbone, context.folder / "graft", training=training, card=card)
+        if trained_after:
+            training["trained_after"] = trained_after
+        training |= _recorded_statistics(measurement.details.get("statistics", {}))
+        save_graft(
+            graft,
+            model.backbone,
+            context.folder / "graft",
+            training=training,
+            card=_model_card(model.backbone, graft.config, measurement, trained_after),
+        )
 
     @classmethod
     def release(cls) -> None:
-        load_shared.cache_clear()
-        _load_evaluator.cache_clear()
-        _BATCHES.clear()
+        release_shared()
 
 
-@lru_cache(maxsize=2)
-def _load_evaluator(
-    backbone: BackboneConfig, test: str, evaluation: str, length: int, own_text: Path | None
-) -> BackboneEvaluator:
-    sources = DataConfig.model_validate_json(test).test
-    settings = EvaluationConfig.model_validate_json(evaluation)
-    samples = [] if own_text is None else read_own_text(own_text)
-    return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples)
+def _fit(graft: FitsOnText) -> None:
+    """Let a graft learn from the texts that it names."""
+    texts: dict[str, list[str]] = {}
+    for name, sources in graft.sources().items():
+        parsed = [SourceConfig.parse(dict(source)) for source in sources]
+        texts[name] = [document.full_text for document in build_documents(parsed)]
+    graft.fit(texts)
 
 
 def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:
-    """Keep grafts as they are: their own parameters, and those of one that stand in the backbone's modules."""
-    for frozen in grafts:
-        frozen.requires_grad_(False)
-        if isinstance(frozen, ReplacesModel):  # the one of this sort, so what trains is registered in its graft
-            own = {id(parameter) for parameter in model.grafts.parameters()}
+    """Freeze attached grafts: their own parameters, and those that a graft has put into the backbone's modules."""
+    for graft in grafts:
+        graft.requires_grad_(False)
+        if isinstance(graft, ReplacesModel):
+            # No other attached graft replaces modules, so everything that trains is registered in its graft.
+            registered = {id(parameter) for parameter in model.grafts.parameters()}
             for parameter in model.parameters():
-                parameter.requires_grad_(parameter.requires_grad and id(parameter) in own)
+                if id(parameter) not in registered:
+                    parameter.requires_grad_(False)
 
 
-def check_sections(training: TrainingConfig, data: DataConfig, evaluation: EvaluationConfig) -> None:
-    """Raise `ValueError` where sections of a recipe do not fit together."""
-    if training.sharded and evaluation.strengths:
-        raise ValueError(
-            "strengths move weights back to their start, and training.sharded spreads them over processes: set "
-            "sharded to false, or leave evaluation.strengths out"
-        )
-    if training.sharded and data.old_objective == "distil":
-        raise ValueError(
-            "old_objective distil runs the bare backbone beside the graft, and training.sharded spreads its "
-            "weights over processes: set sharded to false, or old_objective to replay"
-        )
-    if data.stream and (data.boundaries != "joined" or data.replay_fraction or training.gradient_checkpointing):
-        raise ValueError(
-            "data.stream reads new text once and in order: set boundaries to joined, replay_fraction to 0 and "
-            "training.gradient_checkpointing to false, or stream to false"
-        )
-    own = [source.seed for source in data.old if isinstance(source, SelfSourceConfig)] if data.replay_fraction else []
-    if evaluation.own_tokens and evaluation.own_seed in own:
-        raise ValueError(
-            f"evaluation.own_seed is {evaluation.own_seed}, as the seed of an old text that the backbone samples, and "
-            "own_kl would be measured on text that was trained on: choose another"
-        )
+def _recorded_statistics(statistics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics of a graft that its manifest records."""
+    return {
+        "observed": {name: value for name, value in statistics.items() if _is_per_layer(value)},
+        "described": {name: value for name, value in statistics.items() if isinstance(value, int | float | str)},
+    }
 
 
-def _is_per_layer(value: Any) -> bool:
-    """Whether a statistic has the form {text: one number a layer}."""
-    layers = value.values() if isinstance(value, dict) else [None]
-    return all(isinstance(values, list) and all(isinstance(x, float) for x in values) for values in layers)
+def _is_per_layer(value: object) -> bool:
+    """Return whether a statistic has the form {text: [one number for each layer]}."""
+    return isinstance(value, dict) and all(_is_list_of_numbers(values) for values in value.values())
 
 
-def _model_card(backbone: Backbone, config: GraftConfig, measurement: Measurement, trained_after: Sequence[str]) -> str:
-    beside = f" with {', '.join(trained_after)}" if trained_after else ""
-    lines = [f"| {name} | {format_metric(name, value)} |" for name, value in measurement.row.metrics.items()]
-    text = (
+def _is_list_of_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, float) for value in values)
+
+
+def _model_card(
+    backbone: Backbone,
+    config: GraftConfig,
+    measurement: Measurement,
+    trained_after: Sequence[str],
+) -> str:
+    """Return the model card of a graft, with a table of its metrics.
+
+    Args:
+        backbone: the graft's backbone.
+        config: the graft's config.
+        measurement: the measured result.
+        trained_after: ids of the runs whose grafts were attached too.
+    """
+    measured = f"measured with {', '.join(trained_after)}" if trained_after else "measured"
+    metrics = measurement.row.metrics.items()
+    lines = [
         "The backbone's weights are not in this folder and were never changed. Log-perplexities are in nats per token, "
-        f"those that end in bpb in bits per byte.\n\n| metric | measured{beside} |\n|---|---|\n" + "\n".join(lines)
-    )
-    return model_card(backbone.name, config.label, text, several=bool(trained_after))
+        "those that end in bpb in bits per byte.",
+        "",
+        f"| metric | {measured} |",
+        "|---|---|",
+        *(f"| {name} | {format_metric(name, value)} |" for name, value in metrics),
+    ]
+    return model_card(backbone.name, config.label, "\n".join(lines), several=bool(trained_after))

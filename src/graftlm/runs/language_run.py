@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from accelerate import PartialState
 from pydantic import BeforeValidator, Field
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from graftlm.backbone import fingerprint
 from graftlm.backbone.backbone import move
@@ -19,15 +20,19 @@ from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlock
 from graftlm.data.mixture import build_blocks
 from graftlm.data.sources import read_documents
 from graftlm.evaluation import Interval, Metric, Results, Row, score
-from graftlm.evaluation.evaluator import count_parameters, load_tests
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import load_tests
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once
 from graftlm.runs.run import RunContext, Trainee, TrainingRun
 from graftlm.training import language_model
 from graftlm.training.config import TrainingConfig
-from graftlm.training.language_model import MIN_VOCAB_SIZE
+from graftlm.training.language_model import MIN_VOCAB_SIZE, LanguageModel
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class TokenizerConfig(Config):
@@ -41,7 +46,7 @@ class TokenizerConfig(Config):
 
     def _problems(self) -> Iterator[str]:
         if (self.name is None) == (self.vocab_size is None):
-            yield "a tokenizer has either a name or a vocab_size"
+            yield "a tokenizer needs either a name or a vocab_size: give one of them"
 
 
 class LanguageDataConfig(Config):
@@ -70,9 +75,15 @@ class LanguageDataConfig(Config):
             yield "a stream is cut from text in memory: set streaming or stream to false"
 
     def packed(self) -> DataConfig:
-        """The data section that packing takes."""
-        same = {name: getattr(self, name) for name in ("length", "boundaries", "test", "seed")}
-        return DataConfig(new=self.train, replay_fraction=0, **same)
+        """Return the texts as a data section without old text, which packing takes."""
+        return DataConfig(
+            new=self.train,
+            replay_fraction=0,
+            length=self.length,
+            boundaries=self.boundaries,
+            test=self.test,
+            seed=self.seed,
+        )
 
 
 class LengthsConfig(Config):
@@ -86,14 +97,19 @@ class LengthsConfig(Config):
     precision: Literal["fp32", "bf16"] = "fp32"
 
 
+def _parse_tokenizer(value: object) -> object:
+    """Take a text as the tokenizer's name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 class _LanguageSettings(Config):
     model: str | dict[str, Any] = Field(
         description="A pretrained model (a name on the hub, or a folder), or the config of a new one: its model_type "
         "in transformers, and any of its keys."
     )
-    tokenizer: Annotated[
-        TokenizerConfig | None, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
-    ] = Field(None, description="A name or folder, or how to learn one; the pretrained model's when absent.")
+    tokenizer: Annotated[TokenizerConfig | None, BeforeValidator(_parse_tokenizer)] = Field(
+        None, description="A name or folder, or how to learn one; the pretrained model's when absent."
+    )
     data: LanguageDataConfig
     training: TrainingConfig
     evaluation: LengthsConfig = LengthsConfig()
@@ -101,7 +117,7 @@ class _LanguageSettings(Config):
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of the windows that are scored, the training length included."""
+        """Lengths of the scored windows in tokens, including the training length."""
         return sorted({*self.evaluation.lengths, self.data.length})
 
 
@@ -113,31 +129,41 @@ class LanguageModelRecipe(_LanguageSettings):
 
     def _problems(self) -> Iterator[str]:
         if self.training.steps == 0:
-            yield "a language model learns by steps: set training.steps to 1 or more"
-        if isinstance(self.model, dict) and not isinstance(self.model.get("model_type"), str):
-            yield "a new model has a model_type, such as llama: name one under model"
-        if isinstance(self.model, dict) and self.tokenizer is None:
-            yield "a new model has no tokenizer: name one, or learn one, as in tokenizer: {vocab_size: 4096}"
+            yield "a language model needs training steps: set training.steps to 1 or more"
+        if isinstance(self.model, dict):
+            if not isinstance(self.model.get("model_type"), str):
+                yield "a new model needs a model_type, such as llama: name one under model"
+            if self.tokenizer is None:
+                yield "a new model has no tokenizer: name one, or learn one, as in tokenizer: {vocab_size: 4096}"
 
     def run(self) -> LanguageModelRun:
-        """The run that trains the recipe's model."""
+        """Return the run that trains the recipe's model."""
         settings = {name: getattr(self, name) for name in _LanguageSettings.model_fields}
         label = self.model if isinstance(self.model, str) else str(self.model["model_type"])
         return LanguageModelRun(id="model", label=label, folder=".", **settings)
 
-    def plots(self, results: Results) -> dict[str, Any]:
-        """Bits per byte by length, where several lengths were measured."""
-        from graftlm.evaluation import plots  # matplotlib takes half a second to import
+    def plots(self, results: Results) -> dict[str, Figure]:
+        """Plot bits per byte by window length, if several lengths were measured."""
+        from graftlm.evaluation import plots  # Importing matplotlib takes half a second.
 
-        metrics, length = results.rows[0].metrics, self.data.length
-        names = [name for name in self.data.test if f"bpb_{name}_at_{length}" in metrics]
-        curves = {name: [(at, metrics[f"bpb_{name}_at_{at}"]) for at in self.lengths] for name in names}
-        return {"bits-per-byte-by-length": plots.by_length(curves, trained=length)} if curves else {}
+        metrics = results.rows[0].metrics
+        curves = {}
+        for name in self.data.test:
+            if f"bpb_{name}_at_{self.data.length}" in metrics:
+                curves[name] = [(length, metrics[f"bpb_{name}_at_{length}"]) for length in self.lengths]
+        if not curves:
+            return {}
+        return {"bits-per-byte-by-length": plots.by_length(curves, trained=self.data.length)}
 
 
 @dataclass(frozen=True)
 class LanguageEvaluation:
-    """What measures a language model: its tokenizer, and test documents by set."""
+    """What is needed to evaluate a trained language model.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        tests: test documents by set.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     tests: Mapping[str, Sequence[Document]]
@@ -150,7 +176,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         return ("model/config.json",)
 
     @contextmanager
-    def build(self, context: RunContext) -> Iterator[Trainee]:
+    def build(self, context: RunContext) -> Iterator[Trainee[LanguageModel, LanguageEvaluation]]:
         tokenizer = self._load_tokenizer(context.folder)
         model = self._load_model(tokenizer)
         batches = self._batches(tokenizer)
@@ -160,34 +186,34 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         parameters = count_parameters(model.parameters())
         context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
         context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
-        identity = {"model": start, "data": batches.fingerprint()}
         yield Trainee(
-            model=language_model.LanguageModel(model),
+            model=LanguageModel(model),
             batches=batches,
-            identity=identity,
+            identity={"model": start, "data": batches.fingerprint()},
             evaluation=LanguageEvaluation(tokenizer=tokenizer, tests=tests),
         )
 
     def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
-        """The named tokenizer, or one that is learned once into `folder/tokenizer`."""
+        """Return the named tokenizer, or one that is learned once into `folder/tokenizer`."""
         if self.tokenizer is None:
-            assert isinstance(self.model, str), "a recipe's own check"
+            assert isinstance(self.model, str), "the recipe was checked"
             return language_model.read_tokenizer(self.model)
         if self.tokenizer.name is not None:
             return language_model.read_tokenizer(self.tokenizer.name)
-        learned = self.tokenizer
+        vocab_size = self.tokenizer.vocab_size
+        assert vocab_size is not None, "the config was checked"
+        texts = _first_texts(self.data.train, self.tokenizer.characters)
 
         def learn(path: Path) -> None:
-            texts = _first_texts(self.data.train, learned.characters)
-            assert learned.vocab_size is not None, "a config's own check"
-            language_model.train_tokenizer(texts, learned.vocab_size).save_pretrained(path)
+            language_model.train_tokenizer(texts, vocab_size).save_pretrained(path)
 
         settings = self.model_dump(mode="json", include={"tokenizer": True, "data": {"train"}})
         with PartialState().main_process_first():
-            return language_model.read_tokenizer(str(fill_once(folder / "tokenizer", settings, learn)))
+            learned = fill_once(folder / "tokenizer", settings, learn)
+            return language_model.read_tokenizer(str(learned))
 
-    def _load_model(self, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """The untrained or pretrained model on its device."""
+    def _load_model(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+        """Return the untrained or pretrained model on its device."""
         if isinstance(self.model, str):
             model = language_model.read_model(self.model, tokenizer)
         else:
@@ -195,70 +221,108 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         if self.data.stream:
             language_model.check_stream(model, self.training)
         language_model.check_rows(
-            model, length=self.data.length, longest=max(self.lengths), boundaries=self.data.boundaries
+            model,
+            length=self.data.length,
+            longest=max(self.lengths),
+            boundaries=self.data.boundaries,
         )
         device: Any = self.device or PartialState().device
         move(model, device)
         return model
 
     def _batches(self, tokenizer: PreTrainedTokenizerBase) -> Mixture:
-        size, data = self.training.batch_size, self.data.packed()
+        data = self.data.packed()
         if not self.data.stream:
-            return build_mixture(data, tokenizer, size)
+            return build_mixture(data, tokenizer, self.training.batch_size)
         blocks = build_blocks(self.data.train, data, tokenizer)
-        assert isinstance(blocks, TokenBlocks), "a config's own check"
-        return StatefulBatches(blocks, size)
+        assert isinstance(blocks, TokenBlocks), "the config was checked"
+        return StatefulBatches(blocks, self.training.batch_size)
 
-    def evaluate(self, trainee: Trainee) -> Measurement:
+    def evaluate(self, trainee: Trainee[LanguageModel, LanguageEvaluation]) -> Measurement:
         model = trainee.model.model
         by_length = bits_per_byte(
-            model, trainee.evaluation.tokenizer, trainee.evaluation.tests, self.lengths, self.evaluation
+            model,
+            trainee.evaluation.tokenizer,
+            trainee.evaluation.tests,
+            self.lengths,
+            self.evaluation,
         )
-        metrics = metrics_by_length(by_length, self.data.length) | {"parameters": count_parameters(model.parameters())}
+        metrics = metrics_by_length(by_length, self.data.length)
+        metrics["parameters"] = count_parameters(model.parameters())
         row_id = model.config.model_type
         return Measurement(Row(id=row_id, label=self.label or row_id, metrics=metrics))
 
     def save(
-        self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
+        self,
+        trainee: Trainee[LanguageModel, LanguageEvaluation],
+        context: RunContext,
+        summary: TrainingSummary | None,
+        measurement: Measurement,
     ) -> None:
+        """Write the model with its tokenizer."""
         language_model.save_model(trainee.model.model, trainee.evaluation.tokenizer, context.folder / "model")
 
 
 def bits_per_byte(
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tests: Mapping[str, Sequence[Document]],
     lengths: Sequence[int],
     settings: LengthsConfig,
 ) -> dict[str, dict[int, Interval]]:
-    """Bits per byte of each test set by window length; every length scores the same tokens of text."""
-    options = settings.model_dump(include={"precision", "limit_tokens"})
-    intervals: dict[str, dict[int, Interval]] = {name: {} for name in tests}
+    """Measure bits per byte of test sets. Every length scores the same tokens of text.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        tests: test documents by set.
+        lengths: lengths of the windows, in tokens.
+        settings: number of tokens in a pass and in all, and the precision.
+
+    Returns:
+        {set: {length: bits per byte}}
+    """
+    intervals: dict[str, dict[int, Interval]] = {}
     for name, documents in tests.items():
+        intervals[name] = {}
         for length in lengths:
-            size = max(1, settings.tokens_per_pass // length)
-            scores = score(model, tokenizer, documents, length=length, batch_size=size, **options)
+            scores = score(
+                model,
+                tokenizer,
+                documents,
+                length=length,
+                batch_size=max(1, settings.tokens_per_pass // length),
+                precision=settings.precision,
+                limit_tokens=settings.limit_tokens,
+            )
             intervals[name][length] = scores.interval("bits_per_byte")
     return intervals
 
 
 def metrics_by_length(values: Mapping[str, Mapping[int, Interval]], trained: int) -> dict[str, Metric]:
-    """`bpb_<set>` at the training length and, with several lengths, `bpb_<set>_at_<length>`."""
+    """Return `bpb_<set>` at the training length and, with several lengths, `bpb_<set>_at_<length>`.
+
+    Args:
+        values: bits per byte by set and length.
+        trained: the training length.
+    """
     metrics: dict[str, Metric] = {}
     for name, by_length in values.items():
         if trained in by_length:
             metrics[f"bpb_{name}"] = by_length[trained]
         if len(by_length) > 1:
-            metrics |= {f"bpb_{name}_at_{length}": value for length, value in by_length.items()}
+            for length, value in by_length.items():
+                metrics[f"bpb_{name}_at_{length}"] = value
     return metrics
 
 
 def _first_texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[str]:
-    """The first characters of every source, the same number of each."""
+    """Yield the first texts of every source: the same number of characters of each, `characters` in all."""
+    share = math.ceil(characters / len(sources))
     for source in sources:
-        left = -(-characters // len(sources))
+        remaining = share
         for document in read_documents(source):
-            yield document.full_text[:left]
-            left -= len(document.full_text)
-            if left <= 0:
+            yield document.full_text[:remaining]
+            remaining -= len(document.full_text)
+            if remaining <= 0:
                 break

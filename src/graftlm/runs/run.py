@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate import PartialState
 from torch import nn
@@ -16,11 +16,11 @@ from graftlm.config import Config
 from graftlm.data.mixture import Batches
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
+from graftlm.evaluation.cost import MemoryWatch
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import MemoryWatch
 from graftlm.files.digests import by_content, digest
-from graftlm.training.checkpoint import read_history
 from graftlm.training.config import TrainingConfig
+from graftlm.training.history import read_history
 from graftlm.training.loop import TrainingSummary, train
 from graftlm.version import __version__
 
@@ -59,8 +59,13 @@ class Run(Config):
         label: name in tables.
         depends_on: ids of runs that must finish first; their keys are part of this run's key.
         folder: the run's folder in the output folder; by default the id.
+
+    Attributes:
+        key_name: name of this kind of run in keys; by default the class's module and name. A class that moves sets its
+            former name, so that finished runs keep their keys.
     """
 
+    key_name: ClassVar[str | None] = None
     id: str
     label: str = ""
     depends_on: tuple[str, ...] = ()
@@ -87,7 +92,8 @@ class Run(Config):
         """
         known = dependencies or {}
         keys = [known[name] for name in self.dependencies()]
-        kind = f"{type(self).__module__}.{type(self).__qualname__}"
+        own_name = vars(type(self)).get("key_name")
+        kind = own_name or f"{type(self).__module__}.{type(self).__qualname__}"
         return digest(kind, __version__, by_content(self.settings()), keys)
 
     def settings(self) -> dict[str, Any]:

@@ -18,27 +18,32 @@ from torch import Tensor, nn
 from graftlm.backbone import Backbone, max_sequence_length
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
-from graftlm.data.labelled import LabelledConfig, TaskRows, read_held_out_rows, read_training_rows, score_metric
-from graftlm.data.labelled_batches import LabelledMixture, RowEncoder, Score, TaskBatch
+from graftlm.data.labelled import LabelledConfig, Split, TaskRows, read_held_out_rows, read_training_rows, score_metric
+from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch
+from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
-from graftlm.evaluation.label_metrics import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.label_predictions import predictor
+from graftlm.evaluation.label_scores import TaskScore, TaskTestSet, measure_labelled, summary_metrics
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import write_atomically
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, HasHeads
-from graftlm.grafts.heads import TaskSpec, learnability, uncertainty
-from graftlm.runs.graft_run import AnyGraft
+from graftlm.grafts.heads import TaskSpec, uncertainty
+from graftlm.runs.graft_run import GRAFT_NAME, AnyGraft
 from graftlm.runs.run import RunContext, Trainee, TrainingRun
 from graftlm.store.artifact import save_graft
 from graftlm.store.manifest import read_manifest
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary
 
+Precision = Literal["fp32", "bf16"]
+
 SAMPLER = "sampler.json"
-_START_ROWS = 64  # rows of each task that initialise its head
+_START_ROWS = 64
+"""Number of rows of each task that initialise its head."""
 _MANIFEST_KEYS = ("type", "text", "label", "columns", "separator", "metric")
 _NAME = re.compile(r"[^\W_][\w-]*")
 _TAKEN = re.compile(r"average|task_sigma|data_share|.*_(ratio|parameters|per_s|bytes|bpb)|old|new|learned|forgotten")
@@ -48,7 +53,7 @@ class TaskEvaluationConfig(Config):
     """How the tasks' test rows are measured."""
 
     batch_size: int = Field(64, ge=1, description="Rows of a forward pass.")
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
 
 
 class _TaskSettings(Config):
@@ -70,33 +75,37 @@ class TaskRecipe(_TaskSettings):
     def _problems(self) -> Iterator[str]:
         for name in self.tasks:
             if not _NAME.fullmatch(name):
-                yield f"the task's name {name!r} can't be used: take letters, digits, - and _, and begin with no mark"
+                yield (
+                    f"the task name {name!r} can't be used: take letters, digits, - and _, and begin with a letter or "
+                    "digit"
+                )
             if _TAKEN.fullmatch(name):
-                yield f"the task's name {name} is that of a metric of the report: choose another"
+                yield f"the task name {name} is that of a metric of the report: choose another"
         if not self.graft.needs_tasks:
             yield (
-                f"a graft of the kind {self.graft.kind} has no heads, and the recipe has tasks: choose a kind that "
-                "has, or train it on text, with data in the place of tasks"
+                f"a graft of the kind {self.graft.kind} has no heads, but the recipe has tasks: choose a kind with "
+                "heads, or train it on text, with data instead of tasks"
             )
-        if own := getattr(self.graft, "tasks", None):
+        own_tasks = getattr(self.graft, "tasks", None)
+        if own_tasks:
             yield (
-                f"the graft section names the task {next(iter(own))}, but a recipe names tasks once, beside the graft "
-                "section: leave them out of it"
+                f"the graft section names the task {next(iter(own_tasks))}, but tasks are named in the recipe's tasks "
+                "section alone: leave them out of the graft section"
             )
 
     def run(self) -> TaskRun:
-        """The run that trains the recipe's graft."""
+        """Return the run that trains the recipe's graft."""
         settings = {name: getattr(self, name) for name in _TaskSettings.model_fields}
         return TaskRun(id=self.graft.kind, folder=".", **settings)
 
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """What measures the tasks.
+    """What is needed to evaluate the tasks.
 
     Attributes:
         tests: held-out rows by split and task.
-        starts: what initialised each task's head, by task.
+        starts: what each task's head was initialised from, by task.
     """
 
     tests: Mapping[str, Mapping[str, TaskRows]]
@@ -110,127 +119,223 @@ class TaskRun(_TaskSettings, TrainingRun):
         return ("graft/graft.json",)
 
     @contextmanager
-    def build(self, context: RunContext) -> Iterator[Trainee]:
+    def build(self, context: RunContext) -> Iterator[Trainee[GraftedModel, TaskEvaluation]]:
         rows = {name: read_training_rows(name, task) for name, task in self.tasks.items()}
-        tests = {split: self._held_out(rows, split) for split in ("test", "validation")}
+        tests = {
+            "test": self._held_out(rows, "test"),
+            "validation": self._held_out(rows, "validation"),
+        }
         backbone = self.backbone.load(kind="encoder")
-        if self.length > (limit := max_sequence_length(backbone, backbone.need_tokenizer())):
-            raise RecipeError(f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower it to that.")
+        self._check_length(backbone)
         set_seed(self.training.seed)
         config = with_tasks(self.graft, {name: task.spec for name, task in rows.items()})
         graft = config.graft_class(config, backbone)
-        with GraftedModel(backbone, {"graft": graft}) as model:
+        with GraftedModel(backbone, {GRAFT_NAME: graft}) as model:
             batches = self.batches(model, rows)
-            for note in [note for task in rows.values() for note in task.notes] + list(batches.notes):
-                context.log(note)
-            n_rows = sum(map(len, rows.values()))
-            context.log(f"Backbone {backbone.name}; tasks: {len(rows)}; rows in all: {n_rows:,}.")
-            samples = {name: batches.sample(name, _START_ROWS).to(backbone.device).inputs() for name in rows}
-            starts = graft.start_tasks(model, samples) if isinstance(graft, HasHeads) else {}
+            self._log_rows(context, backbone, rows, batches)
+            starts = _start_tasks(model, batches, rows)
             for name, start in starts.items():
                 context.log(f"The task {name} starts from {json.dumps(start)}.")
             if self.training.steps:
                 context.log(f"Training {graft.config.label} for {self.training.steps:,} steps.")
-            identity = {"graft": self.graft.model_dump(mode="json"), "backbone": backbone.fingerprint.id}
             yield Trainee(
                 model=model,
                 batches=batches,
-                identity=identity | {"data": batches.fingerprint()},
+                identity={
+                    "graft": self.graft.model_dump(mode="json"),
+                    "backbone": backbone.fingerprint.id,
+                    "data": batches.fingerprint(),
+                },
                 evaluation=TaskEvaluation(tests=tests, starts=starts),
             )
 
+    def _held_out(self, rows: Mapping[str, TaskRows], split: Split) -> dict[str, TaskRows]:
+        """Return the rows of a split of the tasks that have it."""
+        held_out = {}
+        for name, task in self.tasks.items():
+            if task.files(split):
+                held_out[name] = read_held_out_rows(name, task, rows[name].spec, split)
+        return held_out
+
+    def _check_length(self, backbone: Backbone) -> None:
+        limit = max_sequence_length(backbone, backbone.need_tokenizer())
+        if self.length > limit:
+            raise RecipeError(f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower it to that.")
+
+    def _log_rows(
+        self,
+        context: RunContext,
+        backbone: Backbone,
+        rows: Mapping[str, TaskRows],
+        batches: LabelledMixture,
+    ) -> None:
+        for task in rows.values():
+            for note in task.notes:
+                context.log(note)
+        for note in batches.notes:
+            context.log(note)
+        n_rows = sum(len(task) for task in rows.values())
+        context.log(f"Backbone {backbone.name}; tasks: {len(rows)}; rows in all: {n_rows:,}.")
+
     def encoder(self, backbone: Backbone, truncation: bool = True) -> RowEncoder:
-        """What turns the run's rows into tokens."""
+        """Return the encoder that turns the run's rows into tokens."""
         return row_encoder(backbone, self.length, truncation)
 
     def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
-        """The batches, whose rows the sampler chooses with the help of the model in training."""
-        tasks = tasks_of(model.grafts["graft"])
-        encoder = self.encoder(model.backbone, self.truncation)
-        score = row_scorer(model, list(tasks.values()), self.sampler.policy, self.training.precision)
-        numbers = {name: number for number, name in enumerate(tasks) if name in rows}
-        size, seed = self.training.batch_size, self.training.seed
-        steps = self.training.steps
-        return LabelledMixture(rows, encoder, self.sampler, size, seed, score, numbers=numbers, steps=steps)
+        """Return the batches.
 
-    def _held_out(self, rows: Mapping[str, TaskRows], split: Any) -> dict[str, TaskRows]:
-        return {
-            name: read_held_out_rows(name, task, rows[name].spec, split)
-            for name, task in self.tasks.items()
-            if task.files(split)
-        }
+        Args:
+            model: the model in training, whose scores some sampler policies need.
+            rows: the training rows by task.
+        """
+        tasks = tasks_of(model.grafts[GRAFT_NAME])
+        score = row_scorer(model, list(tasks.values()), self.training.precision)
+        return LabelledMixture(
+            rows,
+            self.encoder(model.backbone, self.truncation),
+            self.sampler,
+            self.training.batch_size,
+            self.training.seed,
+            score,
+            numbers={name: number for number, name in enumerate(tasks) if name in rows},
+            steps=self.training.steps,
+        )
 
-    def evaluate(self, trainee: Trainee) -> Measurement:
-        tests = trainee.evaluation.tests
-        starts = trainee.evaluation.starts
-        model: GraftedModel = trainee.model
-        scores = {split: self._score(model, rows) for split, rows in tests.items()}
+    def evaluate(self, trainee: Trainee[GraftedModel, TaskEvaluation]) -> Measurement:
+        model = trainee.model
+        scores = {split: self._score(model, rows) for split, rows in trainee.evaluation.tests.items()}
         metrics: dict[str, Any] = dict(summary_metrics(scores["test"]))
-        metrics |= {f"{name}_validation": value for name, value in summary_metrics(scores["validation"]).items()}
-        total, trained = (count_parameters(p) for p in (model.parameters(), model.trainable_parameters().values()))
-        backbone = count_parameters(model.backbone.model.parameters())
-        metrics |= {
-            "data_share": cast("LabelledMixture", trainee.batches).sampler.report()["data_share"],
-            "trained_parameters_ratio": trained / backbone,
-            "total_parameters_ratio": total / backbone,
-            "trainable_parameters": trained,
-            "total_parameters": total,
-        }
-        tasks = {split: {name: score.to_json() for name, score in each.items()} for split, each in scores.items()}
-        details = {"tasks": tasks} | ({"statistics": {"started": starts}} if starts else {})
+        for name, value in summary_metrics(scores["validation"]).items():
+            metrics[f"{name}_validation"] = value
+        metrics["data_share"] = _labelled_mixture(trainee).sampler.report()["data_share"]
+        metrics.update(_parameter_metrics(model))
+        details: dict[str, Any] = {"tasks": {split: _scores_as_json(by_task) for split, by_task in scores.items()}}
+        if trainee.evaluation.starts:
+            details["statistics"] = {"started": trainee.evaluation.starts}
         row = Row(id=self.graft.kind, label=self.label or self.graft.label, metrics=metrics)
         return Measurement(row, details)
 
     def _score(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> dict[str, TaskScore]:
         if not rows:
             return {}
-        encoder = self.encoder(model.backbone)  # long test rows are always cut
-        tests = task_tests(tasks_of(model.grafts["graft"]), self.tasks, rows)
-        predict = predictor(model, self.evaluation.precision)
-        return measure_labelled(predict, encoder, tests, batch_size=self.evaluation.batch_size)
+        return measure_labelled(
+            predictor(model, self.evaluation.precision),
+            self.encoder(model.backbone),  # Long test rows are always truncated.
+            task_tests(tasks_of(model.grafts[GRAFT_NAME]), self.tasks, rows),
+            batch_size=self.evaluation.batch_size,
+        )
 
     def save(
-        self, trainee: Trainee, context: RunContext, summary: TrainingSummary | None, measurement: Measurement
+        self,
+        trainee: Trainee[GraftedModel, TaskEvaluation],
+        context: RunContext,
+        summary: TrainingSummary | None,
+        measurement: Measurement,
     ) -> None:
         """Write the graft with what its use needs, and the sampler's report."""
-        report = cast("LabelledMixture", trainee.batches).sampler.report()
+        report = _labelled_mixture(trainee).sampler.report()
         write_atomically(context.folder / SAMPLER, json.dumps(report).encode())
-        folder = getattr(self.graft, "extends", None)
-        extended = read_manifest(folder).training.get("tasks") if folder else None
-        own = {name: task.model_dump(mode="json", include=set(_MANIFEST_KEYS)) for name, task in self.tasks.items()}
-        training = self.record(summary, measurement) | {"length": self.length}
-        training["tasks"] = (extended if isinstance(extended, dict) else {}) | own
-        model: GraftedModel = trainee.model
-        save_graft(cast("Graft", model.grafts["graft"]), model.backbone, context.folder / "graft", training=training)
+        model = trainee.model
+        graft = model.grafts[GRAFT_NAME]
+        assert isinstance(graft, Graft), "a grafted model has grafts only"
+        training = {
+            **self.record(summary, measurement),
+            "length": self.length,
+            "tasks": self._recorded_tasks(),
+        }
+        save_graft(graft, model.backbone, context.folder / "graft", training=training)
+
+    def _recorded_tasks(self) -> dict[str, Any]:
+        """Return how rows of each task are read, including the tasks of a graft that this one extends."""
+        tasks: dict[str, Any] = {}
+        extended = getattr(self.graft, "extends", None)
+        if extended:
+            earlier = read_manifest(extended).training.get("tasks")
+            if isinstance(earlier, dict):
+                tasks.update(earlier)
+        for name, task in self.tasks.items():
+            tasks[name] = task.model_dump(mode="json", include=set(_MANIFEST_KEYS))
+        return tasks
+
+
+def _start_tasks(model: GraftedModel, batches: LabelledMixture, rows: Mapping[str, TaskRows]) -> dict[str, Any]:
+    """Initialise the heads of tasks from some of their rows; returns what each was initialised from."""
+    device = model.backbone.device
+    samples = {name: batches.sample(name, _START_ROWS).to(device).inputs() for name in rows}
+    graft = model.grafts[GRAFT_NAME]
+    return graft.start_tasks(model, samples) if isinstance(graft, HasHeads) else {}
+
+
+def _labelled_mixture(trainee: Trainee[GraftedModel, TaskEvaluation]) -> LabelledMixture:
+    assert isinstance(trainee.batches, LabelledMixture), "the run builds these batches"
+    return trainee.batches
+
+
+def _parameter_metrics(model: GraftedModel) -> dict[str, float]:
+    """Count all parameters and those that train, also relative to the backbone's."""
+    total = count_parameters(model.parameters())
+    trained = count_parameters(model.trainable_parameters().values())
+    backbone = count_parameters(model.backbone.model.parameters())
+    return {
+        "trained_parameters_ratio": trained / backbone,
+        "total_parameters_ratio": total / backbone,
+        "trainable_parameters": trained,
+        "total_parameters": total,
+    }
+
+
+def _scores_as_json(scores: Mapping[str, TaskScore]) -> dict[str, Any]:
+    return {name: score.to_json() for name, score in scores.items()}
 
 
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
-    """The config of a graft with these tasks."""
-    tasks = {name: spec.model_dump() for name, spec in specs.items()}
-    return config.parse(config.model_dump(mode="json", exclude_unset=True) | {"tasks": tasks}, where="graft")
+    """Return the config of a graft with tasks.
+
+    Args:
+        config: a config without tasks.
+        specs: the tasks by name, in order.
+    """
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["tasks"] = {name: spec.model_dump() for name, spec in specs.items()}
+    return config.parse(values, where="graft")
 
 
 def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> RowEncoder:
-    """The encoder that turns rows into tokens. It marks second texts where the model has segment embeddings."""
+    """Return the encoder that turns rows into tokens. It marks second texts if the model has segment embeddings.
+
+    Args:
+        backbone: the backbone, whose tokenizer encodes.
+        length: maximum tokens of a row.
+        truncation: truncate longer rows; False makes a longer training row an error.
+    """
     segments = (getattr(backbone.config, "type_vocab_size", None) or 0) > 1
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
 
 
-def row_scorer(model: Any, specs: Sequence[TaskSpec], policy: str = "uncertainty", precision: Any = "fp32") -> Score:
-    """A function that scores rows of the tasks `specs` by the model in evaluation mode, as the policy does.
+def row_scorer(
+    model: nn.Module,
+    specs: Sequence[TaskSpec],
+    precision: Precision = "fp32",
+) -> Score:
+    """Return a function that scores rows by the model's uncertainty in evaluation mode.
 
     The main process decides, so that all processes choose the same rows.
+
+    Args:
+        model: the model in training.
+        specs: the tasks in the order of their numbers.
+        precision: precision of the passes.
     """
     predict = predictor(model, precision)
 
     def score_rows(batch: TaskBatch) -> Sequence[float | None]:
         predictions = predict(batch)
         row_specs = [specs[number] for number in batch.task.tolist()]
+        device = predictions[0].device
         with torch.no_grad():
-            function: Any = learnability if policy == "learnability" else uncertainty
-            scores = function(predictions, row_specs, batch.targets)
-            zero = torch.zeros((), device=predictions[0].device)
-            values = torch.stack([zero if score is None else score.to(zero.device) for score in scores])
+            scores = uncertainty(predictions, row_specs, batch.targets)
+            zero = torch.zeros((), device=device)
+            values = torch.stack([zero if score is None else score.to(device) for score in scores])
         if PartialState().num_processes > 1:
             values = cast("Tensor", broadcast(values.to(PartialState().device)))
         return [None if score is None else value for score, value in zip(scores, values.tolist(), strict=True)]
@@ -239,15 +344,28 @@ def row_scorer(model: Any, specs: Sequence[TaskSpec], policy: str = "uncertainty
 
 
 def tasks_of(graft: nn.Module) -> dict[str, TaskSpec]:
-    """The tasks of a graft, in the order of their numbers."""
+    """Return the tasks of a graft by name, in the order of their numbers; empty for a graft without heads."""
     return graft.tasks() if isinstance(graft, HasHeads) else {}
 
 
 def task_tests(
-    tasks: Mapping[str, TaskSpec], configs: Mapping[str, LabelledConfig], rows: Mapping[str, TaskRows]
+    tasks: Mapping[str, TaskSpec],
+    configs: Mapping[str, LabelledConfig],
+    rows: Mapping[str, TaskRows],
 ) -> dict[str, TaskTestSet]:
-    """Test rows with each task's number and metric."""
-    return {
-        name: TaskTestSet(list(tasks).index(name), held_out, score_metric(configs[name], held_out.spec))
-        for name, held_out in rows.items()
-    }
+    """Return test rows with each task's number and metric.
+
+    Args:
+        tasks: all tasks of the graft, in the order of their numbers.
+        configs: the tasks' configs, which may name a metric.
+        rows: the test rows by task.
+    """
+    numbers = {name: number for number, name in enumerate(tasks)}
+    tests = {}
+    for name, held_out in rows.items():
+        tests[name] = TaskTestSet(
+            number=numbers[name],
+            rows=held_out,
+            metric=score_metric(configs[name], held_out.spec),
+        )
+    return tests

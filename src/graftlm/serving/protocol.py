@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from graftlm.data.labelled import LabelledRow
-    from graftlm.data.labelled_batches import EncodedRow
+    from graftlm.data.row_encoder import EncodedRow
 
 EngineFinishReason = Literal["stop", "length", "time", "cancelled"]
 
@@ -287,7 +287,7 @@ class RequestStream:
                 loop, available = stream._reader
                 events[loop].append(available)
         for loop, events_of_loop in events.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads its streams
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so its streams have no readers
                 loop.call_soon_threadsafe(_set_all, events_of_loop)
 
 

@@ -1,6 +1,6 @@
-"""The laws of grafts as tests, for grafts of your own.
+"""The laws of grafts as tests, for your own grafts.
 
-Register the graft, and a test file runs all laws on it:
+Register the graft, and this test file runs all laws on it:
 
     from graftlm.testing import GraftLaws
 
@@ -14,5 +14,6 @@ import pytest
 
 pytest.register_assert_rewrite("graftlm.testing.laws")
 
-from graftlm.testing.laws import GraftLaws, attach_graft, decoders_only, logits, randomise  # noqa: E402
+from graftlm.testing.laws import GraftLaws, decoders_only  # noqa: E402
+from graftlm.testing.passes import attach_graft, logits, randomise  # noqa: E402
 from graftlm.testing.tiny import tiny_ids, tiny_model, tiny_tokenizer  # noqa: E402

@@ -1,7 +1,7 @@
 """Tiny random models, and a byte-level tokenizer.
 
-Every weight, bias and norm gain is random, and large enough that logits differ clearly between tokens: no test passes
-because a value is zero or one. Dropout stays at each family's default.
+Every weight, bias and norm gain is random, and large enough that logits differ clearly between tokens, so that no test
+passes because a value is zero or one. Dropout has each family's default.
 """
 
 from __future__ import annotations
@@ -13,12 +13,26 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-PAD, EOS, BOS, MASK = range(4)
+PAD = 0
+EOS = 1
+BOS = 2
+MASK = 3
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<mask>"]
-TOKENS = 300  # of the tokenizer
-VOCABULARY = 304  # of the models: padded, as in real models
-WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, FFN_WIDTH, LAYERS, POSITIONS, WINDOW = 48, 4, 2, 12, 80, 2, 512, 8
-SPREAD = 0.15  # standard deviation of the weights
+TOKENS = 300
+"""Size of the tokenizer's vocabulary."""
+VOCABULARY = 304
+"""Size of the models' vocabulary: padded, as in real models."""
+WIDTH = 48
+HEADS = 4
+KV_HEADS = 2
+HEAD_WIDTH = 12
+FFN_WIDTH = 80
+LAYERS = 2
+POSITIONS = 512
+WINDOW = 8
+"""Tokens of a sliding window."""
+SPREAD = 0.15
+"""Standard deviation of the weights."""
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and then the other dogs run after it through the thin forest. "
     "Le renard brun saute par-dessus le chien paresseux, et les autres chiens courent dans la forêt. "
@@ -35,55 +49,95 @@ COMMON = {
     "max_position_embeddings": POSITIONS,
 }
 GROUPED = {**COMMON, "num_key_value_heads": KV_HEADS}
-# family -> names of the config and model classes in transformers, and the config's values
 FAMILY_CONFIGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED | {"head_dim": HEAD_WIDTH}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**GROUPED, "head_dim": HEAD_WIDTH}),
     "gemma3": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
-        GROUPED
-        | {"head_dim": HEAD_WIDTH + 4, "query_pre_attn_scalar": HEAD_WIDTH + 4, "sliding_window": WINDOW}
-        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {
+            **GROUPED,
+            "head_dim": HEAD_WIDTH + 4,
+            "query_pre_attn_scalar": HEAD_WIDTH + 4,
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
-        TOKEN_IDS | {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS},
+        {
+            **TOKEN_IDS,
+            "n_embd": WIDTH,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_positions": POSITIONS,
+        },
     ),
     "bert": ("BertConfig", "BertForMaskedLM", COMMON),
 }
+"""By family: names of the config class and the model class in transformers, and the config's values."""
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert", "xlm-roberta", "deberta-v2", "electra", "eurobert")
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random float32 model of `family` in eval mode; `seed` fixes its bits, and `changes` go to its config."""
+    """Make a random float32 model in evaluation mode.
+
+    Args:
+        family: name of the family, a key of `FAMILY_CONFIGS`.
+        seed: seed of the weights.
+        changes: changed values of the family's config.
+    """
     config_class, model_class, values = FAMILY_CONFIGS[family]
     if isinstance(config_class, str):
-        config_class, model_class = getattr(transformers, config_class), getattr(transformers, model_class)
+        config_class = getattr(transformers, config_class)
+        model_class = getattr(transformers, model_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config_class(**(values | changes)))
-        for parameter in model.parameters():  # matrices become noise; biases and gains get noise added
+        config = config_class(**{**values, **changes})
+        model = model_class(config)
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape) * SPREAD
+            # Matrices are replaced by noise, and noise is added to biases and gains.
             parameter.data = noise if parameter.dim() > 1 else parameter.data + noise
     return model.eval()
 
 
 def tiny_tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a vocabulary of `tokens`; decoding gives back any text."""
-    tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    """Make a byte-level BPE tokenizer, which encodes and decodes any text.
+
+    Args:
+        tokens: size of its vocabulary.
+    """
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=tokens, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=tokens,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    special = zip(("pad_token", "eos_token", "bos_token", "mask_token"), SPECIAL, strict=True)
-    options: dict[str, Any] = {"model_max_length": POSITIONS, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **dict(special), **options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="left",
+        pad_token=SPECIAL[PAD],
+        eos_token=SPECIAL[EOS],
+        bos_token=SPECIAL[BOS],
+        mask_token=SPECIAL[MASK],
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def tiny_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
-    """Random token ids (rows, length), none of them special. 24 tokens are three times a sliding window."""
+    """Return random token ids (rows, length) without special tokens.
+
+    Args:
+        rows: number of rows.
+        length: tokens per row; by default three times a sliding window.
+        seed: seed of the ids.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(len(SPECIAL), TOKENS, (rows, length), generator=generator)

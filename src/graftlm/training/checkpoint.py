@@ -1,23 +1,21 @@
-"""Checkpoints that survive a kill at any moment, and the log of a run.
+"""Checkpoints that survive a kill at any moment.
 
-    OUT/history.jsonl                one JSON line a logged step
+    OUT/history.jsonl                one JSON line for each logged step, see `training.history`
     OUT/checkpoints/step-000200/
         tensors.safetensors          trainable tensors, the grafts' buffers, a streaming model's recurrent state
         optimizer.safetensors        `parameter name/state name` -> tensor
         state.json                   step, counts, config, data position, and size and hash of the two files
 
-An incomplete checkpoint is never read; the next start removes it. Random number generators need no state: every step
-seeds its own. No pickle is written or read.
+An incomplete checkpoint is never read, and the next start removes it. The state of random number generators is not
+saved, since every step seeds them. No pickle is written or read.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -32,25 +30,33 @@ from transformers.utils.generic import flatten_dict
 from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
 from graftlm.files.digests import file_digest
-from graftlm.files.writing import staged_folder, write_errors
+from graftlm.files.writing import staged_folder
 from graftlm.training.config import FREE_ON_RESUME, TrainingConfig
-from graftlm.training.distributed import DistributedContext, full_tensor, graft_buffers, shard_like
+from graftlm.training.distributed import DistributedContext, graft_buffers
+from graftlm.training.sharding import full_tensor, shard_like
 
-HISTORY, TENSORS, OPTIMIZER, STATE = "history.jsonl", "tensors.safetensors", "optimizer.safetensors", "state.json"
+TENSORS = "tensors.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
 RECURRENT = "recurrent_state/"
-_REMEDY = "free space, then run the same command to resume"
+"""Prefix of the names of a streaming model's recurrent state."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk, and the content of its `state.json`."""
+    """A complete checkpoint on disk.
+
+    Attributes:
+        path: its folder.
+        state: the content of its `state.json`.
+    """
 
     path: Path
     state: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return self.state["step"]
 
 
@@ -59,9 +65,9 @@ class TrainingCounts:
     """What a run has done so far, over all its resumptions.
 
     Attributes:
-        step: updates done.
-        tokens: input tokens read, without padding.
-        loss: loss of the last step.
+        step: number of updates done.
+        tokens: number of input tokens read, without padding.
+        loss: loss of the last step, in nats per token.
         timed_tokens: tokens of the steps that `seconds` covers: all but the first after each start.
         seconds: time of those steps, without checkpoints.
     """
@@ -74,12 +80,24 @@ class TrainingCounts:
 
     @property
     def tokens_per_s(self) -> float:
+        """Training speed; 0 before it is known."""
         return self.timed_tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass
 class TrainingState:
-    """A model in training, with everything that its checkpoints hold."""
+    """A model in training, with everything that its checkpoints contain.
+
+    Attributes:
+        context: the processes, devices and the model.
+        batches: the global batches.
+        config: the training section.
+        out: folder of the history and the checkpoints.
+        identity: plain JSON values that a resumed run must share.
+        parameters: the trainable parameters by name.
+        optimizer: their optimizer.
+        counts: what has been done.
+    """
 
     context: DistributedContext
     batches: Batches
@@ -92,40 +110,57 @@ class TrainingState:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
         return self.out / "checkpoints"
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors that a checkpoint contains, without recurrent state."""
         return {**self.parameters, **graft_buffers(self.context.model)}
 
     def run_identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the run that wrote a checkpoint."""
+        """Return what a resumed run must share with the run that wrote a checkpoint."""
         return {"training": self.config.model_dump(mode="json", exclude=FREE_ON_RESUME), **self.identity}
 
 
 def recurrent_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state that a streaming model keeps from step to step, by name; empty for other models."""
+    """Return the state that a streaming model keeps from step to step, by name; empty for other models."""
     method = getattr(model, "recurrent_state", None)
     return cast("dict[str, Tensor]", method()) if callable(method) else {}
 
 
 def set_recurrent_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a streaming model its state back."""
-    if callable(method := getattr(model, "set_recurrent_state", None)):
+    """Restore what `recurrent_state` returned."""
+    method = getattr(model, "set_recurrent_state", None)
+    if callable(method):
         method(tensors)
 
 
-def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
-    """Load the newest checkpoint into `state`; gives its step, or None where there is no checkpoint.
+# Reading
 
-    Raises TrainingError if the checkpoint belongs to a run with other settings.
+
+def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
+    """Load the newest complete checkpoint, and remove incomplete ones.
+
+    Args:
+        state: the state to load into.
+        resume: False removes all checkpoints.
+
+    Returns:
+        The step of the checkpoint; None if there is none.
+
+    Raises:
+        TrainingError: the checkpoint belongs to a run with other settings, or its tensors do not fit the model.
     """
     if state.context.accelerator.is_main_process:
         state.checkpoints.mkdir(parents=True, exist_ok=True)
-        for path in [*state.checkpoints.glob(".step-*"), *_folders(state.checkpoints)]:
-            if not resume or path.name.startswith(".") or _read(path) is None:
-                shutil.rmtree(path)
+        for draft in state.checkpoints.glob(".step-*"):
+            shutil.rmtree(draft)
+        for folder in _folders(state.checkpoints):
+            if not resume or _read(folder) is None:
+                shutil.rmtree(folder)
     state.context.accelerator.wait_for_everyone()
-    if (checkpoint := newest_checkpoint(state.checkpoints)) is None:
+    checkpoint = newest_checkpoint(state.checkpoints)
+    if checkpoint is None:
         return None
     _check_same_run(state, checkpoint)
     _restore(state, checkpoint.path)
@@ -134,19 +169,120 @@ def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
     return state.counts.step
 
 
-def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
-    """Write a checkpoint with the state of all processes and, unless `keep` is None, remove all but the newest `keep`.
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint in a folder; None if there is none."""
+    for path in reversed(_folders(folder)):
+        checkpoint = _read(path)
+        if checkpoint is not None:
+            return checkpoint
+    return None
 
-    Raises TrainingError if it can't be written. Older checkpoints are as before.
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders of complete and incomplete checkpoints, in the order of their steps."""
+    paths = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(paths, key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """Return the checkpoint at `path`; None if it is incomplete."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        for name, description in state["files"].items():
+            if _describe(path / name) != description:
+                return None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return Checkpoint(path, state)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+
+
+def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
+    saved = flatten_dict(checkpoint.state["run"])
+    current = flatten_dict(state.run_identity())
+    for key in sorted(saved.keys() | current.keys()):
+        if saved.get(key) != current.get(key):
+            raise TrainingError(
+                f"The run in {state.out} has {key} = {saved.get(key)!r}, but now it is {current.get(key)!r}: "
+                "set it back to resume, or choose another output folder."
+            )
+    if checkpoint.step > state.config.steps:
+        raise TrainingError(
+            f"The run in {state.out} has done {checkpoint.step} steps, but steps is {state.config.steps}: "
+            "raise it, or choose another output folder."
+        )
+
+
+@torch.no_grad()
+def _restore(state: TrainingState, path: Path) -> None:
+    """Load a checkpoint's tensors into the model and the optimizer."""
+    saved = {}
+    recurrent = {}
+    for name, tensor in load_file(path / TENSORS).items():
+        if name.startswith(RECURRENT):
+            recurrent[name.removeprefix(RECURRENT)] = tensor
+        else:
+            saved[name] = tensor
+    tensors = state.tensors()
+    _check_shapes(path, saved, tensors)
+    for name, tensor in tensors.items():
+        tensor.copy_(shard_like(saved[name], tensor))
+    _restore_optimizer(state, path)
+    set_recurrent_state(state.context.model, recurrent)
+
+
+def _check_shapes(path: Path, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    def form(tensors: Mapping[str, Tensor], name: str) -> str:
+        return f"shape {list(tensors[name].shape)}" if name in tensors else "nothing"
+
+    for name in sorted(saved.keys() | expected.keys()):
+        there = form(saved, name)
+        here = form(expected, name)
+        if there != here:
+            raise TrainingError(
+                f"The checkpoint {path} has {there} for {name}, but the model has {here}: "
+                "use another output folder, or resume=False to start over."
+            )
+
+
+def _restore_optimizer(state: TrainingState, path: Path) -> None:
+    state.optimizer.state.clear()
+    for key, value in load_file(path / OPTIMIZER).items():
+        name, _, field_name = key.rpartition("/")
+        parameter = state.parameters[name]
+        is_count = value.ndim == 0 and parameter.ndim > 0
+        if is_count:
+            value = value.to(parameter.device)
+        else:
+            value = shard_like(value, parameter)
+        state.optimizer.state[parameter][field_name] = value
+
+
+# Writing
+
+
+def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
+    """Write a checkpoint with the state of all processes. All processes must call this together.
+
+    Args:
+        state: the state to save.
+        keep: number of newest checkpoints to keep; None removes none.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        TrainingError: the checkpoint can't be written. Older checkpoints are not changed.
     """
-    recurrent = {f"{RECURRENT}{name}": tensor for name, tensor in recurrent_state(state.context.model).items()}
-    moments = {
-        f"{name}/{key}": value
-        for name, parameter in state.parameters.items()
-        for key, value in state.optimizer.state.get(parameter, {}).items()
-    }
-    # All processes must copy together: a sharded tensor is gathered from all of them.
-    files = {TENSORS: _copies(state.tensors() | recurrent), OPTIMIZER: _copies(moments)}
+    # All processes copy together, since a sharded tensor is gathered from all of them.
+    files = {TENSORS: _copies(_saved_tensors(state)), OPTIMIZER: _copies(_optimizer_tensors(state))}
     target = state.checkpoints / f"step-{state.counts.step:06d}"
     problem = None
     if state.context.accelerator.is_main_process:
@@ -154,15 +290,37 @@ def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
             if _read(target) is None:
                 _write(state, target, files)
         except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
             problem = (
-                f"The checkpoint {target} can't be written ({getattr(error, 'strerror', None) or error}), and earlier "
-                "ones are intact: free space or mend the disk, then run the same command to resume."
+                f"The checkpoint {target} can't be written ({reason}), and earlier ones are intact: free space or "
+                "repair the disk, then run the same command to resume."
             )
         else:
-            for old in _folders(state.checkpoints)[:-keep] if keep else ():
-                shutil.rmtree(old)
+            if keep:
+                for old in _folders(state.checkpoints)[:-keep]:
+                    shutil.rmtree(old)
     state.context.raise_together(problem)
     return target
+
+
+def _saved_tensors(state: TrainingState) -> dict[str, Tensor]:
+    tensors = state.tensors()
+    for name, tensor in recurrent_state(state.context.model).items():
+        tensors[f"{RECURRENT}{name}"] = tensor
+    return tensors
+
+
+def _optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
+    tensors = {}
+    for name, parameter in state.parameters.items():
+        for key, value in state.optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return unsharded copies in main memory."""
+    return {name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def _write(state: TrainingState, target: Path, files: Mapping[str, dict[str, Tensor]]) -> None:
@@ -180,19 +338,24 @@ def _write(state: TrainingState, target: Path, files: Mapping[str, dict[str, Ten
         (draft / STATE).write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Unsharded copies in main memory."""
-    return {name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
 def stop_before_step(
-    state: TrainingState, buffers: Mapping[str, Tensor], recurrent: Mapping[str, Tensor], loss: float, norm: float
+    state: TrainingState,
+    buffers: Mapping[str, Tensor],
+    recurrent: Mapping[str, Tensor],
+    loss: float,
+    norm: float,
 ) -> NoReturn:
     """Save the state before a step whose loss or gradient is not finite, and raise.
 
-    The step has not updated the weights; `buffers` and the `recurrent` state are as they were before it.
+    Args:
+        state: the state; the step has not updated the weights.
+        buffers: the grafts' buffers before the step, by name.
+        recurrent: the recurrent state before the step.
+        loss: the step's loss.
+        norm: the norm of its gradient.
 
-    Raises TrainingError if always.
+    Raises:
+        TrainingError: always.
     """
     set_recurrent_state(state.context.model, recurrent)
     state.optimizer.zero_grad()
@@ -200,109 +363,8 @@ def stop_before_step(
         for name, buffer in graft_buffers(state.context.model).items():
             buffer.copy_(buffers[name])
     path = save_checkpoint(state, keep=None)
-    cause = f"loss is {loss}" if not math.isfinite(loss) else f"gradient's norm is {norm}"
+    cause = f"gradient's norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
     raise TrainingError(
-        f"In step {state.counts.step + 1} the {cause}, so training stopped with the weights before it, kept in {path}: "
-        f"start over with a learning_rate below {state.config.learning_rate:g} or more warmup_steps."
+        f"In step {state.counts.step + 1} the {cause}, so training stopped, with the weights before that step saved in "
+        f"{path}: start over with a learning_rate below {state.config.learning_rate:g} or more warmup_steps."
     )
-
-
-def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
-    saved, current = flatten_dict(checkpoint.state["run"]), flatten_dict(state.run_identity())
-    for key in sorted(saved.keys() | current.keys()):
-        if saved.get(key) != current.get(key):
-            raise TrainingError(
-                f"The run in {state.out} has {key} = {saved.get(key)!r}, but now it is {current.get(key)!r}: "
-                "set it back to resume, or choose another output folder."
-            )
-    if checkpoint.step > state.config.steps:
-        raise TrainingError(
-            f"The run in {state.out} has done {checkpoint.step} steps, but steps is {state.config.steps}: "
-            "raise it, or choose another output folder."
-        )
-
-
-class History:
-    """`history.jsonl` of a run, cut to its first `steps` steps. Lines are written at once; `sync` flushes them to disk.
-
-    Raises TrainingError if the disk is full or can't be written.
-    """
-
-    def __init__(self, path: Path, steps: int) -> None:
-        self.path = path
-        lines = [line for line in read_history(path) if line["step"] <= steps]
-        draft = path.with_suffix(".tmp")
-        with write_errors(path, TrainingError, _REMEDY):
-            draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-            draft.replace(path)
-            self._file = path.open("a", encoding="utf-8")
-
-    def append(self, line: dict[str, Any]) -> None:
-        with write_errors(self.path, TrainingError, _REMEDY):
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        with suppress(OSError):  # closing writes again what `append` could not write
-            self._file.close()
-
-
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a history; a kill may have cut the last one."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    values: list[dict[str, Any]] = []
-    with suppress(ValueError):
-        values.extend(map(json.loads, lines))
-    return values
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-
-
-def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint in `folder`."""
-    return next(filter(None, map(_read, reversed(_folders(folder)))), None)
-
-
-def _folders(folder: Path) -> list[Path]:
-    paths = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _read(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path`, or None if it is incomplete."""
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        complete = all(_describe(path / name) == measure for name, measure in state["files"].items())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None
-    return Checkpoint(path, state) if complete else None
-
-
-@torch.no_grad()
-def _restore(state: TrainingState, path: Path) -> None:
-    """Load a checkpoint's tensors into the model and the optimizer."""
-    saved = load_file(path / TENSORS)
-    recurrent = {name.removeprefix(RECURRENT): saved.pop(name) for name in list(saved) if name.startswith(RECURRENT)}
-    tensors = state.tensors()
-    actual, expected = ({name: list(tensor.shape) for name, tensor in each.items()} for each in (saved, tensors))
-    for name in sorted(actual.keys() | expected.keys()):
-        if actual.get(name) != expected.get(name):
-            there, here = (f"shape {each[name]}" if name in each else "nothing" for each in (actual, expected))
-            raise TrainingError(
-                f"The checkpoint {path} has {there} for {name}, but the model has {here}: "
-                "use another output folder, or resume=False to start over."
-            )
-    for name, tensor in tensors.items():
-        tensor.copy_(shard_like(saved[name], tensor))
-    state.optimizer.state.clear()
-    for key, value in load_file(path / OPTIMIZER).items():
-        name, _, field_name = key.rpartition("/")
-        parameter = state.parameters[name]
-        on_device = value.to(parameter.device) if value.ndim == 0 < parameter.ndim else shard_like(value, parameter)
-        state.optimizer.state[parameter][field_name] = on_device
-    set_recurrent_state(state.context.model, recurrent)

@@ -1,4 +1,4 @@
-"""What a training run can be told."""
+"""The training section of recipes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pydantic import Field
 
 from graftlm.config import Config
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class TrainingConfig(Config):
-    """The numbers of one run; a step is one update of the weights.
+    """The settings of one training run; a step is one update of the weights.
 
     `batch_size` counts rows per step over all processes and micro-batches, so losses do not depend on how a step is
-    split. Keys in `FREE_ON_RESUME` may change between a run and its resumption; all others must stay as they were.
+    split. Keys in `FREE_ON_RESUME` may change when a run is resumed; all others must stay the same.
     """
 
     steps: int = Field(ge=0, description="Updates of the weights; 0 for a graft that learns without gradients.")
@@ -24,26 +26,36 @@ class TrainingConfig(Config):
     learning_rate: float = Field(2e-4, gt=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0.")
-    min_ratio: float = Field(0.0, ge=0, le=1, description="The last learning rate as a share of the highest.")
+    min_ratio: float = Field(0.0, ge=0, le=1, description="The final learning rate as a share of the highest.")
     weight_decay: float = Field(
-        0.0, ge=0, description="Of matrices; vectors, scalars and what makes a state-space model's memory never."
+        0.0, ge=0, description="Of matrices; vectors, scalars and the parameters of a state space never decay."
     )
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    clip: float | None = Field(1.0, gt=0, description="Highest global norm of the gradient; none when absent.")
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    clip: float | None = Field(1.0, gt=0, description="Maximum global norm of the gradient; no maximum when absent.")
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = Field(0, ge=0)
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time.")
     sharded: bool = Field(
         False, description="With several processes: FSDP2 shards weights and optimiser instead of copying them."
     )
-    checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints; the end has one too.")
-    keep_checkpoints: int = Field(2, ge=0, description="0 writes none: a killed run starts anew.")
+    checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints; there is one at the end too.")
+    keep_checkpoints: int = Field(
+        2, ge=0, description="Newest checkpoints to keep; 0 writes none, so that a killed run starts anew."
+    )
     log_every: int = Field(1, ge=1, description="Steps between lines of the history and of the tracker.")
     tracker: str | None = Field(
-        None, description="A tracker that Accelerate knows, such as tensorboard, wandb, trackio or mlflow."
+        None, description="A tracker that Accelerate supports, such as tensorboard, wandb, trackio or mlflow."
     )
 
 
-_ROUNDING_ONLY = {"micro_batch_size", "gradient_checkpointing", "sharded"}
-# `steps` may grow; the learning rate then follows the new schedule from the checkpoint on.
-FREE_ON_RESUME = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tracker"} | _ROUNDING_ONLY
+FREE_ON_RESUME = {
+    "steps",  # It may grow; the learning rate then follows the new schedule from the checkpoint on.
+    "checkpoint_every",
+    "keep_checkpoints",
+    "log_every",
+    "tracker",
+    # These change results by rounding only.
+    "micro_batch_size",
+    "gradient_checkpointing",
+    "sharded",
+}

@@ -8,36 +8,39 @@ FSDP2 shards the model, which becomes plain again at the end of the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
-from torch.distributed import _composable_state
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graftlm.errors import MissingExtraError, TrainingError, did_you_mean, first_line
+from graftlm.errors import TrainingError
 from graftlm.training.config import TrainingConfig
+from graftlm.training.sharding import full_tensor, shard
+from graftlm.training.tracking import check_tracker
 
-SHORT = 128  # tokens, up to which a CPU's fused attention is the slower one in half precision
+SHORT = 128
+"""Number of tokens up to which fused attention is slower than plain attention on a CPU in half precision."""
 
 
 class LossModule(nn.Module):
-    """A model whose forward pass gives the losses of a batch.
+    """A model whose forward pass returns the losses of a batch.
 
-    DDP, FSDP and autocast wrap this module; the caller's model stays as it is. With `tie`, processes exchange all
-    gradients even if they use different parameters.
+    DDP, FSDP and autocast wrap this module, so the caller's model is not changed.
+
+    Args:
+        model: the model to train.
+        tie: make the loss depend on every trainable parameter, so that processes exchange all gradients even if they
+            use different parameters.
     """
 
     def __init__(self, model: nn.Module, *, tie: bool) -> None:
@@ -45,58 +48,93 @@ class LossModule(nn.Module):
         self.model = model
         self.tie = tie
 
-    def forward(self, inputs: dict[str, Any], totals: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, and (3,) detached: total, language modelling, auxiliary."""
+    def forward(self, inputs: Mapping[str, Any], totals: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the losses.
+
+        Args:
+            inputs: keyword arguments of the model.
+            totals: (1 + domains,) counts over the whole optimiser step.
+
+        Returns:
+            The loss to differentiate, a scalar, and (3,) detached: total, language-modelling and auxiliary loss.
+        """
         output = self.model(**inputs, totals=totals)
         loss = output.loss
-        components = [loss.new_zeros(()) if p is None else p for p in (loss, output.lm_loss, output.auxiliary_loss)]
-        if self.tie or not loss.requires_grad:  # add zero, as a function of every trainable parameter that is whole
-            local = [p for p in self.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-            loss = loss + torch.stack([p.reshape(-1)[:0].sum() for p in local]).sum()
+        zero = loss.new_zeros(())
+        components = [zero if part is None else part for part in (loss, output.lm_loss, output.auxiliary_loss)]
+        if self.tie or not loss.requires_grad:
+            loss = loss + self._zero_of_parameters()
         return loss, torch.stack([component.detach().float() for component in components])
+
+    def _zero_of_parameters(self) -> Tensor:
+        """Return zero as a function of every trainable parameter that is not sharded."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        return torch.stack([parameter.reshape(-1)[:0].sum() for parameter in parameters]).sum()
 
 
 @dataclass
 class DistributedContext:
-    """The processes and devices of a training run; `losses` wraps the caller's `model`, and gives losses."""
+    """The processes and devices of a training run.
+
+    Attributes:
+        accelerator: Accelerate's state.
+        losses: a `LossModule` of the model, prepared for the processes.
+        model: the caller's model.
+    """
 
     accelerator: Accelerator
     losses: nn.Module
     model: nn.Module
 
     def share(self, rows: int) -> slice:
-        """This process's rows of a global batch of `rows`."""
-        size, index = rows // self.accelerator.num_processes, self.accelerator.process_index
+        """Return this process's rows of a global batch of `rows` rows."""
+        size = rows // self.accelerator.num_processes
+        index = self.accelerator.process_index
         return slice(size * index, size * (index + 1))
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` over processes."""
-        return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values  # type: ignore[return-value]
+        """Return the sum of a tensor over processes."""
+        if self.accelerator.num_processes == 1:
+            return values
+        return self.accelerator.reduce(values, "sum")  # type: ignore[return-value]
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a process's part of the loss."""
+        """Accumulate the gradient of a process's part of the loss, a scalar."""
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
-    def synchronize_gradients(self, now: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients in the backward passes of the block only if `now`."""
+    def synchronize_gradients(self, now: bool) -> AbstractContextManager[None]:
+        """Exchange gradients in the backward passes of the block only if `now` is true."""
         if isinstance(self.losses, FSDPModule):
             self.losses.set_requires_gradient_sync(now)
             return nullcontext()
         return nullcontext() if now else self.accelerator.no_sync(self.losses)
 
-    def attention(self, length: int) -> AbstractContextManager[Any]:
-        """Plain attention in a block of short texts in half precision on a CPU: its backward pass is the faster one."""
-        small = length <= SHORT and self.accelerator.device.type == "cpu"
-        sizes = (p.element_size() for p in self.model.parameters() if p.is_floating_point())
-        slow = small and (self.accelerator.mixed_precision != "no" or min(sizes) < 4)
-        return sdpa_kernel(SDPBackend.MATH) if slow else nullcontext()
+    def attention(self, length: int) -> AbstractContextManager[None]:
+        """Use plain attention in the block for short rows in half precision on a CPU.
+
+        Its backward pass is faster there than that of fused attention.
+
+        Args:
+            length: tokens per row.
+        """
+        if length > SHORT or self.accelerator.device.type != "cpu":
+            return nullcontext()
+        sizes = [p.element_size() for p in self.model.parameters() if p.is_floating_point()]
+        in_half_precision = self.accelerator.mixed_precision != "no" or min(sizes) < 4
+        return sdpa_kernel(SDPBackend.MATH) if in_half_precision else nullcontext()
 
     def clip(self, limit: float | None) -> Tensor:
-        """Scale gradients down to a global norm of `limit`; their norm before, a scalar.
+        """Scale gradients down to a global norm.
 
-        A parameter that took no part has a gradient of zero, as it has where only another process used it.
+        The gradient of a parameter that took no part becomes zero, as it is where only another process used it.
+
+        Args:
+            limit: the maximum norm; None scales nothing.
+
+        Returns:
+            The norm before, a scalar.
         """
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for parameter in trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -104,60 +142,54 @@ class DistributedContext:
         return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))
 
     def raise_together(self, problem: str | None) -> None:
-        """Wait for all processes; if the main one has a `problem`, all raise `TrainingError`, the main one with it."""
-        if self.sum(torch.tensor(float(problem is not None), device=self.accelerator.device)).item():
+        """Wait for all processes, and raise in all of them if the main process has a problem.
+
+        Args:
+            problem: the message of the main process; None if there is no problem.
+
+        Raises:
+            TrainingError: the main process has a problem.
+        """
+        has_problem = torch.tensor(float(problem is not None), device=self.accelerator.device)
+        if self.sum(has_problem).item():
             raise TrainingError(problem or "The main process stopped the run: read its message.")
-
-
-def check_tracker(name: str | None) -> None:
-    """Raise a sentence where Accelerate does not know a tracker, or its package is absent."""
-    known = {str(tracker) for tracker in LOGGER_TYPE_TO_CLASS}  # each is called as its package is
-    if name is None:
-        return
-    if name not in known:
-        raise TrainingError(f"Accelerate has no tracker {name!r}{did_you_mean(name, known)}.")
-    try:
-        import_module(name)
-    except ImportError:
-        if name == "tensorboard":
-            raise MissingExtraError(name, "trackers", "Logging to a tracker") from None
-        package = name.replace("_", "-")
-        why = f"The tracker {name} needs the package {package}, which is not installed: run `pip install {package}`."
-        raise TrainingError(why) from None
-
-
-def start_tracker(accelerator: Accelerator, name: str, values: dict[str, Any]) -> None:
-    """Begin a run of the tracker with the settings `values`; TrainingError if it refuses, as without a login."""
-    try:
-        accelerator.init_trackers("graftlm", config=values)
-    except Exception as error:  # every tracker has its own
-        way = "log in or configure it, or leave training.tracker out"
-        raise TrainingError(f"The tracker {name} can't begin ({first_line(error)}): {way}.") from error
 
 
 @contextmanager
 def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[DistributedContext]:
-    """Move `model` to its device, and wrap it for several processes; at the end every process has all of it again.
+    """Move a model to its device, and wrap it for several processes.
 
-    Raises TrainingError if the processes can't share a batch, or Accelerate is already set up in another way, and
-    TrainingError if Accelerate does not know the tracker, and MissingExtraError if the tracker's package is absent.
+    At the end of the block every process has the whole model again.
+
+    Args:
+        model: the model to train.
+        config: the training section.
+        out: folder for the files of a tracker.
+
+    Raises:
+        TrainingError: the processes can't share a batch, Accelerate was already set up differently in this process, or
+            it has no such tracker.
+        MissingExtraError: the tracker's package is not installed.
     """
     check_tracker(config.tracker)
     was_training = model.training
     with _accelerator(model, config, out) as accelerator:
-        if config.batch_size % (processes := accelerator.num_processes):
+        processes = accelerator.num_processes
+        if config.batch_size % processes:
             raise TrainingError(
-                f"A batch_size of {config.batch_size} can't be shared evenly by {processes} processes: "
-                f"use a multiple of {processes}."
+                f"A batch_size of {config.batch_size} can't be shared evenly by {processes} processes: use a multiple "
+                f"of {processes}."
             )
         model.to(accelerator.device).train()
         launched_for_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         sharded = processes > 1 and (config.sharded or launched_for_fsdp)
-        losses = LossModule(model, tie=sharded)
+        losses: nn.Module = LossModule(model, tie=sharded)
         undo = shard(losses) if sharded else None
         try:
-            yield DistributedContext(accelerator, losses if sharded else accelerator.prepare_model(losses), model)
-            if undo:
+            if not sharded:
+                losses = accelerator.prepare_model(losses)
+            yield DistributedContext(accelerator, losses, model)
+            if undo is not None:
                 undo()
         finally:
             for tracker in accelerator.trackers:
@@ -167,99 +199,56 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
 
 @contextmanager
 def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[Accelerator]:
-    """An Accelerator that keeps a single process on the model's device, and leaves no global state."""
-    ours, alone = not AcceleratorState._shared_state, int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if ours and alone:
-        PartialState._reset_state()  # it may say another device
+    """Yield an Accelerator that keeps a single process on the model's device, and leaves no global state."""
+    is_own = not AcceleratorState._shared_state
+    is_single_process = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if is_own and is_single_process:
+        PartialState._reset_state()  # It may have been made for another device.
     on_cpu = next(model.parameters()).device.type == "cpu"
     try:
         accelerator = Accelerator(
-            cpu=on_cpu and alone,
+            cpu=on_cpu and is_single_process,
             mixed_precision="bf16" if config.precision == "bf16" else "no",
             log_with=config.tracker,
             project_dir=out,
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)],
         )
     except ValueError as error:
-        raise TrainingError(f"Accelerate is already set up in another way in this process ({error}).") from None
+        raise TrainingError(
+            f"Accelerate was already set up differently in this process ({error}): train in a new process."
+        ) from None
     try:
         yield accelerator
     finally:
         if not on_cpu:
-            accelerator.free_memory()  # collects garbage for half a second; reference counts free it on a CPU
-        if ours:
-            AcceleratorState._reset_state(reset_partial_state=alone)
+            # It collects garbage for half a second. On a CPU, reference counts free the memory.
+            accelerator.free_memory()
+        if is_own:
+            AcceleratorState._reset_state(reset_partial_state=is_single_process)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by name. Raises TrainingError if there is none, or one is not in float32."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Return the parameters that train, by name.
+
+    Raises:
+        TrainingError: there are none, or one is not in float32.
+    """
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not parameters:
         raise TrainingError(
-            "The model has no trainable parameters: attach a graft that trains, or set training.steps to 0 for one "
+            "The model has no trainable parameters: attach a graft that trains, or set training.steps to 0 for a graft "
             "that learns without gradients."
         )
     for name, parameter in parameters.items():
         if parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
             raise TrainingError(
-                f"The parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but training needs float32: "
-                "convert it, and set precision: bf16 for speed."
+                f"The parameter {name} is {dtype}, but training needs float32: convert it, and set precision: bf16 for "
+                "speed."
             )
     return parameters
 
 
 def graft_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of grafts, such as running statistics, by name."""
+    """Return the buffers of grafts, such as running statistics, by name."""
     return {name: buffer for name, buffer in model.named_buffers() if name.startswith("grafts.")}
-
-
-def shard(root: nn.Module) -> Callable[[], None]:
-    """Shard `root` in place: one group for each layer of `_no_split_modules`, one for the rest.
-
-    Accelerate shards on GPUs only, so this calls `fully_shard` itself. Weights keep their dtype: bfloat16 comes from
-    autocast. Quantised weights are replicated, since their tensor classes can't be split. All processes must call the
-    returned function together: it gives each of them all weights again.
-    """
-    before = [  # with its attributes, and the ids of hooks in those that hold hooks
-        (module, type(module), {key: set(value) if "_hooks" in key else set() for key, value in vars(module).items()})
-        for module in root.modules()
-    ]
-    for parameter in root.parameters():
-        if parameter.requires_grad:
-            dist.broadcast(parameter.data, src=0)
-    replicated = {p for p in root.parameters() if type(p.data) is not Tensor or not p.is_floating_point()}
-    layers = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    for module in [*(module for module in root.modules() if type(module).__name__ in layers), root]:
-        fully_shard(module, ignored_params=replicated)
-
-    def undo() -> None:
-        plain: dict[int, nn.Parameter] = {}  # keeps tied parameters tied
-        for module, kind, attributes in before:
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if isinstance(parameter.data, DTensor):
-                    if id(parameter) not in plain:
-                        plain[id(parameter)] = nn.Parameter(full_tensor(parameter.data), parameter.requires_grad)
-                    setattr(module, name, plain[id(parameter)])
-            module.__class__ = kind
-            for name, value in list(vars(module).items()):
-                if name not in attributes:
-                    del module.__dict__[name]
-                elif "_hooks" in name:
-                    for hook in set(value) - attributes[name]:
-                        del value[hook]
-            _composable_state._module_state_mapping.pop(module, None)  # else it can't be sharded again
-
-    return undo
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The unsharded tensor. All processes must call this together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """`full` on the device of `parameter`, sharded in the same way."""
-    full = full.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return full
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

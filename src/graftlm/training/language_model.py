@@ -1,4 +1,4 @@
-"""A causal language model that trains with all of its weights, and its tokenizer."""
+"""Training of all weights of a causal language model, and of its tokenizer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -33,13 +34,18 @@ from graftlm.training.config import TrainingConfig
 class LanguageModel(nn.Module):
     """A causal model with the forward signature of the training loop; all of its weights train.
 
-    With stateful batches (`stream`), the model keeps one cache for each micro-batch; see `training.stateful`.
+    With stateful batches (`stream`), the model keeps a cache for each micro-batch; see `training.stateful`.
+
+    Args:
+        model: a transformers model with a language-modelling head. For stateful batches it also needs the methods
+            `cache_tensors` and `cache_from_tensors`.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.requires_grad_(True)
-        self._caches: dict[int, Any] = {}  # by the first stream of a micro-batch
+        self._caches: dict[int, Any] = {}
+        """By the first stream of a micro-batch."""
 
     def forward(
         self,
@@ -53,37 +59,40 @@ class LanguageModel(nn.Module):
         starts: Tensor | None = None,
         **_: Any,
     ) -> GraftedOutput:
-        """One pass.
+        """Run one pass.
 
         Args:
             input_ids: (B, T) token ids.
-            labels: (B, T) aligned with them, -100 where nothing is predicted.
+            labels: (B, T) aligned with `input_ids`, -100 for tokens that are not predicted.
             attention_mask: (B, T), 1 for real tokens.
-            position_ids: (B, T), which restart where documents of a row are kept apart.
-            totals: its first entry is the number of targets of the whole step; None counts those of `labels`.
+            position_ids: (B, T), which restart where separate documents of a row begin.
+            totals: (1 + domains,); the first entry is the number of targets of the whole step. None counts those of
+                `labels`.
             stream: (B,) index of the text that each row continues; None where rows are independent.
             starts: (B,) whether a row is the first of its text. Either all rows start or none does.
         """
         optional = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in optional.items() if value is not None}
-        key = -1 if stream is None else int(stream[0])
-        cache = self._caches[key] if starts is not None and not starts.any() else None
-        output = self.model(input_ids=input_ids, use_cache=stream is not None, past_key_values=cache, **given)
-        if stream is not None:
+        key = None if stream is None else int(stream[0])
+        cache = None
+        if key is not None and starts is not None and not starts.any():
+            cache = self._caches[key]
+        output = self.model(input_ids=input_ids, use_cache=key is not None, past_key_values=cache, **given)
+        if key is not None:
             self._caches[key] = output.past_key_values
         loss = language_modelling_loss(output.logits, labels, totals)
         return GraftedOutput(loss=loss, logits=output.logits, lm_loss=loss.detach())
 
     def recurrent_state(self) -> dict[str, Tensor]:
-        """The caches that the next step continues, as tensors by name."""
-        return {
-            f"{key}/{name}": tensor
-            for key, cache in self._caches.items()
-            for name, tensor in self.model.cache_tensors(cache).items()
-        }
+        """Return the caches that the next step continues, as tensors by name."""
+        tensors: dict[str, Tensor] = {}
+        for key, cache in self._caches.items():
+            for name, tensor in self.model.cache_tensors(cache).items():
+                tensors[f"{key}/{name}"] = tensor
+        return tensors
 
     def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `recurrent_state` gave."""
+        """Restore what `recurrent_state` returned."""
         by_cache: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             key, _, inner = name.partition("/")
@@ -96,13 +105,16 @@ class LanguageModel(nn.Module):
 
 
 END_OF_TEXT = "<|eos|>"
-MIN_VOCAB_SIZE = 257  # every byte, and end-of-text
+MIN_VOCAB_SIZE = 257
+"""One token for every byte, and the end-of-text token."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, end-of-text included; short texts give fewer.
+    """Learn a byte-level BPE tokenizer. It encodes every text, since every byte is a token.
 
-    It encodes every text, since every byte is a token.
+    Args:
+        texts: the training texts.
+        vocab_size: maximum number of tokens, including the end-of-text token; short texts yield fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,52 +130,72 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """A float32 model with random weights for the vocabulary and the special tokens of `tokenizer`.
+    """Make a float32 model with random weights.
 
-    `values` are `model_type` and any other keys of its config.
+    Args:
+        values: `model_type` and any other keys of its config.
+        tokenizer: the tokenizer whose vocabulary and special tokens the model gets.
+        seed: seed of the weights.
 
-    Raises RecipeError if there is no such architecture for language models, or a key or value does not fit it.
+    Raises:
+        RecipeError: there is no such architecture for language models, or a key or value does not fit it.
     """
     config = _config(values, tokenizer)
     torch.manual_seed(seed)
-    with _fitting(values, ValueError, TypeError, RuntimeError, ImportError, NotImplementedError):
+    with _config_errors(values, ValueError, TypeError, RuntimeError, ImportError, NotImplementedError):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _check_vocabulary(model, tokenizer, str(values["model_type"]))
     return model
 
 
 @contextmanager
-def _fitting(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[None]:
+def _config_errors(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[None]:
+    """Convert errors of the given classes, which transformers raises for unsuitable values, to `RecipeError`."""
     try:
         yield
     except GraftError:
         raise
     except kinds as error:
         name = values["model_type"]
-        why = f"model: keys of the model_type {name} don't fit ({first_line(error)}): change them."
-        raise RecipeError(why) from None
+        raise RecipeError(
+            f"model: keys of the model_type {name} don't fit ({first_line(error)}): change them."
+        ) from None
 
 
 def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A pretrained model in float32.
+    """Load a pretrained model in float32.
 
-    Raises BackboneError if there is none or it is broken, RecipeError if it has fewer tokens than the tokenizer.
+    Args:
+        name: a name on the hub, or a folder.
+        tokenizer: the tokenizer that the model is trained with.
+
+    Raises:
+        BackboneError: there is no such model, or its files are damaged.
+        RecipeError: the model has fewer tokens than the tokenizer.
     """
-    with _loading(f"The model {name}", "name another, or mend its files"):
+    with _load_errors(f"The model {name}", "name another, or repair its files"):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
     _check_vocabulary(model, tokenizer, name)
     return model
 
 
 def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer by name or folder. Raises BackboneError if there is none."""
-    remedy = "name a folder that holds one, or learn one, as in tokenizer: {vocab_size: 4096}"
-    with _loading(f"The tokenizer {name}", remedy):
+    """Load a tokenizer.
+
+    Args:
+        name: a name on the hub, or a folder.
+
+    Raises:
+        BackboneError: there is no such tokenizer.
+    """
+    remedy = "name a folder that contains one, or learn one, as in tokenizer: {vocab_size: 4096}"
+    with _load_errors(f"The tokenizer {name}", remedy):
         return AutoTokenizer.from_pretrained(name)
 
 
 @contextmanager
-def _loading(what: str, remedy: str) -> Iterator[None]:
+def _load_errors(what: str, remedy: str) -> Iterator[None]:
+    """Convert errors of loading to `BackboneError`."""
     register()
     try:
         yield
@@ -172,12 +204,23 @@ def _loading(what: str, remedy: str) -> Iterator[None]:
 
 
 def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries) -> None:
-    """Check that a model takes rows of `length`, windows of `longest` and document boundaries; RecipeError if not."""
+    """Check that a model can read the rows of a run.
+
+    Args:
+        model: a transformers model.
+        length: tokens of a training row.
+        longest: tokens of the longest window of the evaluation.
+        boundaries: how documents share rows.
+
+    Raises:
+        RecipeError: the model has fewer positions, or can't keep documents apart.
+    """
     limit = max_sequence_length(model)
     if limit < max(length, longest):
         what = f"data.length is {length}" if limit < length else f"evaluation.lengths has {longest}"
-        why = f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."
-        raise RecipeError(why)
+        raise RecipeError(
+            f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."
+        )
     if hasattr(model, "check_lengths"):
         model.check_lengths(length, longest)
     check_boundaries(model, boundaries)
@@ -186,12 +229,17 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
 def check_stream(model: Any, config: TrainingConfig) -> None:
     """Check that a model can continue its rows from step to step.
 
-    Raises RecipeError if its state grows with the text, or the run uses gradient checkpointing.
+    Args:
+        model: a transformers model.
+        config: the training section.
+
+    Raises:
+        RecipeError: the model's state grows with the text, or the run uses gradient checkpointing.
     """
     if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from_tensors")):
         raise RecipeError(
-            f"A model of the type {model.config.model_type} has a cache that grows with the text, so its rows "
-            "can't continue from step to step: set data.stream to false, or choose an architecture with a state."
+            f"The cache of a {model.config.model_type} model grows with the text, so its rows can't continue from step "
+            "to step: set data.stream to false, or choose an architecture with a state of fixed size."
         )
     if config.gradient_checkpointing:
         raise RecipeError(
@@ -201,38 +249,62 @@ def check_stream(model: Any, config: TrainingConfig) -> None:
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer, all of it or nothing. Raises OSError if the folder can't be written to."""
+    """Write a model and its tokenizer. On an error, the folder is left unchanged.
+
+    Args:
+        model: a transformers model.
+        tokenizer: its tokenizer.
+        folder: the folder to write.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
     with staged_folder(folder) as draft:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 
 
-def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
+def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Return the config of a new model; keys that `values` lacks are taken from the tokenizer."""
     register()
     name = values["model_type"]
     if name not in CONFIG_MAPPING:
         raise RecipeError(f"There is no architecture with the model_type {name!r}{did_you_mean(name, CONFIG_MAPPING)}.")
-    kind: Any = CONFIG_MAPPING[name]
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RecipeError(f"Models of the type {name} are not causal language models: name another.")
-    named = inspect.signature(kind.__init__).parameters.values()
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = {parameter.name for parameter in named if parameter.kind in kinds} - {"self"} | {*kind.attribute_map}
+    config_class: Any = CONFIG_MAPPING[name]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RecipeError(f"Models of the type {name} are not causal language models: name another type.")
+    known = _config_keys(config_class)
     given = {key: value for key, value in values.items() if key != "model_type"}
     for key in given:
         if key not in known:
             raise RecipeError(f"model: unknown key {key} for the model_type {name}{did_you_mean(key, known)}.")
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    own = {"vocab_size": len(tokenizer), "eos_token_id": end, "pad_token_id": end if pad is None else pad}
-    own["bos_token_id"] = leading_bos(tokenizer)
-    with _fitting(values, Exception):  # each config class raises its own
-        return kind(**({key: value for key, value in own.items() if key in known} | given))
+    end = tokenizer.eos_token_id
+    padding = tokenizer.pad_token_id
+    of_tokenizer = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": end,
+        "pad_token_id": end if padding is None else padding,
+        "bos_token_id": leading_bos(tokenizer),
+    }
+    arguments = {key: value for key, value in of_tokenizer.items() if key in known}
+    arguments.update(given)
+    with _config_errors(values, Exception):  # Every config class raises other errors.
+        return config_class(**arguments)
+
+
+def _config_keys(config_class: Any) -> set[str]:
+    """Return the keys that a config class documents: the arguments of its constructor, and their other names."""
+    keys = set(config_class.attribute_map)
+    for parameter in inspect.signature(config_class.__init__).parameters.values():
+        if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            keys.add(parameter.name)
+    return keys - {"self"}
 
 
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     size = model.get_input_embeddings().weight.shape[0]
     if size < len(tokenizer):
         raise RecipeError(
-            f"The tokenizer has {len(tokenizer):,} tokens, but the model {name} has {size:,}: take a tokenizer that "
-            "belongs to it, or leave vocab_size out of a new model."
+            f"The tokenizer has {len(tokenizer):,} tokens, but the model {name} has {size:,}: take the model's own "
+            "tokenizer, or leave vocab_size out of a new model."
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,13 @@ from accelerate.utils import set_seed
 from numpy.random import SeedSequence
 from rich.progress import MofNCompleteColumn
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from graftlm.data import Batch
 from graftlm.data.mixture import Batches
 from graftlm.errors import TrainingError
 from graftlm.progress import progress_bar
 from graftlm.training.checkpoint import (
-    HISTORY,
-    History,
+    TrainingCounts,
     TrainingState,
     recurrent_state,
     resume_from_checkpoint,
@@ -36,7 +34,10 @@ from graftlm.training.checkpoint import (
     stop_before_step,
 )
 from graftlm.training.config import TrainingConfig
-from graftlm.training.distributed import distributed, graft_buffers, start_tracker, trainable_parameters
+from graftlm.training.distributed import distributed, graft_buffers, trainable_parameters
+from graftlm.training.history import HISTORY, History
+from graftlm.training.optimizer import declared, learning_rate, make_optimizer, parameters_without_decay
+from graftlm.training.tracking import start_tracker
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class TrainingSummary:
     """The outcome of a training run.
 
     Attributes:
-        steps: updates of the weights.
-        tokens: input tokens without padding.
+        steps: number of updates of the weights.
+        tokens: number of input tokens without padding.
         tokens_per_s: training speed, without checkpoints.
         loss: loss of the last step, in nats per token.
-        history: path of the log, one JSON line a step.
+        history: path of the log, one JSON line for each logged step.
         resumed_from: step of the checkpoint that the run resumed from; None for a fresh start.
     """
 
@@ -70,102 +71,173 @@ def train(
     progress: bool = True,
     resume: bool = True,
 ) -> TrainingSummary:
-    """Train the trainable parameters of `model` in place.
+    """Train the trainable parameters of a model in place.
 
     Args:
         model: a `GraftedModel`, or any module with its forward signature.
         batches: the global batch of each step.
+        config: the training section.
         out: folder of `history.jsonl` and `checkpoints/`.
         identity: plain JSON values that a resumed run must share, such as graft, data and backbone.
+        progress: whether to show a progress bar.
         resume: continue from the newest complete checkpoint in `out`. False removes the checkpoints and starts over.
 
-    Raises TrainingError if the loss or a gradient is not finite (the weights before that step are saved), the
-    checkpoint belongs to another run, or the disk is full.
+    Raises:
+        TrainingError: the loss or a gradient is not finite (the weights before that step are saved), the checkpoint
+            belongs to another run, or the disk is full.
     """
     out = Path(out)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
-    # Before sharding, which replaces the parameters.
-    without_decay, scales = parameters_without_decay(model), declared(model, "learning_rate_scales")
+    # Read before sharding, which replaces the parameters.
+    without_decay = parameters_without_decay(model)
+    scales = declared(model, "learning_rate_scales")
     with distributed(model, config, out) as context:
         parameters = trainable_parameters(model)
-        optimizer = make_optimizer(parameters, config, without_decay, scales)
-        state = TrainingState(context, batches, config, out, identity or {}, parameters, optimizer)
+        state = TrainingState(
+            context=context,
+            batches=batches,
+            config=config,
+            out=out,
+            identity=identity or {},
+            parameters=parameters,
+            optimizer=make_optimizer(parameters, config, without_decay, scales),
+        )
         if config.tracker is not None:
-            values = {key: value for key, value in config.model_dump().items() if isinstance(value, int | float | str)}
-            start_tracker(context.accelerator, config.tracker, values)
+            start_tracker(context.accelerator, config.tracker, config.model_dump())
         resumed_from = resume_from_checkpoint(state, resume)
         _run_steps(state, progress)
-        optimizer.zero_grad()
-    counts = state.counts
-    assert counts.loss is not None, "a run has at least one step"
-    return TrainingSummary(counts.step, counts.tokens, counts.tokens_per_s, counts.loss, out / HISTORY, resumed_from)
+        state.optimizer.zero_grad()
+    assert state.counts.loss is not None, "a run has at least one step"
+    return TrainingSummary(
+        steps=state.counts.step,
+        tokens=state.counts.tokens,
+        tokens_per_s=state.counts.tokens_per_s,
+        loss=state.counts.loss,
+        history=out / HISTORY,
+        resumed_from=resumed_from,
+    )
 
 
 def _run_steps(state: TrainingState, progress: bool) -> None:
-    config, context, counts = state.config, state.context, state.counts
+    """Train from the present step to the last, with log, progress bar and checkpoints."""
+    counts = state.counts
+    is_main = state.context.accelerator.is_main_process
     first = counts.step
+    bar = progress_bar(
+        "training",
+        state.config.steps,
+        MofNCompleteColumn(),
+        "loss {task.fields[loss]}",
+        "{task.fields[rate]} tokens/s",
+        show=progress and is_main,
+        completed=first,
+        loss="–",
+        rate="–",
+    )
     # Only the main process has a history.
-    opened = closing(History(state.out / HISTORY, first)) if context.accelerator.is_main_process else nullcontext()
-    columns = (MofNCompleteColumn(), "loss {task.fields[loss]}", "{task.fields[rate]} tokens/s")
-    show, fields = progress and context.accelerator.is_main_process, {"completed": first, "loss": "–", "rate": "–"}
-    with opened as history, progress_bar("training", config.steps, *columns, show=show, **fields) as update:
-        while counts.step < config.steps:
+    opened: AbstractContextManager[History | None] = nullcontext()
+    if is_main:
+        opened = closing(History(state.out / HISTORY, first))
+    with opened as history, bar as update:
+        while counts.step < state.config.steps:
             started = time.perf_counter()
-            rate = learning_rate(config, counts.step)
-            tokens, log = _step(state, rate)
-            counts.step, counts.tokens, counts.loss = counts.step + 1, counts.tokens + tokens, log["loss"]
-            if counts.step > first + 1:  # the first step after a start includes warm-up of kernels
+            tokens, log = _step(state)
+            counts.step += 1
+            counts.tokens += tokens
+            counts.loss = log["loss"]
+            # The first step after a start includes the warm-up of kernels.
+            if counts.step > first + 1:
                 counts.timed_tokens += tokens
                 counts.seconds += time.perf_counter() - started
-            last = counts.step == config.steps
-            if counts.step % config.log_every == 0 or last:
-                values = log | {"tokens": counts.tokens}
-                if history is not None:
-                    history.append({"step": counts.step} | values)
-                context.accelerator.log(values, step=counts.step)
-            shown_rate = f"{counts.tokens_per_s:,.0f}" if counts.tokens_per_s else "–"
-            update(completed=counts.step, loss=f"{counts.loss:.4f}", rate=shown_rate)
-            if config.keep_checkpoints and (counts.step % config.checkpoint_every == 0 or last):
-                if history is not None:
-                    history.sync()
-                save_checkpoint(state, config.keep_checkpoints)
+            _log_step(state, history, log)
+            _show_progress(counts, update)
+            _save_if_due(state, history)
 
 
-def _step(state: TrainingState, rate: float) -> tuple[int, dict[str, float]]:
-    """Do one update; gives its number of tokens and its log line."""
-    context, step = state.context, state.counts.step
+def _log_step(state: TrainingState, history: History | None, log: Mapping[str, float]) -> None:
+    """Write the values of the last step to the history and the tracker, if they are due."""
+    step = state.counts.step
+    is_last = step == state.config.steps
+    if step % state.config.log_every == 0 or is_last:
+        values = {**log, "tokens": state.counts.tokens}
+        if history is not None:
+            history.append({"step": step, **values})
+        state.context.accelerator.log(values, step=step)
+
+
+def _show_progress(counts: TrainingCounts, update: Callable[..., None]) -> None:
+    rate = f"{counts.tokens_per_s:,.0f}" if counts.tokens_per_s else "–"
+    update(completed=counts.step, loss=f"{counts.loss:.4f}", rate=rate)
+
+
+def _save_if_due(state: TrainingState, history: History | None) -> None:
+    """Save a checkpoint after the last step and every `checkpoint_every` steps, unless none are kept."""
+    config = state.config
+    is_last = state.counts.step == config.steps
+    is_due = state.counts.step % config.checkpoint_every == 0 or is_last
+    if config.keep_checkpoints and is_due:
+        if history is not None:
+            history.sync()
+        save_checkpoint(state, config.keep_checkpoints)
+
+
+def _step(state: TrainingState) -> tuple[int, dict[str, float]]:
+    """Do one update; returns its number of input tokens and the values for the log."""
+    context = state.context
+    step = state.counts.step
     _seed(state.config.seed, step, context.accelerator.process_index)
     batch = state.batches.batch(step)
+    rate = learning_rate(state.config, step)
     for group in state.optimizer.param_groups:
         group["lr"] = rate * group.get("scale", 1.0)
     buffers = {name: buffer.clone() for name, buffer in graft_buffers(context.model).items()}
     recurrent = recurrent_state(context.model)
     losses = _accumulate(state, batch)
-    norm = context.clip(state.config.clip)
-    loss, lm_loss, auxiliary_loss, norm = torch.cat([losses, norm.reshape(1)]).tolist()
+    gradient_norm = context.clip(state.config.clip)
+    # One transfer from the device for all values.
+    loss, lm_loss, auxiliary_loss, norm = torch.cat([losses, gradient_norm.reshape(1)]).tolist()
     if not (math.isfinite(loss) and math.isfinite(norm)):
         stop_before_step(state, buffers, recurrent, loss, norm)
     state.optimizer.step()
     state.optimizer.zero_grad()
-    log = {"loss": loss, "lm_loss": lm_loss, "auxiliary_loss": auxiliary_loss}
-    return int(batch.totals()[1:].sum()), log | {"learning_rate": rate, "gradient_norm": norm}
+    tokens = int(batch.totals()[1:].sum())
+    return tokens, {
+        "loss": loss,
+        "lm_loss": lm_loss,
+        "auxiliary_loss": auxiliary_loss,
+        "learning_rate": rate,
+        "gradient_norm": norm,
+    }
 
 
 def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
-    """Accumulate the gradients of this process's micro-batches; gives its losses (3,) summed over all processes."""
-    config, context = state.config, state.context
+    """Accumulate the gradients of this process's micro-batches.
+
+    Args:
+        state: the state.
+        batch: the global batch.
+
+    Returns:
+        (3,) total, language-modelling and auxiliary loss, summed over all processes.
+    """
+    config = state.config
+    context = state.context
+    device = context.accelerator.device
     if len(batch) != config.batch_size:
-        why = f"The data gives {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
-        raise TrainingError(why)
-    totals = batch.totals().to(context.accelerator.device)
+        raise TrainingError(
+            f"The data has {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
+        )
+    totals = batch.totals().to(device)
     rows = batch.rows(context.share(len(batch)))
     size = config.micro_batch_size or len(rows)
-    losses = torch.zeros(3, device=context.accelerator.device)
+    losses = torch.zeros(3, device=device)
     for offset in range(0, len(rows), size):
-        micro_batch = rows.rows(slice(offset, offset + size)).to(context.accelerator.device)
-        plain = context.attention(micro_batch.input_ids.shape[1])  # in the backward pass too, which may compute anew
-        with context.synchronize_gradients(offset + size >= len(rows)), plain:
+        micro_batch = rows.rows(slice(offset, offset + size)).to(device)
+        is_last = offset + size >= len(rows)
+        # The backward pass is inside, since it may recompute activations.
+        attention = context.attention(micro_batch.input_ids.shape[1])
+        with context.synchronize_gradients(is_last), attention:
             with context.accelerator.autocast():
                 loss, components = context.losses(micro_batch.inputs(), totals)
             context.backward(loss)
@@ -174,61 +246,6 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
 
 
 def _seed(seed: int, step: int, process: int) -> None:
-    """Seed a step's random numbers by seed, step and process: a resumed run draws the same numbers."""
-    set_seed(int(SeedSequence([seed, step, process]).generate_state(1)[0]))
-
-
-def learning_rate(config: TrainingConfig, step: int) -> float:
-    """The learning rate of `step`, counted from 0.
-
-    Warm-up reaches `learning_rate` at step `warmup_steps - 1`. The decay reaches `min_ratio * learning_rate` one step
-    after the last.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
-    shapes = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}
-    return config.learning_rate * (config.min_ratio + (1 - config.min_ratio) * shapes[config.schedule])
-
-
-def parameters_without_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that must not decay, such as those of a state space.
-
-    A parameter is exempt if it has the attribute `_no_weight_decay`, or if the method `parameters_without_decay()` of a
-    module above it gives its name.
-    """
-    names = {name for name, parameter in model.named_parameters() if getattr(parameter, "_no_weight_decay", False)}
-    return names | declared(model, "parameters_without_decay").keys()
-
-
-def declared(model: nn.Module, method: str) -> dict[str, Any]:
-    """What the modules' methods of this name give for their parameters, by the parameters' names in `model`."""
-    values: dict[str, Any] = {}
-    for prefix, module in model.named_modules():
-        if callable(function := getattr(module, method, None)):
-            declared: Any = function()
-            own = declared if isinstance(declared, Mapping) else dict.fromkeys(declared)
-            values |= {f"{prefix}.{name}" if prefix else name: value for name, value in own.items()}
-    return values
-
-
-def make_optimizer(
-    parameters: Mapping[str, nn.Parameter],
-    config: TrainingConfig,
-    without_decay: Collection[str] = (),
-    scales: Mapping[str, float] | None = None,
-) -> AdamW:
-    """AdamW over `parameters`. Only tensors of two or more dimensions decay, and none named in `without_decay`.
-
-    `scales` has the learning rates of parameters over the config's, by name; of others it is the same.
-    """
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        exempt = parameter.ndim < 2 or name in without_decay
-        groups.setdefault((exempt, (scales or {}).get(name, 1.0)), []).append(parameter)
-    options = [
-        {"params": own, "weight_decay": 0.0 if exempt else config.weight_decay, "scale": scale}
-        for (exempt, scale), own in sorted(groups.items(), key=lambda group: group[0])
-    ]
-    fused = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
-    return AdamW(options, lr=config.learning_rate, betas=config.betas, fused=fused)
+    """Seed the random numbers of a step, so that a resumed run draws the same ones."""
+    sequence = SeedSequence([seed, step, process])
+    set_seed(int(sequence.generate_state(1)[0]))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from graftlm.data import NEW, Batch, Mixture, TokenBlocks
 from graftlm.data.rows import collate
@@ -25,23 +26,29 @@ from graftlm.grafted.model import GraftedModel, GraftedOutput
 class StatefulBatch(Batch):
     """A batch whose rows continue those of the step before.
 
-    `stream`, long (B,), is the index of each row's stream, and `starts`, bool (B,), whether a row is its first.
+    Attributes:
+        stream: long, (B,), the index of each row's stream.
+        starts: bool, (B,), whether a row is the first of its stream.
     """
 
     stream: Tensor | None = None
     starts: Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
-        """The forward arguments of any batch, with `stream` and `starts`."""
-        return super().inputs() | {"stream": self.stream, "starts": self.starts}
+        """Return the forward arguments of any batch, with `stream` and `starts`."""
+        return {**super().inputs(), "stream": self.stream, "starts": self.starts}
 
 
 class StatefulBatches(Mixture):
     """Batches of one text in memory whose rows continue from step to step, in `batch_size` streams.
 
-    `blocks` has the rows of the text in order, documents joined.
+    Args:
+        blocks: the rows of the text in order, with joined documents.
+        batch_size: number of streams, which is the number of rows of a step.
 
-    Raises DataError if there are fewer rows than streams, and RecipeError if there are several processes.
+    Raises:
+        DataError: there are fewer rows than streams.
+        RecipeError: there are several processes.
     """
 
     def __init__(self, blocks: TokenBlocks, batch_size: int) -> None:
@@ -53,60 +60,90 @@ class StatefulBatches(Mixture):
         if not self.stream_length:
             raise DataError(
                 f"The training text has {len(blocks)} rows of {blocks.length} tokens, but {batch_size} streams "
-                "are read side by side: add text, or lower batch_size or data.length."
+                "are read in parallel: add text, or lower batch_size or data.length."
             )
 
     def batch(self, step: int) -> StatefulBatch:
-        """The rows of one step, counted from 0."""
+        """Return the rows of one step, counted from 0."""
         stream = torch.arange(self.batch_size)
         position = step % self.stream_length
-        rows = self.rows[stream.numpy() * self.stream_length + position]
-        batch = collate(rows, np.full(self.batch_size, NEW), boundaries=self.boundaries, pad_id=self.pad_id)
-        return StatefulBatch(**vars(batch), stream=stream, starts=torch.full((self.batch_size,), position == 0))
+        first_rows = stream.numpy() * self.stream_length
+        batch = collate(
+            self.rows[first_rows + position],
+            np.full(self.batch_size, NEW),
+            boundaries=self.boundaries,
+            pad_id=self.pad_id,
+        )
+        starts = torch.full((self.batch_size,), position == 0)
+        return StatefulBatch(**vars(batch), stream=stream, starts=starts)
 
     def fingerprint(self) -> str:
-        """Fingerprint of the rows; batches of another kind over the same rows have another one."""
+        """Return a hash of the rows that differs from that of other batches of the same rows."""
         return f"stateful {super().fingerprint()}"
 
 
 class StatefulModel(GraftedModel):
-    """A grafted model that keeps one cache for each micro-batch of stateful batches; gradients stay inside a step."""
+    """A grafted model that keeps a cache for each micro-batch of stateful batches; gradients stay inside a step."""
 
-    def forward(self, *args: Any, stream: Tensor | None = None, starts: Tensor | None = None, **inputs: Any) -> Any:
-        """One pass; rows of a `stream` that does not start continue the pass before."""
+    def forward(
+        self,
+        *args: Any,
+        stream: Tensor | None = None,
+        starts: Tensor | None = None,
+        **inputs: Any,
+    ) -> GraftedOutput:
+        """Run one pass.
+
+        Args:
+            args: arguments of `GraftedModel.forward`.
+            stream: (B,) index of each row's stream; None where rows are independent.
+            starts: (B,) whether a row is the first of its stream. If all rows are, the pass starts with an empty
+                cache; otherwise it continues the pass before.
+            inputs: keyword arguments of `GraftedModel.forward`.
+        """
         if stream is None or starts is None:
             return super().forward(*args, **inputs)
-        key, cache = int(stream[0]), None if bool(starts.all()) else self._caches[int(stream[0])]
-        inputs = inputs | {"past_key_values": cache, "use_cache": True}
-        inputs.pop("attention_mask", None)  # padding ends a stream, so that no token of it comes later
-        output: GraftedOutput = super().forward(*args, **inputs)
+        key = int(stream[0])
+        inputs["past_key_values"] = None if bool(starts.all()) else self._caches[key]
+        inputs["use_cache"] = True
+        # Padding is at the end of a stream, so no token after it needs the mask.
+        inputs.pop("attention_mask", None)
+        output = super().forward(*args, **inputs)
         for layer in output.past_key_values.layers:
-            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+            layer.keys = layer.keys.detach()
+            layer.values = layer.values.detach()
         self._caches[key] = output.past_key_values
         return output
 
     @property
-    def _caches(self) -> dict[int, Any]:
+    def _caches(self) -> dict[int, Cache]:
         """The caches by the first stream of a micro-batch."""
         return self.__dict__.setdefault("_stream_caches", {})
 
     def recurrent_state(self) -> dict[str, Tensor]:
-        """The caches that the next step continues, as tensors by name."""
-        tensors = {}
+        """Return the caches that the next step continues, as tensors by name."""
+        tensors: dict[str, Tensor] = {}
         for key, cache in self._caches.items():
             tensors[f"{key}/tokens"] = torch.tensor(cache.get_seq_length())
-            for n, layer in enumerate(cache.layers):
-                tensors |= {f"{key}/{n}/{name}": getattr(layer, name).contiguous() for name in ("keys", "values")}
+            for number, layer in enumerate(cache.layers):
+                tensors[f"{key}/{number}/keys"] = layer.keys.contiguous()
+                tensors[f"{key}/{number}/values"] = layer.values.contiguous()
         return tensors
 
     @torch.no_grad()
     def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `recurrent_state` gave, in the layers that a pass makes."""
+        """Restore what `recurrent_state` returned, in layers of the class that a pass makes."""
         self._caches.clear()
         for key in {int(name.partition("/")[0]) for name in tensors}:
-            ids = torch.zeros(len(tensors[f"{key}/0/keys"]), 1, dtype=torch.long, device=self.device)
-            cache = self._caches[key] = GraftedModel.forward(self, ids, use_cache=True).past_key_values
-            for n, layer in enumerate(cache.layers):
-                layer.keys, layer.values = (tensors[f"{key}/{n}/{name}"].to(self.device) for name in ("keys", "values"))
+            cache = self._new_cache(rows=len(tensors[f"{key}/0/keys"]))
+            self._caches[key] = cache
+            for number, layer in enumerate(cache.layers):
+                layer.keys = tensors[f"{key}/{number}/keys"].to(self.device)
+                layer.values = tensors[f"{key}/{number}/values"].to(self.device)
                 if hasattr(layer, "cumulative_length"):
                     layer.cumulative_length = int(tensors[f"{key}/tokens"])
+
+    def _new_cache(self, rows: int) -> Any:
+        """Return the cache of a pass over one token per row."""
+        ids = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
+        return GraftedModel.forward(self, ids, use_cache=True).past_key_values

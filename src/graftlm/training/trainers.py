@@ -1,75 +1,117 @@
 """Domains in trainers of transformers and TRL: `class MyTrainer(DomainTrainer, transformers.Trainer): ...`.
 
-A `GraftedModel` goes into a trainer as it is. An auxiliary loss needs more than trainers give: the column `domain` in
-every batch, and each domain's tokens counted over the whole optimiser step.
+Trainers take a `GraftedModel` as any other model. An auxiliary loss needs two things that they lack: the column
+`domain` in every batch, and each domain's tokens counted over the whole optimiser step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from transformers import Trainer
 
 from graftlm.data.rows import Batch
 from graftlm.errors import TrainingError
 
+OLD_OR_NEW = {0, 1}
+
 
 @dataclass
 class DomainCollator:
-    """Adds the rows' `domain` to the batch of another collator; `TrainingError` where a row has none, or not 0 or 1."""
+    """Add the rows' `domain` to the batch of another collator.
+
+    Args:
+        collate: the other collator, which gets the rows without `domain`.
+
+    Raises:
+        TrainingError: when called with rows that have no `domain`, or another one than 0 or 1.
+    """
 
     collate: Callable[[list[Any]], Mapping[str, Any]]
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        batch = dict(self.collate([{name: row[name] for name in row if name != "domain"} for row in rows]))
-        if any("domain" not in row for row in rows) or len(batch["input_ids"]) != len(rows):
+        without_domain = [{name: value for name, value in row.items() if name != "domain"} for row in rows]
+        batch = dict(self.collate(without_domain))
+        has_domains = all("domain" in row for row in rows)
+        if not has_domains or len(batch["input_ids"]) != len(rows):
             raise TrainingError(
-                "Rows of the batch have no `domain` of their own: give every row that column, 0 for old text and 1 for "
-                "new, and leave out packing and padding_free."
+                "Rows of the batch have no `domain`: give every row that column, 0 for old text and 1 for new, and "
+                "leave out packing and padding_free."
             )
-        domain = torch.tensor([int(row["domain"]) for row in rows])
-        if wrong := set(domain.tolist()) - {0, 1}:
-            raise TrainingError(f"A row has the domain {min(wrong)}, not 0 or 1: give old text 0 and new text 1.")
-        return batch | {"domain": domain}
+        domains = [int(row["domain"]) for row in rows]
+        wrong = set(domains) - OLD_OR_NEW
+        if wrong:
+            raise TrainingError(
+                f"A row has the domain {min(wrong)}, but 0 or 1 is expected: give old text 0 and new text 1."
+            )
+        batch["domain"] = torch.tensor(domains)
+        return batch
 
 
 class DomainTrainer(Trainer if TYPE_CHECKING else object):
-    """A mix-in, put before `transformers.Trainer` or TRL's `SFTTrainer`: rows have `domain`, 0 for old text, 1 for new.
+    """A mix-in before `transformers.Trainer` or TRL's `SFTTrainer` for rows with `domain`: 0 old text, 1 new text.
 
     The loss is that of `GraftedModel.forward`, with each mean taken over the optimiser step.
+
+    Raises:
+        TrainingError: the trainer computes another loss than the model's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.compute_loss_func or self.label_smoother or getattr(self.args, "loss_type", "nll") != "nll":
+        has_other_loss_type = getattr(self.args, "loss_type", "nll") != "nll"
+        if self.compute_loss_func or self.label_smoother or has_other_loss_type:
             raise TrainingError(
-                "The trainer has a loss of its own, without the graft's auxiliary loss: leave out compute_loss_func, "
+                "The trainer computes its own loss, without the graft's auxiliary loss: leave out compute_loss_func, "
                 "label_smoothing_factor and loss_type."
             )
-        self._step_totals: Any = None  # (3,), see `Call.totals`
+        self._step_totals: Tensor | None = None  # (3,), see `Call.totals`
         self.data_collator = DomainCollator(self.data_collator)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list({*(self._signature_columns or ()), "domain"})
+        columns = self._signature_columns or ()
+        self._signature_columns = list({*columns, "domain"})
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of one optimiser step, whose tokens are counted here."""
+    def get_batch_samples(
+        self,
+        epoch_iterator: Iterator[Any],
+        num_batches: int,
+        device: torch.device,
+    ) -> tuple[list[Any], Any]:
+        """Draw the batches of one optimiser step, and count their tokens by domain."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
-            names = ("input_ids", "labels", "attention_mask", "position_ids", "domain")
-            counts = [Batch(*map(batch.get, names)).totals() for batch in batches]
-            self._step_totals = torch.stack(counts).sum(0).to(device)
+            counts = [_as_batch(batch).totals() for batch in batches]
+            totals = torch.stack(counts).sum(0).to(device)
             if self.args.average_tokens_across_devices:
-                self._step_totals = self.accelerator.reduce(self._step_totals, "sum")
+                totals = self.accelerator.reduce(totals, "sum")
+            self._step_totals = totals  # type: ignore[assignment]  # a tensor in, a tensor out
         return batches, items
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
-        """The model's own loss; TRL's would leave out the auxiliary loss."""
-        totals = {"totals": self._step_totals} if model.training else {}
-        return Trainer.compute_loss(self, model, {**inputs, **totals}, return_outputs, num_items_in_batch)
+        """Compute the model's loss; that of TRL would leave out the auxiliary loss."""
+        inputs = dict(inputs)
+        if model.training:
+            inputs["totals"] = self._step_totals
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+
+def _as_batch(batch: Mapping[str, Any]) -> Batch:
+    return Batch(
+        input_ids=batch["input_ids"],
+        labels=batch["labels"],
+        attention_mask=batch.get("attention_mask"),
+        position_ids=batch.get("position_ids"),
+        domain=batch["domain"],
+    )

@@ -1,0 +1,215 @@
+"""Read the labels of a task's column: classes, numbers, several labels, tags and answers.
+
+Labels are always text. A number in a file becomes the label with its digits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from graftlm.data.table_files import type_name
+from graftlm.errors import DataError
+from graftlm.grafts.heads import TaskType
+
+
+class AnswerSpan(NamedTuple):
+    """An answer in a context.
+
+    Attributes:
+        start: position of its first character.
+        end: position after its last character.
+        answers: all texts that count as correct.
+    """
+
+    start: int
+    end: int
+    answers: tuple[str, ...]
+
+
+Target = str | float | tuple[str, ...] | AnswerSpan | None
+"""A label, a number, several labels, a tag for each word, or an answer; None for a row without labels."""
+
+
+class _Seen(NamedTuple):
+    """The first label of some form, and the location of its row."""
+
+    text: str
+    where: str
+
+
+class LabelReader:
+    """Read the labels of a column, and reject a column that mixes forms of labels.
+
+    Args:
+        task_type: the type of the task.
+        column: the name of the column, for error messages.
+        separator: the separator of several labels in a text.
+    """
+
+    def __init__(self, task_type: TaskType, column: str, separator: str = ",") -> None:
+        self.type: TaskType = task_type
+        self.column = column
+        self.separator = separator
+        self._numbers: dict[float, _Seen] = {}
+        self._first_number: _Seen | None = None
+        self._first_word: _Seen | None = None
+
+    def target(self, value: object, texts: Sequence[str], where: str) -> Target:
+        """Return the target of a row.
+
+        Args:
+            value: the value of the column.
+            texts: the texts of the row.
+            where: the location of the row, for error messages.
+
+        Raises:
+            DataError: the value does not fit the type of the task, the texts, or the labels of earlier rows.
+        """
+        if self.type == "regression":
+            return self._number(value, where)
+        if self.type == "classification":
+            return self._label(value, where)
+        if self.type == "span":
+            _, context = texts
+            return answer_span(value, context, self.column, where)
+        if self.type == "multi-label":
+            labels = [self._label(label, where) for label in self._split(value, where)]
+            return tuple(dict.fromkeys(labels))
+        tags = tuple(self._label(tag, where) for tag in split_blanks(value, self.column, where))
+        if len(tags) != len(texts) or not texts:
+            raise DataError(
+                f"{where} has {len(texts)} words and {len(tags)} tags, but the same number of both, and at least one, "
+                "is expected: correct the row."
+            )
+        return tags
+
+    def _number(self, value: object, where: str) -> float:
+        number = _finite(value)
+        if number is None:
+            found = "nothing" if value is None or value == "" else repr(value)
+            raise DataError(f"{where} has {found} in the column {self.column!r}, but a finite number is expected.")
+        return number
+
+    def _split(self, value: object, where: str) -> list[Any]:
+        """Return the labels of a list, or of a text with separators. There may be none."""
+        if isinstance(value, str):
+            return [part for part in value.split(self.separator) if part.strip()]
+        if not isinstance(value, list):
+            raise DataError(
+                f"{where} has {type_name(value)} in the column {self.column!r}, but a list of labels, or a text with "
+                f"{self.separator!r} between them, is expected: correct the row."
+            )
+        return value
+
+    def _label(self, value: object, where: str) -> str:
+        """Return a label as text, after checking it against the labels of earlier rows."""
+        label = _Seen(self._text(value, where), where)
+        number = _finite(label.text)
+        if number is not None:
+            self._check_form(label, number)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # A text of digits is neither: it fits both kinds of columns.
+        if is_number:
+            self._first_number = self._first_number or label
+        elif number is None:
+            self._first_word = self._first_word or label
+        if self._first_number is not None and self._first_word is not None:
+            found = f"the number {label.text}" if is_number else f"the word {label.text!r}"
+            raise DataError(
+                f"{where} has {found} in the column {self.column!r}, which is sometimes a number "
+                f"({self._first_number.text} at {self._first_number.where}) and sometimes a word "
+                f"({self._first_word.text!r} at {self._first_word.where}): write all labels as text."
+            )
+        return label.text
+
+    def _check_form(self, label: _Seen, number: float) -> None:
+        """Raise `DataError` if an earlier row has the same number in another form, such as 1 and 1.0."""
+        first = self._numbers.setdefault(number, label)
+        if first.text != label.text:
+            raise DataError(
+                f"{label.where} has the label {label.text} in the column {self.column!r}, and {first.where} has "
+                f"{first.text}, which is the same number in another form: write both alike."
+            )
+
+    def _text(self, value: object, where: str) -> str:
+        """Return the text of a label: the digits of a number, true or false of a boolean."""
+        if isinstance(value, bool):
+            return json.dumps(value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            return repr(value)
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+        if value == "":
+            found = "nothing"
+        elif isinstance(value, float | str):
+            found = repr(value)
+        else:
+            found = type_name(value)
+        raise DataError(f"{where} has {found} in the column {self.column!r}, but a label is expected: correct the row.")
+
+
+def _finite(value: object) -> float | None:
+    """Return a value as a finite number, or None if it is not one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def split_blanks(value: object, column: str, where: str) -> list[Any]:
+    """Return the values of a list, or the words of a text.
+
+    Args:
+        value: the list or text.
+        column: the name of its column, for error messages.
+        where: the location of its row, for error messages.
+
+    Raises:
+        DataError: the value is something else.
+    """
+    if isinstance(value, str):
+        return value.split()
+    if not isinstance(value, list):
+        raise DataError(f"{where} has {type_name(value)} in the column {column!r}, but a list or a text is expected.")
+    return value
+
+
+def answer_span(value: object, context: str, column: str, where: str) -> AnswerSpan:
+    """Return the span of an answer in its context.
+
+    The first of several answers is learned. Without a start, its first occurrence in the context is used.
+
+    Args:
+        value: a text that occurs in the context, a list of them, or SQuAD's {text, answer_start}.
+        context: the context.
+        column: the name of the answer's column, for error messages.
+        where: the location of its row, for error messages.
+
+    Raises:
+        DataError: there is no answer, or it does not occur in the context.
+    """
+    starts: list[Any] = []
+    if isinstance(value, dict):
+        starts = list(value.get("answer_start") or [])
+        value = value.get("text")
+    answers = [value] if isinstance(value, str) else value
+    if not isinstance(answers, list) or not answers or not all(_is_answer(answer) for answer in answers):
+        raise DataError(
+            f"{where} has no answer in the column {column!r}: enter a text of the context, or leave the row out."
+        )
+    answer = answers[0]
+    start = starts[0] if starts else context.find(answer)
+    if not isinstance(start, int) or start < 0 or context[start : start + len(answer)] != answer:
+        position = f"at character {start} of its context" if starts else "in its context"
+        raise DataError(f"{where} has the answer {answer[:60]!r}, which does not occur {position}: correct the row.")
+    return AnswerSpan(start, start + len(answer), tuple(answers))
+
+
+def _is_answer(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())

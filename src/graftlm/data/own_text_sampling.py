@@ -1,0 +1,393 @@
+"""Sample text from a backbone, as a substitute for its training data.
+
+Free text begins like a document of the backbone's training. In a conversation the model samples both sides: a user's
+turn after the beginning of the chat template, then the answer after the template's header of an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from numpy.random import SeedSequence
+from rich.progress import MofNCompleteColumn
+
+from graftlm.backbone import Backbone, end_ids, generate_rows, leading_bos, max_sequence_length
+from graftlm.backbone.patching import replaced_attributes
+from graftlm.data.chats import render_question
+from graftlm.data.own_text import OwnText, batch_line, key_line, read_complete_batches
+from graftlm.data.sources import SelfSourceConfig
+from graftlm.errors import DataError
+from graftlm.files.writing import write_errors
+from graftlm.progress import progress_bar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DOCUMENT_SEPARATOR = "<|endoftext|>"
+_CONTENT = "the-content-of-the-user"  # a placeholder for the user's turn, which the model samples
+_DEFAULT_CHAT_FRACTION = 0.5
+_BARREN_BATCHES = 3
+_MIN_TURN = 8
+
+
+def sample_own_text(
+    backbone: Backbone,
+    config: SelfSourceConfig,
+    length: int,
+    path: Path,
+    *,
+    key: str = "",
+    model: Any = None,
+    progress: bool = True,
+) -> list[OwnText]:
+    """Sample text from a backbone. Samples that an interrupted call left at `path` are kept.
+
+    Args:
+        backbone: the backbone; grafts that are attached to it are not active.
+        config: how much to sample, and how.
+        length: maximum number of tokens of a text if the config has none.
+        path: the file of samples, which is extended.
+        key: identifies the samples; a file with another key is written anew.
+        model: a model that samples instead of the bare backbone, such as a `GraftedModel` on it.
+        progress: show a progress bar.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
+        DataError: the backbone is an encoder, has no chat template for the requested conversations, or samples only
+            texts that can't be used; or the file can't be written.
+    """
+    sampler = OwnTextSampler(backbone, config, config.length or length, model)
+    with write_errors(path, DataError, "free some space, and run the same command to go on"):
+        return _sample_to(path, sampler, config, key, progress)
+
+
+def _sample_to(
+    path: Path,
+    sampler: OwnTextSampler,
+    config: SelfSourceConfig,
+    key: str,
+    progress: bool,
+) -> list[OwnText]:
+    batches = read_complete_batches(path, key)
+    samples = [sample for batch in batches for sample in batch]
+    total = _count_tokens(samples)
+    bar = progress_bar("sampling", config.tokens, MofNCompleteColumn(), "tokens", show=progress)
+    with bar as update, path.open("ab") as file:
+        if not batches:
+            file.truncate(0)
+            file.write(key_line(key))
+        # The sampler drops conversations after the same batches as in the interrupted call.
+        for count in range(1, len(batches) + 1):
+            sampler.check_yield(batches[:count])
+        while total < config.tokens:
+            update(completed=total)
+            batch = sampler.batch(len(batches), samples, config.tokens - total)
+            batches.append(batch)
+            samples += batch
+            total += _count_tokens(batch)
+            file.write(batch_line(batch))
+            file.flush()
+            sampler.check_yield(batches)
+        update(completed=config.tokens)
+    return samples
+
+
+def _count_tokens(samples: Sequence[OwnText]) -> int:
+    return sum(sample.tokens for sample in samples)
+
+
+class ChatParts(NamedTuple):
+    """The tokens of a chat template around a user's first turn.
+
+    Attributes:
+        before: the tokens before the turn.
+        after: the tokens from the end of the turn to the beginning of the answer.
+    """
+
+    before: list[int]
+    after: list[int]
+
+
+class OwnTextSampler:
+    """Sample batches of text from a backbone.
+
+    Args:
+        backbone: the backbone.
+        config: how to sample.
+        length: maximum number of tokens of a text.
+        model: a model that samples instead of the bare backbone.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
+        DataError: the backbone can't sample texts of that length, or not the requested conversations.
+    """
+
+    def __init__(self, backbone: Backbone, config: SelfSourceConfig, length: int, model: Any = None) -> None:
+        self.name = backbone.name
+        self._tokenizer = backbone.need_tokenizer()
+        _check_backbone(backbone, length)
+        self._model: Any = backbone.bare_model if model is None else model
+        # The module whose generation config `generate` reads.
+        self._configured: Any = self._model if model is None else backbone.model
+        self._config = config
+        self._length = length
+        self._ends = end_ids(backbone.model, self._tokenizer)
+        self._template: ChatParts | None = self._find_template()
+        self._chat_fraction = 0.0
+        if self._template is not None:
+            fraction = config.chat_fraction
+            self._chat_fraction = _DEFAULT_CHAT_FRACTION if fraction is None else fraction
+        self._starts: list[list[int]] = []
+        if self._chat_fraction < 1:
+            self._starts = self._find_starts()
+
+    def _find_template(self) -> ChatParts | None:
+        """Return the parts of the chat template if conversations are sampled.
+
+        By default there are none if the template is missing or can't be used.
+        """
+        fraction = self._config.chat_fraction
+        if fraction == 0:
+            return None
+        if fraction is not None:
+            return split_template(self._tokenizer, self._length, self.name)
+        if not self._tokenizer.chat_template:
+            return None
+        try:
+            return split_template(self._tokenizer, self._length, self.name)
+        except DataError:
+            return None
+
+    def _find_starts(self) -> list[list[int]]:
+        return free_starts(self._tokenizer, self._config.openings, self._length, self.name)
+
+    def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
+        """Sample the next batch.
+
+        It has conversations or free text, whichever misses more tokens to its share.
+
+        Args:
+            number: the number of the batch, which determines its random numbers.
+            samples: the samples of all earlier batches.
+            needed: number of tokens to sample.
+        """
+        chat_tokens = sum(sample.tokens for sample in samples if sample.is_chat)
+        missing = self._chat_fraction * (_count_tokens(samples) + needed) - chat_tokens
+        is_chat = missing > needed - missing
+        needed_of_kind = math.ceil(missing if is_chat else needed - missing)
+        needed = min(needed, max(1, needed_of_kind))
+        rows = min(self._config.batch_size, math.ceil(needed / self._length) + 1)
+        texts = self._sample(number, rows, is_chat=is_chat)
+        kept = []
+        total = 0
+        for text in texts:
+            if total < needed:
+                kept.append(text)
+            total += text.tokens
+        return kept
+
+    def _sample(self, number: int, rows: int, *, is_chat: bool) -> list[OwnText]:
+        """Sample `rows` texts with the random numbers of a batch."""
+        from transformers import GenerationConfig  # imports the models
+
+        device = self._model.device
+        devices = [] if device.type == "cpu" else [device]
+        seed = int(SeedSequence([self._config.seed, number]).generate_state(1)[0])
+        # The settings of the checkpoint's generation config, such as its penalties, are not used.
+        plain = replaced_attributes(self._configured, generation_config=GenerationConfig())
+        with torch.random.fork_rng(devices, device_type=device.type), plain:
+            torch.manual_seed(seed)
+            if is_chat:
+                return self._conversations(rows)
+            return self._free_texts(rows, number)
+
+    def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> None:
+        """Check whether the latest batches have usable samples.
+
+        After several batches without any, conversations that were not requested explicitly are no longer sampled.
+
+        Args:
+            batches: all batches so far.
+
+        Raises:
+            DataError: several batches have no usable sample.
+        """
+        barren = 0
+        for batch in reversed(batches):
+            if batch:
+                break
+            barren += 1
+        if barren == 0 or barren % _BARREN_BATCHES != 0:
+            return
+        if self._chat_fraction == 0 or self._config.chat_fraction is not None:
+            samples = [sample for batch in batches for sample in batch]
+            raise self._yield_error(samples, barren)
+        self._chat_fraction = 0.0
+        self._starts = self._find_starts()
+
+    def _yield_error(self, samples: Sequence[OwnText], barren: int) -> DataError:
+        has_free_text = any(not sample.is_chat for sample in samples)
+        if self._chat_fraction == 1 or (self._chat_fraction > 0 and has_free_text):
+            problem = "no conversation whose user's turn ends"
+            remedy = "raise the length, set chat_fraction to 0"
+        else:
+            problem = "only texts that end at once"
+            remedy = "try a temperature of 1"
+        return DataError(
+            f"The backbone {self.name} samples {problem} ({barren} batches of at most {self._config.batch_size} texts "
+            f"of {self._length} tokens, after {_count_tokens(samples):,} of {self._config.tokens:,} tokens): {remedy}, "
+            "or name real text under data.old; for own_kl, set evaluation.own_tokens to 0."
+        )
+
+    def _free_texts(self, rows: int, number: int) -> list[OwnText]:
+        first = number * self._config.batch_size
+        starts = [self._starts[(first + row) % len(self._starts)] for row in range(rows)]
+        ends = set(self._ends)
+        if leading_bos(self._tokenizer) is None:
+            ends.add(starts[0][0])
+        # Texts with starts of one length are sampled together, so that each can have the full length.
+        by_length: dict[int, list[list[int]]] = {}
+        for start in starts:
+            by_length.setdefault(len(start), []).append(start)
+        texts = []
+        for length in sorted(by_length):
+            group = by_length[length]
+            for start, new in zip(group, self._continue(group, ends, self._length), strict=True):
+                if new and new[0] not in ends:
+                    texts.append(OwnText(start + new, [(length, length + len(new))]))
+        return texts
+
+    def _conversations(self, rows: int) -> list[OwnText]:
+        assert self._template is not None, "conversations have a template"
+        before, after = self._template
+        turn_end = after[0]
+        budget = self._length - len(before) - len(after)
+        turns = self._continue([before] * rows, self._ends | {turn_end}, len(before) + budget // 2)
+        ended = [turn for turn in turns if len(turn) > 1 and turn[-1] == turn_end]
+        if not ended:
+            return []
+        prompts = [before + turn + after[1:] for turn in ended]
+        answers = self._continue(prompts, self._ends, self._length)
+        texts = []
+        for turn, prompt, answer in zip(ended, prompts, answers, strict=True):
+            if answer:
+                user_turn = (len(before), len(before) + len(turn))
+                answer_turn = (len(prompt), len(prompt) + len(answer))
+                texts.append(OwnText(prompt + answer, [user_turn, answer_turn]))
+        return texts
+
+    @torch.no_grad()
+    def _continue(self, prompts: list[list[int]], ends: set[int], length: int) -> list[list[int]]:
+        """Sample tokens after each prompt, up to and including the first end.
+
+        Args:
+            prompts: the prompts.
+            ends: ids of the tokens that end a text.
+            length: maximum number of tokens of the longest prompt and the sampled tokens together.
+        """
+        width = max(len(prompt) for prompt in prompts)
+        if length <= width:
+            return [[] for _ in prompts]
+        return generate_rows(
+            self._model,
+            self._tokenizer,
+            prompts,
+            ends,
+            max_new_tokens=length - width,
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+            top_k=0,
+            do_sample=True,
+        )
+
+
+def _check_backbone(backbone: Backbone, length: int) -> None:
+    """Raise `DataError` if a backbone can't sample texts of `length` tokens."""
+    if not (backbone.sites.family.causal and backbone.model.can_generate()):
+        raise DataError(
+            f"The backbone {backbone.name} can't sample text, since it is not a causal language model: name real text "
+            "under data.old, and set evaluation.own_tokens to 0."
+        )
+    limit = max_sequence_length(backbone.model)
+    if limit < length:
+        raise DataError(
+            f"Samples of {length} tokens do not fit the backbone, which has {limit} positions: lower the length."
+        )
+
+
+def free_starts(
+    tokenizer: PreTrainedTokenizerBase,
+    openings: Sequence[str],
+    length: int,
+    name: str,
+) -> list[list[int]]:
+    """Return the tokens with which free texts begin in turn.
+
+    Args:
+        tokenizer: the backbone's tokenizer.
+        openings: texts to begin with; if there are none, texts begin like a document.
+        length: maximum number of tokens of a text.
+        name: the backbone's name, for error messages.
+
+    Raises:
+        DataError: the tokenizer has no token with which a text begins, or an opening is too long.
+    """
+    candidates = (
+        leading_bos(tokenizer),
+        tokenizer.get_vocab().get(_DOCUMENT_SEPARATOR),
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+    )
+    start = [token for token in candidates if isinstance(token, int)][:1]
+    encoded: list[list[int]] = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in openings]
+    if not encoded:
+        encoded = [[]]
+    if not start and not all(encoded):
+        raise DataError(
+            f"The tokenizer of {name} has no token that begins or ends a text: set openings of the backbone's own "
+            "text, and set evaluation.own_tokens to 0."
+        )
+    longest = max(len(opening) for opening in encoded)
+    if longest + len(start) >= length:
+        raise DataError(
+            f"An opening has {longest} tokens, but a text has at most {length}: shorten it, or raise the length."
+        )
+    return [start + opening for opening in encoded]
+
+
+def split_template(tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> ChatParts:
+    """Return the tokens of a chat template around a user's first turn.
+
+    Args:
+        tokenizer: the backbone's tokenizer.
+        length: maximum number of tokens of a text.
+        name: the backbone's name, for error messages.
+
+    Raises:
+        DataError: the tokenizer has no template, the template can't be used, or it leaves no space for turns.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"The tokenizer of {name} has no chat template for conversations: set chat_fraction to 0, or name a chat "
+            "model."
+        )
+    try:
+        text = render_question([{"role": "user", "content": _CONTENT}], tokenizer)
+    except DataError:
+        raise DataError(f"The chat template of {name} can't be rendered: set chat_fraction to 0.") from None
+    text_before, content, text_after = text.partition(_CONTENT)
+    before = tokenizer(text_before, add_special_tokens=False)["input_ids"]
+    after = tokenizer(text_after, add_special_tokens=False)["input_ids"]
+    if not content or not before or not after or after[0] not in tokenizer.added_tokens_decoder:
+        raise DataError(f"The chat template of {name} has no token that ends a user turn: set chat_fraction to 0.")
+    size = len(before) + len(after)
+    if length < size + 2 * _MIN_TURN:
+        raise DataError(
+            f"The chat template of {name} has {size} tokens, but a text has at most {length}: raise the length, or set "
+            "chat_fraction to 0."
+        )
+    return ChatParts(before, after)

@@ -1,0 +1,225 @@
+"""The recipe of a graft on text, or of a comparison of several grafts on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from graftlm.backbone.load import BackboneConfig
+from graftlm.config import Config
+from graftlm.data import DataConfig, SelfSourceConfig
+from graftlm.errors import RecipeError
+from graftlm.evaluation.evaluator import BACKBONE_ROW, NEW_SET, OLD_SET, EvaluationConfig
+from graftlm.grafts import GraftConfig, default_config, kinds
+from graftlm.runs.graft_run import AnyGraft, GraftRun
+from graftlm.runs.run import Run
+from graftlm.training.config import TrainingConfig
+
+
+class MethodConfig(Config):
+    """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
+
+    label: str = ""
+    graft: AnyGraft
+    training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
+    data: dict[str, Any] = Field({}, description="Keys of the data section, such as new or replay_fraction.")
+
+
+class TextRecipe(Config):
+    """The sections that all recipes of grafts on text have."""
+
+    backbone: BackboneConfig
+    data: DataConfig = DataConfig()
+    training: TrainingConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    def backbone_runs(self) -> list[Run]:
+        """Return the run that measures the bare backbone; no run without tests and tasks."""
+        if not (self.data.test or self.evaluation.tasks):
+            return []
+        run = GraftRun(
+            id=BACKBONE_ROW,
+            backbone=self.backbone,
+            data=self.data,
+            training=self.training,
+            evaluation=self.evaluation,
+        )
+        return [run]
+
+    def changed_sections(self, config: MethodConfig, where: str) -> tuple[TrainingConfig, DataConfig]:
+        """Return the training and data sections with the keys that a method or a stage changes.
+
+        Args:
+            config: the method or the stage.
+            where: its path in the recipe, such as `methods.lora`.
+
+        Raises:
+            ValueError: the test texts are changed.
+            RecipeError: a changed key is unknown, or its value does not fit.
+        """
+        if "test" in config.data:
+            group, _, _ = where.partition(".")
+            raise ValueError(
+                f"{where}.data has the key test, but all {group} are measured on the same texts: remove it"
+            )
+        training = TrainingConfig.parse(self.training.model_dump() | config.training, where=f"{where}.training")
+        data = DataConfig.parse(self.data.model_dump() | config.data, where=f"{where}.data")
+        return training, data
+
+
+class FrontierConfig(Config):
+    """What `graft compare --frontier` sweeps for every method alike."""
+
+    rates: list[Annotated[float, Field(gt=0)]] = Field(
+        [0.5, 2.0], description="Factors on each method's learning rate, beside 1."
+    )
+    strengths: list[Annotated[float, Field(gt=0, le=1)]] = Field(
+        [0.25, 0.5, 0.75],
+        description="Shares of the way from the weights' start to where training took them, beside 1.",
+    )
+
+
+class Recipe(TextRecipe):
+    """A training run of one graft on text, or a comparison of several grafts on the same text."""
+
+    graft: AnyGraft | None = Field(None, description="What to train; `kind` names the method.")
+    methods: dict[str, MethodConfig] = Field({}, description="For graft compare: what to train, by row id.")
+    frontier: FrontierConfig = Field(FrontierConfig(), description="For graft compare --frontier.")
+    out: str = Field("runs/graft", description="Folder for the graft, its report and the checkpoints.")
+
+    def _problems(self) -> Iterator[str]:
+        if self.graft is not None and self.graft.needs_tasks:
+            yield (
+                f"a graft of the kind {self.graft.kind} learns tasks, but the recipe has none: name some under tasks "
+                "instead of data"
+            )
+        if self.graft is None and not self.methods:
+            yield "a recipe needs a graft section, or methods to compare, but both are missing"
+        if BACKBONE_ROW in self.methods:
+            yield "the method id backbone is the id of the backbone's own row: choose another"
+        if self.training.steps and not self.data.new:
+            yield "a run with steps needs text: name some under data.new, or set training.steps to 0"
+        if not self.methods:
+            check_sections(self.training, self.data, self.evaluation)
+        for name, method in self.methods.items():
+            training, data = self.changed_sections(method, f"methods.{name}")
+            check_sections(training, data, self.evaluation)
+
+    def run(self) -> GraftRun:
+        """Return the run that trains the recipe's graft.
+
+        Raises:
+            RecipeError: the recipe has methods and no graft section.
+        """
+        if self.graft is None:
+            raise RecipeError(
+                "The recipe has methods to compare and no graft section: run graft compare, or add a graft section."
+            )
+        return GraftRun(
+            id=self.graft.kind,
+            folder=".",
+            backbone=self.backbone,
+            graft=self.graft,
+            data=self.data,
+            training=self.training,
+            evaluation=self.evaluation,
+        )
+
+    def comparison(self) -> list[GraftRun]:
+        """Return the runs of a comparison.
+
+        They train the recipe's methods; without methods, its graft and every kind of graft that needs no settings.
+        """
+        methods = self.methods or self._default_methods()
+        runs = []
+        for name, method in methods.items():
+            training, data = self.changed_sections(method, f"methods.{name}")
+            run = GraftRun(
+                id=name,
+                label=method.label,
+                backbone=self.backbone,
+                graft=method.graft,
+                data=data,
+                training=training,
+                evaluation=self.evaluation,
+            )
+            runs.append(run)
+        return runs
+
+    def _default_methods(self) -> dict[str, MethodConfig]:
+        assert self.graft is not None, "a recipe without methods has a graft"
+        configs: dict[str, GraftConfig] = {self.graft.kind: self.graft}
+        for kind in kinds():
+            config = default_config(kind)
+            if config is not None:
+                configs.setdefault(kind, config)
+        return {kind: MethodConfig(graft=config) for kind, config in configs.items()}
+
+    def frontier_runs(self) -> dict[str, list[GraftRun]]:
+        """Return the runs of a comparison at every rate and strength, by method.
+
+        The first run of a method has the method's own rate.
+
+        Raises:
+            RecipeError: the recipe lacks the test texts old or new, so that learning or forgetting is not measured.
+        """
+        if not {OLD_SET, NEW_SET} <= self.data.test.keys():
+            raise RecipeError(
+                "A frontier plots what was learned against what was forgotten: name test texts old and new under "
+                "data.test."
+            )
+        evaluation = self.evaluation.model_copy(update={"strengths": self.frontier.strengths or [1.0]})
+        # Parsed again, since strengths do not fit every training section.
+        recipe = Recipe.parse(self.model_dump() | {"evaluation": evaluation.model_dump()})
+        runs: dict[str, list[GraftRun]] = {}
+        for run in recipe.comparison():
+            others = sorted(set(self.frontier.rates) - {1.0}) if run.training.steps else []
+            runs[run.id] = [run, *(_at_rate(run, factor) for factor in others)]
+        return runs
+
+
+def _at_rate(run: GraftRun, factor: float) -> GraftRun:
+    """Return a run with its learning rate multiplied, and with the new rate in its id and label."""
+    assert run.graft is not None, "a comparison has no bare backbone"
+    rate = run.training.learning_rate * factor
+    return run.model_copy(
+        update={
+            "id": f"{run.id}-rate-{rate:g}",
+            "label": f"{run.label or run.graft.label}, rate {rate:g}",
+            "training": run.training.model_copy(update={"learning_rate": rate}),
+        }
+    )
+
+
+def check_sections(training: TrainingConfig, data: DataConfig, evaluation: EvaluationConfig) -> None:
+    """Raise `ValueError` if sections of a recipe do not fit together."""
+    if training.sharded and evaluation.strengths:
+        raise ValueError(
+            "strengths move weights back to their start, but training.sharded spreads the weights over processes: set "
+            "sharded to false, or leave evaluation.strengths out"
+        )
+    if training.sharded and data.old_objective == "distil":
+        raise ValueError(
+            "old_objective distil needs a pass of the bare backbone, but training.sharded spreads its weights over "
+            "processes: set sharded to false, or old_objective to replay"
+        )
+    if data.stream:
+        _check_stream(training, data)
+    seeds_of_old_text = [source.seed for source in data.old if isinstance(source, SelfSourceConfig)]
+    if evaluation.own_tokens and data.replay_fraction and evaluation.own_seed in seeds_of_old_text:
+        raise ValueError(
+            f"evaluation.own_seed is {evaluation.own_seed}, which is also the seed of old text that the backbone "
+            "samples, so own_kl would be measured on training text: choose another seed"
+        )
+
+
+def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
+    if data.boundaries != "joined" or data.replay_fraction or training.gradient_checkpointing:
+        raise ValueError(
+            "data.stream reads new text once and in order: set boundaries to joined, replay_fraction to 0 and "
+            "training.gradient_checkpointing to false, or stream to false"
+        )
+    if any(source.streaming for source in data.new):
+        raise ValueError("data.stream cuts its rows from text in memory: set streaming or stream to false")

@@ -1,0 +1,73 @@
+"""What the runs of one process share: loaded backbones, their evaluators, and batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeAlias
+
+from graftlm.backbone import Backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data import DataConfig, Mixture
+from graftlm.data.own_text import read_own_text
+from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig, load_tests
+
+BatchesKey: TypeAlias = tuple[BackboneConfig, str, int]
+
+_CACHED_BATCHES = 4
+_BATCHES: OrderedDict[BatchesKey, Mixture] = OrderedDict()
+"""The batches used last, from the oldest to the newest."""
+
+
+@lru_cache(maxsize=2)
+def load_shared(backbone: BackboneConfig) -> Backbone:
+    """Return a loaded backbone, which the runs of one process share."""
+    return backbone.load()
+
+
+@lru_cache(maxsize=2)
+def load_shared_evaluator(
+    backbone: BackboneConfig,
+    tests: str,
+    evaluation: str,
+    length: int,
+    own_text: Path | None,
+) -> BackboneEvaluator:
+    """Return the evaluator of a backbone, which the runs of one process share.
+
+    Args:
+        backbone: the backbone.
+        tests: the test section of a `DataConfig`, as JSON.
+        evaluation: an `EvaluationConfig` as JSON.
+        length: tokens per window.
+        own_text: file of the texts that the backbone sampled; without it, their divergence is not measured.
+    """
+    sources = DataConfig.model_validate_json(tests).test
+    settings = EvaluationConfig.model_validate_json(evaluation)
+    samples = [] if own_text is None else read_own_text(own_text)
+    return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples)
+
+
+def shared_batches(key: BatchesKey, build: Callable[[], Mixture]) -> Mixture:
+    """Return the batches of a key, built again if none are kept or if those that are kept have a position.
+
+    Args:
+        key: the backbone, the data section as JSON, and the batch size.
+        build: builds the batches.
+    """
+    batches = _BATCHES.pop(key, None)
+    if batches is None or batches.state_dict():
+        batches = build()
+    while len(_BATCHES) >= _CACHED_BATCHES:
+        _BATCHES.popitem(last=False)
+    _BATCHES[key] = batches
+    return batches
+
+
+def release_shared() -> None:
+    """Free everything that the runs of this process share."""
+    load_shared.cache_clear()
+    load_shared_evaluator.cache_clear()
+    _BATCHES.clear()
