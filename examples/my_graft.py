@@ -1,8 +1,8 @@
-"""A graft of your own in one file: U V x is added to the output of every FFN, x being its input and U = 0 at first.
+"""A graft in one file: it adds U V x to the output of every FFN, where x is the input of the FFN and U starts at zero.
 
     python examples/my_graft.py RECIPE.yaml OUT
 
-trains it by a recipe with `graft: {kind: low-rank-bias, rank: 4}`, and tests/test_examples.py runs the laws on it.
+trains it by a recipe with `graft: {kind: low-rank-bias, rank: 4}`. tests/test_examples.py checks the laws on it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,53 @@ from graftlm.grafts import GraftConfig
 
 
 class LowRankBiasConfig(GraftConfig):
-    """Config of the graft; `rank` is the width between V and U."""
+    """Config of the graft.
+
+    Args:
+        rank: Width between V and U.
+    """
 
     kind: Literal["low-rank-bias"] = "low-rank-bias"
     rank: int = Field(4, ge=1)
 
 
 class LowRankBias(Graft):
-    """A low-rank matrix beside every FFN."""
+    """A low-rank matrix parallel to every FFN."""
 
     Config = LowRankBiasConfig
     label = "low-rank bias"
 
     def __init__(self, config: LowRankBiasConfig, backbone: Backbone) -> None:
         super().__init__()
-        self.config, sites = config, backbone.sites
-        self.v = nn.ModuleList(nn.Linear(sites.width, config.rank, bias=False) for _ in range(sites.n_layers))
-        self.u = nn.ModuleList(nn.Linear(config.rank, sites.width, bias=False) for _ in range(sites.n_layers))
-        for weight in self.u.parameters():
-            nn.init.zeros_(weight)
+        self.config = config
+        width = backbone.sites.width
+        self.v = nn.ModuleList()
+        self.u = nn.ModuleList()
+        for _ in range(backbone.sites.n_layers):
+            v = nn.Linear(width, config.rank, bias=False)
+            u = nn.Linear(config.rank, width, bias=False)
+            nn.init.zeros_(u.weight)
+            self.v.append(v)
+            self.u.append(u)
         self.to(backbone.device)
 
     def taps(self) -> list[Tap]:
-        return [Tap(Site("ffn", layer), "after", "add", self._add(layer)) for layer in range(len(self.u))]
+        return [self._tap(layer) for layer in range(len(self.u))]
 
-    def _add(self, layer: int) -> Callable[[Call, Tensor, Tensor], Tensor]:
-        def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
-            return self.u[layer](self.v[layer](inputs.to(call.working_dtype(self)))).to(outputs.dtype)
+    def _tap(self, layer: int) -> Tap:
+        return Tap(
+            site=Site("ffn", layer),
+            when="after",
+            act="add",
+            function=self._bias(layer),
+        )
 
-        return add
+    def _bias(self, layer: int) -> Callable[[Call, Tensor, Tensor], Tensor]:
+        def bias(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
+            x = inputs.to(call.working_dtype(self))
+            return self.u[layer](self.v[layer](x)).to(outputs.dtype)
+
+        return bias
 
 
 register_graft("low-rank-bias", LowRankBias)

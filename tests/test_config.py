@@ -1,4 +1,4 @@
-"""Configs: YAML both ways, overrides, and one sentence for whatever does not fit."""
+"""Configs: YAML both ways, overrides, and one sentence for values that do not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from graftlm.config import Config, apply_override, read_yaml
 from graftlm.errors import RecipeError
@@ -52,7 +52,7 @@ class Recipe(Config):
 
 
 def reason(**values: Any) -> str:
-    """The sentence that refuses `values`."""
+    """Return the message of the error for `values`."""
     with pytest.raises(RecipeError) as caught:
         Recipe.parse({"name": "x"} | values)
     return str(caught.value)
@@ -156,49 +156,51 @@ def test_merge_keys_may_be_overruled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "named"),
     [
-        ("", "is empty, but a recipe is expected"),
-        ("# only a comment", "is empty"),
-        ("text", "contains a string, but a mapping"),
-        ("- a", "contains a list"),
-        ("12", "contains a number"),
-        (b"\xff\xfe\x00", "is not UTF-8 text"),
-        (b"\x00\x01\x02", "is not valid YAML"),
-        (b"PK\x03\x04", "is not valid YAML"),
-        ("name: [", "is not valid YAML at line 1"),
-        ("name: x\n\ttraining: {}", "at line 2"),
-        ("name: x\nname: y", "at line 2"),
-        ("name: x\ntraining: {steps: 1, steps: 2}", "at line 2"),
-        ("name: x\n---\nname: y", "another document"),
-        ("name: *unknown", "undefined alias 'unknown'"),
-        ("[" * 100_000, "nested too deeply"),
-        ("{a: " * 3_000, "nested too deeply"),
-        ("a: " + "9" * 5_000, "does not fit its tag"),
-        ("a: !!int x", "does not fit its tag"),
-        ("a: !!python/object/apply:os.system [true]", "is not valid YAML at line 1"),
+        ("", "empty"),
+        ("# only a comment", "empty"),
+        ("text", "a string"),
+        ("- a", "a list"),
+        ("12", "a number"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"\x00\x01\x02", "YAML"),
+        (b"PK\x03\x04", "YAML"),
+        ("name: [", "line 1"),
+        ("name: x\n\ttraining: {}", "line 2"),
+        ("name: x\nname: y", "line 2"),
+        ("name: x\ntraining: {steps: 1, steps: 2}", "line 2"),
+        ("name: x\n---\nname: y", "document"),
+        ("name: *unknown", "'unknown'"),
+        ("[" * 100_000, "nested"),
+        ("{a: " * 3_000, "nested"),
+        ("a: " + "9" * 5_000, "tag"),
+        ("a: !!int x", "tag"),
+        ("a: !!python/object/apply:os.system [true]", "line 1"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_in_one_sentence(tmp_path: Path, content: str | bytes, words: str) -> None:
-    with pytest.raises(RecipeError, match="recipe") as caught:
+def test_a_file_that_is_no_recipe_is_refused_in_one_sentence(tmp_path: Path, content: str | bytes, named: str) -> None:
+    with pytest.raises(RecipeError) as caught:
         read(tmp_path, content)
     message = str(caught.value)
-    assert words in message
+    assert "recipe" in message
+    assert named in message
     assert message.endswith(".")
     assert "\n" not in message
     assert len(message) < 400 + len(str(tmp_path))
 
 
 def test_a_missing_file_a_folder_and_an_unusable_path_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"There is no file .*none\.yaml: name an existing one"):
-        read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(RecipeError, match="can't be read as a recipe"):
-        read_yaml(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(RecipeError, match="can't be read as a recipe"):
-        read_yaml(tmp_path / "file" / "recipe.yaml")
-    with pytest.raises(RecipeError, match="can't be read as a recipe"):
-        read_yaml(tmp_path / ("a" * 300))
+    for path in (
+        tmp_path / "none.yaml",
+        tmp_path,
+        tmp_path / "file" / "recipe.yaml",
+        tmp_path / ("a" * 300),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            read_yaml(path)
+        assert str(tmp_path) in str(caught.value)
 
 
 @given(st.binary(max_size=60) | st.text(string.punctuation + string.whitespace + "ab1", max_size=60).map(str.encode))
@@ -215,53 +217,47 @@ def test_any_bytes_give_a_recipe_or_one_sentence(tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "named"),
     [
-        ({"trainin": {}}, "config: unknown key trainin (did you mean training?)."),
-        ({"training": {"stepz": 3}}, "config: unknown key training.stepz (did you mean steps?)."),
-        ({"parts": [{}, {"rat": 3}]}, "config: unknown key parts.1.rat (did you mean rate?)."),
-        ({"tests": {"old": [{"rat": 3}]}}, "config: unknown key tests.old.0.rat (did you mean rate?)."),
-        ({"maybe": {"rat": 3}}, "config: unknown key maybe.rat (did you mean rate?)."),
-        ({"training": {"zzz": 3}}, "config: unknown key training.zzz (known: betas, rate, schedule, steps)."),
-        ({"tool": {"kind": "rake"}}, "config: tool.kind: the value should be 'spade', but found 'rake'."),
-        (
-            {"training": {"steps": "many"}},
-            "config: training.steps: the value should be a valid integer, but found 'many'.",
-        ),
-        ({"training": {"steps": 1.5}}, "config: training.steps: the value should be a valid integer, but found 1.5."),
-        (
-            {"training": {"steps": 0}},
-            "config: training.steps: the value should be greater than or equal to 1, but found 0.",
-        ),
-        (
-            {"training": {"rate": float("nan")}},
-            "config: training.rate: the value should be a finite number, but found nan.",
-        ),
-        (
-            {"training": {"rate": float("inf")}},
-            "config: training.rate: the value should be a finite number, but found inf.",
-        ),
-        ({"training": None}, "config: training: the value should be a mapping of keys, but found nothing."),
-        ({"training": [1]}, "config: training: the value should be a mapping of keys, but found a list."),
-        ({"training": {"betas": [1]}}, "config: the key training.betas.1 is missing, and it has no default."),
-        ({"tests": {"old": {}}}, "config: tests.old: the value should be a valid list, but found a mapping."),
-        ({"name": 3}, "config: name: the value should be a valid string, but found 3: put it in quotes."),
-        ({"training": {"steps": 13}}, "config: training: 13 steps bring bad luck: choose 12 or 14."),
-        ({"nam": "x", "trainin": {}}, "config: unknown key nam (did you mean name?) (and 1 more)."),
+        ({"trainin": {}}, ("trainin", "did you mean training?")),
+        ({"training": {"stepz": 3}}, ("training.stepz", "did you mean steps?")),
+        ({"parts": [{}, {"rat": 3}]}, ("parts.1.rat", "did you mean rate?")),
+        ({"tests": {"old": [{"rat": 3}]}}, ("tests.old.0.rat", "did you mean rate?")),
+        ({"maybe": {"rat": 3}}, ("maybe.rat", "did you mean rate?")),
+        ({"training": {"zzz": 3}}, ("training.zzz", "known: betas, rate, schedule, steps")),
+        ({"tool": {"kind": "rake"}}, ("tool.kind", "'spade'", "'rake'")),
+        ({"training": {"steps": "many"}}, ("training.steps", "integer", "'many'")),
+        ({"training": {"steps": 1.5}}, ("training.steps", "integer", "1.5")),
+        ({"training": {"steps": 0}}, ("training.steps", "greater than or equal to 1", "found 0")),
+        ({"training": {"rate": float("nan")}}, ("training.rate", "finite", "nan")),
+        ({"training": {"rate": float("inf")}}, ("training.rate", "finite", "inf")),
+        ({"training": None}, ("training", "mapping", "nothing")),
+        ({"training": [1]}, ("training", "mapping", "a list")),
+        ({"training": {"betas": [1]}}, ("training.betas.1", "missing")),
+        ({"tests": {"old": {}}}, ("tests.old", "list", "a mapping")),
+        ({"name": 3}, ("name", "string", "3", "quotes")),
+        ({"training": {"steps": 13}}, ("training", "choose 12 or 14")),
+        ({"nam": "x", "trainin": {}}, ("nam", "did you mean name?", "1 more")),
     ],
 )
-def test_what_does_not_fit_is_named_in_one_sentence(values: dict[str, Any], sentence: str) -> None:
-    assert reason(**values) == sentence
+def test_what_does_not_fit_is_named_in_one_sentence(values: dict[str, Any], named: tuple[str, ...]) -> None:
+    message = reason(**values)
+    assert message.startswith("config: ")
+    assert all(text in message for text in named), message
+    assert message.endswith(".")
+    assert "\n" not in message
 
 
 def test_a_missing_key_is_named() -> None:
-    with pytest.raises(RecipeError, match=r"^config: the key name is missing, and it has no default\.$"):
+    with pytest.raises(RecipeError) as caught:
         Recipe.parse({})
+    assert "key name" in str(caught.value)
 
 
-def test_a_typo_is_told_before_the_key_that_it_misses() -> None:
-    with pytest.raises(RecipeError, match=r"unknown key nme \(did you mean name\?\) \(and 1 more\)\."):
+def test_a_typo_is_reported_before_the_missing_key() -> None:
+    with pytest.raises(RecipeError) as caught:
         Recipe.parse({"nme": "x"})
+    assert "nme (did you mean name?) (and 1 more)" in str(caught.value)
 
 
 def test_a_typo_inside_one_branch_of_a_union_is_found() -> None:
@@ -269,31 +265,41 @@ def test_a_typo_inside_one_branch_of_a_union_is_found() -> None:
 
 
 def test_a_validator_of_the_whole_needs_no_key() -> None:
-    with pytest.raises(RecipeError, match=r"^Steps: 13 steps bring bad luck: choose 12 or 14\.$"):
+    with pytest.raises(RecipeError) as caught:
         Steps(steps=13)
+    assert str(caught.value).startswith("Steps: 13 steps")
 
 
-def test_a_truth_value_is_no_number() -> None:
-    """Nor an item of a list or a mapping, at any depth; where truth values are allowed they stay."""
-    wrong = "the value should be a number, but found True."
-    assert reason(training={"steps": True}) == f"config: training.steps: {wrong}"
-    assert reason(parts=[{}, {"betas": [0.9, True]}]) == f"config: parts.1.betas.1: {wrong}"
-    assert reason(rates={"low": [1e-3, True]}) == f"config: rates.low.1: {wrong}"
-    with pytest.raises(RecipeError, match=r"^Steps: rate: the value should be a number, but found False\.$"):
+def test_a_truth_value_is_not_a_number() -> None:
+    """Truth values are refused in lists and mappings at any depth, and kept where they are allowed."""
+    for values, key in (
+        ({"training": {"steps": True}}, "training.steps"),
+        ({"parts": [{}, {"betas": [0.9, True]}]}, "parts.1.betas.1"),
+        ({"rates": {"low": [1e-3, True]}}, "rates.low.1"),
+    ):
+        message = reason(**values)
+        assert message.startswith(f"config: {key}: ")
+        assert "True" in message
+    with pytest.raises(RecipeError) as caught:
         Steps(rate=False)
+    assert str(caught.value).startswith("Steps: rate: ")
     assert Recipe(name="x", quick=True, free={"a": [True, 1]}).free == {"a": [True, 1]}
     assert Recipe(name="x", quick=True).quick is True
 
 
-def test_a_value_that_holds_itself_is_taken_where_anything_is(tmp_path: Path) -> None:
+def test_a_value_that_contains_itself_is_allowed_where_any_value_is(tmp_path: Path) -> None:
     recipe = read(tmp_path, "name: x\nfree: {a: &a [1, *a]}\n")
     assert recipe.free["a"][1] is recipe.free["a"]
 
 
-@pytest.mark.parametrize("values", [None, [], "text", 3])
-def test_only_mappings_are_parsed(values: Any) -> None:
-    with pytest.raises(RecipeError, match=r"contains (nothing|a list|a string|a number), but a mapping"):
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [(None, "nothing"), ([], "a list"), ("text", "a string"), (3, "a number")],
+)
+def test_only_mappings_are_parsed(values: Any, kind: str) -> None:
+    with pytest.raises(RecipeError) as caught:
         Recipe.parse(values)
+    assert kind in str(caught.value)
 
 
 def test_long_values_and_keys_are_shortened() -> None:
@@ -302,14 +308,16 @@ def test_long_values_and_keys_are_shortened() -> None:
 
 
 def test_python_callers_get_the_same_sentence() -> None:
-    with pytest.raises(RecipeError, match=r"^Steps: unknown key stps \(did you mean steps\?\)\.$"):
+    with pytest.raises(RecipeError) as caught:
         Steps(stps=3)  # type: ignore[call-arg]
+    assert str(caught.value).startswith("Steps: ")
+    assert "stps (did you mean steps?)" in str(caught.value)
     with pytest.raises(TypeError):
         Steps(3)  # type: ignore[call-arg]
 
 
 def test_configs_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValidationError):
         Steps().steps = 3  # type: ignore[misc]
 
 
@@ -344,39 +352,40 @@ def test_later_overrides_win(tmp_path: Path) -> None:
     assert read(tmp_path, "name: x", "training.steps=3", "training.steps=4").training.steps == 4
 
 
-def test_an_override_leaves_what_shares_an_alias_alone(tmp_path: Path) -> None:
-    recipe = read(
-        tmp_path, "name: x\nmaybe: &a {steps: 3}\ntraining: *a\nparts: &p [*a]\ntests: {old: *p}", "parts.0.steps=9"
-    )
+def test_an_override_does_not_change_values_with_the_same_alias(tmp_path: Path) -> None:
+    content = "name: x\nmaybe: &a {steps: 3}\ntraining: *a\nparts: &p [*a]\ntests: {old: *p}"
+    recipe = read(tmp_path, content, "parts.0.steps=9")
     assert recipe.parts[0].steps == 9
-    assert (recipe.maybe, recipe.training, recipe.tests["old"][0]) == (Steps(steps=3),) * 3
+    assert recipe.maybe == Steps(steps=3)
+    assert recipe.training == Steps(steps=3)
+    assert recipe.tests["old"][0] == Steps(steps=3)
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "named"),
     [
         ("training.steps", "key=value"),
         ("=3", "key=value"),
         ("", "key=value"),
         (".=3", "key=value"),
         ("training..steps=3", "key=value"),
-        ("training.steps=[", "is not valid YAML"),
-        ("training.steps=" + "[" * 100_000, "is not valid YAML"),
-        ("training.steps=\0", "is not valid YAML"),
-        ("training.stepz=3", "unknown key training.stepz (did you mean steps?)"),
-        ("name.x=3", "goes into a string, which has no keys"),
-        ("name.x.y=3", "goes into a string, which has no keys"),
-        ("parts.2.steps=3", "names item '2' of a list with 1 items"),
-        ("parts.-1.steps=3", "names item '-1'"),
-        ("parts.²=3", "names item '²'"),
-        ("parts.x=3", "names item 'x'"),
-        ("training.steps=", "training.steps: the value should be a valid integer, but found nothing"),
+        ("training.steps=[", "YAML"),
+        ("training.steps=" + "[" * 100_000, "YAML"),
+        ("training.steps=\0", "YAML"),
+        ("training.stepz=3", "training.stepz (did you mean steps?)"),
+        ("name.x=3", "a string"),
+        ("name.x.y=3", "a string"),
+        ("parts.2.steps=3", "'2'"),
+        ("parts.-1.steps=3", "'-1'"),
+        ("parts.²=3", "'²'"),
+        ("parts.x=3", "'x'"),
+        ("training.steps=", "training.steps: "),
     ],
 )
-def test_an_override_that_does_not_fit_is_refused(tmp_path: Path, override: str, words: str) -> None:
+def test_an_override_that_does_not_fit_is_refused(tmp_path: Path, override: str, named: str) -> None:
     with pytest.raises(RecipeError) as caught:
         read(tmp_path, "name: x\nparts: [{}]", override)
-    assert words in str(caught.value)
+    assert named in str(caught.value)
     assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
@@ -389,9 +398,12 @@ def test_any_override_is_applied_or_refused(override: str) -> None:
         assert values == {"name": "x", "parts": [{}]}
 
 
-def test_an_error_names_the_override_that_causes_it_and_else_the_file(tmp_path: Path) -> None:
+def test_an_error_names_the_override_that_causes_it_or_the_file(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         read(tmp_path, "name: x", "quick=true", "training.stps=5", "training.rate=1")
-    assert str(caught.value) == "The override 'training.stps=5': unknown key training.stps (did you mean steps?)."
-    with pytest.raises(RecipeError, match=r"recipe\.yaml: unknown key nam \(did you mean name\?\)"):
+    assert "'training.stps=5'" in str(caught.value)
+    assert "training.stps (did you mean steps?)" in str(caught.value)
+    with pytest.raises(RecipeError) as caught:
         read(tmp_path, "nam: x", "name=y", "training.steps=5")
+    assert "recipe.yaml: " in str(caught.value)
+    assert "nam (did you mean name?)" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The examples work: a graft of one's own keeps the laws and is trained by a recipe, from Python and as a script."""
+"""The examples work: the graft in one file keeps the laws, and a recipe trains it from Python and as a script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlm.testing import GraftLaws
 from tiny import BackboneFolder
 
 ROOT = Path(__file__).parents[1]
-# Importing the example registers its graft, and other tests of this process list the kinds there are.
+# Importing the example registers its graft, but other tests of this process list the registered kinds.
 REGISTRY.pop("low-rank-bias", None)
 
 
@@ -38,29 +38,30 @@ class TestLowRankBias(GraftLaws):
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_backbone: BackboneFolder) -> Path:
-    for name, text in (("old", "the quick brown fox "), ("new", "le renard brun ")):
-        (tmp_path / f"{name}.txt").write_text(text * 60)
+    (tmp_path / "old.txt").write_text("the quick brown fox " * 60)
+    (tmp_path / "new.txt").write_text("le renard brun " * 60)
+    sources = {name: [{"path": f"{name}.txt"}] for name in ("old", "new")}
     values = {
         "backbone": {"name": str(tiny_backbone("llama"))},
         "graft": {"kind": "low-rank-bias", "rank": 3},
-        "data": {"new": [{"path": "new.txt"}], "old": [{"path": "old.txt"}], "length": 24},
+        "data": {**sources, "length": 24, "test": sources},
         "training": {"steps": 4, "batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0},
         "evaluation": {"limit_tokens": 100, "decode_prompts": 0},
     }
-    values["data"]["test"] = {name: [{"path": f"{name}.txt"}] for name in ("old", "new")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "recipe.yaml"
 
 
-def test_a_graft_of_ones_own_is_trained_by_a_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_trains_the_example(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recipe.parent)
     results = run_recipe(load_recipe(recipe), "out", progress=False)
-    assert {row.label for row in results.rows} >= {"low-rank bias"}
+    assert "low-rank bias" in {row.label for row in results.rows}
     folder = next(Path("out").rglob("graft.json")).parent
     graft = load_graft(folder, load_backbone(load_recipe(recipe).backbone.name))
     assert isinstance(graft, LowRankBias)
     assert graft.config == LowRankBiasConfig(rank=3)
-    assert all(linear.weight.abs().max() > 0 for linear in graft.u), "no step was taken"  # type: ignore[union-attr]
+    for linear in graft.u:
+        assert linear.weight.abs().max() > 0  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""examples/export_onnx.py: an encoder with the heads of a graft in an ONNX file predicts what torch predicts."""
+"""examples/export_onnx.py: the ONNX file of an encoder with the heads of a graft predicts what torch predicts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 from onnxruntime import InferenceSession
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from examples import export_onnx
 from graftlm import GraftError
 from graftlm.backbone import load_backbone
 from graftlm.data.labelled import LabelledRow, TaskRows
-from graftlm.data.labelled_batches import batches_by_length
+from graftlm.data.labelled_batches import TaskBatch, batches_by_length
 from graftlm.generation.predict import TaskGraft, load_task_graft
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
@@ -33,9 +34,13 @@ TASKS: dict[str, dict[str, Any]] = {
     "where": {"type": "span"},
 }
 TEXTS = {
-    "topic": ("quick fox",), "pairs": ("lazy dog jumps", "fox"), "length": ("the quick brown fox jumps over",),
-    "marks": ("fox",), "names": ("quick", "brown", "dog"), "where": ("which?", "the lazy brown dog"),
-}  # fmt: skip
+    "topic": ("quick fox",),
+    "pairs": ("lazy dog jumps", "fox"),
+    "length": ("the quick brown fox jumps over",),
+    "marks": ("fox",),
+    "names": ("quick", "brown", "dog"),
+    "where": ("which?", "the lazy brown dog"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,62 +48,109 @@ def task_graft(tiny_backbone: BackboneFolder, tmp_path_factory: pytest.TempPathF
     """A graft with all modules, filled with random numbers."""
     folder = tmp_path_factory.mktemp("tasks") / "graft"
     backbone = load_backbone(tiny_backbone("bert"), kind="encoder")
-    sizes: dict[str, Any] = {"max_length": 32, "block": 8, "task_width": 8, "bottleneck_width": 8}
-    sizes |= {"attention": "blocks", "alignment": True, "norm": True, "bottleneck": "base", "frozen": 0.5}
-    graft = build_graft(graft_config({"kind": "conditional-tasks", "tasks": TASKS} | sizes), backbone)
+    config = {
+        "kind": "conditional-tasks",
+        "tasks": TASKS,
+        "max_length": 32,
+        "block": 8,
+        "task_width": 8,
+        "bottleneck_width": 8,
+        "attention": "blocks",
+        "alignment": True,
+        "norm": True,
+        "bottleneck": "base",
+        "frozen": 0.5,
+    }
+    graft = build_graft(graft_config(config), backbone)
     with randomise(GraftedModel(backbone, {"graft": graft}), 0.2):
         pass
     save_graft(graft, backbone, folder, training={"length": 32})
     return load_task_graft(folder, device="cpu")
 
 
+class OnnxModel:
+    """The written file, with the outputs of each row's task."""
+
+    def __init__(self, folder: Path) -> None:
+        self.session = InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+
+    def outputs(self, batch: TaskBatch) -> list[Tensor]:
+        """Return the outputs of all tasks for a batch."""
+        segments = batch.token_type_ids
+        if segments is None:
+            segments = torch.zeros_like(batch.input_ids)
+        inputs = {
+            "input_ids": batch.input_ids.numpy(),
+            "attention_mask": batch.attention_mask.numpy(),
+            "token_type_ids": segments.numpy(),
+            "task": batch.task.numpy(),
+        }
+        return [torch.as_tensor(values) for values in self.session.run(None, inputs)]
+
+
 @pytest.mark.slow
-def test_each_task_in_a_mixed_batch_is_as_torch_has_it(task_graft: TaskGraft, tmp_path: Path) -> None:
+def test_each_task_in_a_mixed_batch_is_as_in_torch(task_graft: TaskGraft, tmp_path: Path) -> None:
     export_onnx.export(task_graft, tmp_path)
-    tasks, encoder, tokenizer = task_graft.tasks, task_graft.encoder, task_graft.backbone.need_tokenizer()
-    rows = [
-        (encoder.encode(TaskRows(tasks[name], [LabelledRow(TEXTS[name], None, name)])).rows[0], tasks[name], number)
-        for number, name in enumerate(tasks)
-    ]
-    cut = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode_batch(["fox " * 100, "fox"])
-    assert [len(row.ids) for row in cut] == [task_graft.length] * 2
-    session = InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    assert [output.name for output in session.get_outputs()] == [f"task:{name}" for name in TASKS]
+    onnx = OnnxModel(tmp_path)
+    assert [output.name for output in onnx.session.get_outputs()] == [f"task:{name}" for name in TASKS]
+    tokenizer = task_graft.backbone.need_tokenizer()
+    rows = []
+    for number, (name, task) in enumerate(task_graft.tasks.items()):
+        encoded = task_graft.encoder.encode(TaskRows(task, [LabelledRow(TEXTS[name], None, name)]))
+        rows.append((encoded.rows[0], task, number))
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model, torch.no_grad():
-        for size in (6, 1):  # all tasks together, and each by itself
+        model.eval()
+        for size in (6, 1):  # all tasks together, and each alone
             for indices, batch in batches_by_length(rows, size, tokenizer.pad_token_id):
-                expected = model.eval().predict(**batch.prediction_inputs())
-                marks = torch.zeros_like(batch.input_ids) if batch.token_type_ids is None else batch.token_type_ids
-                inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "token_type_ids": marks}
-                values = session.run(None, {name: x.numpy() for name, x in (inputs | {"task": batch.task}).items()})
-                for place, (index, row) in enumerate(zip(indices, expected, strict=True)):
-                    tokens, own = len(rows[index][0]), torch.as_tensor(values[rows[index][2]][place])
-                    pair = (own[:tokens], row[:tokens]) if row.ndim == 2 else (own, row)
-                    torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)  # onnxruntime adds in another order
-    described = json.loads((tmp_path / "tasks.json").read_text())
-    assert described["length"] == 32
-    assert described["tasks"]["length"] == {"number": 2, "type": "regression", "labels": [], "range": [1.0, 5.0]}
+                outputs = onnx.outputs(batch)
+                expected = model.predict(**batch.prediction_inputs())
+                for place, index in enumerate(indices):
+                    encoded_row, _, number = rows[index]
+                    check_close(outputs[number][place], expected[place], len(encoded_row))
+
+
+def check_close(actual: Tensor, expected: Tensor, tokens: int) -> None:
+    """Compare the predictions of a row, without those at padding. The tolerance is for another order of sums."""
+    if expected.ndim == 2:
+        actual = actual[:tokens]
+        expected = expected[:tokens]
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_folder_has_the_tasks_and_a_tokenizer_that_truncates(task_graft: TaskGraft, tmp_path: Path) -> None:
+    export_onnx.write_tasks(task_graft, tmp_path)
+    export_onnx.write_tokenizer(task_graft, tmp_path)
+    document = json.loads((tmp_path / "tasks.json").read_text())
+    assert document["length"] == 32
+    assert document["tasks"]["length"] == {"number": 2, "type": "regression", "labels": [], "range": [1.0, 5.0]}
+    rows = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode_batch(["fox " * 100, "fox"])
+    assert [len(row.ids) for row in rows] == [task_graft.length] * 2
+    tokenizer = task_graft.backbone.need_tokenizer()
     assert AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"] == tokenizer("fox")["input_ids"]
 
 
-def test_all_rows_have_what_the_heads_say_of_their_own(task_graft: TaskGraft) -> None:
+def test_all_rows_have_the_predictions_of_their_heads(task_graft: TaskGraft) -> None:
     inputs = export_onnx.example_inputs(task_graft, 6, 9)
+    without_task = {name: value for name, value in inputs.items() if name != "task"}
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model, torch.no_grad():
         outputs = export_onnx.TaskOutputs(model.eval())(**inputs)
-        own = model.predict(**{k: v for k, v in inputs.items() if k != "task"}, extras={"task": inputs["task"]})
-    for row, expected in enumerate(own):
-        tokens = int(inputs["attention_mask"][row].sum()) if expected.ndim == 2 else None
-        torch.testing.assert_close(
-            outputs[row][row][:tokens] if tokens else outputs[row][row], expected[:tokens] if tokens else expected
-        )
+        expected = model.predict(**without_task, extras={"task": inputs["task"]})
+    for row, prediction in enumerate(expected):
+        output = outputs[row][row]
+        if prediction.ndim == 2:
+            tokens = int(inputs["attention_mask"][row].sum())
+            output = output[:tokens]
+            prediction = prediction[:tokens]
+        torch.testing.assert_close(output, prediction)
 
 
 def test_a_file_that_computes_something_else_is_refused(
-    task_graft: TaskGraft, tmp_path: Path, monkeypatch: Any
+    task_graft: TaskGraft,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch.export.export", lambda *args, **options: None)
-    saved = type("Saved", (), {"save": lambda self, path: None})()
-    monkeypatch.setattr("torch.onnx.export", lambda *args, **options: saved)
+    monkeypatch.setattr(export_onnx, "write_model", lambda *args: None)
     monkeypatch.setattr(export_onnx, "difference", lambda *args: 0.5)
-    with pytest.raises(GraftError, match="predictions differ from torch's by 0.5 of the largest"):
+    with pytest.raises(GraftError) as error:
         export_onnx.export(task_graft, tmp_path)
+    assert "0.5" in str(error.value)

@@ -1,4 +1,4 @@
-"""Tiny random backbones of every family: those of `graftlm.testing`, and more. `from tiny import tiny_model`."""
+"""Tiny random backbones of many families: those of `graftlm.testing`, and more. `from tiny import tiny_model`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ from graftlm.testing.tiny import (
 _GEMMA = {**GROUPED, "head_dim": HEAD_WIDTH + 4}  # the heads together are wider than the residual stream
 
 FAMILY_CONFIGS |= {
-    "mistral": ("MistralConfig", "MistralForCausalLM", GROUPED | {"head_dim": HEAD_WIDTH, "sliding_window": WINDOW}),
+    "mistral": (
+        "MistralConfig",
+        "MistralForCausalLM",
+        {**GROUPED, "head_dim": HEAD_WIDTH, "sliding_window": WINDOW},
+    ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", _GEMMA),
     "gemma2": (  # layers: sliding, full
         "Gemma2Config",
         "Gemma2ForCausalLM",
-        _GEMMA | {"query_pre_attn_scalar": HEAD_WIDTH + 4, "sliding_window": WINDOW},
+        {**_GEMMA, "query_pre_attn_scalar": HEAD_WIDTH + 4, "sliding_window": WINDOW},
     ),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"head_dim": HEAD_WIDTH + 4}),
@@ -57,8 +61,8 @@ FAMILY_CONFIGS |= {
     "distilbert": (
         "DistilBertConfig",
         "DistilBertForMaskedLM",
-        TOKEN_IDS
-        | {
+        {
+            **TOKEN_IDS,
             "dim": COMMON["hidden_size"],
             "hidden_dim": FFN_WIDTH,
             "n_layers": LAYERS,
@@ -69,12 +73,20 @@ FAMILY_CONFIGS |= {
     "modernbert": (
         "ModernBertConfig",
         "ModernBertForMaskedLM",
-        COMMON | {"local_attention": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
+        {**COMMON, "local_attention": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     ),
 }
-# Families of which most have no row: their structure is found. Attention, FFN and experts have odd sizes on purpose.
-_MOE = GROUPED | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
-_WINDOWED = GROUPED | {
+# Most of the following families have no row in the table of families, so their structure is detected. The sizes of
+# attention, FFN and experts are unusual on purpose.
+_MOE = {
+    **GROUPED,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 28,
+}
+_WINDOWED = {
+    **GROUPED,
     "head_dim": HEAD_WIDTH,
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
@@ -105,44 +117,55 @@ MORE_FAMILY_CONFIGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
-        _MOE | _WINDOWED | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {**_MOE, **_WINDOWED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
-        _MOE
-        | {
+        {
+            **_MOE,
             "num_key_value_heads": HEADS,
             "first_k_dense_replace": 1,
             "n_routed_experts": 4,
             "n_group": 2,
             "topk_group": 1,
-        }
-        | {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12},
+            "q_lora_rank": 20,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 12,
+        },
     ),
     "gemma3n": (
         "Gemma3nTextConfig",
         "Gemma3nForCausalLM",
-        _WINDOWED
-        | {
+        {
+            **_WINDOWED,
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "intermediate_size": FFN_WIDTH,
-        }
-        | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
-        | {"laurel_rank": 6, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 6,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
     ),
     "opt": (
         "OPTConfig",
         "OPTForCausalLM",
         COMMON | {"ffn_dim": FFN_WIDTH, "word_embed_proj_dim": COMMON["hidden_size"]},
     ),
-    "bloom": ("BloomConfig", "BloomForCausalLM", TOKEN_IDS | {"hidden_size": 48, "n_layer": LAYERS, "n_head": HEADS}),
+    "bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {**TOKEN_IDS, "hidden_size": 48, "n_layer": LAYERS, "n_head": HEADS},
+    ),
     "mpt": (
         "MptConfig",
         "MptForCausalLM",
-        TOKEN_IDS
-        | {
+        {
+            **TOKEN_IDS,
             "d_model": 48,
             "n_layers": LAYERS,
             "n_heads": HEADS,
@@ -154,13 +177,11 @@ MORE_FAMILY_CONFIGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
-        _MOE
-        | {
+        {
+            **_MOE,
             "head_dim": HEAD_WIDTH,
             "layer_types": ["linear_attention", "full_attention"],
             "shared_expert_intermediate_size": 36,
-        }
-        | {
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
@@ -175,8 +196,8 @@ MORE_FAMILY_CONFIGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mamba2": (
         "Mamba2Config",
         "Mamba2ForCausalLM",
-        TOKEN_IDS
-        | {
+        {
+            **TOKEN_IDS,
             "hidden_size": 48,
             "num_hidden_layers": LAYERS,
             "num_heads": 8,
@@ -190,8 +211,8 @@ MORE_FAMILY_CONFIGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "deberta-v2": (
         "DebertaV2Config",
         "DebertaV2ForMaskedLM",
-        COMMON
-        | {
+        {
+            **COMMON,
             "relative_attention": True,
             "pos_att_type": ["p2c", "c2p"],
             "position_biased_input": False,
@@ -206,15 +227,17 @@ ENCODERS = tuple(family for family in ENCODERS if family in FAMILY_CONFIGS)
 DECODERS = tuple(family for family in FAMILY_CONFIGS if family not in ENCODERS)
 FAMILIES = DECODERS + ENCODERS
 FAMILY_CONFIGS |= MORE_FAMILY_CONFIGS
-MORE_FAMILIES = tuple(family for family in MORE_FAMILY_CONFIGS if family != "mamba2")  # no graft acts on Mamba 2
-LAW_DECODERS = ("llama", "gemma3", "qwen3", "gpt2", "gpt_neox", "block-state")  # where all would take too long
+# No graft acts on Mamba 2.
+MORE_FAMILIES = tuple(family for family in MORE_FAMILY_CONFIGS if family != "mamba2")
+# For tests that would take too long with all families.
+LAW_DECODERS = ("llama", "gemma3", "qwen3", "gpt2", "gpt_neox", "block-state")
 
 BackboneFolder = Callable[[str], Path]
-"""The type of the fixture `tiny_backbone`: family -> folder."""
+"""The type of the fixture `tiny_backbone`, which returns the folder of a family."""
 
 
 def save_tiny_backbone(folder: str | Path, family: str, seed: int = 0, *, tokenizer: bool = True) -> Path:
-    """Write model and tokenizer to `folder` as `save_pretrained` does; returns the folder."""
+    """Write a tiny model and its tokenizer to a folder, and return the folder."""
     tiny_model(family, seed).save_pretrained(folder)
     if tokenizer:
         tiny_tokenizer().save_pretrained(folder)

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import Options
+from experiments.corpus import train_corpus_tokenizer
 from experiments.parents import PretrainRun, read_texts
 from experiments.routing_smollm2.run import MORE, ROWS, SkillStudy, answered
 from experiments.routing_smollm2.runs import AnswerRun
@@ -24,7 +25,6 @@ from experiments.token_routing import runs
 from experiments.token_routing.documents import SECOND, Documents, SwitchRun, half_nats
 from experiments.token_routing.texts import DOMAINS, FILES, RoutingTextSizes, shingles, write_changing, write_corpus
 from graftlm.data import SourceConfig
-from graftlm.demo.run import train_corpus_tokenizer
 from graftlm.evaluation import Aim, Interval, Results, Row
 from graftlm.evaluation.plots import PALETTE
 from graftlm.files.writing import fill_once

@@ -1,4 +1,4 @@
-"""A folder such as a user has, and `graft`, in this process or a new one."""
+"""The folder of a user, and the command `graft`, in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,13 +19,14 @@ from tiny import BackboneFolder
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFolder) -> Path:
-    """The user's folder; tests write below `runs` alone, each under a name of its own."""
+    """The user's folder. Tests write only below `runs`, each under a different name."""
     folder = tmp_path_factory.mktemp("home")
     chance = random.Random(0)
-    for name, words in WORDS.items():
+    for name, sentence in WORDS.items():
+        words = sentence.split()
+        (folder / name).mkdir()
         for part in ("train", "test"):
-            (folder / name).mkdir(exist_ok=True)
-            text = " ".join(chance.choice(words.split()) for _ in range(1000))
+            text = " ".join(chance.choice(words) for _ in range(1000))
             (folder / name / f"{part}.txt").write_text(text, encoding="utf-8")
     for family in ("llama", "gpt2"):
         (folder / family).symlink_to(tiny_backbone(family))
@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFolder
 
 @pytest.fixture(scope="session")
 def trained(home: Path) -> str:
-    """A graft of the recipe, trained once; its folder as seen from `home`."""
+    """The folder, below `home`, of a graft of the recipe that is trained once."""
     with contextlib.chdir(home):
         outcome = invoke("train", "recipe.yaml", "out=runs/trained", "--quiet")
     assert outcome.code == 0, outcome.err
@@ -52,15 +52,21 @@ def graft(home: Path, monkeypatch: pytest.MonkeyPatch) -> Graft:
 
 @pytest.fixture
 def new_process(home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`new_process("train", …)` starts a command in a process of its own, in `home`."""
+    """`new_process("train", …)` starts a command in a new process, in `home`."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, launcher: tuple[str, ...] = ("-m", "graftlm"), **more: Any) -> subprocess.Popen[str]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, *launcher, *arguments]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        started.append(subprocess.Popen(command, cwd=home, env=environment, **(pipes | more)))
-        return started[-1]
+    def start(*arguments: str, launcher: tuple[str, ...] = ("-m", "graftlm")) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, *arguments],
+            cwd=home,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
 
     yield start
     for process in started:
@@ -70,10 +76,10 @@ def new_process(home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def fresh_graft(new_process: Callable[..., subprocess.Popen[str]]) -> Graft:
-    """As `graft`, but in a new process each time."""
+    """Like `graft`, but each command runs in a new process."""
 
-    def run(*arguments: str, stdin: str | None = None, **more: Any) -> Outcome:
-        process = new_process(*arguments, **more)
+    def run(*arguments: str, stdin: str | None = None, **options: tuple[str, ...]) -> Outcome:
+        process = new_process(*arguments, **options)
         out, err = process.communicate(stdin, timeout=900)
         return Outcome(process.returncode, out, err)
 

@@ -1,4 +1,4 @@
-"""What the user can mend: exit code 2, and one sentence with what was found, what was expected and what to do."""
+"""Mistakes of users: exit code 2, and one sentence with what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+import graftlm
 from cli.tools import Graft
 
 TRAIN = ("train", "recipe.yaml", "out=runs/bad", "--quiet")
 
 
 def spoil(home: Path) -> None:
-    """Everything a user may have got wrong, below `bad`."""
+    """Write texts, recipes and models with mistakes below `bad`."""
     bad = home / "bad"
     (bad / "empty").mkdir(parents=True)
     (bad / "binary.txt").write_bytes(b"a\0b" * 100)
@@ -48,151 +49,144 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     path.write_text(json.dumps(values))
 
 
-CASES = {
+# Arguments, and what the sentence must name: what was found, and the key or the option that mends it.
+CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "an empty folder": (
         (*TRAIN, "data.new.0.path=bad/empty"),
-        "The folder bad/empty has no files ending in .txt .text .md .rst .tex .py .jsonl .ndjson .json .parquet "
-        "(or .gz): put text there, or set the source's pattern.",
+        ("bad/empty", ".txt", ".parquet", "pattern"),
     ),
     "a binary file": (
         (*TRAIN, "data.new.0.path=bad/binary.txt"),
-        "bad/binary.txt is a binary file (a NUL byte at byte 1), but UTF-8 text is expected: "
-        "convert it, or leave it out by the source's pattern.",
+        ("bad/binary.txt", "byte 1", "pattern"),
     ),
     "broken UTF-8": (
         (*TRAIN, "data.new.0.path=bad/latin.txt"),
-        "bad/latin.txt is not UTF-8 text (byte 3 is 0xe9): convert it to UTF-8 first.",
+        ("bad/latin.txt", "byte 3", "0xe9", "UTF-8"),
     ),
     "a row without text": (
         (*TRAIN, "data.new.0.path=bad/rows.jsonl"),
-        "bad/rows.jsonl: line 2 has no column 'text' (found: body): set the source's text_column.",
+        ("bad/rows.jsonl", "line 2", "'text'", "body", "text_column"),
     ),
     "a typo in a recipe": (
         ("train", "bad/typo.yaml"),
-        "graft: unknown key capcity (did you mean capacity?).",
+        ("graft", "capcity", "did you mean capacity?"),
     ),
     "a typo in an override": (
         (*TRAIN, "training.step=3"),
-        "The override 'training.step=3': unknown key training.step (did you mean steps?).",
+        ("'training.step=3'", "did you mean steps?"),
     ),
     "no recipe": (
         ("train", "nothing.yaml"),
-        "There is no file nothing.yaml: name an existing one, or write it (see `graft schema`).",
+        ("nothing.yaml", "graft schema"),
     ),
     "a recipe with methods alone": (
         (*TRAIN, "graft=null", "methods={lora: {graft: {kind: lora}}}"),
-        "The recipe has methods to compare and no graft section: run graft compare, or add a graft section.",
+        ("methods", "graft compare"),
     ),
     "a backbone without a tokenizer": (
         (*TRAIN, "backbone.name=bad/mute"),
-        "The backbone bad/mute has no tokenizer, but text needs one: put tokenizer.json and "
-        "tokenizer_config.json beside its weights, or pass a tokenizer.",
+        ("bad/mute", "tokenizer.json"),
     ),
     "a graft for another backbone": (
         ("generate", "GRAFT", "x", "--backbone", "gpt2"),
-        "The graft GRAFT was trained on llama, but gpt2 was given and its architecture differs: "
-        "pass the backbone that it was trained on.",
+        ("GRAFT", "llama", "gpt2", "architecture"),
     ),
     "a backbone that is elsewhere now": (
         ("generate", "bad/moved", "x"),
-        "There is no folder ./gone/llama: give a model's folder, or its name on the hub; "
-        "the graft bad/moved was trained on that backbone, so say where it is now (--backbone).",
+        ("./gone/llama", "bad/moved", "--backbone"),
     ),
     "a truncated file of tensors": (
         ("inspect", "bad/truncated"),
-        "bad/truncated/graft.safetensors is not a whole safetensors file (Error while deserializing header: incomplete "
-        "metadata, file not fully covered): copy it again, or train again.",
+        ("bad/truncated/graft.safetensors",),
     ),
-    "an export into a folder that holds something": (
+    "an export into a folder that is not empty": (
         ("export", "GRAFT", "--to", "old"),
-        "old is not an empty folder, so it is left alone: name a new one.",
+        ("old", "empty"),
     ),
     "a graft of an unknown kind": (
         ("inspect", "bad/foreign"),
-        "The graft was written by graftlm 0.1.0, and this is 0.1.0: There is no graft of the kind "
-        "'neutral-resides' (did you mean neutral-residues?).",
+        ("'neutral-resides'", "did you mean neutral-residues?"),
     ),
     "a folder with neither graft nor report": (
         ("inspect", "bad/empty"),
-        "bad/empty has no graft.json and no results.json: name a folder that graft train wrote.",
+        ("bad/empty", "graft.json", "results.json", "graft train"),
     ),
     "nothing to measure": (
         ("eval", "GRAFT"),
-        "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
-        "or a task (--tasks NAME).",
+        ("--text", "--examples", "--tasks"),
     ),
     "two texts of one name": (
         ("eval", "GRAFT", "--text", "old/test.txt", "--text", "new/test.txt"),
-        "Two texts are called test",
+        ("test", "--text first=FILE"),
     ),
     "examples without a metric": (
         ("eval", "GRAFT", "--examples", "bad/rows.jsonl"),
-        "Examples need a metric",
+        ("metric", "--examples", "--metric"),
     ),
     "a metric without examples": (
         ("eval", "GRAFT", "--text", "new/test.txt", "--metric", "chrf"),
-        "Examples need a metric",
+        ("metric", "--examples", "--metric"),
     ),
     "a metric that does not exist": (
         ("eval", "GRAFT", "--examples", "sums=bad/rows.jsonl", "--metric", "bleu"),
-        "--examples sums: metric: the value should be 'exact-match', 'chrf' or 'log-perplexity', but found 'bleu'.",
+        ("--examples sums", "metric", "'bleu'", "'chrf'"),
     ),
     "two files of examples of one name": (
         ("eval", "GRAFT", "--examples", "a=bad/rows.jsonl", "--examples", "a=bad/rows.jsonl", "--metric", "chrf"),
-        "Two files of examples are called a",
+        ("--examples first=FILE",),
     ),
     "examples without prompts": (
         ("eval", "GRAFT", "--examples", "bad/rows.jsonl", "--metric", "chrf"),
-        "bad/rows.jsonl: line 1 has no column 'prompt' (found: text): set the task's prompt_column.",
+        ("bad/rows.jsonl", "line 1", "'prompt'", "prompt_column"),
     ),
     "prompts in plain text": (
         (*TRAIN, "data.new.0.prompt_column=prompt"),
-        "new/train.txt is plain text, but the source has a prompt_column: name a JSON, parquet or CSV file, "
-        "or leave the prompt_column out.",
+        ("new/train.txt", "prompt_column"),
     ),
     "windows that are too long": (
         ("eval", "GRAFT", "--text", "new/test.txt", "--length", "600"),
-        "Windows of 600 tokens do not fit the model, which has 512 positions: "
-        "set length (--length, or data.length of a recipe) to 512 or less.",
+        ("600", "512", "--length"),
     ),
     "an empty prompt": (
         ("generate", "GRAFT", ""),
-        "The prompt has no tokens: give at least one word to continue.",
+        ("prompt",),
     ),
     "more text than the model has positions": (
         ("generate", "GRAFT", "x", "--max-new-tokens", "600"),
-        "The prompt and 600 new tokens make 601 tokens, but the model has 512 positions",
+        ("600", "601", "512"),
     ),
     "a temperature without sampling": (
         ("generate", "GRAFT", "x", "--temperature", "2"),
-        "graft generate: temperature and top_p",
+        ("graft generate", "temperature", "sample"),
     ),
     "an impossible temperature": (
         ("generate", "GRAFT", "x", "--sample", "--temperature", "0"),
-        "graft generate: temperature: the value should be greater than 0, but found 0.0.",
+        ("graft generate", "temperature", "0.0"),
     ),
     "no such device": (
         ("generate", "GRAFT", "x", "--device", "meat"),
-        "The device meat can't be used (",
+        ("meat",),
     ),
-    "a file where a folder is to be": (
+    "a file instead of a folder": (
         ("train", "recipe.yaml", "--out", "old/test.txt", "--quiet"),
-        "old/test.txt can't be written (File exists): name another folder.",
+        ("old/test.txt", "File exists"),
     ),
-    "a folder where a file is to be": (
+    "a folder instead of a file": (
         ("schema", "--out", "old"),
-        "old can't be written (Is a directory): free some space or name another folder.",
+        ("old", "Is a directory"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_gets_one_sentence(graft: Graft, trained: str, bad: Path, case: str) -> None:
-    arguments, sentence = CASES[case]
+    arguments, named = CASES[case]
     outcome = graft(*(trained if argument == "GRAFT" else argument for argument in arguments))
     assert outcome.code == 2
     assert outcome.out == ""
-    assert outcome.err.startswith(f"error: {sentence.replace('GRAFT', trained)}")
+    assert outcome.err.startswith("error: ")
+    for text in named:
+        assert text.replace("GRAFT", trained) in outcome.err
     assert outcome.err.count("\n") == 1
     assert outcome.err.endswith(".\n")
 
@@ -201,61 +195,75 @@ def test_bad_input_gets_one_sentence(graft: Graft, trained: str, bad: Path, case
 def test_texts_are_read_before_the_backbone_is_measured(graft: Graft, bad: Path, part: str) -> None:
     outcome = graft("train", "recipe.yaml", f"data.{part}.0.path=bad/binary.txt", "out=runs/unread")
     assert outcome.code == 2
-    assert outcome.err.startswith("error: bad/binary.txt is a binary file")
+    assert "bad/binary.txt" in outcome.err
     assert not (bad.parent / "runs/unread").exists()
 
 
+MISSING_RECIPE = """
+import sys
+from graftlm.cli import main
+
+sys.argv = ["graft", "train", "missing.yaml"]
+try:
+    main()
+except SystemExit as end:
+    status = end.code
+print(status, sorted({"torch", "transformers", "peft", "datasets", "matplotlib"} & {*sys.modules}))
+"""
+
+
 def test_a_missing_recipe_is_refused_before_torch_is_imported() -> None:
-    code = (
-        "import sys\nfrom graftlm.cli import main\nsys.argv = ['graft', 'train', 'missing.yaml']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    status = end.code\n"
-        "print(status, sorted({'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & {*sys.modules}))"
-    )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stderr.startswith("error: There is no file missing.yaml: ")
+    child = subprocess.run([sys.executable, "-c", MISSING_RECIPE], capture_output=True, text=True, check=True)
+    assert child.stderr.startswith("error: ")
+    assert "missing.yaml" in child.stderr
     assert child.stdout == "2 []\n"
 
 
 def test_a_prompt_that_is_not_utf_8(graft: Graft, trained: str) -> None:
     outcome = graft("generate", trained, "-", stdin=b"caf\xe9")
-    assert outcome == (2, "", "error: The prompt is not UTF-8 text (byte 3 is 0xe9): convert it to UTF-8 first.\n")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "byte 3" in outcome.err
+    assert "0xe9" in outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "name"),
     [
-        (("tran",), "No such command 'tran'"),
-        (("train",), "Missing argument 'RECIPE'"),
-        (("train", "recipe.yaml", "--steps", "3"), "No such option: --steps"),
-        (("generate", "GRAFT", "x", "--num-beams", "0"), "Invalid value for '--num-beams'"),
+        (("tran",), "'tran'"),
+        (("train",), "'RECIPE'"),
+        (("train", "recipe.yaml", "--steps", "3"), "--steps"),
+        (("generate", "GRAFT", "x", "--num-beams", "0"), "'--num-beams'"),
+        (("demo", "--tiny"), "--tiny"),
     ],
 )
-def test_a_command_that_does_not_exist(graft: Graft, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_command_that_does_not_exist(graft: Graft, arguments: tuple[str, ...], name: str) -> None:
     outcome = graft(*arguments)
     assert (outcome.code, outcome.out) == (2, "")
-    assert sentence in outcome.err
+    assert name in outcome.err
 
 
 def test_a_budget_that_is_exceeded_fails_the_run_and_keeps_it(graft: Graft, home: Path) -> None:
     outcome = graft("train", "recipe.yaml", "evaluation.forgetting_budget=-9", "out=runs/budget", "--quiet", "--json")
     assert outcome.code == 2
-    assert outcome.err.startswith("error: The run forgot ")
-    assert "and the budget is -9.0: raise" in outcome.err
+    assert "-9.0" in outcome.err
     assert json.loads(outcome.out)["results"]["aims"][0]["met"] is False
     assert (home / "runs/budget/graft/graft.json").exists()
 
 
 @pytest.fixture
 def small_disk(home: Path) -> Iterator[Callable[[int], Path]]:
-    """`small_disk(kilobytes)` gives a folder on a disk of that size, the same one again if it is there."""
+    """`small_disk(kilobytes)` returns a folder on a disk of that size. A second call resizes the same disk."""
     folder = home / "disk"
 
     def disk(kilobytes: int) -> Path:
-        again = "remount," if folder.is_mount() else ""
+        options = f"size={kilobytes}k"
+        if folder.is_mount():
+            options = f"remount,{options}"
         folder.mkdir(exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"{again}size={kilobytes}k", "tmpfs", str(folder)]
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
         if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-            pytest.skip("a small disk can be mounted by root alone, and not everywhere")
+            pytest.skip("only root can mount a small disk, and not everywhere")
         return folder
 
     yield disk
@@ -264,38 +272,37 @@ def small_disk(home: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.mark.parametrize(
-    ("kilobytes", "sentence"),
+    ("kilobytes", "path"),
     [
-        (
-            4,
-            r"disk/run/\S+.json can't be written \(No space left on device\): free some space",
-        ),
-        (
-            64,
-            r"The checkpoint disk/run/checkpoints/step-000002 can't be written \(.*\), .*: free space or mend",
-        ),
-        (
-            400,
-            r"The graft could not be written to disk/run/graft \(the disk is full\): free space or name another folder",
-        ),
-        (480, r"disk/run/\S+.png can't be written \(No space left on device\): free some space or name another folder"),
+        (4, r"disk/run/\S+.json"),  # no room for the recipe
+        (64, "disk/run/checkpoints/step-000002"),  # room for no checkpoint
+        (400, "disk/run/graft"),  # room for the checkpoints
+        (480, r"disk/run/\S+.png"),  # room for the graft, but not for the report
     ],
 )
 def test_a_full_disk_gets_one_sentence_and_the_same_command_goes_on(
-    graft: Graft, small_disk: Callable[[int], Path], kilobytes: int, sentence: str
+    graft: Graft,
+    small_disk: Callable[[int], Path],
+    kilobytes: int,
+    path: str,
 ) -> None:
-    # The sizes leave room for: the recipe; no checkpoint; all checkpoints but no graft; the graft, but not the report.
     folder = small_disk(kilobytes)
-    command = ("train", "recipe.yaml", "out=disk/run", "training.steps=4", "training.checkpoint_every=2", "--quiet")
-    command += ("evaluation.own_tokens=0",)
+    command = (
+        "train",
+        "recipe.yaml",
+        "out=disk/run",
+        "training.steps=4",
+        "training.checkpoint_every=2",
+        "evaluation.own_tokens=0",
+        "--quiet",
+    )
     outcome = graft(*command)
     assert outcome.code == 2
-    assert re.match(f"error: {sentence}", outcome.err)
+    assert re.match(rf"error: .*{path}\b", outcome.err)
     assert outcome.err.count("\n") == 1
-    left = {path.name for path in folder.rglob("*")}
-    assert not [name for name in left if name.endswith((".tmp", ".part")) or name.startswith(".graft")], (
-        "torn files stay"
-    )
+    names = {file.name for file in folder.rglob("*")}
+    torn = [name for name in names if name.endswith((".tmp", ".part")) or name.startswith(".graft")]
+    assert torn == []
     if kilobytes in (64, 480):
         small_disk(4000)
         assert graft(*command).code == 0
@@ -310,7 +317,7 @@ def test_a_file_that_may_not_grow_gets_one_sentence(graft: Graft) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert outcome.code == 2
-    assert outcome.err.startswith("error: The checkpoint runs/limited/checkpoints/step-000003 can't be written (")
+    assert "runs/limited/checkpoints/step-000003" in outcome.err
     assert outcome.err.count("\n") == 1
 
 
@@ -319,10 +326,11 @@ def test_a_path_that_may_not_be_written(graft: Graft, monkeypatch: pytest.Monkey
         raise PermissionError(13, "Permission denied", "somewhere/else")
 
     monkeypatch.setattr("graftlm.runs.recipe.run_recipe", refuse)
-    monkeypatch.delitem(__import__("graftlm").__dict__, "run_recipe", raising=False)
+    monkeypatch.delitem(vars(graftlm), "run_recipe", raising=False)
     outcome = graft("train", "recipe.yaml")
-    sentence = "error: somewhere/else can't be read or written (Permission denied): fix that, or name another path.\n"
-    assert outcome == (2, "", sentence)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: somewhere/else ")
+    assert "Permission denied" in outcome.err
 
 
 def test_our_own_mistakes_keep_their_traceback(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:

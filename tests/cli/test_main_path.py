@@ -1,17 +1,24 @@
-"""From a recipe to text, as a user takes the steps: the first one in a process of its own."""
+"""From a recipe to text, in the steps of a user: the first one in a separate process."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.tools import Graft
 
+TEXTS = ("--text", "old=old/test.txt", "--text", "new=new/test.txt", "--text", "recipe=recipe.yaml")
+
+
+def metrics_by_row(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["id"]: row["metrics"] for row in document["rows"]}
+
 
 @pytest.mark.slow
-def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, graft: Graft, fresh_graft: Graft) -> None:
+def test_a_graft_is_trained_measured_used_and_inspected(home: Path, graft: Graft, fresh_graft: Graft) -> None:
     trained = fresh_graft("train", "recipe.yaml", "training.steps=4", "out=runs/main")
     assert trained.code == 0, trained.err
     assert "neutral residues" in trained.out
@@ -20,23 +27,23 @@ def test_a_graft_is_trained_measured_used_and_looked_into(home: Path, graft: Gra
         assert f" runs/main/{name}\n" in trained.out
         assert (home / "runs/main" / name).exists()
     lines = trained.err.splitlines()
-    assert lines[:2] == ["Backbone llama: 66,288 parameters, frozen.", "Sampling 4,096 tokens of llama's own text."]
-    assert lines[3] == "Training neutral residues for 4 steps."
-    assert [line.split()[0] for line in (lines[2], lines[4])] == ["sampling", "training"], "progress bars"
-    assert len(lines) == 5, f"libraries have nothing to say: {trained.err}"
+    assert len(lines) == 5, trained.err  # libraries log nothing
+    assert "66,288 parameters" in lines[0]
+    assert "4,096 tokens" in lines[1]
+    assert lines[2].split()[0] == "sampling"  # a progress bar
+    assert "4 steps" in lines[3]
+    assert lines[4].split()[0] == "training"  # a progress bar
 
-    texts = ("--text", "old=old/test.txt", "--text", "new=new/test.txt", "--text", "recipe=recipe.yaml")
-    measured = graft("eval", "runs/main/graft", *texts, "--limit-tokens", "300", "--length", "32", "--json")
-    assert (measured.code, measured.err) == (0, "")
-    rows = {row["id"]: row["metrics"] for row in json.loads(measured.out)["rows"]}
-    written = {row["id"]: row["metrics"] for row in json.loads((home / "runs/main/results.json").read_text())["rows"]}
-    for row, metrics in rows.items():
+    evaluated = graft("eval", "runs/main/graft", *TEXTS, "--limit-tokens", "300", "--length", "32", "--json")
+    assert (evaluated.code, evaluated.err) == (0, "")
+    measured = metrics_by_row(json.loads(evaluated.out))
+    written = metrics_by_row(json.loads((home / "runs/main/results.json").read_text()))
+    for row, metrics in measured.items():
         assert metrics["recipe_bpb"]["mean"] > 0
         for name in metrics.keys() & written[row].keys():
             assert metrics[name] == pytest.approx(written[row][name], rel=1e-5), (row, name)
-    assert {"old", "new_bpb", "learned", "forgotten"} <= rows["neutral-residues"].keys() & written[
-        "neutral-residues"
-    ].keys()
+    common = measured["neutral-residues"].keys() & written["neutral-residues"].keys()
+    assert {"old", "new_bpb", "learned", "forgotten"} <= common
 
     text = graft("generate", "runs/main/graft", "-", "--max-new-tokens", "8", stdin=b"le renard brun\n")
     assert (text.code, text.err) == (0, "")

@@ -1,4 +1,4 @@
-"""What only a process of its own can show: signals, pipes, launchers, and how long help takes."""
+"""Behaviour that needs separate processes: signals, pipes, launchers, and the time of the help."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def wait_for_steps(history: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    """Until the run has logged so many steps."""
+    """Wait until the run has logged a number of steps."""
     deadline = time.monotonic() + 600
     while not history.exists() or history.read_text().count("\n") < steps:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the run does not begin"
+        assert time.monotonic() < deadline, "the run does not start"
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start, home: Path) -> None:
     settings = ("training.schedule=constant", "training.checkpoint_every=1", "training.keep_checkpoints=1")
@@ -41,7 +40,7 @@ def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start,
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=300)
     assert (first.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "interrupted: the same command resumes the run."
+    assert err.splitlines()[-1].startswith("interrupted")
     assert "Traceback" not in err
 
     done = history.read_text().count("\n")
@@ -50,40 +49,43 @@ def test_an_interrupted_and_a_killed_run_go_on(graft: Graft, new_process: Start,
     second.kill()
     second.communicate()
 
-    steps = int(next((home / "runs/cut/checkpoints").glob("step-*")).name.removeprefix("step-")) + 2
-    last = graft("train", "recipe.yaml", f"training.steps={steps}", *settings, "out=runs/cut", "--quiet")
+    checkpoint = next((home / "runs/cut/checkpoints").glob("step-*"))
+    steps = int(checkpoint.name.removeprefix("step-")) + 2
+    finished = ("train", "recipe.yaml", f"training.steps={steps}", *settings, "--quiet")
+    last = graft(*finished, "out=runs/cut")
     assert last.code == 0, last.err
     assert [json.loads(line)["step"] for line in history.read_text().splitlines()] == list(range(1, steps + 1))
-    whole = graft("train", "recipe.yaml", f"training.steps={steps}", *settings, "out=runs/whole", "--quiet")
+    whole = graft(*finished, "out=runs/whole")
     assert whole.code == 0, whole.err
-    ours, theirs = (load_file(home / f"runs/{name}/graft/graft.safetensors") for name in ("cut", "whole"))
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    resumed_tensors = load_file(home / "runs/cut/graft/graft.safetensors")
+    whole_tensors = load_file(home / "runs/whole/graft/graft.safetensors")
+    assert resumed_tensors.keys() == whole_tensors.keys()
+    for name, tensor in whole_tensors.items():
+        assert torch.equal(resumed_tensors[name], tensor), name
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_pipe_that_is_closed_is_no_error(new_process: Start) -> None:
     process = new_process("schema")
     assert process.stdout is not None
-    process.stdout.close()
     assert process.stderr is not None
+    process.stdout.close()
     assert process.stderr.read() == ""
     process.wait(600)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_two_launched_processes_print_once(fresh_graft: Graft, home: Path) -> None:
     options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
     launcher = ("-m", "accelerate.commands.launch", *options.split(), "-m", "graftlm")
     outcome = fresh_graft("train", "recipe.yaml", "out=runs/launched", launcher=launcher)
     assert outcome.code == 0, outcome.err[-2000:]
-    assert outcome.out.count("\nneutral residues") == 2, "in the table of losses, and in that of divergences"
+    tables = outcome.out.count("\nneutral residues")
+    assert tables == 2  # of losses and of divergences
     assert outcome.err.count("Sampling 4,096 tokens") == 1
     assert outcome.err.count("Training neutral residues") == 1
-    assert json.loads((home / "runs/launched/results.json").read_text())["command"].startswith(
-        "graft train recipe.yaml"
-    )
+    results = json.loads((home / "runs/launched/results.json").read_text())
+    assert results["command"].startswith("graft train recipe.yaml")
 
 
 def test_help_is_quick_and_imports_nothing_heavy(new_process: Start) -> None:
@@ -93,10 +95,12 @@ def test_help_is_quick_and_imports_nothing_heavy(new_process: Start) -> None:
         process = new_process("--help", launcher=("-X", "importtime", "-m", "graftlm"))
         out, err = process.communicate(timeout=300)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        user = after.ru_utime - before.ru_utime
+        system = after.ru_stime - before.ru_stime
+        seconds.append(user + system)
         assert process.returncode == 0
         assert "compare" in out
-    imported = set(re.findall(r"\| +(\w+)", err))
-    assert "typer" in imported
-    assert imported.isdisjoint({"torch", "transformers", "pydantic", "numpy", "matplotlib"})
+        imported = set(re.findall(r"\| +(\w+)", err))
+        assert "typer" in imported
+        assert imported.isdisjoint({"torch", "transformers", "pydantic", "numpy", "matplotlib"})
     assert min(seconds) < 0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli.tools import Graft
+from cli.tools import Graft, invoke
 from tiny import BackboneFolder
 from training.tasks import task_recipe, tasks_of
 
@@ -16,29 +16,30 @@ from training.tasks import task_recipe, tasks_of
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFolder) -> Path:
     """A folder with a trained graft in `run/graft`."""
-    from cli.tools import invoke
-
     folder = tmp_path_factory.mktemp("served")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(task_recipe(folder, tiny_backbone("bert"))))
-    outcome = invoke("train", str(folder / "recipe.yaml"), "training.steps=2", "--quiet", "--json")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(task_recipe(folder, tiny_backbone("bert"))))
+    outcome = invoke("train", str(recipe), "training.steps=2", "--quiet", "--json")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["results"]["rows"][0]["metrics"]["average"]
     return folder
 
 
 def test_rows_are_measured(graft: Graft, served: Path) -> None:
-    rows = [f"{name}={task['test']}" for name, task in tasks_of(served / "rows").items()]
-    arguments = [word for row in rows for word in ("--rows", row)]
-    measured = graft("eval", str(served / "run/graft"), *arguments, "--json")
-    assert measured.code == 0, measured.err
-    metrics = json.loads(measured.out)["rows"][0]["metrics"]
-    kept = json.loads((served / "run/results.json").read_text())["rows"][0]["metrics"]
-    assert metrics == pytest.approx({name: kept[name] for name in metrics}, abs=1e-3)
-    shown = graft("eval", str(served / "run/graft"), "--rows", rows[0], "--out", str(served / "measured"))
+    tasks = tasks_of(served / "rows")
+    arguments: list[str] = []
+    for name, task in tasks.items():
+        arguments += ["--rows", f"{name}={task['test']}"]
+    outcome = graft("eval", str(served / "run/graft"), *arguments, "--json")
+    assert outcome.code == 0, outcome.err
+    measured = json.loads(outcome.out)["rows"][0]["metrics"]
+    trained = json.loads((served / "run/results.json").read_text())["rows"][0]["metrics"]
+    assert measured == pytest.approx({name: trained[name] for name in measured}, abs=1e-3)
+    shown = graft("eval", str(served / "run/graft"), *arguments[:2], "--out", str(served / "measured"))
     assert "task sigma" in shown.out
     assert "| topic | 24 |" in (served / "measured/report.md").read_text()
     report = (served / "run/report.md").read_text()
-    assert all(f"| {name} | 24 |" in report for name in tasks_of(served / "rows")), "what is confused, task by task"
+    assert all(f"| {name} | 24 |" in report for name in tasks)
 
 
 @pytest.mark.parametrize(
@@ -53,72 +54,76 @@ def test_rows_are_measured(graft: Graft, served: Path) -> None:
     ],
 )
 def test_lines_are_answered(graft: Graft, served: Path, task: str, line: str, keys: set[str]) -> None:
-    outcome = graft("predict", str(served / "run/graft"), "--task", task, stdin=f"{line}\n\n{line}\n".encode())
+    stdin = f"{line}\n\n{line}\n".encode()
+    outcome = graft("predict", str(served / "run/graft"), "--task", task, stdin=stdin)
     assert outcome.code == 0, outcome.err
-    first, second = (json.loads(text, parse_float=lambda x: round(float(x), 4)) for text in outcome.out.splitlines())
-    assert first.keys() == keys
-    assert first == second
+    first, second = outcome.out.splitlines()
+    assert json.loads(first).keys() == keys
+    assert rounded(first) == rounded(second)
 
 
-def test_a_line_that_was_not_read_to_its_end_says_so(graft: Graft, served: Path) -> None:
+def rounded(line: str) -> object:
+    """Return the JSON of a line with rounded numbers, since batches of different shapes differ in the last bits."""
+    return json.loads(line, parse_float=lambda number: round(float(number), 4))
+
+
+def test_a_truncated_line_is_marked(graft: Graft, served: Path) -> None:
     lines = "quick fox " * 99 + "\nquick fox\n"
     outcome = graft("predict", str(served / "run/graft"), "--task", "animals", stdin=lines.encode())
-    assert [json.loads(text).get("truncated") for text in outcome.out.splitlines()] == [True, None]
+    assert [json.loads(line).get("truncated") for line in outcome.out.splitlines()] == [True, None]
 
 
 @pytest.mark.slow
-def test_a_file_and_stdin_in_a_new_process_say_the_same(graft: Graft, served: Path, fresh_graft: Graft) -> None:
-    folder, rows = str(served / "run/graft"), served / "rows/topic.jsonl"
-    of_table = graft("predict", folder, str(rows), "--task", "topic")
+def test_a_file_and_stdin_in_a_new_process_give_the_same(graft: Graft, served: Path, fresh_graft: Graft) -> None:
+    folder = str(served / "run/graft")
+    rows = served / "rows/topic.jsonl"
+    of_file = graft("predict", folder, str(rows), "--task", "topic")
     piped = fresh_graft("predict", folder, "-", "--task", "topic", "--text-column", "text", stdin=rows.read_text())
     assert piped.code == 0, piped.err
-    ours, theirs = ([json.loads(line) for line in text.splitlines()] for text in (of_table.out, piped.out))
-    assert [row["label"] for row in ours] == [row["label"] for row in theirs]
-    assert len(ours) == 24
+    file_predictions = [json.loads(line) for line in of_file.out.splitlines()]
+    piped_predictions = [json.loads(line) for line in piped.out.splitlines()]
+    assert [row["label"] for row in file_predictions] == [row["label"] for row in piped_predictions]
+    assert len(file_predictions) == 24
     whole = graft("predict", folder, str(rows), "--task", "topic", "--json")
-    assert json.loads(whole.out) == ours
+    assert json.loads(whole.out) == file_predictions
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stdin", "sentence"),
+    ("arguments", "stdin", "named"),
     [
-        (("predict", "GRAFT", "--task", "topics"), "", "The graft has no task 'topics' (did you mean topic?)."),
-        (
-            ("predict", "GRAFT", "--task", "alike"),
-            "one text\n",
-            "stdin: line 1: the number of texts is 1, but 2 (a, b) is expected: give one for each.",
-        ),
-        (
-            ("predict", "GRAFT", "gone.csv", "--task", "topic"),
-            "",
-            "There is no file gone.csv: name one, or -",
-        ),
+        (("predict", "GRAFT", "--task", "topics"), "", ("'topics'", "did you mean topic?")),
+        (("predict", "GRAFT", "--task", "alike"), "one text\n", ("stdin", "line 1", "(a, b)")),
+        (("predict", "GRAFT", "gone.csv", "--task", "topic"), "", ("gone.csv", "-")),
         (
             ("predict", "GRAFT", "--task", "topic", "--text-column", "text"),
             "[1]\n",
-            "stdin: line 1 is no JSON object with text",
+            ("stdin", "line 1", "JSON", "text"),
         ),
-        (("eval", "GRAFT", "--rows", "gone=a.csv"), "", "The graft has no task 'gone'"),
-        (("eval", "GRAFT", "--rows", "topic=gone.csv"), "", "There is no file gone.csv: check test of the task topic."),
+        (("eval", "GRAFT", "--rows", "gone=a.csv"), "", ("'gone'",)),
+        (("eval", "GRAFT", "--rows", "topic=gone.csv"), "", ("gone.csv", "topic")),
         (
             ("eval", "GRAFT", "--rows", "topic=a.csv", "--text", "b.txt"),
             "",
-            "--rows can't be combined with --text, --examples or --tasks: run",
+            ("--rows", "--text", "--examples", "--tasks"),
         ),
-        (("eval", "GRAFT", "--text", "old=old/test.txt"), "", "measure it on rows of its tasks (--rows NAME=FILE)."),
+        (("eval", "GRAFT", "--text", "old=old/test.txt"), "", ("--rows NAME=FILE",)),
     ],
 )
-def test_what_the_user_can_mend(
-    graft: Graft, served: Path, arguments: tuple[str, ...], stdin: str, sentence: str
+def test_mistakes_are_named(
+    graft: Graft,
+    served: Path,
+    arguments: tuple[str, ...],
+    stdin: str,
+    named: tuple[str, ...],
 ) -> None:
     words = [str(served / "run/graft") if word == "GRAFT" else word for word in arguments]
     outcome = graft(*words, stdin=stdin.encode())
     assert (outcome.code, outcome.out) == (2, "")
-    assert sentence in outcome.err
+    assert all(text in outcome.err for text in named), outcome.err
     assert outcome.err.count("\n") == 1
 
 
 def test_a_graft_without_heads_is_refused(graft: Graft, trained: str) -> None:
     outcome = graft("predict", trained, "--task", "topic", stdin=b"a\n")
     assert outcome.code == 2
-    assert "has no heads to predict with: name one that was trained on tasks." in outcome.err
+    assert trained in outcome.err

@@ -1,4 +1,4 @@
-"""What a user's folder holds, and how tests run `graft` in this process."""
+"""The contents of a user's folder, and a function that runs `graft` in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPE: dict[str, Any] = {
 
 
 class Outcome(NamedTuple):
-    """What a command did."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -38,7 +38,7 @@ Graft = Callable[..., Outcome]
 
 
 def invoke(*arguments: str, stdin: bytes | None = None) -> Outcome:
-    """Run a command; only what is our own mistake is raised."""
+    """Run a command, and raise its exception if it is not an exit."""
     from graftlm.cli import app
 
     result = CliRunner().invoke(app, list(arguments), input=stdin)

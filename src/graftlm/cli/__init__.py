@@ -22,7 +22,7 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFB
 
 
 class _Verbs(TyperGroup):
-    """Turns a user's mistake into one line on stderr and an exit code."""
+    """Reports a user's mistake as one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -37,23 +37,24 @@ class _Verbs(TyperGroup):
         except OSError as error:
             if error.errno not in _DISK_ERRORS:
                 raise
-            log(
-                f"error: {error.filename or 'A file'} can't be read or written ({error.strerror}): "
-                "fix that, or name another path."
-            )
+            file = error.filename or "A file"
+            log(f"error: {file} can't be read or written ({error.strerror}): fix that, or name another path.")
             raise typer.Exit(2) from None
         finally:
-            gc.enable()  # after a verb that failed as it loaded
+            # A verb that failed while it loaded leaves garbage collection disabled.
+            gc.enable()
 
 
 class _Verb(TyperCommand):
-    """A verb, whose logging is configured before it runs; its help needs none."""
+    """Configures logging before a verb runs. The help of a verb does not need it, and appears sooner without."""
 
     def invoke(self, ctx: Any) -> Any:
-        if recipe := ctx.params.get("recipe"):
+        recipe = ctx.params.get("recipe")
+        if recipe:
             from graftlm.config import read_yaml
 
-            read_yaml(recipe)  # a missing or broken file is an error before slow imports
+            # Report a missing or invalid file before the slow imports.
+            read_yaml(recipe)
         configure_logging()
         return super().invoke(ctx)
 
@@ -77,25 +78,39 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     pass
 
 
-_VERBS = [training.train, training.compare, training.grow, grafts.audit]
-_VERBS += [grafts.evaluate, grafts.generate, grafts.chat, grafts.predict, grafts.inspect, grafts.export]
-_VERBS += [grafts.push, grafts.import_peft]
-_VERBS += [pipelines.summarize, pipelines.clarify, serve.serve]
-_VERBS += [training.demo, grafts.methods, training.schema]
-for _verb in _VERBS:
-    # `serve` reads its options before the slow imports of logging
-    app.command("eval" if _verb is grafts.evaluate else None, cls=None if _verb is serve.serve else _Verb)(_verb)
+# In the order of the help.
+app.command(cls=_Verb)(training.train)
+app.command(cls=_Verb)(training.compare)
+app.command(cls=_Verb)(training.grow)
+app.command(cls=_Verb)(grafts.audit)
+app.command("eval", cls=_Verb)(grafts.evaluate)
+app.command(cls=_Verb)(grafts.generate)
+app.command(cls=_Verb)(grafts.chat)
+app.command(cls=_Verb)(grafts.predict)
+app.command(cls=_Verb)(grafts.inspect)
+app.command(cls=_Verb)(grafts.export)
+app.command(cls=_Verb)(grafts.push)
+app.command(cls=_Verb)(grafts.import_peft)
+app.command(cls=_Verb)(pipelines.summarize)
+app.command(cls=_Verb)(pipelines.clarify)
+# `serve` configures logging itself, since it checks its options before the slow imports of logging.
+app.command()(serve.serve)
+app.command(cls=_Verb)(training.demo)
+app.command(cls=_Verb)(grafts.methods)
+app.command(cls=_Verb)(training.schema)
 
 
 def main() -> None:
-    """Run the command line; exits with 2 for a user's mistake and with 130 when interrupted."""
+    """Run the command line; it exits with 2 after a user's mistake and with 130 after an interruption."""
     try:
         app()
-    except KeyboardInterrupt:  # before a verb begins, or again while it stops
+    except KeyboardInterrupt:
+        # An interruption before a verb begins, or a second one while it stops.
         raise SystemExit(130) from None

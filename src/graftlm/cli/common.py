@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def configure_logging() -> None:
     """Send progress to stderr, and let libraries log errors only."""
-    os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # which warns about torchao
+    os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # it warns about torchao
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     import rich
@@ -31,7 +31,7 @@ def configure_logging() -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints: of several processes that a launcher started, the first one does."""
+    """Return whether this process prints; of the processes of a launcher, only the first one does."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -42,18 +42,39 @@ def log(text: str, *, quiet: bool = False) -> None:
 
 
 def logger(quiet: bool) -> Callable[[str], None]:
-    """`log` with this choice."""
+    """Return `log` with a fixed value of `quiet`."""
     return partial(log, quiet=quiet)
 
 
-def print_result(document: Any, as_json: bool, show: Callable[[], Any]) -> None:
-    """Print a result to stdout: `document` as JSON, or what `show` prints."""
-    if is_main_process():
-        typer.echo(json.dumps(document, indent=2)) if as_json else show()
+def print_text(text: str) -> None:
+    """Print a piece of text to stdout without a line break."""
+    typer.echo(text, nl=False)
+
+
+def print_result(document: object, as_json: bool, show: Callable[[], object]) -> None:
+    """Print a result to stdout.
+
+    Args:
+        document: The result in types of JSON.
+        as_json: Print `document` as JSON.
+        show: Prints the result for people; called if `as_json` is false.
+    """
+    if not is_main_process():
+        return
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        show()
 
 
 def print_report(results: Results, folder: Path, as_json: bool) -> None:
-    """Print a run's table and the paths of its files."""
+    """Print the table of a run and the paths of its files.
+
+    Args:
+        results: The results of the run.
+        folder: The run's folder.
+        as_json: Print one JSON document instead.
+    """
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import print_table
     from graftlm.evaluation.report import report_files
@@ -66,4 +87,5 @@ def print_report(results: Results, folder: Path, as_json: bool) -> None:
             for path in paths:
                 typer.echo(f"{kind:8} {path}")
 
-    print_result({"results": results.model_dump(mode="json"), "files": files}, as_json, show)
+    document = {"results": results.model_dump(mode="json"), "files": files}
+    print_result(document, as_json, show)

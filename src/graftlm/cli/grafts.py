@@ -1,14 +1,15 @@
-"""Verbs of grafts: measure, audit, generate, predict, inspect, and list the methods."""
+"""Verbs of grafts: measure, audit, generate, chat, predict, inspect, export and upload them, and list the methods."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import log, print_result
+from graftlm.cli.common import log, print_result, print_text
 from graftlm.cli.inputs import (
     AsJson,
     BackboneName,
@@ -31,14 +32,17 @@ from graftlm.files.hub import has_report
 def evaluate(
     graft: GraftFolder,
     text: Annotated[
-        list[str] | None, option("NAME=PATH", "Text to measure on; old and new give forgotten and learned. Repeatable.")
+        list[str] | None,
+        option("NAME=PATH", "Text to measure on; old and new give forgotten and learned. Repeatable."),
     ] = None,
     tasks: Annotated[str, option("A,B", "Tasks of lm-evaluation-harness, as in arc_easy,hellaswag.")] = "",
     examples: Annotated[
-        list[str] | None, option("NAME=FILE", "JSON, parquet or CSV file of prompts and answers. Repeatable.")
+        list[str] | None,
+        option("NAME=FILE", "JSON, parquet or CSV file of prompts and answers. Repeatable."),
     ] = None,
     rows: Annotated[
-        list[str] | None, option("NAME=FILE", "Labelled rows of a task that the graft has a head for. Repeatable.")
+        list[str] | None,
+        option("NAME=FILE", "Labelled rows of a task that the graft has a head for. Repeatable."),
     ] = None,
     metric: Annotated[
         str | None,
@@ -48,7 +52,8 @@ def evaluate(
     answer_column: Annotated[str | None, option("NAME", "Column of reference answers; answer by default.")] = None,
     max_new_tokens: Annotated[int | None, option("N", "Maximum new tokens per answer; 64 by default.", min=1)] = None,
     stop: Annotated[
-        list[str] | None, option("TEXT", "String that ends an answer; a line break by default. Repeatable.")
+        list[str] | None,
+        option("TEXT", "String that ends an answer; a line break by default. Repeatable."),
     ] = None,
     shots: Annotated[int | None, option("N", "Solved examples before each prompt; none by default.", min=0)] = None,
     limit: Annotated[int | None, option("N", "Questions per task or file of examples; all by default.", min=1)] = None,
@@ -72,24 +77,41 @@ def evaluate(
     from graftlm.generation.inputs import files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft
 
-    model: dict[str, Any] = {"backbone": backbone, "changes": changes or (), "device": device}
-    model |= {"trust_remote_code": trust_remote_code}
+    model: dict[str, Any] = {
+        "backbone": backbone,
+        "changes": changes or (),
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
     if rows:
         if text or examples or tasks:
-            raise DataError("--rows can't be combined with --text, --examples or --tasks: run graft eval once each.")
+            raise DataError("--rows can't be combined with --text, --examples or --tasks: run graft eval twice.")
         files = files_by_name(rows, "files of rows", "--rows")
         results = evaluate_rows(load_task_graft(graft, **model), files, batch_size=batch_size)
     else:
-        columns = {"prompt_column": prompt_column, "answer_column": answer_column}
-        decoding = {"max_new_tokens": max_new_tokens, "stop": stop or None, "shots": shots}
-        own = read_tasks(examples or (), metric=metric, limit=limit if examples else None, **columns, **decoding)
-        settings = {"length": length, "batch_size": batch_size, "limit_tokens": limit_tokens, "decode_prompts": 0}
+        own_tasks = read_tasks(
+            examples or (),
+            metric=metric,
+            limit=limit if examples else None,
+            prompt_column=prompt_column,
+            answer_column=answer_column,
+            max_new_tokens=max_new_tokens,
+            stop=stop or None,
+            shots=shots,
+        )
+        settings = {
+            "length": length,
+            "batch_size": batch_size,
+            "limit_tokens": limit_tokens,
+            "decode_prompts": 0,
+            "tasks": own_tasks,
+        }
         results = evaluate_graft(
             graft,
             texts=read_texts(text or (), text_column=text_column),
-            tasks=[task for task in tasks.split(",") if task],
+            tasks=_split_names(tasks),
             limit=limit,
-            evaluation=EvaluationConfig.parse(settings | {"tasks": own}, where="graft eval"),
+            evaluation=EvaluationConfig.parse(settings, where="graft eval"),
             **model,
         )
     if out is not None:
@@ -99,24 +121,33 @@ def evaluate(
 
 def audit(
     context: typer.Context,
-    base: Annotated[str, argument("BASE", "The model before: name, folder or file.")],
-    tuned: Annotated[str, argument("TUNED", "The model after: also a graft or an adapter.")],
+    base: Annotated[str, argument("BASE", "The original model: name, folder or file.")],
+    tuned: Annotated[str, argument("TUNED", "The changed model: also a graft or an adapter.")],
     out: Annotated[Path | None, option("DIR", "Folder for the report and the page.")] = None,
-    tokens: Annotated[int, option("N", "Tokens that BASE samples; 0 samples none.", min=0)] = 10_000,
+    tokens: Annotated[int, option("N", "Tokens to sample from BASE; 0 samples none.", min=0)] = 10_000,
     text: Annotated[list[str] | None, option("NAME=PATH", "Further text to compare on. Repeatable.")] = None,
     tasks: Annotated[str, option("A,B", "Tasks of lm-evaluation-harness.")] = "",
     limit: Annotated[int | None, option("N", "Questions per task; all by default.", min=1)] = None,
     examples: Annotated[list[str] | None, option("NAME=FILE", "File of prompts and answers. Repeatable.")] = None,
     metric: Annotated[str | None, option("METRIC", "Metric of --examples, as in graft eval.")] = None,
-    prompts: Annotated[Path | None, option("FILE", "Questions to answer, one a line; by default BASE's own.")] = None,
-    answers: Annotated[int, option("N", "Questions of BASE's own to answer.", min=0)] = 32,
+    prompts: Annotated[
+        Path | None,
+        option("FILE", "Questions to answer, one per line; by default sampled from BASE."),
+    ] = None,
+    answers: Annotated[int, option("N", "Sampled questions to answer.", min=0)] = 32,
     max_new_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 128,
-    budget: Annotated[list[str] | None, option("METRIC=X", "Fail above this, as in own_kl=0.05. Repeatable.")] = None,
+    budget: Annotated[
+        list[str] | None,
+        option("METRIC=X", "Fail if the metric exceeds this limit, as in own_kl=0.05. Repeatable."),
+    ] = None,
     quantize: Annotated[Quantization | None, option("BITS", "Audit TUNED in int8 or int4.")] = None,
-    backbone: Annotated[str | None, option("NAME", "Where the model below a graft or adapter is now.")] = None,
-    dtype: Annotated[DtypeName, option("DTYPE", "Precision of both; by default their own.")] = "auto",
+    backbone: Annotated[
+        str | None,
+        option("NAME", "Current name or folder of the backbone of a graft or adapter."),
+    ] = None,
+    dtype: Annotated[DtypeName, option("DTYPE", "Precision of both models; by default their own.")] = "auto",
     seed: Annotated[int | None, option("N", "Seed of the sampled text.", min=0)] = None,
-    length: Annotated[int, option("N", "Tokens per text and window.", min=3)] = 256,
+    length: Annotated[int, option("N", "Tokens per sampled text and per window.", min=3)] = 256,
     limit_tokens: Annotated[int, option("N", "Scored tokens per further text.", min=1)] = 50_000,
     batch_size: Annotated[int, option("N", "Rows per forward pass.", min=1)] = 8,
     text_column: Column = "text",
@@ -131,13 +162,14 @@ def audit(
     from graftlm.evaluation.audit import audit as run_audit
     from graftlm.generation.inputs import read_lines, read_tasks, read_texts
 
-    given = {name: value for name, value in context.params.items() if name in AuditConfig.model_fields}
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None} | {
-        "tasks": [task for task in tasks.split(",") if task],
-        "examples": read_tasks(examples or (), metric=metric),
-        "prompts": read_lines(prompts) if prompts else [],
-        "budget": {name: most for name, _, most in (each.partition("=") for each in budget or ())},
+    # Most options have the names of keys of the config; an option without a value leaves the key at its default.
+    settings: dict[str, Any] = {
+        name: value for name, value in context.params.items() if name in AuditConfig.model_fields and value is not None
     }
+    settings["tasks"] = _split_names(tasks)
+    settings["examples"] = read_tasks(examples or (), metric=metric)
+    settings["prompts"] = read_lines(prompts) if prompts else []
+    settings["budget"] = _read_budget(budget or ())
     texts = read_texts(text or (), text_column=text_column)
     result = run_audit(base, tuned, out, texts=texts, progress=not quiet, **settings)
     document = result.results.model_dump(mode="json")
@@ -147,18 +179,38 @@ def audit(
     result.check_budget()
 
 
+def _split_names(names: str) -> list[str]:
+    """Return the names of a list with commas."""
+    return [name for name in names.split(",") if name]
+
+
+def _read_budget(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the limits by metric, from `METRIC=X` pairs; `AuditConfig` checks that they are numbers."""
+    limits = {}
+    for pair in pairs:
+        metric, _, limit = pair.partition("=")
+        limits[metric] = limit
+    return limits
+
+
 def generate(
-    graft: Annotated[Path, argument("GRAFT", "A graft's or model's folder.")],
+    graft: Annotated[Path, argument("GRAFT", "Folder of a graft or of a model.")],
     prompt: Annotated[str, argument("PROMPT", "Text to continue; - reads stdin.")],
     max_new_tokens: Annotated[int, option("N", "Maximum number of new tokens.", min=1)] = 64,
-    sample: Annotated[bool, flag("--sample/--greedy", "Sample tokens, or take the likeliest.")] = False,
+    sample: Annotated[bool, flag("--sample/--greedy", "Sample tokens, or take the most likely ones.")] = False,
     temperature: Annotated[float | None, option("X", "With --sample: temperature; 1 by default.")] = None,
     top_p: Annotated[float | None, option("P", "With --sample: nucleus sampling; 1 by default.")] = None,
-    num_beams: Annotated[int, option("N", "Beams of beam search.", min=1)] = 1,
+    num_beams: Annotated[int, option("N", "Number of beams of beam search.", min=1)] = 1,
     seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
     bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
-    trace: Annotated[bool, flag("--trace", "Colour each token by the graft's trace, as its expert or gate.")] = False,
-    trace_html: Annotated[Path | None, option("FILE", "Write the trace as a self-contained HTML page.")] = None,
+    trace: Annotated[
+        bool,
+        flag("--trace", "Colour each token by the graft's trace, such as its expert or gate."),
+    ] = False,
+    trace_html: Annotated[
+        Path | None,
+        option("FILE", "Write the trace as a self-contained HTML page."),
+    ] = None,
     chat: Annotated[bool, flag("--chat", "Answer the prompt, in the model's chat template.")] = False,
     backbone: BackboneName = None,
     changes: Changes = None,
@@ -172,29 +224,48 @@ def generate(
     from graftlm.generation.generate import Decoding, generate_text, load_model, read_prompt
     from graftlm.generation.traces import print_trace, trace_page
 
-    options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "seed": seed}
-    options |= {"sample": sample, "temperature": temperature, "top_p": top_p}
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "num_beams": num_beams,
+        "seed": seed,
+        "sample": sample,
+        "temperature": temperature,
+        "top_p": top_p,
+    }
     decoding = Decoding.parse(options, where="graft generate")
     text = read_prompt(prompt)
     question = [{"role": "user", "content": text}] if chat else text
     model, tokenizer = load_model(
-        graft, backbone, changes=changes or (), bare=bare, device=device, trust_remote_code=trust_remote_code
+        graft,
+        backbone,
+        changes=changes or (),
+        bare=bare,
+        device=device,
+        trust_remote_code=trust_remote_code,
     )
-    traced = trace or trace_html is not None
-    on_text = None if as_json or traced else lambda chunk: typer.echo(chunk, nl=False)
-    result = generate_text(model, tokenizer, question, decoding, on_text=on_text, trace=traced)
+    is_traced = trace or trace_html is not None
+    on_text = None if as_json or is_traced else print_text
+    result = generate_text(model, tokenizer, question, decoding, on_text=on_text, trace=is_traced)
     if trace_html is not None:
         write_atomically(trace_html, trace_page(result).encode())
-    print_result(result.to_json(), as_json, lambda: print_trace(result, stdout_console()) if traced else typer.echo())
+
+    def show() -> None:
+        if is_traced:
+            print_trace(result, stdout_console())
+        else:
+            typer.echo()  # ends the line of the text, which is printed already
+
+    print_result(result.to_json(), as_json, show)
 
 
 def chat(
     graft: Annotated[
-        Path, argument("[GRAFT|MODEL]", "A graft's or model's folder; by default SmolLM2.", show_default=True)
+        Path,
+        argument("[GRAFT|MODEL]", "Folder of a graft or of a model; by default SmolLM2.", show_default=True),
     ] = Path("smollm2-135m-instruct"),
-    system: Annotated[str | None, option("TEXT", "The system's message.")] = None,
+    system: Annotated[str | None, option("TEXT", "The system message.")] = None,
     max_new_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 512,
-    sample: Annotated[bool, flag("--sample/--greedy", "Sample tokens, or take the likeliest.")] = False,
+    sample: Annotated[bool, flag("--sample/--greedy", "Sample tokens, or take the most likely ones.")] = False,
     temperature: Annotated[float | None, option("X", "With --sample: temperature; 1 by default.")] = None,
     top_p: Annotated[float | None, option("P", "With --sample: nucleus sampling; 1 by default.")] = None,
     seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
@@ -207,12 +278,24 @@ def chat(
     """Talk with a grafted model, or with a model, in the terminal."""
     from graftlm.generation.generate import ChatSession, Decoding, load_model, talk
 
-    options = {"max_new_tokens": max_new_tokens, "sample": sample, "temperature": temperature}
-    decoding = Decoding.parse(options | {"top_p": top_p, "seed": seed}, where="graft chat")
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "sample": sample,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    decoding = Decoding.parse(options, where="graft chat")
     model, tokenizer = load_model(
-        graft, backbone, changes=changes or (), bare=bare, device=device, trust_remote_code=trust_remote_code
+        graft,
+        backbone,
+        changes=changes or (),
+        bare=bare,
+        device=device,
+        trust_remote_code=trust_remote_code,
     )
-    talk(ChatSession(model, tokenizer, decoding, system=system), lambda text: typer.echo(text, nl=False))
+    session = ChatSession(model, tokenizer, decoding, system=system)
+    talk(session, print_text)
 
 
 def predict(
@@ -234,25 +317,31 @@ def predict(
     from graftlm.generation.predict import load_task_graft, predict_rows, read_questions
 
     task_graft = load_task_graft(
-        graft, backbone=backbone, changes=changes or (), device=device, trust_remote_code=trust_remote_code
+        graft,
+        backbone=backbone,
+        changes=changes or (),
+        device=device,
+        trust_remote_code=trust_remote_code,
     )
     rows = read_questions(task_graft.config(task), source, text_column or ())
     predictions = predict_rows(task_graft, task, rows, batch_size=batch_size)
     if as_json:
-        return print_result(list(predictions), True, typer.echo)
+        print_result(list(predictions), True, typer.echo)
+        return
     for prediction in predictions:
         typer.echo(json.dumps(prediction, ensure_ascii=False))
-    return None
 
 
 def inspect(
-    folder: Annotated[Path, argument("DIR", "A graft's or report's folder.")],
+    folder: Annotated[Path, argument("DIR", "Folder of a graft or of a report.")],
     text: Annotated[
-        list[str] | None, option("[NAME=]PATH", "Measure the graft's layers on this text. Repeatable.")
+        list[str] | None,
+        option("[NAME=]PATH", "Measure the graft's layers on this text. Repeatable."),
     ] = None,
     text_column: Column = "text",
     backbone: Annotated[
-        str | None, option("NAME", "Compare with this model; with --text, by default the graft's backbone.")
+        str | None,
+        option("NAME", "Compare with this model; with --text, by default the graft's backbone."),
     ] = None,
     changes: Changes = None,
     device: Device = None,
@@ -260,6 +349,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Describe a graft's folder, or print a report's table again."""
+    # Report a folder without a graft or a report before the slow imports.
     is_report = has_report(folder)
     from graftlm.cli.display import print_inspection, stdout_console
     from graftlm.evaluation import Results, print_table
@@ -268,16 +358,22 @@ def inspect(
 
     if is_report:
         results = Results.read(folder)
-        return print_result(results.model_dump(mode="json"), as_json, lambda: print_table(results, stdout_console()))
-    texts = read_texts(text or (), text_column=text_column)
-    model: dict[str, Any] = {"backbone": backbone, "device": device, "trust_remote_code": trust_remote_code}
-    inspection = inspect_graft(folder, changes=changes or (), texts=texts, **model)
-    return print_result(inspection.model_dump(mode="json"), as_json, lambda: print_inspection(inspection))
+        print_result(results.model_dump(mode="json"), as_json, lambda: print_table(results, stdout_console()))
+        return
+    inspection = inspect_graft(
+        folder,
+        backbone=backbone,
+        changes=changes or (),
+        texts=read_texts(text or (), text_column=text_column),
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    print_result(inspection.model_dump(mode="json"), as_json, lambda: print_inspection(inspection))
 
 
 def export(
-    graft: Annotated[Path, argument("GRAFT", "A graft's folder, or that of a model trained from scratch.")],
-    to: Annotated[Path, option("FOLDER", "A new or empty folder for the model.", show_default=False)],
+    graft: Annotated[Path, argument("GRAFT", "Folder of a graft, or of a model trained from scratch.")],
+    to: Annotated[Path, option("FOLDER", "New or empty folder for the model.", show_default=False)],
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -289,22 +385,26 @@ def export(
     from graftlm.store.artifact import backbone_of, is_model, load_graft
     from graftlm.store.manifest import read_manifest
 
-    if not is_model(graft):
+    is_graft = not is_model(graft)
+    if is_graft:
         read_manifest(graft).check_alone(graft, "an export")
     elif backbone or changes:
-        raise ArtifactError(f"{graft} is a model, and no graft on another: leave out --backbone and --set.")
+        raise ArtifactError(f"{graft} is a complete model, but --backbone or --set was given: leave them out.")
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
-    if is_model(graft):
-        folder = export_model(loaded, to)
-    else:
+    if is_graft:
         folder = export_graft(load_graft(graft, loaded, changes or ()), loaded, to)
+    else:
+        folder = export_model(loaded, to)
     print_result({"folder": str(folder)}, as_json, lambda: typer.echo(f"wrote {folder}"))
 
 
 def push(
-    folder: Annotated[Path, argument("DIR", "A graft's or an exported model's folder.", show_default=True)],
-    repository: Annotated[str, argument("OWNER/NAME", "The repository; made where there is none.", show_default=True)],
-    public: Annotated[bool, flag("--public", "Let everybody see a new repository.")] = False,
+    folder: Annotated[Path, argument("DIR", "Folder of a graft or of an exported model.", show_default=True)],
+    repository: Annotated[
+        str,
+        argument("OWNER/NAME", "The repository; created if it does not exist.", show_default=True),
+    ],
+    public: Annotated[bool, flag("--public", "Make a new repository public.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Upload a graft to the Hugging Face hub."""
@@ -315,9 +415,10 @@ def push(
 
 
 def import_peft(
-    adapter: Annotated[Path, argument("ADAPTER", "A PEFT adapter's folder.")], as_json: AsJson = False
+    adapter: Annotated[Path, argument("ADAPTER", "Folder of a PEFT adapter.")],
+    as_json: AsJson = False,
 ) -> None:
-    """List what a PEFT adapter holds, and how to use it here."""
+    """Show the contents of a PEFT adapter, and how to use it."""
     from graftlm.cli.display import print_adapter
     from graftlm.generation.adapters import inspect_adapter
 
@@ -326,9 +427,10 @@ def import_peft(
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List the kinds of graft with their config keys."""
+    """List the kinds of grafts with their config keys."""
     from graftlm.cli.display import print_methods
     from graftlm.generation.methods import methods as registered_methods
 
     listed = registered_methods()
-    print_result([method.model_dump(mode="json") for method in listed], as_json, lambda: print_methods(listed))
+    document = [method.model_dump(mode="json") for method in listed]
+    print_result(document, as_json, lambda: print_methods(listed))

@@ -14,16 +14,24 @@ from graftlm.errors import ForgettingBudgetError
 
 
 def _run(
-    name: str, recipe: Path, overrides: list[str] | None, out: Path | None, as_json: bool, quiet: bool, **options: Any
+    name: str,
+    recipe: Path,
+    overrides: list[str] | None,
+    out: Path | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
 ) -> None:
-    """Read a recipe, hand it to the function of the package with this name, and print the report."""
+    """Run a recipe by the function of the package with this name, and print the report."""
     import graftlm
     from graftlm.evaluation import Results
 
     parsed: Any = graftlm.load_recipe(recipe, overrides or ())
     folder = out or Path(parsed.out)
+    run = getattr(graftlm, name)
     try:
-        results = getattr(graftlm, name)(parsed, folder, progress=not quiet, log=logger(quiet), **options)
+        results = run(parsed, folder, progress=not quiet, log=logger(quiet), **options)
     except ForgettingBudgetError:
         print_report(Results.read(folder), folder, as_json)
         raise
@@ -31,47 +39,57 @@ def _run(
 
 
 def train(
-    recipe: RecipeFile, overrides: Settings = None, out: RunFolder = None, as_json: AsJson = False, quiet: Quiet = False
+    recipe: RecipeFile,
+    overrides: Settings = None,
+    out: RunFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a recipe's graft or language model, and report."""
-    _run("run_recipe", recipe, overrides, out, as_json, quiet)
+    _run("run_recipe", recipe, overrides, out, as_json=as_json, quiet=quiet)
 
 
 def compare(
     recipe: RecipeFile,
     overrides: Settings = None,
     out: RunFolder = None,
-    frontier: Annotated[bool, flag("--frontier", "Sweep rates and strengths; compare at equal learning.")] = False,
+    frontier: Annotated[
+        bool,
+        flag("--frontier", "Sweep learning rates and strengths, and compare at equal learning."),
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Train several methods on the same data, and compare them."""
-    _run("compare_recipe", recipe, overrides, out, as_json, quiet, frontier=frontier)
+    _run("compare_recipe", recipe, overrides, out, as_json=as_json, quiet=quiet, frontier=frontier)
 
 
 def grow(
-    recipe: RecipeFile, overrides: Settings = None, out: RunFolder = None, as_json: AsJson = False, quiet: Quiet = False
+    recipe: RecipeFile,
+    overrides: Settings = None,
+    out: RunFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Train a recipe's stages one after the other, and report each."""
-    _run("grow_recipe", recipe, overrides, out, as_json, quiet)
+    """Train a recipe's stages one after another, and report each."""
+    _run("grow_recipe", recipe, overrides, out, as_json=as_json, quiet=quiet)
 
 
 def demo(
     out: Annotated[Path, option("DIR", "Output folder.")] = Path("runs/demo"),
-    tiny: Annotated[bool, flag("--tiny", "Pretrain a toy model here, and teach it with four methods.")] = False,
     quick: Annotated[bool, flag("--quick", "Run a smaller demo of the same form.")] = False,
     seed: Annotated[int, option("N", "Random seed.", min=0)] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Teach a real chat model text of this machine.
+    """Teach a real chat model C++ from the headers of PyTorch.
 
-    It needs the extra smollm2, or the hub.
+    The model comes from the extra smollm2 or from the hub.
     """
-    from graftlm import demo
+    from graftlm.demo import run_chat_demo
 
-    run = demo.run_demo if tiny else demo.run_chat_demo
-    print_report(run(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet), out, as_json)
+    results = run_chat_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet)
+    print_report(results, out, as_json)
 
 
 def schema(
@@ -82,7 +100,9 @@ def schema(
     from graftlm.files.writing import write_atomically
     from graftlm.runs.recipe import recipe_schema
 
+    document = recipe_schema()
     if out is None:
-        return print_result(recipe_schema(), True, typer.echo)
-    path = write_atomically(out, json.dumps(recipe_schema(), indent=2).encode() + b"\n")
-    return print_result({"schema": str(path)}, as_json, lambda: typer.echo(path))
+        print_result(document, True, typer.echo)
+        return
+    path = write_atomically(out, json.dumps(document, indent=2).encode() + b"\n")
+    print_result({"schema": str(path)}, as_json, lambda: typer.echo(path))

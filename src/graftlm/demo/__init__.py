@@ -1,3 +1,3 @@
-"""The demos: the main job on a real chat model, and on a toy model from nothing; their texts are on every machine."""
+"""The demo: a real chat model learns text that every installation has."""
 
-from graftlm.demo.run import run_chat_demo, run_demo
+from graftlm.demo.run import run_chat_demo

@@ -1,4 +1,4 @@
-"""A real corpus that every machine has: the English and the code of the Python installation itself."""
+"""Texts that every installation has: the English and the code of Python itself."""
 
 from __future__ import annotations
 
@@ -8,82 +8,107 @@ import json
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
 
 from graftlm.errors import DataError
 
-# Tests repeat themselves, and tables of characters are no language.
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "lib2to3"}
-_LEFT_OUT |= {"__pycache__", "pydoc_data"}
-_LEAST_ENGLISH, _LEAST_CODE = 200, 400
+# Tests repeat the same lines, and tables of characters are not language.
+_LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "lib2to3",
+    "__pycache__",
+    "pydoc_data",
+}
+_MIN_ENGLISH = 200  # characters of a document
+_MIN_COMMENT = 60  # characters of a comment
+_MIN_SPACES = 8  # of a comment
 
 
-class Texts(NamedTuple):
-    """Documents of both domains, each kind in a fixed order."""
+def read_english(characters: int) -> list[str]:
+    """Return English documents: reference topics, then the docstrings and comments of modules.
 
-    english: list[str]
-    code: list[str]
+    Args:
+        characters: Number of characters after which no further document is read.
 
-
-def read_installation(limit: int) -> Texts:
-    """Docstrings, comments and reference topics as English; source without either, `limit` characters of it, as code.
-
-    Raises DataError if the installation has no readable standard library.
+    Raises:
+        DataError: The installation has neither topics nor the source of its standard library.
     """
-    english, code, size = _topics(), list[str](), 0
-    for words, program in filter(None, (split_source(path.read_bytes()) for path in source_files())):
-        if len(words) >= _LEAST_ENGLISH:
-            english.append(words)
-        if len(program) >= _LEAST_CODE:
-            code.append(program)
-            size += len(program)
-        if size >= limit:
+    documents = _reference_topics()
+    size = sum(len(document) for document in documents)
+    for path in source_files():
+        if size >= characters:
             break
-    if not code:
-        raise DataError("This Python installation has no standard library source to learn from: run it on another.")
-    return Texts(english, code)
+        parts = split_source(path.read_bytes())
+        if parts is None:
+            continue
+        english, _ = parts
+        if len(english) >= _MIN_ENGLISH:
+            documents.append(english)
+            size += len(english)
+    if not documents:
+        raise DataError("This Python installation has no standard library source to read: use another installation.")
+    return documents
 
 
 def source_files() -> list[Path]:
-    """The standard library's modules in a fixed order that mixes packages."""
+    """Return the modules of the standard library, in a fixed order that mixes packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts)]
+    files = [path for path in root.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
     return sorted(files, key=lambda path: (path.name[::-1], str(path)))
 
 
 def split_source(source: bytes) -> tuple[str, str] | None:
-    """The English (docstrings and comments) and the code of one file; None when it can't be parsed."""
+    """Split a file into its English, which is its docstrings and comments, and its code.
+
+    Returns:
+        English and code, or None if the file can't be parsed.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old modules have old escapes
+            warnings.simplefilter("ignore")  # old modules have invalid escape sequences
             tree = ast.parse(source)
         comments = _comments(source)
     except (SyntaxError, ValueError, tokenize.TokenError, RecursionError):
         return None
-    docstrings = [text for node in ast.walk(tree) if (text := _take_docstring(node))]
+    docstrings = []
+    for node in ast.walk(tree):
+        docstring = _take_docstring(node)
+        if docstring:
+            docstrings.append(docstring)
     return "\n\n".join([*docstrings, *comments]), ast.unparse(tree)
 
 
 def write_documents(path: Path, documents: Iterable[str]) -> None:
-    """One JSON object with a `text` a line."""
+    """Write a file of JSON lines, with one object with the key `text` per document."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    lines = [json.dumps({"text": document}) + "\n" for document in documents]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
-def deal(documents: Sequence[str], shares: dict[str, int]) -> dict[str, list[str]]:
-    """Deal documents out in turn, `shares` of each hand to each name."""
+def deal(documents: Sequence[str], shares: Mapping[str, int]) -> dict[str, list[str]]:
+    """Deal documents out to names, in turn.
+
+    Args:
+        documents: The documents.
+        shares: Number of documents per round, by name.
+    """
     hands: dict[str, list[str]] = {name: [] for name in shares}
-    turns = cycle(hands[name] for name, count in shares.items() for _ in range(count))
-    for hand, document in zip(turns, documents, strict=False):
+    turns = [hands[name] for name, count in shares.items() for _ in range(count)]
+    for hand, document in zip(cycle(turns), documents, strict=False):
         hand.append(document)
     return hands
 
 
-def _topics() -> list[str]:
+def _reference_topics() -> list[str]:
+    """Return the topics of Python's `help()`, if the installation has them."""
     try:
         topics: dict[str, str] = import_module("pydoc_data.topics").topics
     except (ImportError, AttributeError):
@@ -92,25 +117,26 @@ def _topics() -> list[str]:
 
 
 def _take_docstring(node: ast.AST) -> str | None:
-    """A definition's docstring, taken out of the tree."""
+    """Remove the docstring of a definition from the tree, and return it."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return None
-    text = ast.get_docstring(node)
-    if text is not None:
+    docstring = ast.get_docstring(node)
+    if docstring is not None:
         node.body = node.body[1:] or [ast.Pass()]
-    return text
+    return docstring
 
 
 def _comments(source: bytes) -> list[str]:
-    """Runs of comment lines that read like sentences."""
-    runs: list[list[str]] = []
-    last = -2
+    """Return the comments that read like sentences; consecutive lines form one comment."""
+    blocks: list[list[str]] = []
+    last_line = -2
     for token in tokenize.tokenize(io.BytesIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
-        if token.start[0] != last + 1:
-            runs.append([])
-        runs[-1].append(token.string.lstrip("#").strip())
-        last = token.start[0]
-    texts = (" ".join(line for line in run if line) for run in runs)
-    return [text for text in texts if len(text) > 60 and text.count(" ") > 8]
+        line, _ = token.start
+        if line != last_line + 1:
+            blocks.append([])
+        blocks[-1].append(token.string.lstrip("#").strip())
+        last_line = line
+    comments = [" ".join(line for line in block if line) for block in blocks]
+    return [text for text in comments if len(text) > _MIN_COMMENT and text.count(" ") > _MIN_SPACES]
