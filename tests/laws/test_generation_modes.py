@@ -162,9 +162,9 @@ def test_a_cache_of_the_bare_model_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("ids", ["a text", torch.tensor([4, 5]), torch.zeros(1, 0, dtype=torch.long)], ids=repr)
 def test_what_is_no_prompt_is_refused(ids: Any) -> None:
     with attach_graft(backbone("llama"), {"kind": "adapter"}) as model:
-        with pytest.raises(GraftError, match="but token ids of \\(rows, tokens\\) are expected"):
+        with pytest.raises(GraftError, match="token ids"):
             model.generate(ids)
-        with pytest.raises(GraftError, match="use generate with a batch, or graft serve"):
+        with pytest.raises(GraftError, match="graft serve"):
             model.model.generate_batch([[4, 5]])
     assert not {"generate", "init_continuous_batching"} & set(vars(model.model))
 
@@ -205,7 +205,7 @@ def test_drafts_are_no_part_of_the_prompt() -> None:
 def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() -> None:
     with (
         attach_graft(backbone("mistral"), {"kind": "neutral-residues"}).eval() as model,
-        pytest.raises(TapError, match="with a dynamic cache where every layer has a sliding window"),
+        pytest.raises(TapError, match="sliding window"),
     ):
         model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
 
