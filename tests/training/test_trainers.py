@@ -178,7 +178,7 @@ def test_the_model_under_the_grafts_is_refused(kind: str, tmp_path: Path) -> Non
     [
         (Trainer, {}, False, "no `domain`"),
         (Trainer, {"gradient_accumulation_steps": 2}, True, "accumulated batches.*DomainTrainer"),
-        (Trainer, {"label_smoothing_factor": 0.1}, True, "has a loss of its own"),
+        (Trainer, {"label_smoothing_factor": 0.1}, True, "its own loss"),
         (TrainerWithDomains, {}, False, "no `domain`"),
         (TrainerWithDomains, {"label_smoothing_factor": 0.1}, True, "label_smoothing_factor"),
     ],
