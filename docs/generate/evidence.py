@@ -22,7 +22,7 @@ HEAD = (
     "our estimate against the best control [95%]",
     "model, tokens, seeds, test",
     "verdict",
-    "so use it when",
+    "advice",
 )
 MOST_WORDS = 25
 _VALUE = re.compile(r"\{(?P<path>[^|{}]+)\|(?P<spec>[^{}]+)\}")
@@ -40,7 +40,7 @@ class Claim(Config):
         setting: Model, tokens, seeds and test.
         verdict: The verdict.
         cause: Why, in a few words.
-        use: When to use the method, or what was found.
+        advice: When to use the method, as a sentence.
     """
 
     results: str
@@ -51,7 +51,7 @@ class Claim(Config):
     setting: str
     verdict: Literal["reproduced", "not reproduced", "undecided"]
     cause: str
-    use: str
+    advice: str
 
 
 @cache
@@ -90,7 +90,7 @@ def _row(claim: Claim, page: Path) -> list[str]:
         _VALUE.sub(fill, claim.estimate),
         _VALUE.sub(fill, claim.setting),
         f"**{claim.verdict}**: {_VALUE.sub(fill, claim.cause)}",
-        claim.use,
+        claim.advice,
     ]
     for cell in cells:
         if len(cell.split()) > MOST_WORDS:

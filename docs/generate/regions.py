@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PATTERNS = ("README.md", "docs/**/*.md", "experiments/*.md", "experiments/*/README.md", "benchmarks/README.md")
 
 _REGION = re.compile(
-    r"^<!-- generated: (?P<name>[\w-]+) ?(?P<arguments>.*?) -->\n(?P<content>.*?)^<!-- end -->",
+    r"^<!-- generated: (?P<name>[\w-]+) ?(?P<arguments>[^\n]*?) -->\n(?P<content>.*?)^<!-- end -->",
     re.MULTILINE | re.DOTALL,
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate.markdown import table
+from graftlm.evaluation.intervals import combine_seeds
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,12 +25,16 @@ def value_at(results: Mapping[str, Any], path: str) -> Any:
 
     Args:
         results: The content of a `results.json`.
-        path: Keys separated by slashes. `rows/ID/METRIC` is a metric of a row; any other path starts at the top.
+        path: Keys separated by slashes. `rows/ID/METRIC` is a metric of a row, and `minus/ID/OTHER/METRIC` the
+            difference of two rows, paired over seeds; any other path starts at the top.
 
     Raises:
         KeyError: There is no such value.
     """
     keys = path.split("/")
+    if keys[0] == "minus":
+        row, other, metric = keys[1:]
+        return difference_over_seeds(results, row, other, metric)
     value: Any = results
     if keys[0] == "rows":
         value = {row["id"]: row["metrics"] for row in results["rows"]}
@@ -41,21 +46,50 @@ def value_at(results: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def difference_over_seeds(results: Mapping[str, Any], row: str, other: str, metric: str) -> Mapping[str, float]:
+    """Return the difference of two rows, paired over seeds, with Student's 95% interval.
+
+    Args:
+        results: The content of a `results.json` with `details.by_seed`.
+        row: The row whose metric comes first.
+        other: The row that is subtracted.
+        metric: The metric of both rows.
+
+    Raises:
+        ValueError: The rows have different numbers of seeds.
+    """
+    by_seed = results["details"]["by_seed"]
+    first = _values_by_seed(by_seed[row], metric)
+    second = _values_by_seed(by_seed[other], metric)
+    differences = [value - subtracted for value, subtracted in zip(first, second, strict=True)]
+    interval = combine_seeds(differences)
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high}
+
+
+def _values_by_seed(runs: Any, metric: str) -> list[float]:
+    """Return a metric of the runs of a row, which are a list or a mapping, in the order of their seeds."""
+    in_order = runs.values() if isinstance(runs, Mapping) else runs
+    return [run[metric] for run in in_order]
+
+
 def show(value: Any, spec: str) -> str:
-    """Return a number, or the mean of an estimate; a spec that ends with `i` adds the interval.
+    """Return a number, or the mean of an estimate, in a format.
 
     Args:
         value: A number, or a mapping with `mean`, `low` and `high`.
-        spec: A format of Python, such as `.3f`, or `.3fi` with the interval.
+        spec: A format of Python, such as `.3f`. A final `i` adds the interval: `.3fi`. A final `p` clips the interval
+            of a percentage to 0 and 100: `.1fip`.
     """
-    number_spec = spec.removesuffix("i")
+    is_percentage = spec.endswith("p")
+    with_interval = spec.removesuffix("p").endswith("i")
+    number_spec = spec.removesuffix("p").removesuffix("i")
     if not isinstance(value, Mapping):
         return _number(value, number_spec)
     shown = _number(value["mean"], number_spec)
-    if spec.endswith("i"):
-        low = _number(value["low"], number_spec)
-        high = _number(value["high"], number_spec)
-        shown = f"{shown} [{low}, {high}]"
+    if with_interval:
+        low = max(value["low"], 0.0) if is_percentage else value["low"]
+        high = min(value["high"], 100.0) if is_percentage else value["high"]
+        shown = f"{shown} [{_number(low, number_spec)}, {_number(high, number_spec)}]"
     return shown
 
 

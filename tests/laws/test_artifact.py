@@ -183,7 +183,7 @@ def test_a_graft_without_its_tensors_is_not_written(config: Any, tiny_backbone: 
     """Those that get them when they are attached; else it would be refused when it is loaded, as damaged."""
     backbone = load_backbone(tiny_backbone("llama"))
     graft = build_graft(graft_config(config), backbone)
-    with pytest.raises(ArtifactError, match="gets its tensors when it is attached, and it never was"):
+    with pytest.raises(ArtifactError):
         save_graft(graft, backbone, tmp_path / "graft")
     GraftedModel(backbone, {"graft": graft}).detach()
     assert load_graft(save_graft(graft, backbone, tmp_path / "graft"), backbone)

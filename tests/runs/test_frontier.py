@@ -72,6 +72,7 @@ def test_moved_weights_are_put_back_also_after_an_error() -> None:
     torch.testing.assert_close(weight.detach(), before)
 
 
+@pytest.mark.slow
 def test_a_frontier_sweeps_every_method_alike(tmp_path: Path, tiny_backbone) -> None:
     methods = {
         "lora": {"graft": {"kind": "lora", "rank": 2}, "training": {"learning_rate": 0.02}},

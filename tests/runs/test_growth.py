@@ -132,6 +132,7 @@ def test_a_first_stage_that_changes_modules_is_frozen_too(
         assert value_of(measured[name]) == pytest.approx(value_of(both[name]), abs=1e-4), "what was saved is what ran"
 
 
+@pytest.mark.slow
 def test_a_changed_first_stage_makes_those_behind_it_another_run(tmp_path: Path, tiny_backbone) -> None:
     def written() -> list[int]:
         files = [tmp_path / "run" / name / "graft" / "graft.safetensors" for name in ("new", "danish")]

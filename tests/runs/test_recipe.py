@@ -35,7 +35,7 @@ def values(tmp_path: Path, backbone: Path, **changes: Any) -> dict[str, Any]:
             "test": {name: [{"path": str(tmp_path / f"{name}-test.txt")}] for name in ("old", "new")},
         },
         "training": {"steps": 6, "batch_size": 4, "learning_rate": 0.01},
-        "evaluation": {"decode_prompts": 1, "decode_tokens": 4},
+        "evaluation": {"decode_prompts": 1, "decode_tokens": 4, "own_tokens": 64},
         "out": str(tmp_path / "run"),
     } | changes
 
@@ -91,6 +91,7 @@ def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, t
     assert value_of(measured.row.metrics["new"]) == pytest.approx(value_of(row.metrics["new"]), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_comparison_on_text_that_the_backbone_sampled(tmp_path: Path, tiny_backbone) -> None:
     methods = {
         "replay": {"graft": {"kind": "neutral-residues"}},
@@ -166,11 +167,11 @@ def test_without_methods_the_graft_stands_beside_every_kind(recipe: Recipe) -> N
 
 
 def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_path: Path, tiny_backbone) -> None:
-    recipe = Recipe.parse(
-        values(tmp_path, tiny_backbone("llama"), evaluation={"forgetting_budget": -5.0, "decode_prompts": 0})
-    )
-    with pytest.raises(ForgettingBudgetError, match=r"forgot .* and the budget is -5"):
+    evaluation = {"forgetting_budget": -5.0, "decode_prompts": 0, "own_tokens": 0}
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), evaluation=evaluation))
+    with pytest.raises(ForgettingBudgetError) as error:
         run_recipe(recipe, progress=False, log=lambda _: None)
+    assert "-5.0" in str(error.value)
     assert (tmp_path / "run" / "graft" / "graft.json").exists()
     assert Results.read(tmp_path / "run").aims[0].met is False
 
@@ -178,8 +179,9 @@ def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_
 def test_a_run_that_is_under_way_keeps_its_recipe(tmp_path: Path, tiny_backbone) -> None:
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama")))
     (tmp_path / "run").mkdir()
-    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(RecipeError, match="Another process is at work"):
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(RecipeError) as error:
         run_recipe(recipe, progress=False, log=lambda _: None)
+    assert str(tmp_path / "run") in str(error.value)
     assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 
@@ -196,7 +198,7 @@ def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone)
         "letters": {"path": file, "metric": "chrf", "max_new_tokens": 3, "limit": 4},
         "french": {"path": file, "metric": "log-perplexity", "shots": 1},
     }
-    changes = {"evaluation": {"decode_prompts": 0, "tasks": tasks}}
+    changes = {"evaluation": {"decode_prompts": 0, "own_tokens": 0, "tasks": tasks}}
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), **changes))
     assert Recipe.parse(recipe.model_dump(mode="json")) == recipe
     results = run_recipe(recipe, progress=False, log=lambda _: None)

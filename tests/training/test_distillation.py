@@ -105,8 +105,9 @@ def test_evaluation_has_the_plain_loss_and_training_needs_a_domain() -> None:
         with pytest.raises(GraftError) as error:
             model.train()(**batch)
         assert "domain" in str(error.value)
-        with pytest.raises(GraftError, match="The model distils old rows, but this trainer has a loss of its own"):
+        with pytest.raises(GraftError) as error:
             model(input_ids=batch["input_ids"], domain=ROWS, num_items_in_batch=40)
+        assert "trainer" in str(error.value)
 
 
 def test_another_objective_is_named() -> None:

@@ -292,10 +292,20 @@ def _judged_output(conversation: Conversation) -> str | None:
 
 
 def usable_question(conversation: Conversation, question: Question) -> Question | None:
-    """Remove the options of a question that fit another text; docs/methods/clarify.md states the rule.
+    """Remove the options of a question that fit another text, since small models copy questions from the exemplars.
 
-    A single option leaves nothing to choose: then a question that quotes the text is asked without options, and any
-    other question is not asked.
+    A question that quotes words from elsewhere, or repeats the text, is not asked. An option is kept if all of its
+    words are words of the text, if it names a gender, or under the condition of the first row that applies:
+
+    | option | condition |
+    |---|---|
+    | from an exemplar about formality | the text has *you* |
+    | of a question about a pronoun | never |
+    | from another exemplar | the option or the text of the exemplar shares a word with the text |
+    | any other | the option or the question shares a word with the text |
+
+    The most frequent words of English do not count. A single option leaves nothing to choose: then a question that
+    quotes the text is asked without options, and any other question is not asked.
 
     Args:
         conversation: the conversation so far.
