@@ -1,8 +1,9 @@
-"""What distilling costs: a step that follows the bare backbone on its old rows, over one that replays them.
+"""What distilling costs: a step that follows the bare backbone on its old rows, over a step that replays them.
 
     python benchmarks/distillation.py --out DIR [--quick] [--device DEVICE]
 
-Speed is measured turn by turn in one process; memory in a process for each objective, which does a few steps alone.
+The speeds of both objectives are measured in turns in one process. Memory is measured in one process per objective,
+which does a few steps.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from turns import command, interval, rounds, seconds
+from turns import Turns, command, interval, rounds, seconds
 
 from graftlm.evaluation import Interval, Results, Row
-from graftlm.evaluation.metrics import MemoryWatch
+from graftlm.evaluation.cost import MemoryWatch
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft
 from graftlm.training import TrainingConfig
@@ -25,7 +27,8 @@ from graftlm.training.loop import make_optimizer
 from neutral_residues import CAPACITY, QUICK, Size, gated, random_backbone
 
 NAME = "bench-distillation"
-PEAK = "--peak-of"  # of the process that `peak_bytes` starts
+PEAK = "--peak-of"  # marks the processes that `peak_bytes` starts
+PEAK_STEPS = 3
 SIZE = replace(Size(), vocabulary=49_152, rows=8)
 OBJECTIVES = ("replay", "distil")
 OLD_FRACTION = 0.25
@@ -36,29 +39,39 @@ ROWS = {
 HOW = {
     "step": "one update: forward, loss with the local loss, backward, AdamW; bfloat16 autocast; a quarter of the rows "
     "is old; distil adds the bare backbone's forward pass on those rows",
-    "memory": "of a process that does three updates: all that it holds, the interpreter too; the allocated memory on a "
-    "GPU",
+    "memory": "of a process that does three updates: all that it holds, including the interpreter; the allocated "
+    "memory on a GPU",
 }
 
 
 class Training:
-    """Training of neutral residues with one objective on old rows."""
+    """Training of neutral residues with one objective on old rows.
+
+    Args:
+        objective: `replay` or `distil`.
+        size: size of the model and its batches.
+        device: device of the training.
+    """
 
     def __init__(self, objective: Any, size: Size, device: torch.device) -> None:
         backbone = random_backbone(size, device)
         torch.manual_seed(1)
-        self.model = GraftedModel(backbone, {"graft": build_graft(gated(), backbone)}, old_objective=objective).train()
-        self.optimiser = make_optimizer(self.model.trainable_parameters(), TrainingConfig(steps=1, learning_rate=1e-4))
+        graft = build_graft(gated(), backbone)
+        self.model = GraftedModel(backbone, {"graft": graft}, old_objective=objective).train()
+        config = TrainingConfig(steps=1, learning_rate=1e-4)
+        self.optimiser = make_optimizer(self.model.trainable_parameters(), config)
         generator = torch.Generator().manual_seed(2)
-        self.ids = torch.randint(size.vocabulary, (size.rows, size.length), generator=generator).to(device)
-        self.domain = (torch.arange(size.rows, device=device) >= OLD_FRACTION * size.rows).long()
+        ids = torch.randint(size.vocabulary, (size.rows, size.length), generator=generator)
+        self.ids = ids.to(device)
+        rows = torch.arange(size.rows, device=device)
+        self.domain = (rows >= OLD_FRACTION * size.rows).long()
 
     def speed(self) -> float:
-        """Tokens per second of one update."""
+        """Return the tokens per second of one update."""
         return self.ids.numel() / seconds(self.step, self.model.device)
 
     def step(self) -> None:
-        """One update."""
+        """Do one update."""
         with torch.autocast(self.model.device.type, torch.bfloat16):
             loss = self.model(input_ids=self.ids, labels=self.ids, domain=self.domain).loss
         loss.backward()
@@ -67,50 +80,69 @@ class Training:
 
 
 def peak_bytes(objective: str, size: Size, device: torch.device) -> int:
-    """The peak memory of a process of its own that trains, since freed memory may stay with a process."""
-    command = [sys.executable, __file__, PEAK, objective, json.dumps(asdict(size)), str(device)]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    """Return the peak memory of a new process that trains, because a process may keep memory that it freed."""
+    arguments = [objective, json.dumps(asdict(size)), str(device)]
+    process = subprocess.run(
+        [sys.executable, __file__, PEAK, *arguments],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return int(process.stdout)
 
 
 def print_peak(objective: str, size: str, device: str) -> None:
-    """What the process of `peak_bytes` does: three updates."""
-    training, watch = Training(objective, Size(**json.loads(size)), torch.device(device)), MemoryWatch()
-    with watch:
-        for _ in range(3):
+    """Do the updates of a process of `peak_bytes`, and print their peak memory."""
+    training = Training(objective, Size(**json.loads(size)), torch.device(device))
+    with MemoryWatch() as watch:
+        for _ in range(PEAK_STEPS):
             training.step()
     print(watch.peak)
 
 
 def benchmark(size: Size, device: torch.device) -> Results:
-    """Both rows; neither has an aim."""
-    trainings = {objective: Training(objective, size, device) for objective in OBJECTIVES}
-    speeds = rounds({name: training.speed for name, training in trainings.items()}, size.train_rounds)
-    del trainings
+    """Measure both rows; neither has an aim."""
+    speeds = measure_speeds(size, device)
+    step_ratios = []
+    for replay, distil in zip(speeds["replay"], speeds["distil"], strict=True):
+        step_ratios.append(distil / replay)
     peaks = {objective: peak_bytes(objective, size, device) for objective in OBJECTIVES}
-    memory = peaks["distil"] / peaks["replay"]
-    found = {
-        "step": interval([d / r for d, r in zip(speeds["distil"], speeds["replay"], strict=True)]),
-        "memory": Interval(mean=memory, low=memory, high=memory),
+    memory_ratio = peaks["distil"] / peaks["replay"]
+    ratios = {
+        "step": interval(step_ratios),
+        "memory": Interval(mean=memory_ratio, low=memory_ratio, high=memory_ratio),
     }
-    details: dict[str, Any] = {
+    rows = [Row(id=name, label=label, metrics={"ratio": ratios[name]}) for name, label in ROWS.items()]
+    return Results.here(NAME, rows, details=details_of(size, speeds, peaks))
+
+
+def measure_speeds(size: Size, device: torch.device) -> Turns:
+    """Return the tokens per second of both objectives in each round; their models are freed afterwards."""
+    trainings = {objective: Training(objective, size, device) for objective in OBJECTIVES}
+    turns = {objective: training.speed for objective, training in trainings.items()}
+    return rounds(turns, size.train_rounds)
+
+
+def details_of(size: Size, speeds: Turns, peaks: Mapping[str, int]) -> dict[str, Any]:
+    """Return the details of the results."""
+    return {
         "size": asdict(size),
         "capacity": CAPACITY,
         "old_fraction": OLD_FRACTION,
         "threads": torch.get_num_threads(),
         "how": HOW,
         "tokens_per_s": speeds,
-        "peak_bytes": peaks,
+        "peak_bytes": dict(peaks),
     }
-    rows = [Row(id=name, label=label, metrics={"ratio": found[name]}) for name, label in ROWS.items()]
-    return Results.here(NAME, rows, details=details)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [PEAK]:
-        sys.exit(print_peak(*sys.argv[2:]))
+        print_peak(*sys.argv[2:])
+        sys.exit()
     command(
         NAME,
-        "What distilling costs beside replay, in ratios.",
+        "What distilling costs compared with replay, in ratios.",
         lambda quick, device, clock: benchmark(QUICK if quick else SIZE, device),
         dict.fromkeys(ROWS),
         options=("device",),

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from graftlm.backbone import Backbone
-from graftlm.grafted.graft_set import trace_values
 from graftlm.grafted.model import GraftedModel
+from graftlm.grafted.traces import trace_values
 from graftlm.grafts import Graft
 from graftlm.serving.engine import ThreadedEngine
 from graftlm.serving.protocol import EngineFinishReason, EngineLimits, Finish, GenerationRequest, TokenOutput

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 import graftlm
 from graftlm.evaluation import Aim, Interval, Results, write_report
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.results import Machine
+from graftlm.evaluation.origin import Machine
 from graftlm.runs.execute import execute
 from graftlm.runs.run import Run, RunContext
 

@@ -30,7 +30,8 @@ from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig
 from graftlm.demo.corpus import write_documents
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
-from graftlm.evaluation.evaluator import EvaluationConfig, count_parameters
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.examples import Example, chrf, generate_answers, score_answers
 from graftlm.evaluation.measurement import Measurement
 from graftlm.grafts import build_graft, graft_config

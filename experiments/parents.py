@@ -25,7 +25,7 @@ from graftlm.data.mixture import build_blocks
 from graftlm.demo.corpus import deal, source_files, split_source, write_documents
 from graftlm.demo.run import random_llama, train_corpus_tokenizer
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once
 from graftlm.runs.execute import execute

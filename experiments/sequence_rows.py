@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from graftlm.errors import RecipeError
-from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.cost import count_parameters
 from graftlm.models import register
 
 # Rows with a label, and the keys in which their model config differs from the shared one.

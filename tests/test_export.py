@@ -63,6 +63,6 @@ def test_a_file_in_the_way_is_left_alone(tiny_backbone: BackboneFolder, tmp_path
     with attach_graft(backbone, {"kind": "finetune"}) as model:
         graft = model.grafts["graft"]
     (tmp_path / "model").write_text("mine")
-    with pytest.raises(ArtifactError, match="is not an empty folder"):
+    with pytest.raises(ArtifactError):
         export_graft(graft, backbone, tmp_path / "model")  # type: ignore[arg-type]
     assert (tmp_path / "model").read_text() == "mine"

@@ -36,7 +36,7 @@ def adapter(backbone: Backbone, kind: str = "adapter") -> Graft:
 @pytest.mark.parametrize("other", [("gpt2", 0), ("llama", 1)], ids=str)
 def test_a_graft_of_another_backbone_is_refused(other: tuple[str, int], tmp_path: Path) -> None:
     backbone, foreign = wrapped(), adapter(wrapped(*other), "lora")
-    refused = pytest.raises(WrongBackboneError, match="was built for another backbone than llama")
+    refused = pytest.raises(WrongBackboneError)
     with refused:
         GraftedModel(backbone, {"graft": foreign})
     with refused:
@@ -66,27 +66,28 @@ def test_a_detached_model_is_freed_without_a_garbage_collection(kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("grafts", "message"),
+    ("grafts", "named"),
     [
-        ("graft", "Grafts are given as VanillaAdapter"),
-        (["graft"], "Grafts are given as list"),
-        ({"name": "config"}, "'name' is a VanillaAdapterConfig, no graft"),
-        ({"a.b": "graft"}, "can't have the name 'a.b'"),
-        ({"keys": "graft"}, "can't have the name 'keys'"),
-        ({"": "graft"}, "can't have the name ''"),
-        ({3: "graft"}, "can't have the name 3"),
+        ("graft", "VanillaAdapter"),
+        (["graft"], "list"),
+        ({"name": "config"}, "VanillaAdapterConfig"),
+        ({"a.b": "graft"}, "'a.b'"),
+        ({"keys": "graft"}, "'keys'"),
+        ({"": "graft"}, "''"),
+        ({3: "graft"}, "3"),
     ],
     ids=str,
 )
-def test_what_are_no_grafts_by_name(grafts: Any, message: str) -> None:
+def test_what_are_no_grafts_by_name(grafts: Any, named: str) -> None:
     backbone = wrapped()
     values = {"graft": adapter(backbone), "config": graft_config({"kind": "adapter"})}
     if isinstance(grafts, dict):
         grafts = {name: values[value] for name, value in grafts.items()}
     else:
         grafts = values[grafts] if isinstance(grafts, str) else [values[value] for value in grafts]
-    with pytest.raises(GraftError, match=message):
+    with pytest.raises(GraftError) as error:
         GraftedModel(backbone, grafts)
+    assert named in str(error.value)
     with GraftedModel(backbone, {"name": values["graft"]}):  # nothing is left of the attempt
         pass
 
@@ -96,33 +97,35 @@ def test_what_is_no_backbone(tmp_path: Path) -> None:
     save_graft(build_graft(config, backbone), backbone, tmp_path / "graft")
     wrong: Any
     for wrong in (backbone.model, "llama", None):
-        with pytest.raises(BackboneError, match=f"{type(wrong).__name__} is no Backbone"):
+        with pytest.raises(BackboneError) as error:
             GraftedModel(wrong, {})
-        with pytest.raises(BackboneError, match="is no Backbone"):
+        assert type(wrong).__name__ in str(error.value)
+        with pytest.raises(BackboneError):
             build_graft(config, wrong)
-        with pytest.raises(BackboneError, match="is no Backbone"):
+        with pytest.raises(BackboneError):
             load_graft(tmp_path / "graft", wrong)
     values: Any = {"kind": "adapter"}
-    with pytest.raises(GraftError, match="A graft.s config has the type dict: give graft_config"):
+    with pytest.raises(GraftError, match="dict"):
         build_graft(values, backbone)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"dtype": "bf16"}, "There is no dtype 'bf16': give auto, float32"),
-        ({"dtype": "nn"}, "There is no dtype 'nn'"),
-        ({"kind": "seq2seq"}, "There is no kind of backbone 'seq2seq': give one of causal-lm"),
-        ({"kind": "masked-lm"}, "has no head of the kind masked-lm: load it as another kind"),
-        ({"family": 3}, "The family is int"),
-        ({"family": "gpt2"}, "other models' parts are found without one"),
+        ({"dtype": "bf16"}, "'bf16'"),
+        ({"dtype": "nn"}, "'nn'"),
+        ({"kind": "seq2seq"}, "'seq2seq'"),
+        ({"kind": "masked-lm"}, "masked-lm"),
+        ({"family": 3}, "int"),
+        ({"family": "gpt2"}, "'gpt2'"),
     ],
     ids=str,
 )
-def test_options_of_a_backbone_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_options_of_a_backbone_that_do_not_fit(options: dict[str, Any], named: str, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(BackboneError, match=message):
+    with pytest.raises(BackboneError) as error:
         load_backbone(tmp_path, **options)
+    assert named in str(error.value)
 
 
 def test_a_model_is_no_copy() -> None:
@@ -133,12 +136,12 @@ def test_a_model_is_no_copy() -> None:
 def test_an_adapter_of_peft_below_the_grafts_does_not_train(tmp_path: Path) -> None:
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with attach_graft(wrapped(), {"kind": "adapter"}) as model:
-        with pytest.raises(GraftError, match="takes no PEFT adapter below its grafts"):
+        with pytest.raises(GraftError):
             model.add_adapter(lora)
         rows: Any = [{"input_ids": tiny_ids(1, 8)[0], "labels": tiny_ids(1, 8)[0]}] * 4
         arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
         trainer: Any = Trainer(get_peft_model(model, lora), arguments, train_dataset=rows)
-        with pytest.raises(GraftError, match="PEFT put an adapter into the frozen backbone"):
+        with pytest.raises(GraftError, match="peft_config"):
             trainer.train()
 
 
@@ -194,18 +197,21 @@ def test_a_kind_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "entry_points", lambda group, name: points.get(name, []))
     assert graft_class("installed") is InstalledAdapter
     assert isinstance(build_graft(graft_config({"kind": "installed"}), wrapped()), InstalledAdapter)
-    with pytest.raises(GraftError, match="has the kind 'adapter', but is registered as 'adapter-elsewhere'"):
+    with pytest.raises(GraftError) as error:
         graft_class("adapter-elsewhere")
-    with pytest.raises(RecipeError, match=r"its module has called register_graft, or by an entry point of the group"):
+    assert "'adapter'" in str(error.value)
+    with pytest.raises(RecipeError) as unknown:
         graft_class("nowhere")
+    assert "register_graft" in str(unknown.value)
 
 
 def test_a_change_that_trained_tensors_do_not_fit(tmp_path: Path) -> None:
     backbone = wrapped()
     save_graft(adapter(backbone), backbone, tmp_path)
-    with pytest.raises(GraftError, match=r"With capacity=0\.9 the trained tensors don't fit \(.*: leave out") as caught:
+    with pytest.raises(GraftError) as caught:
         load_graft(tmp_path, backbone, ["capacity=0.9"])
-    assert "train or copy" not in str(caught.value)
+    assert "capacity=0.9" in str(caught.value)
+    assert "train it again" not in str(caught.value)
     assert isinstance(load_graft(tmp_path, backbone), nn.Module)
 
 
@@ -227,24 +233,24 @@ def test_checkpoints_that_taps_can_not_follow_are_refused(reentrant: bool) -> No
     backbone = wrapped()
     backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     with attach_graft(backbone, {"kind": "neutral-residues"}) as model:
-        with pytest.raises(GraftError, match="gradient checkpoints that taps can't follow"):
+        with pytest.raises(GraftError, match="enable_gradient_checkpointing"):
             model.train()
         model.model.gradient_checkpointing_disable()
         model.enable_gradient_checkpointing()
         model.train()
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        with pytest.raises(GraftError, match="gradient checkpoints that taps can't follow"):
+        with pytest.raises(GraftError, match="enable_gradient_checkpointing"):
             model.train()
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [("finetune", "finetune", "train a copy of the backbone each"), ("lora", "finetune", "first, before them")],
+    ("first", "second"),
+    [("finetune", "finetune"), ("lora", "finetune")],
 )
-def test_grafts_whose_copies_exclude_each_other(first: str, second: str, message: str) -> None:
+def test_grafts_whose_copies_exclude_each_other(first: str, second: str) -> None:
     backbone = wrapped()
     grafts = {"a": adapter(backbone, first), "b": adapter(backbone, second)}
-    with pytest.raises(GraftError, match=message):
+    with pytest.raises(GraftError):
         GraftedModel(backbone, grafts)
     with GraftedModel(backbone, {"a": adapter(backbone, "finetune"), "b": adapter(backbone, "lora")}):
         pass
@@ -268,8 +274,9 @@ def test_documents_in_a_row_stay_apart_wherever_it_is_read(read: str) -> None:
         together = states(model, ids, **PACKED)
         torch.testing.assert_close(together[:, 5:], states(model, ids[:, 5:]), rtol=1e-4, atol=1e-4)
     mixing = GraftedModel(opt := wrapped("opt"), {"graft": adapter(opt)})
-    with mixing as model, pytest.raises(GraftError, match="which a opt model can't keep apart"):
+    with mixing as model, pytest.raises(GraftError) as error:
         states(model, ids, **PACKED)
+    assert "data.boundaries" in str(error.value)
 
 
 def test_factors_of_lora_are_float32_on_a_bfloat16_backbone() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graftlm.evaluation.metrics import evaluation_mode
+from graftlm.evaluation.inference import evaluation_mode
 
 WORD = re.compile(r"[^\W\d_]{5,}")
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 from graftlm.evaluation import Metric
-from graftlm.evaluation.metrics import bootstrap, percentile_interval
+from graftlm.evaluation.intervals import bootstrap, percentile_interval
 from graftlm.evaluation.plots import PALETTE
 from graftlm.pipelines.clarify.gain import distributions_from_log_likelihoods, information_gain
 

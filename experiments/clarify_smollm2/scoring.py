@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from graftlm.evaluation.inference import device_of, evaluation_mode
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import device_of, evaluation_mode
 from graftlm.grafted.model import GraftedModel
 from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.run import RunContext, Trainee

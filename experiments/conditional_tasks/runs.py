@@ -19,9 +19,10 @@ from graftlm.data.labelled_batches import LabelledMixture, TaskBatch, batches_by
 from graftlm.data.row_encoder import EncodedTask, RowEncoder
 from graftlm.errors import EvaluationError, TrainingError
 from graftlm.evaluation import Row, value_of
-from graftlm.evaluation.label_metrics import measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.inference import evaluation_mode
+from graftlm.evaluation.label_predictions import predictor
+from graftlm.evaluation.label_scores import measure_labelled, summary_metrics
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafted.model import GraftedModel
 from graftlm.runs.run import RunContext, Trainee
 from graftlm.runs.task_run import TaskEvaluation, TaskRun, row_encoder, task_tests, tasks_of

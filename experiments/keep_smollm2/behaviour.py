@@ -17,8 +17,8 @@ from graftlm.backbone import Backbone
 from graftlm.data.own_text import OwnText
 from graftlm.data.sources import Document
 from graftlm.evaluation import Interval, score
-from graftlm.evaluation.evaluator import weights_moved_back
 from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.strengths import weights_moved_back
 from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.run import Run, RunContext, Trainee
 

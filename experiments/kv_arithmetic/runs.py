@@ -45,7 +45,7 @@ from graftlm.backbone import Backbone, load_backbone, padding_id
 from graftlm.config import Config
 from graftlm.data import NEW, Document, Mixture, pack
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.measurement import Measurement
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config

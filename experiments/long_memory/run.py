@@ -45,9 +45,9 @@ from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
 from graftlm.data.marked_ids import PADDING, PROMPT
 from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
-from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.inference import evaluation_mode
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.model import BlockStateModel, BlockStatePreTrainedModel
 from graftlm.runs.run import Run, RunContext

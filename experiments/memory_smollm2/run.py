@@ -35,9 +35,11 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.evaluation import Aim, Interval, Results, Row, combine_seeds
-from graftlm.evaluation.evaluator import EvaluationConfig, count_parameters
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import EvaluationConfig
+from graftlm.evaluation.inference import evaluation_mode
+from graftlm.evaluation.intervals import bootstrap, share_interval
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import bootstrap, evaluation_mode, share_interval
 from graftlm.grafts import build_graft, graft_config
 
 NAME = "memory-smollm2"

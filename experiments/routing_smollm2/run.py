@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from experiments import Options
 from experiments.routing_smollm2.classifiers import classifier_rows, wilson
 from experiments.routing_smollm2.fields import CLINC, read_fields
+from experiments.routing_smollm2.programs import check_programs_allowed
 from experiments.routing_smollm2.runs import Answered, AnswerRun, FreeAnswerRun, RouterRun, metrics_of
 from experiments.routing_smollm2.texts import FILES, SOURCES, Parts, read_skills, write_skills
 from experiments.study import Study, aim, bars, check_files, mini_lm, numbers_of, over_seeds
@@ -381,6 +382,7 @@ def run(options: Options) -> Results:
     if "more" in tables:
         labels |= MORE
     if labels:
+        check_programs_allowed()  # before anything is trained
         study = SkillStudy(options)
         rows, details = study.table(labels)
         aimed = aims(rows, details)

@@ -19,14 +19,15 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from experiments.routing_smollm2.programs import check_programs_allowed, passes
 from experiments.routing_smollm2.texts import normalised
 from experiments.token_routing.runs import RoutingRun, build_routing, load_arrow
 from experiments.token_routing.texts import DOMAINS, RoutingQuestion, read_questions
 from graftlm.backbone import Backbone, left_padded, padding_id
 from graftlm.evaluation import Row
-from graftlm.evaluation.examples import Example, generate_answers, pass_at_1
+from graftlm.evaluation.examples import generate_answers
+from graftlm.evaluation.inference import evaluation_mode
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import graft_config
 from graftlm.grafts.token_routing import TokenRouting
@@ -320,6 +321,8 @@ def _leaders(graft: Any, cache: DynamicCache) -> list[str]:
 
 def answer_freely(model: Any, backbone: Backbone, domain: str, questions: Sequence[RoutingQuestion]) -> list[int]:
     """Return 1 for each greedy answer that is right: programs pass their tests, other answers have the same words."""
+    if domain == "code" and questions:
+        check_programs_allowed()
     answers = generate_answers(
         model,
         backbone.need_tokenizer(),
@@ -328,10 +331,11 @@ def answer_freely(model: Any, backbone: Backbone, domain: str, questions: Sequen
         stop=("\n\n",) if domain == "code" else ("\n",),
         batch_size=48,
     )
-    if domain == "code":
-        examples = [Example("", question.answer, question.tests) for question in questions]
-        return pass_at_1(answers, examples).astype(int).tolist() if examples else []
     right = []
     for answer, question in zip(answers, questions, strict=True):
-        right.append(int(normalised(answer) == normalised(question.answer)))
+        if domain == "code":
+            is_right = passes(answer, question.tests)
+        else:
+            is_right = normalised(answer) == normalised(question.answer)
+        right.append(int(is_right))
     return right

@@ -18,8 +18,8 @@ from experiments.routing_smollm2.runs import AnswerRun
 from experiments.token_routing.texts import read_changing
 from graftlm.backbone import Backbone, leading_bos
 from graftlm.evaluation import Row
+from graftlm.evaluation.inference import evaluation_mode
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import evaluation_mode
 from graftlm.runs.run import RunContext
 
 SECOND = "reading"  # the domain of the second half

@@ -20,7 +20,7 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, Mixture, SourceConfig, build_mixture
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
+from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.measurement import Measurement
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config

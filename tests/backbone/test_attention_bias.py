@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks
-from graftlm.backbone.taps import biased_mask
+from graftlm.backbone.attention_bias import biased_mask
 from graftlm.errors import TapError
 from tiny import DECODERS, ENCODERS, FAMILIES, tiny_ids, tiny_model
 
@@ -95,11 +95,13 @@ def test_two_biases_are_summed(family: str) -> None:
 def test_sites_and_models_without_a_bias_raise() -> None:
     live = tiny_model("llama")
     for tap in (Tap(Site("ffn", 0), "before", "bias", print), Tap(Site("attention", 0), "after", "bias", print)):
-        with pytest.raises(TapError, match="only before an attention"):
+        with pytest.raises(TapError) as error:
             TapHooks(live, Sites(live), {"a": [tap]}, lambda call: None)
+        assert str(tap.site) in str(error.value)
     own = tiny_model("block-state")
-    with pytest.raises(TapError, match="takes no additive mask"):
+    with pytest.raises(TapError) as error:
         TapHooks(own, Sites(own), {"a": [Tap(Site("attention", 0), "before", "bias", print)]}, lambda call: None)
+    assert own.config.model_type in str(error.value)
 
 
 def test_queries_after_cached_keys_see_all_of_these() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from graftlm.backbone import Backbone, Call, Site, StateLayer, Tap, TokenCount, slots, taps
+from graftlm.backbone import Backbone, Call, Site, StateLayer, Tap, TokenCount, slots, token_count
 from graftlm.errors import GraftError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft
@@ -205,7 +205,7 @@ def test_a_cache_made_on_the_way_holds_the_grafts_layers_too(kind: Any) -> None:
 
 
 def test_tokens_of_a_static_cache_are_known_until_something_else_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taps, "may_read", lambda tensor: False)  # as on an accelerator
+    monkeypatch.setattr(token_count, "may_read", lambda tensor: False)  # as on an accelerator
     live = tiny_model("llama")
     cache = StaticCache(config=live.config, max_cache_len=32)
 

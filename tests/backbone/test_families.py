@@ -274,22 +274,24 @@ def test_positions_count_real_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("site", "message"),
+    ("site", "named"),
     [
-        (Site("ffn", 2), "no layer 2: this llama model has layers 0 to 1"),
-        (Site("ffn"), "no layer None"),
-        (Site("module", path="model.layers.0.mpl"), "no module 'model.layers.0.mpl'"),
+        (Site("ffn", 2), "layer 2"),
+        (Site("ffn"), "layer None"),
+        (Site("module", path="model.layers.0.mpl"), "'model.layers.0.mpl'"),
     ],
 )
-def test_missing_sites(site: Site, message: str) -> None:
-    with pytest.raises(TapError, match=message):
+def test_missing_sites(site: Site, named: str) -> None:
+    with pytest.raises(TapError) as error:
         tapped("llama", Tap(site, "after", "replace", zeros))
+    assert named in str(error.value)
     assert not any(module._forward_pre_hooks for module in model("llama").modules()), "hooks stayed after the error"
 
 
 def test_encoders_have_no_last_norm() -> None:
-    with pytest.raises(TapError, match="A bert model has no norm: choose another site"):
+    with pytest.raises(TapError) as error:
         tapped("bert", Tap(Site("norm"), "after", "replace", zeros))
+    assert "no norm" in str(error.value)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
@@ -299,36 +301,38 @@ def test_the_structure_that_is_found_equals_the_row(family: str, monkeypatch: py
     assert Sites(model(family)).family == row
 
 
-MISFITS = {
-    "layers": ({"layers": "norm"}, "layers names norm, which is not a list of layers"),
-    "no path": ({"layers": "blocks"}, "layers names 'blocks', and there is no such module"),
-    "span": ({"ffn": "feed"}, "ffn names 'feed', which does not run in each layer"),
-    "norm": ({"norm": "rotary_emb"}, "norm names rotary_emb, which runs before the last layer"),
-    "outside": ({"ffn_in": ["self_attn.k_proj"], "gated": False}, "'self_attn.k_proj', which is not in mlp"),
-    "no linear": ({"ffn_out": "mlp.out"}, "ffn_out name 'mlp.out', which is not in mlp"),
-    "order": ({"ffn_in": ["mlp.up_proj", "mlp.gate_proj"]}, r"shows \('mlp.gate_proj', 'mlp.up_proj'\)"),
-    "gated": ({"gated": False}, "gated is False, and a pass shows True"),
-    "embedding": ({"embedding": "norm"}, "embedding is 'norm', and a pass shows 'embed_tokens'"),
-    "body": ({"body": "layers.0"}, "body is 'layers.0', and a pass shows ''"),
-    "causal": ({"causal": False}, "causal is False, and a pass shows True"),
-    "positions": ({"counts_positions": True}, "counts_positions is True, and a pass shows False"),
-    "norms": ({"norms": ["input_layernorm"]}, "norms is .*shows .*'post_attention_layernorm'"),
-    "text": ({"text_config": "text_config"}, "text_config is 'text_config', and a pass shows None"),
-    "no attention": ({"attention": "mlp"}, "attention names mlp, which is no attention"),
-    "half an attention": ({"attention": "self_attn.o_proj"}, "attention .* does not map|is no attention"),
-    "activation": ({"activation": "gelu"}, "its activation is gelu, and the FFN computes SiLU"),
-    "no activation": ({"activation": "hidden_function"}, "its activation is hidden_function, and the FFN computes"),
-    "field": ({"act": "gelu"}, "describe no family .*unexpected keyword argument 'act'"),
+MISFITS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "layers": ({"layers": "norm"}, ["layers is norm"]),
+    "no path": ({"layers": "blocks"}, ["layers is 'blocks'"]),
+    "span": ({"ffn": "feed"}, ["ffn is 'feed'"]),
+    "norm": ({"norm": "rotary_emb"}, ["norm is rotary_emb"]),
+    "outside": ({"ffn_in": ["self_attn.k_proj"], "gated": False}, ["'self_attn.k_proj'", "mlp"]),
+    "no linear": ({"ffn_out": "mlp.out"}, ["'mlp.out'"]),
+    "order": ({"ffn_in": ["mlp.up_proj", "mlp.gate_proj"]}, ["('mlp.gate_proj', 'mlp.up_proj')"]),
+    "gated": ({"gated": False}, ["gated is False", "True"]),
+    "embedding": ({"embedding": "norm"}, ["embedding is 'norm'", "'embed_tokens'"]),
+    "body": ({"body": "layers.0"}, ["body is 'layers.0'"]),
+    "causal": ({"causal": False}, ["causal is False", "True"]),
+    "positions": ({"counts_positions": True}, ["counts_positions is True", "False"]),
+    "norms": ({"norms": ["input_layernorm"]}, ["norms is", "'post_attention_layernorm'"]),
+    "text": ({"text_config": "text_config"}, ["text_config is 'text_config'", "None"]),
+    "no attention": ({"attention": "mlp"}, ["attention is mlp"]),
+    "half an attention": ({"attention": "self_attn.o_proj"}, ["attention", "self_attn.o_proj"]),
+    "activation": ({"activation": "gelu"}, ["activation is gelu", "SiLU"]),
+    "no activation": ({"activation": "hidden_function"}, ["activation is hidden_function"]),
+    "field": ({"act": "gelu"}, ["unexpected keyword argument 'act'"]),
 }
+"""Changes of a row, and what the error names."""
 
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_row_that_does_not_fit_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, message = MISFITS[name]
+    changes, named = MISFITS[name]
     monkeypatch.setitem(ROWS, "qwen3", ROWS["qwen3"])  # restored after the test
-    with pytest.raises(UnknownFamilyError, match=message):  # noqa: PT012
+    with pytest.raises(UnknownFamilyError) as error:  # noqa: PT012
         register_family("qwen3", _fields() | changes)
         Sites(model("qwen3"))
+    assert all(text in str(error.value) for text in named), error.value
 
 
 @pytest.mark.parametrize(
@@ -345,15 +349,17 @@ def test_a_row_that_a_user_repeats_is_taken(family: str, monkeypatch: pytest.Mon
 def test_swapped_sublayers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = {"attention": "mlp", "ffn": "self_attn", "ffn_in": ["self_attn.q_proj"], "ffn_out": "self_attn.o_proj"}
     monkeypatch.setitem(ROWS, "olmo", ROWS["olmo"])
-    with pytest.raises(UnknownFamilyError, match="attention names mlp, and ffn self_attn"):  # noqa: PT012
+    with pytest.raises(UnknownFamilyError) as error:  # noqa: PT012
         register_family("olmo", _fields() | swapped | {"gated": False})
         Sites(model("olmo"))
+    assert "attention is mlp" in str(error.value)
 
 
 def test_positions_that_begin_behind_the_padding_are_not_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROWS, "roberta", dataclasses.replace(ROWS["bert"]))
-    with pytest.raises(UnknownFamilyError, match="counts_positions is False, and a pass shows True"):
+    with pytest.raises(UnknownFamilyError) as error:
         Sites(tiny_model("roberta"))
+    assert "counts_positions is False" in str(error.value)
 
 
 def _fields() -> dict[str, Any]:
@@ -366,8 +372,9 @@ def test_a_row_whose_head_reads_elsewhere_is_refused(monkeypatch: pytest.MonkeyP
     row = Sites(tiny_model("opt")).family
     assert row.body == "decoder"
     monkeypatch.setitem(ROWS, "opt", dataclasses.replace(row, body=""))
-    with pytest.raises(UnknownFamilyError, match="body names OPTModel, which a pass never calls"):
+    with pytest.raises(UnknownFamilyError) as error:
         Sites(tiny_model("opt"))
+    assert "body is OPTModel" in str(error.value)
 
 
 def test_a_recipe_describes_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,16 +383,19 @@ def test_a_recipe_describes_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for family in ("llama", fields):
         loaded = BackboneConfig(name=str(folder), device="cpu", family=family).load()
         assert loaded.sites.family.ffn_in == ROWS["llama"].ffn_in
-    with pytest.raises(UnknownFamilyError, match="no row for the model type 'lama'"):
+    with pytest.raises(UnknownFamilyError) as error:
         BackboneConfig(name=str(folder), device="cpu", family="lama").load()
+    assert "'lama'" in str(error.value)
 
 
 @pytest.mark.parametrize(("mine", "yours"), [(Site("ffn", 1), Site("ffn", 1)), (Site("ffn", 1), Site("ffn", -1))])
 def test_two_grafts_that_replace_at_one_site_are_named(mine: Site, yours: Site) -> None:
     live = model("llama")
     taps = {"danish": [Tap(mine, "after", "replace", zeros)], "legal": [Tap(yours, "after", "replace", zeros)]}
-    with pytest.raises(TapConflictError, match="'danish' and 'legal' both replace what happens after ffn"):
+    with pytest.raises(TapConflictError) as error:
         TapHooks(live, Sites(live), taps, lambda call: None)
+    assert "'danish' and 'legal'" in str(error.value)
+    assert "after ffn" in str(error.value)
 
 
 def test_several_grafts_may_add_at_one_site() -> None:

@@ -109,42 +109,45 @@ def test_names_of_models(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_model(file)
     monkeypatch.setattr("graftlm.files.model_files.find_spec", lambda _: None)
     assert find_model("SmolLM2-135M-Instruct") == ModelFiles("HuggingFaceTB/SmolLM2-135M-Instruct")
-    with pytest.raises(MissingExtraError, match=r"needs the package gguf.*graftlm\[gguf\]"):
+    with pytest.raises(MissingExtraError) as error:
         find_model(str(file))
+    assert "graftlm[gguf]" in str(error.value)
 
 
 BAD = {
-    "half a file": (lambda data: data[: len(data) // 2], r"can't be loaded \(.+\): the file is cut off or damaged"),
-    "half a header": (lambda data: data[:200], r"can't be loaded \(.+\): the file is cut off or damaged"),
+    "half a file": (lambda data: data[: len(data) // 2], "bad.gguf"),
+    "half a header": (lambda data: data[:200], "bad.gguf"),
     "another architecture": (
         lambda data: data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0zebra", 1),
-        "zebra.*transformers reads no GGUF file of this architecture",
+        "zebra",
     ),
-    "another format": (lambda data: b"PK\3\4" + data, r"is not a GGUF file \(begins with b'PK\\x03\\x04'\)"),
-    "an empty file": (lambda data: b"", r"is not a GGUF file \(begins with b''\)"),
+    "another format": (lambda data: b"PK\3\4" + data, r"b'PK\x03\x04'"),
+    "an empty file": (lambda data: b"", "b''"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_damaged_or_foreign_file_is_one_sentence(case: str, file: Path, tmp_path: Path) -> None:
-    damage, sentence = BAD[case]
+    damage, named = BAD[case]
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(BackboneError, match=sentence):
+    with pytest.raises(BackboneError) as error:
         load_backbone(bad)
+    assert named in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "named"),
     [
-        ("./none.gguf", "There is no file ./none.gguf: give a GGUF file"),
-        ("none.gguf", "There is no file none.gguf: give a GGUF file"),
-        ("FOLDER", r"has no config.json, so it is not a transformers model: name its file .*tiny.gguf"),
+        ("./none.gguf", "no file ./none.gguf"),
+        ("none.gguf", "no file none.gguf"),
+        ("FOLDER", "tiny.gguf"),
     ],
 )
-def test_a_name_without_a_model_says_what_to_name(name: str, sentence: str, file: Path) -> None:
-    with pytest.raises(BackboneError, match=sentence):
+def test_a_name_without_a_model_says_what_to_name(name: str, named: str, file: Path) -> None:
+    with pytest.raises(BackboneError) as error:
         load_backbone(name.replace("FOLDER", str(file.parent)))
+    assert named in str(error.value)
 
 
 def test_smollm2_is_found_by_name_and_counts_by_content() -> None:

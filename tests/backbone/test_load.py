@@ -51,7 +51,7 @@ def test_a_saved_model_is_loaded(family: str, tiny_backbone: BackboneFolder) -> 
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_a_model_that_sees_later_tokens_is_no_causal_one(family: str, tiny_backbone: BackboneFolder) -> None:
-    with pytest.raises(BackboneError, match="see later ones|has no head of the kind causal-lm"):
+    with pytest.raises(BackboneError, match="attend to later|no head of the kind causal-lm"):
         load_backbone(tiny_backbone(family))
 
 
@@ -86,8 +86,9 @@ def test_models_in_wrappers_are_reached() -> None:
 
 
 def test_other_modules_are_refused() -> None:
-    with pytest.raises(BackboneError, match="Linear is not a transformers model: pass a PreTrainedModel"):
+    with pytest.raises(BackboneError) as error:
         Backbone.wrap(nn.Linear(2, 2))
+    assert "Linear" in str(error.value)
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -124,32 +125,33 @@ def unknown_type(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "lama"}))
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no tokenizer": (without_tokenizer, r"has no tokenizer, but text needs one: put tokenizer.json"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json, so it is not a transformers"),
-    "broken config": (cut("config.json", 0.5), "can't be loaded .*: restore its files"),
-    "empty config": (cut("config.json", 0), "can't be loaded .*: restore its files"),
-    "pickled weights only": (pickled_only, r"only pickled weights \(.bin\), which GraftLM never reads: convert them"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "can't be loaded .*: restore its files"),
-    "half the weights": (cut("model.safetensors", 0.5), "can't be loaded .*: restore its files"),
-    "almost all weights": (cut("model.safetensors", 0.999), "can't be loaded .*: restore its files"),
-    "empty weights": (cut("model.safetensors", 0), "can't be loaded .*: restore its files"),
-    "one tensor less": (one_tensor_less, r"lacks the weight model.layers.1.mlp.up_proj.weight"),
-    "other shape": (other_shape, "can't be loaded .*: restore its files"),
-    "unknown type": (unknown_type, "can't be loaded .*: restore its files"),
-    "a graft": (lambda folder: (folder / "graft.json").write_text("{}"), "is a graft, but a backbone is expected"),
-    "broken tokenizer": (cut("tokenizer.json", 0.5), r"'s tokenizer can't be loaded .*: restore its files"),
-    "empty tokenizer": (cut("tokenizer.json", 0), r"'s tokenizer can't be loaded .*: restore its files"),
-    "broken tokenizer config": (cut("tokenizer_config.json", 0.5), r"'s tokenizer can't be loaded"),
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {  # and what the error names
+    "no tokenizer": (without_tokenizer, "tokenizer.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "broken config": (cut("config.json", 0.5), "config.json"),
+    "empty config": (cut("config.json", 0), "config.json"),
+    "pickled weights only": (pickled_only, ".bin"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "half the weights": (cut("model.safetensors", 0.5), "can't be loaded"),
+    "almost all weights": (cut("model.safetensors", 0.999), "can't be loaded"),
+    "empty weights": (cut("model.safetensors", 0), "can't be loaded"),
+    "one tensor less": (one_tensor_less, "model.layers.1.mlp.up_proj.weight"),
+    "other shape": (other_shape, "can't be loaded"),
+    "unknown type": (unknown_type, "can't be loaded"),
+    "a graft": (lambda folder: (folder / "graft.json").write_text("{}"), "graft"),
+    "broken tokenizer": (cut("tokenizer.json", 0.5), "tokenizer"),
+    "empty tokenizer": (cut("tokenizer.json", 0), "tokenizer"),
+    "broken tokenizer config": (cut("tokenizer_config.json", 0.5), "tokenizer"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_every_damage_is_one_sentence(damage: str, folder: Path) -> None:
-    harm, message = DAMAGE[damage]
+    harm, named = DAMAGE[damage]
     harm(folder)
-    with pytest.raises(BackboneError, match=message) as caught:
+    with pytest.raises(BackboneError) as caught:
         load_backbone(folder)
+    assert named in str(caught.value)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -158,34 +160,37 @@ def test_a_tokenizer_may_be_missing_until_text_is_read(folder: Path) -> None:
     without_tokenizer(folder)
     backbone = load_backbone(folder, tokenizer_required=False)
     assert backbone.tokenizer is None
-    with pytest.raises(BackboneError, match="has no tokenizer"):
+    with pytest.raises(BackboneError) as error:
         backbone.need_tokenizer()
+    assert "tokenizer.json" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
 def test_a_missing_folder(name: str) -> None:
-    with pytest.raises(
-        BackboneError, match=f"There is no folder {name}: give a model's folder, or its name on the hub"
-    ):
+    with pytest.raises(BackboneError) as error:
         load_backbone(name)
+    assert f"no folder {name}" in str(error.value)
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:
-    with pytest.raises(BackboneError, match="There is no folder"):
+    with pytest.raises(BackboneError) as error:
         load_backbone(folder / "config.json")
+    assert "no folder" in str(error.value)
 
 
 def test_a_name_that_is_not_on_the_hub() -> None:
-    with pytest.raises(BackboneError, match="The hub has no model nobody/nothing") as caught:
+    with pytest.raises(BackboneError) as caught:
         load_backbone("nobody/nothing")
+    assert "hub has no model nobody/nothing" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_head_that_the_checkpoint_does_not_have_is_not_made_up(tmp_path: Path) -> None:
     tiny_model("llama").model.save_pretrained(tmp_path / "headless")
     tiny_tokenizer().save_pretrained(tmp_path / "headless")
-    with pytest.raises(BackboneError, match=r"lacks the weight lm_head.weight"):
+    with pytest.raises(BackboneError) as error:
         load_backbone(tmp_path / "headless")
+    assert "lm_head.weight" in str(error.value)
     load_backbone(tmp_path / "headless", kind="encoder")
 
 
@@ -193,9 +198,10 @@ def test_a_family_without_a_row(tmp_path: Path) -> None:
     folder = save_tiny_backbone(tmp_path, "mamba2")
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
-    message = "no row for the model type 'mamba2'.* have norm, mixer, and one attention is expected"
-    with pytest.raises(UnknownFamilyError, match=message):  # before it looks for weights
+    with pytest.raises(UnknownFamilyError) as error:  # before it looks for weights
         load_backbone(folder)
+    assert "'mamba2'" in str(error.value)
+    assert "norm, mixer" in str(error.value), "the children of its layers"
 
 
 def test_remote_code_is_not_run_by_default(folder: Path) -> None:

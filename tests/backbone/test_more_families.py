@@ -52,15 +52,16 @@ def test_cached_decoding_equals_recomputation(family: str) -> None:
 def test_what_a_family_can_not_do_is_refused(family: str, kind: str) -> None:
     tasks = {"tasks": {"topics": {"type": "classification", "labels": ["sport", "politics"]}}}
     backbone = Backbone.wrap(tiny_model(family), tiny_tokenizer(), family)
-    with pytest.raises(TapError, match="several streams of hidden states|takes no additive mask"):
+    with pytest.raises(TapError):
         logits(attach_graft(backbone, {"kind": kind, "attention": "blocks", "alignment": True, **tasks}), tiny_ids())
 
 
 def test_documents_that_a_family_can_not_keep_apart_are_refused() -> None:
     _, model = grafted("opt")
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    with model, pytest.raises(GraftError, match="opt model can't keep apart: set data.boundaries to joined"):
+    with model, pytest.raises(GraftError) as error:
         logits(model, tiny_ids(1, 6), position_ids=positions)
+    assert "data.boundaries" in str(error.value)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])

@@ -135,8 +135,7 @@ CASES = {
     ),
     "a metric that does not exist": (
         ("eval", "GRAFT", "--examples", "sums=bad/rows.jsonl", "--metric", "bleu"),
-        "--examples sums: metric: the value should be 'exact-match', 'chrf', 'pass@1' or 'log-perplexity', "
-        "but found 'bleu'.",
+        "--examples sums: metric: the value should be 'exact-match', 'chrf' or 'log-perplexity', but found 'bleu'.",
     ),
     "two files of examples of one name": (
         ("eval", "GRAFT", "--examples", "a=bad/rows.jsonl", "--examples", "a=bad/rows.jsonl", "--metric", "chrf"),

@@ -17,7 +17,7 @@ from graftlm.data.chunks import mark_chat
 from graftlm.data.marked_ids import IGNORED, unmark
 from graftlm.data.rows import collate
 from graftlm.errors import DataError, GraftError
-from graftlm.evaluation.metrics import cut_windows
+from graftlm.evaluation.windows import cut_windows
 from tiny import tiny_tokenizer
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"

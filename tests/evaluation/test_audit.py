@@ -15,14 +15,25 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from graftlm import GraftedModel, audit, build_graft, graft_config, save_graft
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, token_texts
 from graftlm.data.own_text import read_own_text
-from graftlm.errors import ArtifactError, BackboneError, DataError, EvaluationError, ForgettingBudgetError, GraftError
+from graftlm.errors import (
+    ArtifactError,
+    BackboneError,
+    DataError,
+    EvaluationError,
+    ForgettingBudgetError,
+    GraftError,
+    RecipeError,
+)
 from graftlm.evaluation import Interval
-from graftlm.evaluation.audit.chats import ChatQuestion, answer_questions, behaviour, behaviour_lost
-from graftlm.evaluation.audit.comparison import compare_windows, token_texts, widest_passages
-from graftlm.evaluation.audit.models import load_pair, tokenizer_difference
-from graftlm.evaluation.metrics import Scores, cut_windows
+from graftlm.evaluation.audit.answers import ChatQuestion, answer_questions, behaviour, behaviour_lost
+from graftlm.evaluation.audit.comparison import compare_windows
+from graftlm.evaluation.audit.differences import tokenizer_difference
+from graftlm.evaluation.audit.loading import load_pair
+from graftlm.evaluation.audit.passages import widest_passages
+from graftlm.evaluation.scores import Scores
+from graftlm.evaluation.windows import cut_windows
 from tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 
 TEXT = ["the old house by the river was quiet that morning " * 3, "a letter lay in the garden and said nothing " * 2]
@@ -163,7 +174,7 @@ def test_a_graft_is_put_on_the_base_which_does_not_see_it(tmp_path: Path) -> Non
 
 
 def own(sample: Any) -> Any:
-    from graftlm.evaluation.metrics import own_windows
+    from graftlm.evaluation.windows import own_windows
 
     return own_windows([sample])
 
@@ -180,8 +191,9 @@ def test_a_graft_can_be_the_base_and_samples_its_own_text(tmp_path: Path) -> Non
     assert [sample.ids for sample in sampled] != [sample.ids for sample in other], "the graft writes other text"
     alone = audit(tmp_path / "graft", tmp_path / "graft", **sizes)
     assert alone.metrics["own_kl"].mean == 0  # type: ignore[union-attr]
-    with pytest.raises(BackboneError, match=r"say where it is now \(--backbone\)"):
+    with pytest.raises(BackboneError) as caught:
         audit(tmp_path / "graft", str(folder), **SIZES)
+    assert "--backbone" in str(caught.value)
 
 
 def test_an_adapter_of_peft_is_audited_as_the_model_with_it_merged(tmp_path: Path) -> None:
@@ -199,8 +211,9 @@ def test_an_adapter_of_peft_is_audited_as_the_model_with_it_merged(tmp_path: Pat
     assert expected.metrics["own_kl"].mean > 1e-4  # type: ignore[union-attr]
     assert found.metrics["own_kl"].mean == pytest.approx(expected.metrics["own_kl"].mean, rel=1e-3)  # type: ignore[union-attr]
     sizes = SIZES | {"tokens": 0, "texts": {"a": TEXT}}
-    with pytest.raises(ArtifactError, match=r"names no model below it"):
+    with pytest.raises(ArtifactError) as caught:
         audit(tmp_path / "adapter", str(folder), **sizes)
+    assert "--backbone" in str(caught.value)
     back = audit(tmp_path / "adapter", str(folder), backbone=str(folder), **sizes)
     assert back.metrics["a_kl"].mean > 1e-4  # type: ignore[union-attr]
 
@@ -210,10 +223,11 @@ def test_adapters_that_do_not_fit_are_named(tmp_path: Path) -> None:
     folder = saved(base, tmp_path / "model")
     other = tiny_model("llama", hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
     get_peft_model(other, LoraConfig(target_modules=["q_proj"], r=4)).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ArtifactError, match=r"does not fit .* name the model that it was trained on"):
+    with pytest.raises(ArtifactError) as caught:
         audit(str(folder), tmp_path / "adapter", **SIZES)
+    assert "adapter" in str(caught.value)
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(ArtifactError, match=r"pickled adapter_model.bin, which is never read"):
+    with pytest.raises(ArtifactError, match="adapter_model.bin"):
         audit(str(folder), tmp_path / "adapter", **SIZES)
 
 
@@ -254,8 +268,9 @@ def test_models_of_different_tokenizers_are_compared_by_bits_per_byte_alone() ->
     other = copy.deepcopy(tokenizer)
     other._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(moved))  # type: ignore[attr-defined]
     tuned = Backbone.wrap(tuned_copy(base).model, other, "other")
-    with pytest.raises(DataError, match=r"2 of \d+ tokens .*--text NAME=PATH"):
+    with pytest.raises(DataError) as caught:
         audit(base, tuned, **SIZES)
+    assert "--text" in str(caught.value)
     found = audit(base, tuned, texts={"news": TEXT}, **SIZES)
     assert {*found.metrics} == {"news_bpb"}
     assert any("bits per byte" in note for note in found.notes)
@@ -266,49 +281,49 @@ def test_a_budget_fails_above_it_and_is_checked_before_anything_is_loaded() -> N
     tuned = tuned_copy(base)
     over = audit(base, tuned, budget={"own_kl": 1e-9}, **SIZES)
     assert not over.results.aims[0].met
-    with pytest.raises(ForgettingBudgetError, match=r"own_kl .* the budget is 1e-09"):
+    with pytest.raises(ForgettingBudgetError) as caught:
         over.check_budget()
+    assert "own_kl" in str(caught.value)
     within = audit(base, tuned, budget={"own_kl": 1e9, "news_lost": 100}, texts={"news": TEXT}, **SIZES)
     within.check_budget()
-    for budget, message in (
-        ({"own_lk": 1.0}, r"no metric 'own_lk' .*it has own_kl, chat_kl"),
-        ({"news_lost": 1.0}, r"no metric 'news_lost'"),
-    ):
-        with pytest.raises(EvaluationError, match=message):
-            audit("no-such-model", "neither", budget=budget, **SIZES)
-    with pytest.raises(EvaluationError, match=r"chat_kl, which could not be measured"):
+    for name in ("own_lk", "news_lost"):
+        with pytest.raises(EvaluationError, match=name):
+            audit("no-such-model", "neither", budget={name: 1.0}, **SIZES)
+    with pytest.raises(EvaluationError) as caught:
         audit(base, tuned, budget={"chat_kl": 1.0}, **SIZES)
+    assert "chat_kl" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "settings", "message"),
+    ("given", "settings", "error", "named"),
     [
-        (7, {}, r"int can't be audited: give a name"),
-        ("EMPTY", {}, r"holds no model .* no graft .* no PEFT adapter"),
-        ("ENCODER", {}, r"no causal language model"),
-        ("BASE", {"quantize": "int3"}, r"int3|int8"),
-        ("BASE", {"tokens": 0}, r"nothing to compare"),
-        ("BASE", {"texts": {"news": 7}}, r"text news is int"),
-        ("BASE", {"texts": {"own": TEXT}}, r"name 'own' of a text"),
-        ("BASE", {"prompts": ["Hello?"], "tokens": 0}, r"no chat template"),
-        ("BASE", {"tokens": -1}, r"tokens"),
-        ("BASE", {"no_such": 1}, r"no_such"),
-        ("GRAFT", {"quantize": "int8"}, r"no plain model"),
+        (7, {}, BackboneError, "int"),
+        ("EMPTY", {}, ArtifactError, "empty"),
+        ("ENCODER", {}, BackboneError, "causal"),
+        ("BASE", {"quantize": "int3"}, RecipeError, "quantize"),
+        ("BASE", {"tokens": 0}, DataError, "tokens"),
+        ("BASE", {"texts": {"news": 7}}, DataError, "news"),
+        ("BASE", {"texts": {"own": TEXT}}, DataError, "own"),
+        ("BASE", {"prompts": ["Hello?"], "tokens": 0}, DataError, "--prompts"),
+        ("BASE", {"tokens": -1}, RecipeError, "tokens"),
+        ("BASE", {"no_such": 1}, RecipeError, "no_such"),
+        ("GRAFT", {"quantize": "int8"}, EvaluationError, "GraftedModel"),
     ],
 )
 def test_what_cannot_be_audited_gets_one_sentence(
-    given: Any, settings: dict[str, Any], message: str, tmp_path: Path
+    given: Any, settings: dict[str, Any], error: type[GraftError], named: str, tmp_path: Path
 ) -> None:
     base = plain()
     (tmp_path / "empty").mkdir()
-    named = {
+    models = {
         "EMPTY": tmp_path / "empty",
         "BASE": base,
         "ENCODER": Backbone.wrap(tiny_model("bert"), tiny_tokenizer()) if given == "ENCODER" else None,
         "GRAFT": GraftedModel(base, {"graft": moved_graft(base)}) if given == "GRAFT" else None,
     }
-    with pytest.raises(GraftError, match=message) as caught:
-        audit(base, named.get(given, given), **(SIZES | settings))
+    with pytest.raises(error) as caught:
+        audit(base, models.get(given, given), **(SIZES | settings))
+    assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -416,13 +431,14 @@ def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
     assert lost["stops_lost"].mean == 1
     assert lost["keeps_template_lost"].mean == 0
     assert "same_language_lost" not in lost, "answers too short to tell"
-    with pytest.raises(DataError, match=r"exceeds the model's 64 positions"):
+    with pytest.raises(DataError) as caught:
         answer_questions(Replies([word]), tokenizer, [ChatQuestion([word] * 62, "?")], max_new_tokens=3)
+    assert "64" in str(caught.value)
 
 
 def test_the_language_of_an_answer_is_told() -> None:
     pytest.importorskip("py3langid")
-    from graftlm.evaluation.audit.chats import _same_language
+    from graftlm.evaluation.audit.answers import _same_language
 
     english = "Where is the nearest railway station, please?"
     assert _same_language(english, "It is behind the old church, on the left side of the street.") is True
@@ -438,7 +454,7 @@ def test_two_loaded_copies_share_nothing_and_the_graft_is_off_afterwards(tmp_pat
         assert isinstance(second.model, GraftedModel)
     assert not any(module._forward_hooks for module in base.model.modules())
     assert all(torch.equal(before[name], value) for name, value in base.model.state_dict().items())
-    with pytest.raises(BackboneError, match=r"There is no folder"), load_pair(base, tmp_path / "missing"):
+    with pytest.raises(BackboneError, match="missing"), load_pair(base, tmp_path / "missing"):
         pass
 
 
@@ -460,8 +476,9 @@ def test_a_learned_prompt_is_audited_by_the_logits_of_the_text_alone(tmp_path: P
             divergences += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
     own_kl = found.metrics["own_kl"]
     assert own_kl.mean == pytest.approx(np.mean(divergences), rel=1e-3)  # type: ignore[union-attr]
-    with pytest.raises(ArtifactError, match=r"learns a prompt, which BASE can't"):
+    with pytest.raises(ArtifactError) as caught:
         audit(tmp_path / "prompt", str(folder), backbone=str(folder), **SIZES)
+    assert "prompt" in str(caught.value)
 
 
 def test_conversations_are_measured_on_their_own_and_intervals_are_over_texts(tmp_path: Path) -> None:

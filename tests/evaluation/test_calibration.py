@@ -15,7 +15,9 @@ from sklearn.calibration import calibration_curve
 
 from graftlm.data.labelled import AnswerSpan, LabelledRow
 from graftlm.evaluation import Results, Row
-from graftlm.evaluation.label_metrics import Prediction, TaskScore, calibration, task_diagnostics
+from graftlm.evaluation.label_diagnostics import calibration, task_diagnostics
+from graftlm.evaluation.label_predictions import Prediction
+from graftlm.evaluation.label_scores import TaskScore
 from graftlm.evaluation.report import write_report
 from graftlm.grafts.heads import TaskSpec
 

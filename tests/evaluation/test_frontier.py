@@ -90,9 +90,10 @@ def without(point: Mapping[str, Any], name: str) -> dict[str, Any]:
 def test_points_without_a_loss_or_from_other_windows_are_refused() -> None:
     (point,) = points([1.0], [0.5])
     for broken in ([], [[without(point, "forgotten")]], [[without(point, "learned")]]):
-        with pytest.raises(EvaluationError, match="name test texts old and new"):
+        with pytest.raises(EvaluationError, match="data.test"):
             Frontier({"a": broken})
     other = points([1.0], [0.5])
     other[0]["windows"]["learned"]["tokens"][0] += 1
-    with pytest.raises(EvaluationError, match="different windows"):
+    with pytest.raises(EvaluationError) as caught:
         Frontier({"a": [[point]], "b": [other]})
+    assert "learned" in str(caught.value)

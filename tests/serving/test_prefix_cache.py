@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
 from graftlm.backbone import Backbone
-from graftlm.backbone.cache import BLOCK_TOKENS, PrefixBlocks, as_cache
+from graftlm.backbone.prefix_blocks import BLOCK_TOKENS, PrefixBlocks, as_cache
 from graftlm.grafts import Graft, graft_class
 from graftlm.grafts.base import ReplacesModel
 from graftlm.serving import batching

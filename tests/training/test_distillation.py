@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
-from graftlm.grafted.model import GraftedModel, language_modelling_loss
+from graftlm.grafted.losses import language_modelling_loss
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 

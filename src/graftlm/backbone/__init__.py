@@ -1,17 +1,22 @@
 """Frozen models: loading, families, taps, cache layers and fingerprints."""
 
 from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, need_backbone
-from graftlm.backbone.cache import GrowingLayer, StateLayer, slots
+from graftlm.backbone.cache import StateLayer, slots
+from graftlm.backbone.call import Call
 from graftlm.backbone.families import FAMILIES, Family, Sublayer, register_family
 from graftlm.backbone.fingerprint import Fingerprint, fingerprint
+from graftlm.backbone.generation_prompt import GenerationPrompt
+from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.backbone.load import load_backbone
 from graftlm.backbone.sites import Site, Sites
-from graftlm.backbone.taps import Call, GenerationPrompt, Tap, TapHooks, TokenCount, left_padded, may_read
+from graftlm.backbone.taps import Tap, TapHooks
+from graftlm.backbone.token_count import TokenCount, may_read
 from graftlm.backbone.tokens import (
     UNLIMITED,
     end_ids,
     generate_rows,
     leading_bos,
+    left_padded,
     max_sequence_length,
     padding_id,
     token_texts,

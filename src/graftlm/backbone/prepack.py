@@ -1,11 +1,12 @@
-"""Packed weights: a second copy of bfloat16 matrices, in the order in which a CPU multiplies them.
+"""Prepack bfloat16 weights for faster CPU inference.
 
-Without it oneDNN reorders a matrix at every product.
+A packed weight is a copy in the order in which oneDNN multiplies. Without it, oneDNN reorders the weight in every
+product.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -14,47 +15,72 @@ from torch import Tensor, nn
 _OPS: Any = torch.ops.mkldnn
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer that multiplies by the packed copy in inference, while its weight is the one that was packed.
+class _PackedWeight(NamedTuple):
+    """A packed copy of a weight.
 
-    A weight that was exchanged, cast or changed counts; only what is written into `weight.data` is not noticed.
+    Attributes:
+        weight: the weight that was packed.
+        state: the weight's version and address when it was packed.
+        copy: the packed copy.
     """
 
-    packed: tuple[Tensor, tuple[int, int], Tensor] | None = None
-    """The weight, its version and address when it was packed, and the copy; a copied or unpickled layer has none."""
+    weight: Tensor
+    state: tuple[int, int]
+    copy: Tensor
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that multiplies by a packed copy of its weight in inference.
+
+    The copy is not used after the weight was replaced, cast or changed in place. Only writing into `weight.data` is not
+    detected.
+
+    Attributes:
+        packed: the packed weight; None in a layer that was copied or unpickled.
+    """
+
+    packed: _PackedWeight | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "packed"}
 
     def forward(self, x: Tensor) -> Tensor:
-        packed, weight = self.packed, self.weight
-        if packed is None or packed[0] is not weight or packed[1] != _state(weight):
+        packed = self.packed
+        weight = self.weight
+        if packed is None or packed.weight is not weight or packed.state != _state(weight):
             return nn.Linear.forward(self, x)
         if x.dtype != torch.bfloat16 or torch.is_grad_enabled():
             return nn.Linear.forward(self, x)
-        return _OPS._linear_pointwise(x, packed[2], self.bias, "none", [], "")
+        return _OPS._linear_pointwise(x, packed.copy, self.bias, "none", [], "")
 
 
 def can_pack() -> bool:
-    """Whether torch packs weights, and this CPU multiplies bfloat16."""
+    """Return whether torch can pack weights, and this CPU multiplies bfloat16."""
     return hasattr(_OPS, "_linear_pointwise") and _OPS._is_mkldnn_bf16_supported()
 
 
 def pack_weights(model: nn.Module) -> bool:
-    """Pack a model's bfloat16 linear layers where it helps; False if a quarter of the free memory holds no copy."""
+    """Pack a model's bfloat16 linear layers where this CPU supports it.
+
+    Returns:
+        False if the copies need more than a quarter of the free memory; nothing is packed then.
+    """
     if not can_pack():
         return True
     layers: list[Any] = [module for module in model.modules() if _is_packable(module)]
-    if sum(layer.weight.nbytes for layer in layers) > psutil.virtual_memory().available / 4:
+    size = sum(layer.weight.nbytes for layer in layers)
+    if size > psutil.virtual_memory().available / 4:
         return False
     for layer in layers:
-        layer.__class__, weight = PackedLinear, layer.weight
-        layer.packed = weight, _state(weight), _OPS._reorder_linear_weight(weight.detach(), None)
+        weight = layer.weight
+        copy = _OPS._reorder_linear_weight(weight.detach(), None)
+        layer.__class__ = PackedLinear
+        layer.packed = _PackedWeight(weight, _state(weight), copy)
     return True
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Remove the copies."""
+    """Remove the packed copies."""
     for module in model.modules():
         if type(module) is PackedLinear:
             vars(module).pop("packed", None)
@@ -62,10 +88,14 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def _is_packable(layer: Any) -> bool:
-    if type(layer) not in (nn.Linear, PackedLinear) or type(weight := layer.weight) is not nn.Parameter:
+    """Return whether a module is a plain linear layer in bfloat16 on the CPU."""
+    if type(layer) not in (nn.Linear, PackedLinear) or type(layer.weight) is not nn.Parameter:
         return False
-    is_plain = weight.device.type == "cpu" and not weight.is_inference() and weight.numel() > 0
-    return is_plain and {weight.dtype, weight.dtype if layer.bias is None else layer.bias.dtype} == {torch.bfloat16}
+    weight = layer.weight
+    if weight.device.type != "cpu" or weight.is_inference() or weight.numel() == 0:
+        return False
+    has_plain_bias = layer.bias is None or layer.bias.dtype == torch.bfloat16
+    return weight.dtype == torch.bfloat16 and has_plain_bias
 
 
 def _state(weight: Tensor) -> tuple[int, int]:

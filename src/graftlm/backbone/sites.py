@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from graftlm.backbone.families import FAMILIES, PROVEN_FAMILIES, Family, Sublayer, family_row
+from graftlm.backbone.modules import ffn_activation, has_experts, has_module, linear_sizes, outer_linears, same_function
+from graftlm.backbone.structure import structure_of
 from graftlm.errors import TapError, UnknownFamilyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-from graftlm.backbone.families import FAMILIES, PROVEN_FAMILIES, Family, Sublayer, family_row
-from graftlm.backbone.modules import ffn_activation, has_experts, has_module, linear_sizes, outer_linears, same_function
-from graftlm.backbone.structure import structure_of
 
 SiteKind = Literal["embedding", "layer", "attention", "ffn", "norm", "head", "module"]
 
@@ -22,7 +22,11 @@ SiteKind = Literal["embedding", "layer", "attention", "ffn", "norm", "head", "mo
 class Site:
     """A location in a backbone where taps act.
 
-    Layers, attentions and FFNs have the index of a layer, negative ones count from the end; `module` has its path.
+    Attributes:
+        kind: `embedding`; `layer`, or its `attention` or `ffn`; `norm` for the norm after the last layer; `head` for
+            the output layer; `module` for any other module.
+        layer: index of the layer for `layer`, `attention` and `ffn`; negative numbers count from the end.
+        path: path of the module for `module`, relative to the model.
     """
 
     kind: SiteKind
@@ -35,21 +39,41 @@ class Site:
 
 
 class Sites:
-    """The sites of a live model; UnknownFamilyError if its structure is unknown, or its family's row does not fit."""
+    """The sites of a live model.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        model_type: the `model_type` of the model's config.
+        family: where the architecture keeps its modules.
+        config: the config of the text model.
+        body: the module that the head calls.
+        layers: the list of layers.
+
+    Raises:
+        UnknownFamilyError: the structure is unknown, or the row of the model's family does not fit.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model_type: str = model.config.model_type
         self.family = _family(model)
-        self._model, self._base = model, model.base_model
-        self.config = getattr(model.config, self.family.text_config or "", model.config)
+        self._model = model
+        self._base: nn.Module = model.base_model
+        text_config = self.family.text_config or ""
+        self.config: Any = getattr(model.config, text_config, model.config)
         self.body = self._resolve(self._base, self.family.body)
         self.layers: Any = self._resolve(self._base, self.family.layers)
         if not isinstance(self.layers, nn.ModuleList):
-            raise UnknownFamilyError(f"{self.family.layers} of {type(model).__name__} is not a list of layers.")
+            raise UnknownFamilyError(
+                f"{self.family.layers} of {type(model).__name__} is a {type(self.layers).__name__}, but a list of "
+                "layers is expected: correct the path of the layers."
+            )
         self._check()
 
     @property
     def n_layers(self) -> int:
+        """Number of layers."""
         return len(self.layers)
 
     @property
@@ -59,76 +83,145 @@ class Sites:
 
     @property
     def activation(self) -> str:
-        """The FFN's activation, by its name in transformers' ACT2FN."""
+        """Name of the FFN's activation in transformers' ACT2FN."""
         return str(getattr(self.config, self.family.activation, self.family.activation))
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether a layer's FFN is a mixture of experts."""
-        return has_experts(self.module(Site("ffn", layer))[0])
+        """Return whether a layer's FFN is a mixture of experts."""
+        ffn, _ = self.module(Site("ffn", layer))
+        return has_experts(ffn)
 
     def ffn_linears(self, layer: int) -> list[nn.Module]:
-        """The Linears of a dense FFN: those that read its input, the activated one first, then the last."""
+        """Return the Linears of a dense FFN.
+
+        Returns:
+            Those that read its input, the activated one first, then the one that writes its output.
+
+        Raises:
+            TapError: the FFN is a mixture of experts.
+        """
         if self.is_mixture(layer):
             raise TapError(
                 f"The FFN of layer {layer} of this {self.model_type} model is a mixture of experts: choose the "
-                "attention, or a graft that stands beside the whole FFN."
+                "attention, or a graft in parallel to the whole FFN."
             )
-        return [self._resolve(self.layers[layer], path) for path in (*self.family.ffn_in, self.family.ffn_out)]
+        paths = (*self.family.ffn_in, self.family.ffn_out)
+        return [self._resolve(self.layers[layer], path) for path in paths]
 
     def linears(self, layer: int) -> dict[str, tuple[int, int]]:
-        """The sizes, by path, of the Linears of a layer's attention and dense FFN that read its tokens alone."""
-        names = {module: name for name, module in self._model.named_modules()}
-        attends = has_module(self.layers[layer], self.family.attention.entry)
-        roots = [] if self.is_mixture(layer) else self.ffn_linears(layer)
-        roots += list(self.module(Site("attention", layer))) if attends else []
-        sizes = {names[linear]: linear_sizes(linear) for root in roots for linear in outer_linears(root)}
-        return {path: size for path, size in sizes.items() if size and not self.reads_positions(path)}
+        """Return the Linears of a layer's attention and dense FFN that read only the layer's tokens.
+
+        Returns:
+            (inputs, outputs) of each Linear by its path in the model.
+        """
+        roots: list[nn.Module] = []
+        if not self.is_mixture(layer):
+            roots.extend(self.ffn_linears(layer))
+        if has_module(self.layers[layer], self.family.attention.entry):
+            roots.extend(self.module(Site("attention", layer)))
+        names = self._names()
+        sizes: dict[str, tuple[int, int]] = {}
+        for root in roots:
+            for linear in outer_linears(root):
+                path = names[linear]
+                size = linear_sizes(linear)
+                if size and not self.reads_positions(path):
+                    sizes[path] = size
+        return sizes
 
     def reads_positions(self, path: str) -> bool:
-        """Whether the module at a path also reads embeddings of relative positions, which belong to no token."""
+        """Return whether a module also reads embeddings of relative positions, which belong to no token."""
         return any(path.endswith(f".{name}") for name in self.family.reads_positions)
 
     def ffn_weights(self, layer: int) -> list[tuple[nn.Module, str]]:
-        """The matrices of a layer's FFN as modules and parameters' names, the activated one first, without a router."""
+        """Return the matrices of a layer's FFN, without a router's.
+
+        Returns:
+            The module and the name of each parameter; in a dense FFN the activated one comes first.
+        """
         if not self.is_mixture(layer):
             return [(linear, "weight") for linear in self.ffn_linears(layer)]
-        ffn = self.module(Site("ffn", layer))[0]
-        linears = {m for name, m in ffn.named_modules() if linear_sizes(m) and not name.endswith(("gate", "router"))}
-        owned = [(m, name, p) for m in ffn.modules() for name, p in m.named_parameters(recurse=False)]
-        return [(m, name) for m, name, p in owned if p.dim() == 3 or (m in linears and name == "weight")]
+        ffn, _ = self.module(Site("ffn", layer))
+        weights = []
+        for path, module in ffn.named_modules():
+            is_expert_linear = linear_sizes(module) and not path.endswith(("gate", "router"))
+            for name, parameter in module.named_parameters(recurse=False):
+                is_stack_of_experts = parameter.dim() == 3
+                if is_stack_of_experts or (is_expert_linear and name == "weight"):
+                    weights.append((module, name))
+        return weights
+
+    def _names(self) -> dict[nn.Module, str]:
+        """Return the paths of all modules of the model."""
+        return {module: name for name, module in self._model.named_modules()}
 
     def _check(self) -> None:
-        """Compare the row with the widths of the FFNs, and with the activation if it is a module."""
-        from transformers.activations import ACT2FN
+        """Compare the row with the widths of the FFNs, and with the activation if it is a module.
 
+        Raises:
+            UnknownFamilyError: the row does not fit.
+        """
         problem = ""
-        for layer in (layer for layer in range(self.n_layers) if not self.is_mixture(layer)):
-            sizes: list[Any] = [linear_sizes(linear) for linear in self.ffn_linears(layer)]
-            if None in sizes:  # a quantiser hides them
-                continue
-            (inner, written), readers = sizes[-1], sizes[:-1]
-            widths = (inner, 2 * inner) if len(readers) == 1 else (inner,)  # one Linear may hold both halves
-            if written != self.width or any(read != self.width or size not in widths for read, size in readers):
-                paths = ", ".join((*self.family.ffn_in, self.family.ffn_out))
-                problem = f"{paths} of layer {layer} have the sizes {sizes} in a model of the width {self.width}"
-        own = ffn_activation(self.layers[0], self.family.ffn)
-        if self.activation not in ACT2FN or (own is not None and not same_function(ACT2FN[self.activation], own)):
-            problem = f"its activation is {self.activation}, and the FFN computes {own or 'no function of that name'}"
+        for layer in range(self.n_layers):
+            if not self.is_mixture(layer):
+                problem = self._width_problem(layer) or problem
+        problem = self._activation_problem() or problem
         if problem:
             raise UnknownFamilyError(f"The row of model type {self.model_type!r} does not fit: {problem}; correct it.")
 
+    def _width_problem(self, layer: int) -> str:
+        """Describe what is wrong with the widths of a dense FFN; empty if they fit or are hidden by a quantiser."""
+        all_sizes = [linear_sizes(linear) for linear in self.ffn_linears(layer)]
+        sizes = [size for size in all_sizes if size is not None]
+        if len(sizes) < len(all_sizes):
+            return ""
+        *readers, (inner, written) = sizes
+        inner_widths = [inner]
+        if len(readers) == 1:
+            inner_widths.append(2 * inner)  # One Linear may compute both halves of a gated linear unit.
+        fits = written == self.width
+        for width, size in readers:
+            fits = fits and width == self.width and size in inner_widths
+        if fits:
+            return ""
+        paths = ", ".join((*self.family.ffn_in, self.family.ffn_out))
+        return f"{paths} of layer {layer} have the sizes {sizes} in a model of the width {self.width}"
+
+    def _activation_problem(self) -> str:
+        """Describe the difference between the activation of the row and that of the FFN; empty without one."""
+        from transformers.activations import ACT2FN
+
+        module = ffn_activation(self.layers[0], self.family.ffn)
+        if self.activation in ACT2FN and (module is None or same_function(ACT2FN[self.activation], module)):
+            return ""
+        computed = module or "no function of that name"
+        return f"its activation is {self.activation}, but the FFN computes {computed}"
+
     def norms(self, layer: int) -> list[Site]:
-        """The norms inside a layer, in the order in which they act; empty where the family's row names none."""
-        names = {module: name for name, module in self._model.named_modules()}
+        """Return the norms inside a layer in the order in which they act; empty if the family's row has none."""
+        names = self._names()
         modules = [self._resolve(self.layers[layer], path) for path in self.family.norms]
         return [Site("module", path=names[module]) for module in modules]
 
     def positions(self, mask: Tensor) -> Tensor | None:
-        """Position ids (B, T) that count the real tokens of a mask (B, T); None where the model derives its own."""
-        return None if self.family.counts_positions else (mask.long().cumsum(-1) - 1).clamp(min=0)
+        """Count the real tokens of a mask.
+
+        Args:
+            mask: (B, T), 1 for real tokens.
+
+        Returns:
+            (B, T) position ids; None if the model derives its own.
+        """
+        if self.family.counts_positions:
+            return None
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
     def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
-        """The entry and exit modules of a site. Raises TapError if the backbone has no such site."""
+        """Return the modules at which a site begins and ends.
+
+        Raises:
+            TapError: the backbone has no such site.
+        """
         if site.kind in ("layer", "attention", "ffn"):
             return self._layer_modules(site)
         if site.kind == "head":
@@ -143,36 +236,51 @@ class Sites:
         return module, module
 
     def _layer_modules(self, site: Site) -> tuple[nn.Module, nn.Module]:
+        """Return the entry and exit modules of a layer, an attention or an FFN."""
         if site.layer is None or not -self.n_layers <= site.layer < self.n_layers:
             raise TapError(
                 f"There is no layer {site.layer}: this {self.model_type} model has layers 0 to {self.n_layers - 1}."
             )
-        if site.kind == "layer" and not self.family.one_stream:
-            raise TapError(
-                f"The layers of a {self.model_type} model pass several streams of hidden states: choose a graft that "
-                "stands beside the attention or the FFN."
-            )
-        if site.kind == "attention" and not has_module(self.layers[site.layer], self.family.attention.entry):
-            raise TapError(
-                f"Layer {site.layer} of this {self.model_type} model has no attention: choose other layers, or a graft "
-                "that stands beside the FFN."
-            )
         layer = self.layers[site.layer]
-        sublayer = Sublayer("") if site.kind == "layer" else getattr(self.family, site.kind)
-        return self._resolve(layer, sublayer.entry), self._resolve(layer, sublayer.exit or sublayer.entry)
+        if site.kind == "layer":
+            if not self.family.one_stream:
+                raise TapError(
+                    f"The layers of a {self.model_type} model pass several streams of hidden states: choose a graft in "
+                    "parallel to the attention or the FFN."
+                )
+            return layer, layer
+        if site.kind == "attention":
+            sublayer = self.family.attention
+            if not has_module(layer, sublayer.entry):
+                raise TapError(
+                    f"Layer {site.layer} of this {self.model_type} model has no attention: choose other layers, or a "
+                    "graft in parallel to the FFN."
+                )
+        else:
+            sublayer = self.family.ffn
+        return self._sublayer_modules(layer, sublayer)
+
+    def _sublayer_modules(self, layer: nn.Module, sublayer: Sublayer) -> tuple[nn.Module, nn.Module]:
+        entry = self._resolve(layer, sublayer.entry)
+        exit_ = self._resolve(layer, sublayer.exit or sublayer.entry)
+        return entry, exit_
 
     def _resolve(self, root: nn.Module, path: str) -> nn.Module:
         try:
             return root.get_submodule(path)
         except AttributeError:
             raise TapError(
-                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: "
-                "correct the path, or describe the family with graftlm.backbone.register_family."
+                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: correct the path, or "
+                "describe the family with graftlm.backbone.register_family."
             ) from None
 
 
 def _family(model: PreTrainedModel) -> Family:
-    """The row of a model's type, the one that its class declares in `graft_sites`, or the one that is found."""
+    """Return where a model's architecture keeps its modules.
+
+    This is the row of the model's type, else the row that the model's class declares in `graft_sites`, else the
+    structure that is found in a pass without weights.
+    """
     model_type = model.config.model_type
     row = FAMILIES.get(model_type)
     declared: dict[str, Any] | None = getattr(type(model), "graft_sites", None)

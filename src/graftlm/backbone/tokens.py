@@ -6,10 +6,10 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from graftlm.backbone.families import FAMILIES
-from graftlm.backbone.taps import left_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +64,31 @@ def generate_rows(
                 break
         rows.append(row[:stop])
     return rows
+
+
+def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | torch.device) -> dict[str, Any]:
+    """Pad B prompts on the left, so that they end in the same column.
+
+    Args:
+        prompts: token ids of each prompt.
+        padding: the id of padding.
+        device: device of the tensors.
+
+    Returns:
+        Arguments of `generate`: `input_ids` and `attention_mask` (B, T), and `pad_token_id`.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    ids = []
+    mask = []
+    for prompt in prompts:
+        missing = width - len(prompt)
+        ids.append([padding] * missing + list(prompt))
+        mask.append([0] * missing + [1] * len(prompt))
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+        "pad_token_id": padding,
+    }
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> list[str]:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graftlm.evaluation.result_tables import ABSENT, format_metric, metric_title, print_columns
+from graftlm.evaluation.metric_text import ABSENT, format_metric, metric_title
+from graftlm.evaluation.terminal_tables import print_columns
 from graftlm.files.model_files import named_model
 from graftlm.generation.adapters import AdapterInspection
 from graftlm.generation.inspect import Inspection, TensorGroup

@@ -42,13 +42,10 @@ def evaluate(
     ] = None,
     metric: Annotated[
         str | None,
-        option("METRIC", "Metric of --examples: exact-match, chrf, log-perplexity, or pass@1 (runs generated code)."),
+        option("METRIC", "Metric of --examples: exact-match, chrf or log-perplexity."),
     ] = None,
     prompt_column: Annotated[str | None, option("NAME", "Column of prompts; prompt by default.")] = None,
     answer_column: Annotated[str | None, option("NAME", "Column of reference answers; answer by default.")] = None,
-    tests_column: Annotated[
-        str | None, option("NAME", "With pass@1: column of Python tests; tests by default.")
-    ] = None,
     max_new_tokens: Annotated[int | None, option("N", "Maximum new tokens per answer; 64 by default.", min=1)] = None,
     stop: Annotated[
         list[str] | None, option("TEXT", "String that ends an answer; a line break by default. Repeatable.")
@@ -70,7 +67,7 @@ def evaluate(
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import write_report
     from graftlm.evaluation.evaluator import EvaluationConfig
-    from graftlm.evaluation.result_tables import print_side_by_side
+    from graftlm.evaluation.terminal_tables import print_side_by_side
     from graftlm.generation.evaluate import evaluate_graft
     from graftlm.generation.inputs import files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft
@@ -83,7 +80,7 @@ def evaluate(
         files = files_by_name(rows, "files of rows", "--rows")
         results = evaluate_rows(load_task_graft(graft, **model), files, batch_size=batch_size)
     else:
-        columns = {"prompt_column": prompt_column, "answer_column": answer_column, "tests_column": tests_column}
+        columns = {"prompt_column": prompt_column, "answer_column": answer_column}
         decoding = {"max_new_tokens": max_new_tokens, "stop": stop or None, "shots": shots}
         own = read_tasks(examples or (), metric=metric, limit=limit if examples else None, **columns, **decoding)
         settings = {"length": length, "batch_size": batch_size, "limit_tokens": limit_tokens, "decode_prompts": 0}

@@ -1,8 +1,9 @@
-"""What methods forget at equal learning: their curves of learned against lost, at several rates and strengths.
+"""What methods forget at equal learning: curves of learned against lost, at several learning rates and strengths.
 
 A path is one training measured at rising strengths, from the backbone (0, 0) to the trained weights, with straight
-lines between. At a level of learning, a path's loss is that where it first reaches the level, and a method's is the
-lowest of its paths. Intervals are 95% percentile bootstraps over windows of test text, resampled alike for all methods.
+lines between the points. At a level of learning, the loss of a path is its loss where it first reaches the level, and
+the loss of a method is the lowest of its paths. Intervals are 95% percentile bootstraps over windows of test text, with
+the same resamples for all methods.
 """
 
 from __future__ import annotations
@@ -13,100 +14,175 @@ from typing import Any
 import numpy as np
 
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.metrics import percentile_interval
+from graftlm.evaluation.intervals import RESAMPLES, percentile_interval
 from graftlm.evaluation.results import Interval
 
 LOSSES = ("forgotten", "own_kl")
 LEVEL = 0.9
-_RESAMPLES = 1000
+"""The level at which methods are compared, as a share of what every method can learn."""
 
-Points = Sequence[Mapping[str, Any]]  # of one training, as `strengths` in the details of a measurement
+Points = Sequence[Mapping[str, Any]]
+"""The points of one training, as `strengths` in the details of a measurement."""
 
 
 class Frontier:
-    """The curves of several methods on the same windows; `paths` has the points of each training, by method.
+    """The curves of several methods on the same windows.
 
-    Raises EvaluationError if the points lack what was learned or lost, or come from different windows.
+    Args:
+        paths: by method, the points of each of its trainings.
+
+    Raises:
+        EvaluationError: the points lack what was learned or lost, or come from different windows.
     """
 
     def __init__(self, paths: Mapping[str, Sequence[Points]]) -> None:
         self.paths = paths
-        everything = [point["windows"] for of_method in paths.values() for points in of_method for point in points]
-        self.losses = [name for name in LOSSES if everything and all(name in windows for windows in everything)]
-        if not self.losses or not all("learned" in windows for windows in everything):
+        windows = []
+        for trainings in paths.values():
+            for points in trainings:
+                windows += [point["windows"] for point in points]
+        self.losses = [name for name in LOSSES if windows and all(name in each for each in windows)]
+        if not self.losses or not all("learned" in each for each in windows):
             raise EvaluationError(
                 "Curves need what was learned and what was lost: name test texts old and new under data.test."
             )
-        self._weights: dict[str, np.ndarray] = {}  # (1 + resamples, windows); the first row is the sample itself
+        # (1 + resamples, windows); the first row is the sample itself.
+        self._weights: dict[str, np.ndarray] = {}
         for seed, name in enumerate(("learned", *self.losses)):
-            tokens = {tuple(windows[name]["tokens"]) for windows in everything}
-            if len(tokens) > 1:
-                raise EvaluationError(f"The points of {name} come from different windows: measure all on one text.")
-            count = len(next(iter(tokens)))
-            drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), _RESAMPLES)
-            self._weights[name] = np.concatenate([np.ones((1, count)), drawn])
+            self._weights[name] = _resampling_weights(name, windows, seed)
 
     def level(self) -> float:
-        """Nine tenths of what every method can learn: the level at which they are compared, in nats per token."""
+        """Return nine tenths of what every method can learn, in nats per token.
+
+        Methods are compared at this level.
+        """
         return LEVEL * min(self.reach(method) for method in self.paths)
 
     def reach(self, method: str) -> float:
-        """The most that a method learned on any path, in nats per token."""
-        return float(max(self._curve("learned", points)[:, 0].max() for points in self.paths[method]))
+        """Return the most that a method learned on any of its paths, in nats per token."""
+        largest = [self._curve("learned", points)[:, 0].max() for points in self.paths[method]]
+        return float(max(largest))
 
     def at_level(self, level: float) -> dict[str, dict[str, Interval]]:
-        """By method, each loss at a level of learning, in nats per token; of a path that ends below it, the last."""
-        return {
-            method: {
-                name: percentile_interval(float(values[0]), values[1:])
-                for name in self.losses
-                for values in [self._lowest(method, name, level)]
-            }
-            for method in self.paths
-        }
+        """Return the losses of all methods at a level of learning, in nats per token.
+
+        Args:
+            level: the level, in nats per token. A path that ends below it counts with its last point.
+
+        Returns:
+            By method, the intervals of its losses by name.
+        """
+        found: dict[str, dict[str, Interval]] = {}
+        for method in self.paths:
+            found[method] = {}
+            for name in self.losses:
+                values = self._lowest(method, name, level)
+                found[method][name] = _interval_of(values)
+        return found
 
     def difference(self, method: str, other: str, name: str, level: float) -> Interval:
-        """A loss of one method minus that of another at a level, over the same resamples."""
-        values = self._lowest(method, name, level) - self._lowest(other, name, level)
-        return percentile_interval(float(values[0]), values[1:])
+        """Return a loss of one method minus that of another at a level, over the same resamples.
+
+        Args:
+            method: the method.
+            other: the method that it is compared with.
+            name: the loss, one of `losses`.
+            level: the level of learning, in nats per token.
+        """
+        losses = self._lowest(method, name, level)
+        other_losses = self._lowest(other, name, level)
+        return _interval_of(losses - other_losses)
 
     def measured(self, method: str, name: str) -> list[list[list[float]]]:
-        """By path, what was learned and the loss at each measured point, from the backbone's (0, 0) on."""
-        return [
-            [[float(x[0]), float(y[0])] for x, y in zip(*(self._curve(n, p) for n in ("learned", name)), strict=True)]
-            for p in self.paths[method]
-        ]
+        """Return the measured points of a method, for plots.
+
+        Args:
+            method: the method.
+            name: the loss, one of `losses`.
+
+        Returns:
+            For each path, [learned, lost] at each point, in nats per token. The first point is the backbone's, [0, 0].
+        """
+        paths = []
+        for points in self.paths[method]:
+            learned = self._curve("learned", points)[:, 0]
+            lost = self._curve(name, points)[:, 0]
+            paths.append(np.stack([learned, lost], axis=1).tolist())
+        return paths
 
     def _lowest(self, method: str, name: str, level: float) -> np.ndarray:
-        """(1 + resamples,): a method's loss at a level, of its paths that reach it; with none, of the furthest."""
-        losses, reached, reach = [], [], []
+        """Return the lowest loss of a method's paths at a level, (1 + resamples,).
+
+        The paths that reach the level count; where no path reaches it, the path that learned most counts.
+        """
+        path_losses = []
+        path_reaches = []
         for points in self.paths[method]:
             learned = self._curve("learned", points)
-            losses.append(_first_crossing(learned, self._curve(name, points), level))
-            reach.append(learned.max(axis=0))
-            reached.append(reach[-1] >= level)
-        allowed = np.array(reached) | ((np.array(reach) == np.max(reach, axis=0)) & ~np.any(reached, axis=0))
-        return np.where(allowed, np.array(losses), np.inf).min(axis=0)
+            lost = self._curve(name, points)
+            path_losses.append(_first_crossing(learned, lost, level))
+            path_reaches.append(learned.max(axis=0))
+        losses = np.array(path_losses)  # (paths, 1 + resamples)
+        reaches = np.array(path_reaches)
+        reached = reaches >= level
+        is_furthest = reaches == reaches.max(axis=0)
+        allowed = np.where(reached.any(axis=0), reached, is_furthest)
+        return np.where(allowed, losses, np.inf).min(axis=0)
 
     def _curve(self, name: str, points: Points) -> np.ndarray:
-        """(1 + points, 1 + resamples): a value along a path, in nats per token."""
+        """Return a value along a path, in nats per token, (1 + points, 1 + resamples)."""
         weights = self._weights[name]
-        nats = np.array([point["windows"][name]["nats"] for point in points])
-        tokens = np.array(points[0]["windows"][name]["tokens"])
-        values = (nats @ weights.T) / (weights @ tokens)
-        return np.concatenate([np.zeros((1, values.shape[1])), values])
+        windows = [point["windows"][name] for point in points]
+        nats = np.array([each["nats"] for each in windows])
+        tokens = np.array(windows[0]["tokens"])
+        resampled_nats = nats @ weights.T
+        resampled_tokens = weights @ tokens
+        values = resampled_nats / resampled_tokens
+        backbone = np.zeros((1, values.shape[1]))
+        return np.concatenate([backbone, values])
+
+
+def _interval_of(values: np.ndarray) -> Interval:
+    """Return the interval of a value and its bootstrap samples, (1 + resamples,)."""
+    return percentile_interval(float(values[0]), values[1:])
+
+
+def _resampling_weights(name: str, windows: Sequence[Mapping[str, Any]], seed: int) -> np.ndarray:
+    """Return how often each resample draws each window, (1 + resamples, windows); the first row draws all once."""
+    tokens = {tuple(each[name]["tokens"]) for each in windows}
+    if len(tokens) > 1:
+        raise EvaluationError(f"The points of {name} come from different windows: measure all of them on one text.")
+    (of_each_window,) = tokens
+    count = len(of_each_window)
+    generator = np.random.default_rng(seed)
+    probabilities = np.full(count, 1 / count)
+    drawn = generator.multinomial(count, probabilities, RESAMPLES)
+    sample_itself = np.ones((1, count))
+    return np.concatenate([sample_itself, drawn])
 
 
 def _first_crossing(learned: np.ndarray, loss: np.ndarray, level: float) -> np.ndarray:
-    """(resamples,): the loss where each path first learned `level`; where it learned most, if it never does.
+    """Return the loss at which a path first learned `level`, or at which it learned most if it never does.
 
-    `learned` and `loss` are (points, resamples), and `level` is in the unit of `learned`.
+    Args:
+        learned: what was learned along the path, (points, resamples).
+        loss: what was lost, (points, resamples).
+        level: the level, in the unit of `learned`.
+
+    Returns:
+        The losses, (resamples,), interpolated between the two points around the level.
     """
     above = learned >= level
-    columns = np.arange(learned.shape[1])
-    first = np.where(above.any(axis=0), above.argmax(axis=0), learned.argmax(axis=0))
+    crosses = above.any(axis=0)
+    first = np.where(crosses, above.argmax(axis=0), learned.argmax(axis=0))
     before = np.maximum(first - 1, 0)
-    rise = learned[first, columns] - learned[before, columns]
-    share = (level - learned[before, columns]) / np.where(rise > 0, rise, 1)
-    share = np.where(above.any(axis=0) & (rise > 0), share, 1)
-    return loss[before, columns] + share * (loss[first, columns] - loss[before, columns])
+    columns = np.arange(learned.shape[1])
+    learned_before = learned[before, columns]
+    learned_first = learned[first, columns]
+    loss_before = loss[before, columns]
+    loss_first = loss[first, columns]
+    rise = learned_first - learned_before
+    rises = rise > 0
+    share = (level - learned_before) / np.where(rises, rise, 1)
+    share = np.where(crosses & rises, share, 1)
+    return loss_before + share * (loss_first - loss_before)

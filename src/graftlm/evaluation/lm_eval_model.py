@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,44 +17,55 @@ from graftlm.store.artifact import backbone_of, load_grafts
 
 HFLM: Any = import_module("lm_eval.models.huggingface").HFLM  # Any: its decorators hide its attributes
 
+Request = tuple[tuple[str, str], list[int], list[int]]
+"""The texts of context and continuation, and the token ids of both."""
+
 
 @register_model("graftlm")
 class GraftedHFLM(HFLM):
-    """A grafted model that reads a question as its prompt, when it answers and when an answer is scored.
+    """A grafted model that reads a question as its prompt, both when it answers and when an answer is scored.
 
     Args:
         graft: a graft's folder, or a `GraftedModel`.
         backbone: the backbone's name or folder, if it is not where it was when the graft was trained.
-        device: of the backbone; for a folder.
-        options: those of `HFLM`.
+        device: device of the backbone, for a folder.
+        options: options of `HFLM`.
     """
 
     def __init__(
         self, graft: str | Path | GraftedModel, backbone: str | None = None, device: str | None = None, **options: Any
     ) -> None:
         if isinstance(graft, GraftedModel):
-            model, loaded = graft, graft.backbone
+            model = graft
         else:
             loaded = backbone_of(graft, backbone, device=device)
             model = GraftedModel(loaded, load_grafts(graft, loaded))
         self._prompt_length = 0
-        pretrained: Any = model
-        super().__init__(**{"tokenizer": loaded.need_tokenizer(), **options, "pretrained": pretrained})
+        options.setdefault("tokenizer", model.backbone.need_tokenizer())
+        options["pretrained"] = model
+        super().__init__(**options)
 
-    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation; requests whose contexts are equally long run together."""
-        groups: dict[int, list[int]] = {}
+    def _loglikelihood_tokens(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether it is the greedy one.
+
+        Requests whose contexts have equal lengths run together, because the prompt of a batch has one length.
+        """
+        groups: dict[int, list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
-            length = min(len(context), self.max_length + 1 - len(continuation))  # of what is left of the context
-            groups.setdefault(length, []).append(number)
+            room = self.max_length + 1 - len(continuation)  # Longer contexts are truncated to their ends.
+            groups[min(len(context), room)].append(number)
         answers: dict[int, tuple[float, bool]] = {}
-        for self._prompt_length, numbers in groups.items():
+        for length, numbers in groups.items():
+            self._prompt_length = length
             group = [requests[number] for number in numbers]
-            answers |= zip(numbers, super()._loglikelihood_tokens(group, *args, **kwargs), strict=True)
+            likelihoods = super()._loglikelihood_tokens(group, *args, **kwargs)
+            answers.update(zip(numbers, likelihoods, strict=True))
         return [answers[number] for number in range(len(requests))]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """(B, T, V) logits; the first columns of every row are the prompt."""
-        columns, dtype = torch.arange(inps.shape[1], device=inps.device), self.mixed_precision_dtype
+        """Return logits (B, T, V) of ids (B, T), of which the first columns are the prompt."""
+        columns = torch.arange(inps.shape[1], device=inps.device)
+        prompt = (columns < self._prompt_length).expand_as(inps)
+        dtype = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            return self.model(inps, prompt=(columns < self._prompt_length).expand_as(inps)).logits
+            return self.model(inps, prompt=prompt).logits

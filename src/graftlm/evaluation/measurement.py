@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graftlm.evaluation import Row
+from graftlm.evaluation.results import Row
 
 
 @dataclass

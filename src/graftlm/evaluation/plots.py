@@ -1,9 +1,9 @@
-"""The figures of a report. Each function returns a new matplotlib `Figure`; global state stays as it is."""
+"""The figures of a report. Each function returns a new matplotlib `Figure`; global state stays unchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,56 +17,92 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from graftlm.evaluation.results import Interval, Metric, Row, value_of
 from graftlm.files.writing import write_atomically
 
-# Okabe and Ito's palette, which readers with colour blindness can tell apart.
+# Okabe and Ito's palette, which readers with colour blindness can distinguish.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _GREY = "#8A8A8A"
-_STYLE = partial(rc_context, fname=Path(__file__).with_name("plots.mplstyle"))
+_STYLE_FILE = Path(__file__).with_name("plots.mplstyle")
+_MEANS = 40  # running means per curve of training losses
+_LOST = {"forgotten": "forgotten", "own_kl": "divergence from the backbone on its own text"}
 
 
 def learn_against_forget(rows: Sequence[Row]) -> Figure:
-    """One marker with intervals per row that has both metrics; up and left is better."""
-    complete = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
-    x_label, y_label = "forgotten: nats per token lost on the old domain", "learned: nats per token gained"
-    figure, axes = _figure("Learned against forgotten", x_label, y_label)
+    """Draw what rows learned against what they forgot; up and left is better.
+
+    Args:
+        rows: each row that has both metrics gets one marker with intervals.
+    """
+    figure, axes = _figure(
+        "Learned against forgotten",
+        x_label="forgotten: nats per token lost on the old domain",
+        y_label="learned: nats per token gained",
+    )
     axes.axvline(0, color=_GREY, linewidth=0.9, zorder=1)
+    complete = [row for row in rows if {"learned", "forgotten"} <= row.metrics.keys()]
     for index, row in enumerate(complete):
-        style = _style(index)
-        x, y = row.metrics["forgotten"], row.metrics["learned"]
+        forgotten = row.metrics["forgotten"]
+        learned = row.metrics["learned"]
         axes.errorbar(
-            value_of(x), value_of(y), xerr=_errors(x), yerr=_errors(y), **style, elinewidth=1.3, capsize=2.5,
-            markersize=8.5, markeredgecolor="white", markeredgewidth=0.9, linestyle="none", zorder=4, label=row.label,
-        )  # fmt: skip
+            value_of(forgotten),
+            value_of(learned),
+            xerr=_errors(forgotten),
+            yerr=_errors(learned),
+            label=row.label,
+            elinewidth=1.3,
+            capsize=2.5,
+            markersize=8.5,
+            markeredgecolor="white",
+            markeredgewidth=0.9,
+            linestyle="none",
+            zorder=4,
+            **_style(index),
+        )
     axes.margins(0.16, 0.16)
     axes.text(
-        0.985, 0.02, "better: up and left", transform=axes.transAxes, ha="right", va="bottom", color=_GREY, fontsize=8.5
+        0.985,
+        0.02,
+        "better: up and left",
+        transform=axes.transAxes,
+        ha="right",
+        va="bottom",
+        color=_GREY,
+        fontsize=8.5,
     )
     return _with_legend(figure, axes)
 
 
 def frontier_curves(paths: Mapping[str, Sequence[Sequence[Sequence[float]]]], name: str) -> Figure:
-    """What each method loses while it learns, in nats per token, at all that was measured; down and right is better.
+    """Draw what each method loses while it learns, in nats per token; down and right is better.
 
     Args:
         paths: by method, for each of its trainings the points (learned, lost) at rising strengths.
         name: what is lost: `forgotten` or `own_kl`.
     """
-    lost = {"forgotten": "forgotten", "own_kl": "divergence from the backbone on its own text"}.get(name, name)
-    figure, axes = _figure("Lost while learning", "learned: nats per token", f"{lost}: nats per token")
+    figure, axes = _figure(
+        "Lost while learning",
+        x_label="learned: nats per token",
+        y_label=f"{_LOST.get(name, name)}: nats per token",
+    )
     axes.axhline(0, color=_GREY, linewidth=0.9, zorder=1)
-    for index, (method, of_method) in enumerate(paths.items()):
-        for number, points in enumerate(of_method):
-            label = "_" if number else method
-            axes.plot(*zip(*points, strict=True), **_style(index), markersize=6, linewidth=1.4, label=label)
+    for index, (method, trainings) in enumerate(paths.items()):
+        for number, points in enumerate(trainings):
+            learned, lost = np.transpose(points)
+            label = "_" if number else method  # One entry of the legend per method.
+            axes.plot(learned, lost, label=label, markersize=6, linewidth=1.4, **_style(index))
     return _with_legend(figure, axes)
 
 
 def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gates") -> Figure:
-    """The share of tokens with an open gate per layer; `shares` maps a domain to one value per layer."""
-    figure, axes = _figure(title, "layer", "share of tokens with an open gate")
+    """Draw the share of tokens with an open gate in each layer.
+
+    Args:
+        shares: by domain, one share per layer.
+        title: the figure's title.
+    """
+    figure, axes = _figure(title, x_label="layer", y_label="share of tokens with an open gate")
     for index, (domain, values) in enumerate(shares.items()):
-        name = f"{domain} (mean {np.mean(values):.0%})" if len(values) else domain
-        _line(axes, index, range(len(values)), values, name)
+        label = f"{domain} (mean {np.mean(values):.0%})" if len(values) else domain
+        _line(axes, index, range(len(values)), values, label)
     axes.set_ylim(-0.03, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -74,21 +110,24 @@ def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gate
 
 
 def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the gating matrices") -> Figure:
-    """Singular values over the largest, against their rank as a share of all.
+    """Draw singular values over the largest, against their rank as a share of all.
 
-    `spectra` maps a name, such as graft or backbone, to the values of one matrix or of one matrix per layer. Layers are
-    thin lines, their mean is a thick line.
+    Args:
+        spectra: by name, such as graft or backbone, the values of one matrix or of one matrix per layer. Layers are
+            thin lines, their mean is a thick line.
+        title: the figure's title.
     """
-    figure, axes = _figure(title, "rank, as a share of all singular values", "singular value / largest")
+    figure, axes = _figure(
+        title,
+        x_label="rank, as a share of all singular values",
+        y_label="singular value / largest",
+    )
+    grid = np.linspace(0, 1, 200)
     for index, (name, values) in enumerate(spectra.items()):
-        colour, grid = PALETTE[index % len(PALETTE)], np.linspace(0, 1, 200)
-        nested = len(values) > 0 and isinstance(values[0], Sequence | np.ndarray)
-        layers = [np.sort(np.asarray(layer, dtype=np.float64))[::-1] for layer in (values if nested else [values])]
-        curves = [
-            np.interp(grid, np.linspace(0, 1, len(layer)), layer / layer[0] if layer[0] > 0 else layer)
-            for layer in layers
-            if len(layer)
-        ]
+        colour = PALETTE[index % len(PALETTE)]
+        is_nested = len(values) > 0 and isinstance(values[0], Sequence | np.ndarray)
+        layers = values if is_nested else [values]
+        curves = [_spectrum_curve(layer, grid) for layer in layers if len(layer)]
         if len(curves) > 1:
             axes.plot(grid, np.transpose(curves), color=colour, linewidth=0.7, alpha=0.35)
         if curves:
@@ -99,47 +138,81 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
     return _with_legend(figure, axes)
 
 
+def _spectrum_curve(values: Sequence[float], grid: np.ndarray) -> np.ndarray:
+    """Return singular values over the largest at shares of the rank."""
+    descending = np.sort(np.asarray(values, dtype=np.float64))[::-1]
+    if descending[0] > 0:
+        descending = descending / descending[0]
+    ranks = np.linspace(0, 1, len(descending))
+    return np.interp(grid, ranks, descending)
+
+
 def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
-    """Training losses with their running means; `curves` maps a label to (step, loss) pairs."""
-    figure, axes = _figure("Training loss", "step", "loss, nats per token")
+    """Draw training losses with their running means.
+
+    Args:
+        curves: by label, (step, loss) pairs.
+    """
+    figure, axes = _figure("Training loss", x_label="step", y_label="loss, nats per token")
     for index, (name, pairs) in enumerate(curves.items()):
-        colour = PALETTE[index % len(PALETTE)]
         if not len(pairs):
             continue
+        colour = PALETTE[index % len(PALETTE)]
         steps, losses = np.asarray(pairs, dtype=np.float64)[:, :2].T
-        window = max(1, len(losses) // 40)
-        counts = np.minimum(np.arange(1, len(losses) + 1), window)
-        smooth = np.convolve(losses, np.ones(window))[: len(losses)] / counts
-        if len(losses) >= 40:
+        if len(losses) >= _MEANS:
             axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.25)
-        axes.plot(steps, smooth, color=colour, linewidth=1.9, label=name)
+        axes.plot(steps, _running_mean(losses), color=colour, linewidth=1.9, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return _with_legend(figure, axes)
+
+
+def _running_mean(values: np.ndarray) -> np.ndarray:
+    """Return the mean of each value and those before it, over a fortieth of all."""
+    window = max(1, len(values) // _MEANS)
+    counts = np.minimum(np.arange(1, len(values) + 1), window)
+    sums = np.convolve(values, np.ones(window))[: len(values)]
+    return sums / counts
 
 
 def by_length(
     curves: Mapping[str, Sequence[tuple[int, Metric]]], *, trained: int | None = None, title: str = "Length"
 ) -> Figure:
-    """Bits per byte against the window's length in tokens; a dotted line marks the trained length."""
-    figure, axes = _figure(title, "tokens of a window", "bits per byte")
+    """Draw bits per byte against the length of the window in tokens.
+
+    Args:
+        curves: by label, (length, bits per byte) pairs.
+        trained: the trained length, which a dotted line marks.
+        title: the figure's title.
+    """
+    figure, axes = _figure(title, x_label="tokens of a window", y_label="bits per byte")
     for index, (name, points) in enumerate(curves.items()):
-        _line(axes, index, [length for length, _ in points], [value_of(value) for _, value in points], name)
+        lengths = [length for length, _ in points]
+        values = [value_of(value) for _, value in points]
+        _line(axes, index, lengths, values, name)
     if trained is not None:
         axes.axvline(trained, color=_GREY, linewidth=1.2, linestyle=":", zorder=1)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(_whole_number))
     return _with_legend(figure, axes)
 
 
+def _whole_number(value: float, _: int | None) -> str:
+    return f"{value:,.0f}"
+
+
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG at 150 dots per inch; returns its path. Raises EvaluationError if the path can't be written to."""
+    """Write a PNG at 150 dots per inch and return its path.
+
+    Raises:
+        EvaluationError: the path can't be written to.
+    """
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=150, facecolor="white")
     return write_atomically(Path(path), picture.getvalue())
 
 
-def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    with _STYLE():
+def _figure(title: str, *, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    with _report_style():
         figure = Figure()
         axes = figure.add_subplot()
         axes.set_title(title)
@@ -148,22 +221,30 @@ def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _report_style() -> AbstractContextManager[None]:
+    return rc_context(fname=_STYLE_FILE)
+
+
 def _style(index: int) -> dict[str, Any]:
     return {"color": PALETTE[index % len(PALETTE)], "marker": MARKERS[index % len(MARKERS)]}
 
 
 def _line(axes: Axes, index: int, xs: Sequence[float], ys: Sequence[float], label: str) -> None:
-    axes.plot(xs, ys, **_style(index), markersize=6, linewidth=1.8, label=label)
+    axes.plot(xs, ys, label=label, markersize=6, linewidth=1.8, **_style(index))
 
 
 def _with_legend(figure: Figure, axes: Axes) -> Figure:
-    if axes.get_legend_handles_labels()[0]:
-        with _STYLE():
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
+        with _report_style():
             axes.legend()
     return figure
 
 
 def _errors(metric: Metric) -> list[list[float]] | None:
+    """Return the distances from a mean to the ends of its interval, in the form of matplotlib's `errorbar`."""
     if not isinstance(metric, Interval):
         return None
-    return [[max(0.0, metric.mean - metric.low)], [max(0.0, metric.high - metric.mean)]]
+    below = max(0.0, metric.mean - metric.low)
+    above = max(0.0, metric.high - metric.mean)
+    return [[below], [above]]

@@ -22,8 +22,8 @@ from graftlm.config import Config
 from graftlm.data.chats import Message, render_question
 from graftlm.errors import DataError, GraftError
 from graftlm.files.reading import decode_utf8
-from graftlm.grafted.graft_set import trace_values
 from graftlm.grafted.model import GraftedModel
+from graftlm.grafted.traces import trace_values
 from graftlm.store.artifact import backbone_of, is_model, load_grafts
 
 HELP = (

@@ -51,7 +51,7 @@ def read_tasks(named: Sequence[str], **settings: object) -> dict[str, TaskConfig
     if ("metric" in values) != bool(named):
         raise DataError(
             "Examples need a metric, and a metric needs examples, but only one of them was given: "
-            "write --examples sums=FILE --metric exact-match, or chrf, pass@1 or log-perplexity."
+            "write --examples sums=FILE --metric exact-match, or chrf or log-perplexity."
         )
     files = files_by_name(named, "files of examples", "--examples")
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}

@@ -16,7 +16,8 @@ from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.table_files import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
-from graftlm.evaluation.label_metrics import measure_labelled, predict_labelled, predictor, summary_metrics
+from graftlm.evaluation.label_predictions import predict_labelled, predictor
+from graftlm.evaluation.label_scores import measure_labelled, summary_metrics
 from graftlm.files.reading import decode_utf8, read_text
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft

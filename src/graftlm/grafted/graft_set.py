@@ -8,7 +8,7 @@ Shape suffixes: B rows, T tokens of this pass, V in the vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,13 +21,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from graftlm.backbone import Backbone, Call, Tap, left_padded
-from graftlm.backbone.cache import GrowingLayer, is_joinable, join, move_own_layers, use_growing_layers
+from graftlm.backbone.cache import move_own_layers
+from graftlm.backbone.cache_joining import is_joinable, join
+from graftlm.backbone.growing_layer import GrowingLayer, use_growing_layers
 from graftlm.backbone.row_hooks import RowScope, RowScopedHooks, RowScopeError
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
-from graftlm.grafted.model import GraftedModel, forward_traces
+from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
-from graftlm.grafts.base import Graft, ReplacesModel, Trace
+from graftlm.grafted.traces import forward_traces, trace_values
+from graftlm.grafts.base import Graft, ReplacesModel
 from graftlm.grafts.heads import pooled
 
 
@@ -279,17 +282,6 @@ def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str,
         for row in rows_of_group:
             traces_by_row[row] = trace_values(traces, row - span.start)
     return traces_by_row
-
-
-def trace_values(traces: Mapping[str, Trace], row: int, token: int = -1) -> dict[str, float]:
-    """Return the trace values of a token by label. If several grafts trace, the graft's name precedes the label."""
-    values_by_label: dict[str, float] = {}
-    for name, trace in traces.items():
-        prefix = f"{name}: " if len(traces) > 1 else ""
-        values = trace.values[row, token].tolist()
-        for label, value in zip(trace.labels, values, strict=True):
-            values_by_label[prefix + label] = value
-    return values_by_label
 
 
 def _prepare(owner: Hashable, call: Call) -> None:

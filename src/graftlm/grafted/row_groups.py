@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Call
-from graftlm.backbone.cache import JoinError, clone_cache, is_joinable, join
+from graftlm.backbone.cache_joining import JoinError, clone_cache, is_joinable, join
 from graftlm.errors import GraftError
 
 

@@ -26,9 +26,10 @@ from graftlm.data.mixture import build_blocks
 from graftlm.data.own_text import marked_ids, read_own_text
 from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, count_parameters, load_tests
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, load_tests
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.result_tables import format_metric
+from graftlm.evaluation.metric_text import format_metric
 from graftlm.files.digests import digest, file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config

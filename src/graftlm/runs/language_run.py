@@ -19,7 +19,8 @@ from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlock
 from graftlm.data.mixture import build_blocks
 from graftlm.data.sources import read_documents
 from graftlm.evaluation import Interval, Metric, Results, Row, score
-from graftlm.evaluation.evaluator import count_parameters, load_tests
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.evaluator import load_tests
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once
 from graftlm.runs.run import RunContext, Trainee, TrainingRun

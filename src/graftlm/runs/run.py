@@ -16,8 +16,8 @@ from graftlm.config import Config
 from graftlm.data.mixture import Batches
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
+from graftlm.evaluation.cost import MemoryWatch
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.metrics import MemoryWatch
 from graftlm.files.digests import by_content, digest
 from graftlm.training.checkpoint import read_history
 from graftlm.training.config import TrainingConfig

@@ -24,8 +24,9 @@ from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
-from graftlm.evaluation.evaluator import count_parameters
-from graftlm.evaluation.label_metrics import TaskScore, TaskTestSet, measure_labelled, predictor, summary_metrics
+from graftlm.evaluation.cost import count_parameters
+from graftlm.evaluation.label_predictions import predictor
+from graftlm.evaluation.label_scores import TaskScore, TaskTestSet, measure_labelled, summary_metrics
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import write_atomically
 from graftlm.grafted.model import GraftedModel

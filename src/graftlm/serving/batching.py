@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone
-from graftlm.backbone.cache import BLOCK_TOKENS, Block, PrefixBlocks, as_cache, slots_of
+from graftlm.backbone.cache import slots_of
+from graftlm.backbone.prefix_blocks import BLOCK_TOKENS, Block, PrefixBlocks, as_cache
 from graftlm.backbone.prepack import pack_weights, unpack_weights
 from graftlm.errors import GraftError
 from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces

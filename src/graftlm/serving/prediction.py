@@ -17,7 +17,7 @@ from graftlm.data.labelled import TaskRows
 from graftlm.data.labelled_batches import batches_by_length
 from graftlm.data.row_encoder import RowEncoder
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.label_metrics import decode_prediction
+from graftlm.evaluation.label_predictions import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft

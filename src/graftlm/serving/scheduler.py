@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from graftlm.backbone.cache import BLOCK_TOKENS
+from graftlm.backbone.prefix_blocks import BLOCK_TOKENS
 from graftlm.grafted.graft_set import GraftSet
 from graftlm.serving.protocol import EngineFinishReason, Finish, RequestStream, TokenOutput
 from graftlm.serving.sampling import RowSampling

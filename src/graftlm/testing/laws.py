@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from graftlm.backbone import Backbone, GenerationPrompt, Site, Sites
-from graftlm.backbone.taps import COUNT_KEY
+from graftlm.backbone.token_count import COUNT_KEY
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
 from graftlm.export import export_graft
 from graftlm.grafted.model import GraftedModel

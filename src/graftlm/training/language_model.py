@@ -24,7 +24,8 @@ from graftlm.backbone import leading_bos, max_sequence_length
 from graftlm.data.boundaries import Boundaries, check_boundaries
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean, first_line
 from graftlm.files.writing import staged_folder
-from graftlm.grafted.model import GraftedOutput, language_modelling_loss
+from graftlm.grafted.losses import language_modelling_loss
+from graftlm.grafted.model import GraftedOutput
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
 

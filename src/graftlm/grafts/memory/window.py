@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.backbone.cache import GrowingLayer
+from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.errors import GraftError
 
 _Index = TypeVar("_Index", int, Tensor)

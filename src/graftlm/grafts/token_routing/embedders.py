@@ -14,7 +14,8 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, max_sequence_length
-from graftlm.backbone.cache import join_columns, slots
+from graftlm.backbone.cache import slots
+from graftlm.backbone.cache_joining import join_columns
 from graftlm.errors import BackboneError, GraftError, first_line
 from graftlm.files.extras import import_extra
 from graftlm.grafts.token_routing.config import EmbedderConfig

@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from graftlm.backbone import Call
-from graftlm.backbone.cache import join_columns, slots
+from graftlm.backbone.cache import slots
+from graftlm.backbone.cache_joining import join_columns
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 

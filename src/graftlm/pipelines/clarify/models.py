@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from graftlm.backbone import leading_bos, max_sequence_length
 from graftlm.data import Document
 from graftlm.evaluation.examples import Example, score_answers
-from graftlm.evaluation.metrics import Window, cut_windows
+from graftlm.evaluation.windows import Window, cut_windows
 from graftlm.generation.generate import Decoding, Generation, generate_text
 from graftlm.pipelines.clarify.conversation import Cost
 from graftlm.pipelines.clarify.prompts import Prompt

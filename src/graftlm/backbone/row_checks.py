@@ -1,0 +1,148 @@
+"""Compare a family's row with the pass of a model without weights."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from graftlm.backbone.families import Family, Sublayer
+from graftlm.backbone.family_finder import ATTENTION_NAME, find_dense_layer, find_ffn_linears, is_norm, plain_fields
+from graftlm.backbone.module_trace import MisfitError, ModuleTrace
+from graftlm.backbone.modules import ffn_activation, has_module
+
+
+def check_paths(trace: ModuleTrace, row: Family) -> nn.ModuleList:
+    """Check that the modules of a row exist, run, and map hidden states.
+
+    Returns:
+        The list of layers.
+
+    Raises:
+        MisfitError: the row does not fit.
+    """
+    _check_runs(trace, "body", row.body)
+    _check_runs(trace, "embedding", row.embedding)
+    _check_runs(trace, "norm", row.norm)
+    layers = _find_layers(trace, row)
+    for layer in layers:
+        _check_sublayer(trace, layer, row.ffn, "ffn")
+    for layer in _layers_with_attention(layers, row) or layers[:1]:
+        _check_sublayer(trace, layer, row.attention, "attention")
+    if row.one_stream and not trace.maps_hidden_states(layers[0]):
+        raise MisfitError(f"{row.layers}.0 does not map one hidden state to another")
+    if row.norm:
+        norm = trace.base.get_submodule(row.norm)
+        last_layer = layers[-1]
+        if trace.visits[norm].number < trace.visits[last_layer].number:
+            raise MisfitError(f"norm is {row.norm}, which runs before the last layer")
+    return layers
+
+
+def _check_runs(trace: ModuleTrace, field: str, path: str | None) -> None:
+    if path is None:
+        return
+    _check_exists(trace, field, path)
+    module = trace.base.get_submodule(path)
+    if module not in trace.visits:
+        name = path or type(module).__name__
+        raise MisfitError(f"{field} is {name}, which is not called in a pass")
+
+
+def _check_exists(trace: ModuleTrace, field: str, path: str) -> None:
+    if not has_module(trace.base, path):
+        raise MisfitError(f"{field} is {path!r}, but there is no such module")
+
+
+def _find_layers(trace: ModuleTrace, row: Family) -> nn.ModuleList:
+    _check_exists(trace, "layers", row.layers)
+    layers = trace.base.get_submodule(row.layers)
+    if isinstance(layers, nn.ModuleList) and all(layer in trace.visits for layer in layers):
+        return layers
+    raise MisfitError(f"layers is {row.layers}, which is not a list of layers that run")
+
+
+def _layers_with_attention(layers: nn.ModuleList, row: Family) -> list[nn.Module]:
+    return [layer for layer in layers if has_module(layer, row.attention.entry)]
+
+
+def _check_sublayer(trace: ModuleTrace, layer: nn.Module, sublayer: Sublayer, field: str) -> None:
+    exit_path = sublayer.exit or sublayer.entry
+    if not trace.has_run(layer, sublayer.entry) or not trace.has_run(layer, exit_path):
+        raise MisfitError(f"{field} is {sublayer.entry!r}, which does not run in every layer")
+    entry = layer.get_submodule(sublayer.entry)
+    exit_ = layer.get_submodule(exit_path)
+    if entry is exit_:
+        fits = trace.maps_hidden_states(entry)
+    else:
+        entering = trace.visits[entry].entering
+        leaving = trace.visits[exit_].leaving
+        fits = trace.is_hidden(entering) and trace.is_hidden(leaving)
+    if not fits:
+        raise MisfitError(f"{field} ({sublayer.entry}) does not map one hidden state to another")
+
+
+def check_values(trace: ModuleTrace, row: Family, layers: nn.ModuleList) -> None:
+    """Check that the other fields of a user's row are what the pass shows.
+
+    Args:
+        trace: the recorded pass.
+        row: a row whose paths were checked.
+        layers: the list of layers.
+
+    Raises:
+        MisfitError: the row does not fit.
+    """
+    layers_with_attention = _layers_with_attention(layers, row)
+    layer = layers_with_attention[0] if layers_with_attention else layers[-1]
+    attention = layer.get_submodule(row.attention.entry)
+    actual = plain_fields(trace, layers, attention)
+    if row.norms:
+        actual["norms"] = _norms_outside(trace, layers[-1], row.attention)
+    dense_layer = find_dense_layer(layers, row.ffn)
+    if dense_layer is not None:
+        _check_linears(dense_layer, row)
+        if ffn_activation(dense_layer, row.ffn) in trace.visits:
+            linears = find_ffn_linears(trace, dense_layer, row.ffn)
+            actual.update(linears._asdict())
+    for field, value in actual.items():
+        given = getattr(row, field)
+        if given != value:
+            raise MisfitError(f"{field} is {given!r}, but a pass shows {value!r}")
+    _check_attention(layer, attention, row)
+
+
+def _norms_outside(trace: ModuleTrace, layer: nn.Module, attention: Sublayer) -> tuple[str, ...]:
+    """Return the norms of a layer over the model's width that are not inside the attention, in their order."""
+    paths = {module: path for path, module in layer.named_modules()}
+    norms = []
+    for module in trace.in_order(layer):
+        path = paths[module]
+        is_inside = f"{attention.entry}." in path
+        if not is_inside and is_norm(module) and trace.maps_hidden_states(module):
+            norms.append(path)
+    return tuple(norms)
+
+
+def _check_linears(layer: nn.Module, row: Family) -> None:
+    """Check that the Linears of a row are inside its FFN."""
+    inside = _modules_of(layer, row.ffn)
+    paths = (*row.ffn_in, row.ffn_out)
+    for path in paths:
+        is_inside = has_module(layer, path) and layer.get_submodule(path) in inside
+        if not is_inside:
+            raise MisfitError(f"ffn_in and ffn_out have {path!r}, which is not in {row.ffn.entry}")
+
+
+def _check_attention(layer: nn.Module, attention: nn.Module, row: Family) -> None:
+    """Check that the attention of a row is not another module."""
+    name = row.attention.entry
+    matrices = [parameter for parameter in attention.parameters() if parameter.dim() > 1]
+    if len(matrices) < 2 or attention in _modules_of(layer, row.ffn):
+        raise MisfitError(f"attention is {name}, which is not an attention")
+    if ATTENTION_NAME.search(row.ffn.entry) and not ATTENTION_NAME.search(name):
+        raise MisfitError(f"attention is {name}, but ffn is {row.ffn.entry}")
+
+
+def _modules_of(layer: nn.Module, sublayer: Sublayer) -> set[nn.Module]:
+    entry = layer.get_submodule(sublayer.entry)
+    exit_ = layer.get_submodule(sublayer.exit or sublayer.entry)
+    return {*entry.modules(), *exit_.modules()}

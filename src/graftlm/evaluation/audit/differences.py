@@ -1,0 +1,69 @@
+"""How the tokenizers and the chat templates of two models differ."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.errors import first_line
+
+_CONVERSATION = (("user", "Where?"), ("assistant", "There."), ("user", "Why?"))
+_PROBES = (
+    "The 3 cafés cost 1,250.75 €.",
+    "def f(x):\n\treturn  x ** 2\n",
+    "Ça, Größe, Łódź, Ελλάδα, 東京",
+    "<|a|> [b]",
+)
+_SHOWN_BEFORE = 10  # characters of a template before the first difference
+_SHOWN_AFTER = 20
+
+
+def tokenizer_difference(base: PreTrainedTokenizerBase, tuned: PreTrainedTokenizerBase) -> str | None:
+    """Describe why two tokenizers do not give a text the same ids; None if they do.
+
+    Tokens that `tuned` has in addition to those of `base` don't count.
+    """
+    if base is tuned:
+        return None
+    base_ids = base.get_vocab()
+    tuned_ids = tuned.get_vocab()
+    moved = sum(tuned_ids.get(token) != number for token, number in base_ids.items())
+    if moved:
+        return f"{moved:,} of {len(base_ids):,} tokens have another id or are missing"
+    for text in _PROBES:
+        if base(text)["input_ids"] != tuned(text)["input_ids"]:
+            return "one text gets different ids"
+    return None
+
+
+def template_difference(base: PreTrainedTokenizerBase, tuned: PreTrainedTokenizerBase) -> str | None:
+    """Describe how the chat template of `tuned` differs from that of `base`; None if they render alike."""
+    base_text = _rendered_probe(base)
+    tuned_text = _rendered_probe(tuned)
+    if base_text == tuned_text:
+        return None
+    if base_text is None:
+        return "BASE has none"
+    if tuned_text is None:
+        return "TUNED has none"
+    position = _first_difference(base_text, tuned_text)
+    shown = slice(max(0, position - _SHOWN_BEFORE), position + _SHOWN_AFTER)
+    return f"{base_text[shown]!r} of BASE is {tuned_text[shown]!r} in TUNED"
+
+
+def _first_difference(first: str, second: str) -> int:
+    shorter = min(len(first), len(second))
+    for position in range(shorter):
+        if first[position] != second[position]:
+            return position
+    return shorter
+
+
+def _rendered_probe(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Render a short conversation in a tokenizer's chat template; None without a template."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": role, "content": content} for role, content in _CONVERSATION]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # raised by jinja, or by the template
+        return f"can't be filled: {first_line(error)}"

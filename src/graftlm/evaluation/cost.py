@@ -1,0 +1,142 @@
+"""What running a model costs: decoding speed in tokens per second, and peak memory in bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, Self
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.backbone import padding_id
+from graftlm.data import Document
+from graftlm.errors import DataError
+from graftlm.evaluation.inference import LanguageModel, device_of, evaluation_mode
+
+_WARM_UP_TOKENS = 8
+_PROMPT_CHARACTERS = 400
+_DOCUMENTS = 8
+_DOCUMENT_CHARACTERS = 100_000
+
+
+def count_parameters(parameters: Iterable[Tensor]) -> int:
+    """Return the total number of elements."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def prompts_of(documents: Sequence[Document], count: int) -> list[str]:
+    """Return prompts of 400 characters, evenly spaced in the first documents.
+
+    Args:
+        documents: the documents.
+        count: number of prompts.
+    """
+    text = "\n".join(document.full_text[:_DOCUMENT_CHARACTERS] for document in islice(documents, _DOCUMENTS))
+    step = max(1, len(text) // count)
+    prompts = [text[start : start + _PROMPT_CHARACTERS] for start in range(0, len(text), step)]
+    return prompts[:count]
+
+
+def decode_speed(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    new_tokens: int = 64,
+    *,
+    prompt_tokens: int = 32,
+) -> float:
+    """Return the tokens per second of greedy decoding with a cache, one sequence at a time, after a warm-up.
+
+    An end-of-text token does not end the decoding, so that every prompt yields `new_tokens` tokens. The time of the
+    prefill counts.
+
+    Args:
+        model: any model with `generate`.
+        tokenizer: its tokenizer.
+        prompts: texts to continue; empty ones are left out.
+        new_tokens: number of tokens to decode for each prompt.
+        prompt_tokens: number of leading tokens of a prompt that are read.
+
+    Raises:
+        DataError: no prompt has text.
+    """
+    device = device_of(model)
+    rows = []
+    for text in prompts:
+        ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens]
+        if ids.numel():
+            rows.append(ids.to(device))
+    if not rows:
+        raise DataError("There is no prompt to decode from: pass at least one text that is not empty.")
+    settings: dict[str, Any] = {
+        "do_sample": False,
+        "num_beams": 1,
+        "use_cache": True,
+        "pad_token_id": padding_id(tokenizer),
+    }
+
+    def decode(ids: Tensor, count: int) -> None:
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=count,
+            max_new_tokens=count,
+            **settings,
+        )
+
+    with evaluation_mode(model), torch.inference_mode():
+        decode(rows[0], min(new_tokens, _WARM_UP_TOKENS))
+        start = _synchronised_time(device)
+        for ids in rows:
+            decode(ids, new_tokens)
+        seconds = _synchronised_time(device) - start
+    return new_tokens * len(rows) / seconds
+
+
+def _synchronised_time(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class MemoryWatch:
+    """Measures the peak memory of a `with` block, in bytes.
+
+    With CUDA, `peak` is that of allocated device memory. Without, it is that of the process's resident set, sampled
+    every few milliseconds; that includes what the process held before the block.
+
+    Args:
+        every: seconds between two samples.
+    """
+
+    def __init__(self, every: float = 0.02) -> None:
+        self.peak = 0
+        self._every = every
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if torch.cuda.is_available():
+            self.peak = torch.cuda.max_memory_allocated()
+        else:
+            self._done.set()
+            self._thread.join()
+
+    def _sample(self) -> None:
+        process = psutil.Process()
+        while True:
+            self.peak = max(self.peak, process.memory_info().rss)
+            if self._done.wait(self._every):
+                return

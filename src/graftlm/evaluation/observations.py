@@ -1,0 +1,59 @@
+"""What a graft shows about itself: its description, and statistics of a forward pass, such as shares of open gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from graftlm.backbone import Backbone
+from graftlm.data import Document
+from graftlm.grafted.model import GraftedModel
+
+_TOKENS = 4096
+_CHARACTERS = 8 * _TOKENS
+_DOCUMENTS = 8
+
+
+def observe(
+    model: GraftedModel, backbone: Backbone, documents: Sequence[Document], length: int
+) -> dict[str, list[float]]:
+    """Return what the graft named `graft` shows on the start of documents, one number per layer.
+
+    Args:
+        model: the grafted model.
+        backbone: its backbone.
+        documents: the documents; about the first 4,096 tokens of them are read.
+        length: tokens per row.
+    """
+    text = "\n".join(document.full_text[:_CHARACTERS] for document in islice(documents, _DOCUMENTS))
+    tokenizer = backbone.need_tokenizer()
+    ids = tokenizer(text[:_CHARACTERS], add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        return {}
+    length = min(len(ids), length)
+    rows = max(1, min(len(ids), _TOKENS) // length)
+    inputs = torch.tensor(ids[: rows * length], device=backbone.device).view(rows, length)
+    observed = model.observe(input_ids=inputs, use_cache=False)["graft"]
+    return {name: values.tolist() for name, values in observed.items()}
+
+
+def graft_statistics(
+    model: GraftedModel, backbone: Backbone, tests: Mapping[str, Sequence[Document]], length: int
+) -> dict[str, Any]:
+    """Return the description of the graft named `graft`, and what it shows on test sets, as plain JSON values.
+
+    Args:
+        model: the grafted model.
+        backbone: its backbone.
+        tests: test documents by the name of their set.
+        length: tokens per row.
+    """
+    graft: Any = model.grafts["graft"]
+    statistics: dict[str, Any] = dict(graft.describe(backbone))
+    for name, documents in tests.items():
+        for key, values in observe(model, backbone, documents, length).items():
+            statistics.setdefault(key, {})[name] = values
+    return statistics

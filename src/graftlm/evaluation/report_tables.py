@@ -1,0 +1,157 @@
+"""Results as Markdown, for the report of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from graftlm.evaluation.metric_text import (
+    ABSENT,
+    LEARNING_METRICS,
+    USUAL_METRICS,
+    format_mean,
+    format_metric,
+    format_number,
+    format_value,
+    metric_title,
+    present_metrics,
+)
+from graftlm.evaluation.origin import Machine
+from graftlm.evaluation.results import Metric, Results
+
+_NATS = ("old", "forgotten", "new", "learned")
+_SHORT_COLUMNS = {  # column head: metrics
+    "bits per byte, old / new": ("old_bpb", "new_bpb"),
+    "trainable parameters": ("trainable_parameters",),
+    "train tok/s": ("train_tokens_per_s",),
+    "decode tok/s, old / new": ("decode_old_tokens_per_s", "decode_new_tokens_per_s"),
+    "peak memory": ("peak_memory_bytes",),
+}
+_MET = {True: "yes", False: "no", None: "not measured"}
+_NOTE = (
+    "Old and new: nats per token. Forgotten: the loss on the old domain minus the backbone's. Learned: the backbone's "
+    "loss on the new domain minus the method's. Own KL, chat KL, new KL: divergence from the backbone on text and "
+    "conversations that it sampled itself, and on the new domain. Brackets: 95% intervals."
+)
+
+
+def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
+    """Return the report as Markdown.
+
+    Args:
+        results: the results.
+        pictures: names of pictures in the same folder.
+    """
+    seeds = ", ".join(str(seed) for seed in results.seeds)
+    parts = [
+        f"# {results.name}",
+        f"`{results.command}`",
+        f"Seeds {seeds}; {_describe(results.machine)}; commit {results.commit or 'unknown'}.",
+        *_measured_sections(results),
+        _tasks_section(results),
+        _aims_section(results),
+        _paper_section(results),
+    ]
+    for name in pictures:
+        title = Path(name).stem.replace("-", " ")
+        parts.append(f"![{title}]({name})")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _describe(machine: Machine) -> str:
+    parts = [machine.cpu, f"{machine.cores} cores", machine.gpu, f"torch {machine.torch}"]
+    return ", ".join(part for part in parts if part)
+
+
+def _measured_sections(results: Results) -> list[str]:
+    """Return the tables of learning and forgetting and of further metrics, or one table without old and new text."""
+    present = present_metrics(results)
+    if not LEARNING_METRICS.intersection(present):
+        return [_metrics_table("Measured", results, present)]
+    rows = []
+    for row in results.rows:
+        cells = [row.label]
+        cells += [format_metric(name, row.metrics.get(name)) for name in _NATS]
+        cells += [_short_cell(row.metrics, names) for names in _SHORT_COLUMNS.values()]
+        rows.append(cells)
+    table = _section("Learned and forgotten", ["method", *_NATS, *_SHORT_COLUMNS], rows)
+    further = [name for name in present if name not in USUAL_METRICS]
+    return [f"{table}\n\n{_NOTE}", _metrics_table("Further measurements", results, further)]
+
+
+def _short_cell(metrics: Mapping[str, Metric], names: Sequence[str]) -> str:
+    """Return the means of metrics in one cell."""
+    if not any(name in metrics for name in names):
+        return ABSENT
+    return " / ".join(format_mean(name, metrics.get(name)) for name in names)
+
+
+def _metrics_table(title: str, results: Results, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    rows = []
+    for row in results.rows:
+        cells = [format_metric(name, row.metrics.get(name)) for name in names]
+        rows.append([row.label, *cells])
+    titles = [metric_title(name) for name in names]
+    return _section(title, ["method", *titles], rows)
+
+
+def _tasks_section(results: Results) -> str:
+    """Return each task of grafts with heads: its score, calibration, and what is confused most often."""
+    details = cast("dict[str, Any]", results.details.get("tasks") or {})
+    rows = []
+    for row in results.rows:
+        tasks = details.get(row.id, {}).get("test", {})
+        for name, task in tasks.items():
+            # A task of text may be called test; its details have no score.
+            if isinstance(task, dict) and task.get("score"):
+                rows.append([row.label, name, *_task_cells(task)])
+    heads = ["method", "task", "rows", "metric", "score", "calibration error", "errors"]
+    return _section("Tasks", heads, rows)
+
+
+def _task_cells(task: Mapping[str, Any]) -> list[str]:
+    metric = task["score"]
+    errors = [f"{true} as {label} ({count})" for true, label, count in task.get("most_confused", ())]
+    return [
+        str(task["rows"]),
+        metric,
+        format_number(task["metrics"][metric]),
+        format_number(task.get("expected_calibration_error")),
+        "; ".join(errors) or ABSENT,
+    ]
+
+
+def _aims_section(results: Results) -> str:
+    rows = [
+        [aim.text, aim.metric, format_number(aim.aim), format_number(aim.measured), _MET[aim.met]]
+        for aim in results.aims
+    ]
+    return _section("Aims", ["aim", "metric", "aimed at", "measured", "met"], rows)
+
+
+def _paper_section(results: Results) -> str:
+    measured = {row.id: row for row in results.rows}
+    rows = []
+    for published in results.paper:
+        row = measured.get(published.id)
+        label = row.label if row else published.id
+        for name, value in published.metrics.items():
+            here = format_metric(name, row.metrics.get(name) if row else None)
+            rows.append([label, name, format_value(name, value), here, published.where])
+    return _section("Published results", ["method", "metric", "paper", "here", "where"], rows)
+
+
+def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a heading with a table; an empty text without rows."""
+    if not rows:
+        return ""
+    alignments = ["---", *["---:"] * (len(head) - 1)]
+    lines = []
+    for cells in (head, alignments, *rows):
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    table = "\n".join(lines)
+    return f"## {title}\n\n{table}"

@@ -1,1 +1,0 @@
-"""Scripts that run inside the sandbox, with the standard library only; no module imports them."""

@@ -1,0 +1,354 @@
+"""How well a model predicts text.
+
+Texts t_0 … t_{n-1} are scored in windows, see `graftlm.evaluation.windows`:
+
+    nats = - Σ_i log p(t_i | window before t_i)
+    nats per token = nats / tokens
+    bits per byte = nats / (ln 2 · bytes), which compares models with different tokenizers
+
+With a reference, the bare backbone, each scored token also gives the divergence of the two predictions:
+
+    KL = Σ_v p_reference(v | before) (log p_reference(v | before) - log p(v | before))
+
+On texts that the reference sampled itself, its mean over tokens estimates the divergence of the two models'
+distributions over such texts, per token. The estimate is biased where many texts are left out, such as conversations
+whose first turn does not end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.backbone import max_sequence_length
+from graftlm.data import Document
+from graftlm.errors import DataError, EvaluationError
+from graftlm.evaluation.inference import LanguageModel, Precision, autocast, evaluation_mode
+from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, resample_ratios
+from graftlm.evaluation.results import Interval
+from graftlm.evaluation.windows import Window, cut_windows, limit_scored, window_batch
+
+MetricName = Literal["nats_per_token", "bits_per_byte", "kl_per_token"]
+
+_CHUNK_VALUES = 2**24  # Logits are reduced in float32 chunks of this many values, 64 MiB.
+# Windows are sorted by length within this many batches, so that a stream of documents never has to fit in memory.
+_SORTED_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums over the scored tokens of each window, in the order of the documents; arrays of shape (windows,).
+
+    Attributes:
+        nats: the summed losses.
+        tokens: the numbers of scored tokens.
+        bytes: the numbers of UTF-8 bytes of the scored tokens.
+        document: the number of the document of each window.
+        kl: the summed divergences from the reference, in nats; None without a reference.
+    """
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+    document: np.ndarray
+    kl: np.ndarray | None = None
+
+    @classmethod
+    def of_windows(cls, windows: Sequence[Window], nats: np.ndarray, kl: np.ndarray | None) -> Self:
+        """Return the scores of windows from their summed losses and divergences, (windows,)."""
+        return cls(
+            nats=nats,
+            tokens=np.array([window.tokens for window in windows]),
+            bytes=np.array([window.bytes.sum() for window in windows]),
+            document=np.array([window.document for window in windows]),
+            kl=kl,
+        )
+
+    def value(self, metric: MetricName) -> float:
+        """Return a metric over all windows.
+
+        Args:
+            metric: `nats_per_token` is the log-perplexity, `bits_per_byte` the bits spent on each UTF-8 byte, and
+                `kl_per_token` the divergence from the reference.
+
+        Raises:
+            EvaluationError: see `fraction`.
+        """
+        numerators, denominators = self.fraction(metric)
+        return float(numerators.sum() / denominators.sum())
+
+    def fraction(self, metric: MetricName) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numerator and the denominator of a metric in each window, (windows,).
+
+        Raises:
+            EvaluationError: the metric is unknown or was not measured.
+        """
+        if metric == "nats_per_token":
+            return self.nats, self.tokens
+        if metric == "kl_per_token":
+            if self.kl is None:
+                raise EvaluationError("These scores have no divergence: score the text with a reference.")
+            return self.kl, self.tokens
+        if metric != "bits_per_byte":
+            raise EvaluationError(
+                f"There is no metric {metric!r}: choose nats_per_token, bits_per_byte or kl_per_token."
+            )
+        if not self.bytes.sum():
+            raise EvaluationError("The scored tokens have no bytes of text, so bits per byte don't exist: score text.")
+        return self.nats, self.bytes * math.log(2)
+
+    def subset(self, chosen: np.ndarray) -> Scores:
+        """Return the windows at which `chosen`, (windows,), is True."""
+        return Scores(
+            nats=self.nats[chosen],
+            tokens=self.tokens[chosen],
+            bytes=self.bytes[chosen],
+            document=self.document[chosen],
+            kl=None if self.kl is None else self.kl[chosen],
+        )
+
+    def by_document(self) -> Scores:
+        """Return the sums of each document as one window.
+
+        Intervals of the result are over documents. Turns of one conversation resemble each other, so that intervals
+        over windows would be too narrow.
+        """
+        _, first, groups = np.unique(self.document, return_index=True, return_inverse=True)
+
+        def grouped(values: np.ndarray) -> np.ndarray:
+            return np.bincount(groups, weights=values).astype(values.dtype)
+
+        return Scores(
+            nats=grouped(self.nats),
+            tokens=grouped(self.tokens),
+            bytes=grouped(self.bytes),
+            document=self.document[first],
+            kl=None if self.kl is None else grouped(self.kl),
+        )
+
+    def interval(self, metric: MetricName = "nats_per_token", *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+        """Return a metric with its 95% percentile bootstrap interval over windows.
+
+        The interval describes how the metric varies over other text of the same kind.
+
+        Args:
+            metric: the metric, see `value`.
+            resamples: number of bootstrap samples.
+            seed: seed of their draws.
+        """
+        (samples,) = resample_ratios([self.fraction(metric)], resamples, seed)
+        return percentile_interval(self.value(metric), samples)
+
+
+def paired_difference(a: Scores, b: Scores, metric: MetricName = "nats_per_token") -> Interval:
+    """Return `a`'s metric minus `b`'s with a paired bootstrap interval: both are resampled at the same windows.
+
+    Raises:
+        EvaluationError: the two were scored on different windows.
+    """
+    if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.bytes, b.bytes)):
+        raise EvaluationError(
+            f"The scores are of {_size(a)} and of {_size(b)}, but a paired difference needs the same windows: "
+            "score the same documents with the same tokenizer and length."
+        )
+    samples_a, samples_b = resample_ratios([a.fraction(metric), b.fraction(metric)], RESAMPLES, seed=0)
+    return percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b)
+
+
+def _size(scores: Scores) -> str:
+    return f"{len(scores.tokens)} windows of {scores.tokens.sum()} tokens and {scores.bytes.sum()} bytes"
+
+
+def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str, Scores]) -> dict[str, Interval]:
+    """Return a method's metrics relative to its backbone.
+
+        learned   = backbone's new - method's new      forgotten = method's old - backbone's old      (nats per token)
+
+    Args:
+        backbone: the backbone's scores by evaluation set: "old", "new" and others.
+        method: the method's scores by evaluation set.
+
+    Returns:
+        `<set>` and `<set>_bpb` for each set of `method`, `<set>_kl` where it was scored with a reference, `learned`
+        where both have "new", and `forgotten` where both have "old". The differences have paired bootstrap intervals
+        over the same windows.
+
+    Raises:
+        EvaluationError: the two were scored on different windows.
+    """
+    metrics: dict[str, Interval] = {}
+    for name, scores in method.items():
+        metrics[name] = scores.interval("nats_per_token")
+        metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
+        if scores.kl is not None:
+            metrics[f"{name}_kl"] = scores.interval("kl_per_token")
+    if "new" in backbone and "new" in method:
+        metrics["learned"] = paired_difference(backbone["new"], method["new"])
+    if "old" in backbone and "old" in method:
+        metrics["forgotten"] = paired_difference(method["old"], backbone["old"])
+    return metrics
+
+
+def score(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[str | Document],
+    *,
+    length: int = 256,
+    batch_size: int = 16,
+    precision: Precision = "fp32",
+    limit_tokens: int | None = None,
+    reference: LanguageModel | None = None,
+) -> Scores:
+    """Score every token of documents in windows of `length` tokens.
+
+    Args:
+        model: called as `model(input_ids=, attention_mask=, use_cache=False).logits`, (B, T) -> (B, T, V). A
+            `GraftedModel` also receives the mask of prompt tokens.
+        tokenizer: turns text into ids; it also decides whether a text begins with a BOS token.
+        documents: strings, or objects with `.text` and `.prompt`; read once, and a stream never has to fit in memory.
+        length: tokens of a window, its context token and BOS included.
+        batch_size: windows per call of the model; it affects speed and memory only.
+        precision: `bf16` computes under autocast; `fp32` leaves the model in its own dtype. Losses are always float32.
+        limit_tokens: number of tokens to score; None scores all.
+        reference: a model with the same tokenizer, called like `model`, from which the divergence is measured.
+
+    Raises:
+        EvaluationError: the model predicts NaN or infinity, or `length` does not fit the model.
+        DataError: there is nothing to score.
+    """
+    if length < 3:
+        raise EvaluationError(f"Windows of {length} tokens are too short to score: pass a length of 3 or more.")
+    limit = max_sequence_length(model)
+    if limit < length:
+        raise EvaluationError(
+            f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
+            f"set length (--length, or data.length of a recipe) to {limit} or less."
+        )
+    windows = limit_scored(cut_windows(tokenizer, documents, length), limit_tokens)
+    return score_windows(
+        model,
+        tokenizer,
+        windows,
+        batch_size=batch_size,
+        precision=precision,
+        reference=reference,
+    )
+
+
+def score_windows(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    windows: Iterable[Window],
+    *,
+    batch_size: int = 16,
+    precision: Precision = "fp32",
+    reference: LanguageModel | None = None,
+) -> Scores:
+    """Score windows; see `score` for the arguments and errors."""
+    windows = iter(windows)
+    scored: list[Window] = []
+    sums: list[np.ndarray] = []
+    with evaluation_mode(model), torch.inference_mode(), autocast(model, precision):
+        while True:
+            chunk = list(islice(windows, batch_size * _SORTED_BATCHES))
+            if not chunk:
+                break
+            sums.append(_score_chunk(model, tokenizer, chunk, batch_size, reference))
+            scored += chunk
+    if not scored:
+        raise DataError("The documents have no token to score: pass at least one document of two tokens or more.")
+    nats, kl = np.concatenate(sums).T
+    return Scores.of_windows(scored, nats, None if reference is None else kl)
+
+
+def _score_chunk(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chunk: Sequence[Window],
+    batch_size: int,
+    reference: LanguageModel | None,
+) -> np.ndarray:
+    """Score windows in batches of similar length.
+
+    Returns:
+        The summed losses and divergences of each window, in the order of the windows, (windows, 2).
+    """
+    sums = np.zeros((len(chunk), 2))
+    order = longest_first(chunk)
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        sums[rows] = _score_batch(model, tokenizer, [chunk[row] for row in rows], reference)
+    return sums
+
+
+def longest_first(windows: Sequence[Window]) -> list[int]:
+    """Return the positions of windows in the order of their lengths, the longest first."""
+    return sorted(range(len(windows)), key=lambda number: len(windows[number].ids), reverse=True)
+
+
+def _score_batch(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: list[Window],
+    reference: LanguageModel | None,
+) -> np.ndarray:
+    """Return the summed losses of the scored tokens of each window, and their divergences, (B, 2).
+
+    Divergences are 0 without a reference.
+    """
+    inputs, graft_inputs, labels = window_batch(model, tokenizer, batch)
+    logits = model(**inputs, **graft_inputs).logits
+    sums = torch.zeros(len(batch), 2, dtype=torch.float64)
+    sums[:, 0] = _token_losses(logits, labels).sum(dim=1)
+    if reference is not None:
+        sums[:, 1] = _token_divergences(reference(**inputs).logits, logits, labels).sum(dim=1)
+    if not sums.isfinite().all():
+        raise EvaluationError(
+            "The model predicts NaN or infinity on this text: its weights are broken or overflow in this precision "
+            '(try precision="fp32", or train with a lower learning rate).'
+        )
+    return sums.numpy()
+
+
+def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the losses (B, T) in float64, from float32 logits.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T), each at the position that predicts it; -100 has the loss 0.
+    """
+    size = max(1, _CHUNK_VALUES // logits.shape[-1])
+    chunks = zip(logits.flatten(0, 1).split(size), labels.flatten().split(size), strict=True)
+    losses = []
+    for chunk, targets in chunks:
+        losses.append(F.cross_entropy(chunk.float(), targets, reduction="none"))
+    return torch.cat(losses).view_as(labels).to("cpu", torch.float64)
+
+
+def _token_divergences(reference: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return KL(reference || model) at each position (B, T) in float64, from float32 logits.
+
+    Args:
+        reference: the reference's logits, (B, T, V).
+        logits: the model's logits, (B, T, V).
+        labels: (B, T); the divergence is 0 where the label is -100.
+    """
+    size = max(1, _CHUNK_VALUES // logits.shape[-1])
+    chunks = zip(reference.flatten(0, 1).split(size), logits.flatten(0, 1).split(size), strict=True)
+    divergences = []
+    for reference_chunk, chunk in chunks:
+        log_p = reference_chunk.float().log_softmax(-1)
+        log_q = chunk.float().log_softmax(-1)
+        divergences.append(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
+    by_position = torch.cat(divergences).view_as(labels)
+    return by_position.where(labels != -100, 0).to("cpu", torch.float64)

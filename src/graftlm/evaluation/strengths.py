@@ -1,0 +1,91 @@
+"""A trained model at several strengths: its weights moved back towards their start.
+
+At strength s each weight is start + s (trained - start); for fine-tuned weights the curve is that of WiSE-FT
+(Wortsman et al., 2022, arXiv 2109.01903).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from graftlm.evaluation.results import Interval
+from graftlm.evaluation.scores import Scores
+
+
+@contextmanager
+def weights_moved_back(
+    weights: Mapping[str, nn.Parameter], start: Mapping[str, Tensor], strength: float
+) -> Iterator[None]:
+    """Set weights to start + strength (weight - start) in a `with` block, and restore them afterwards.
+
+    Args:
+        weights: trained weights by name.
+        start: the same weights before training.
+        strength: share of the way from their start, 0 to 1.
+    """
+    trained = {name: weight.detach().clone() for name, weight in weights.items()}
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(torch.lerp(start[name], trained[name], strength))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(trained[name])
+
+
+def strength_point(
+    strength: float,
+    metrics: Mapping[str, Interval],
+    changes: Mapping[str, tuple[np.ndarray, np.ndarray]],
+) -> dict[str, Any]:
+    """Return one point of a curve over strengths, as plain JSON values.
+
+    Args:
+        strength: the strength.
+        metrics: the model's metrics at that strength.
+        changes: see `changes_by_window`.
+
+    Returns:
+        `strength`, `metrics` as in a row, and `windows`: the `nats` and `tokens` of each window, by what changed.
+    """
+    windows = {}
+    for name, (nats, tokens) in changes.items():
+        windows[name] = {"nats": nats.tolist(), "tokens": tokens.tolist()}
+    return {
+        "strength": strength,
+        "metrics": {name: value.model_dump(mode="json") for name, value in metrics.items()},
+        "windows": windows,
+    }
+
+
+def changes_by_window(
+    backbone: Mapping[str, Scores], method: Mapping[str, Scores], own: Scores | None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return what a method changed in each window: nats and tokens, (windows,).
+
+    `learned`, `forgotten` and `own_kl` are sums of these nats over sums of these tokens, so that any value
+    interpolated between two strengths has an interval.
+
+    Args:
+        backbone: the backbone's scores by evaluation set.
+        method: the method's scores by evaluation set.
+        own: the method's scores on the backbone's own text; None without such text.
+    """
+    changes = {}
+    if own is not None and own.kl is not None:
+        changes["own_kl"] = (own.kl, own.tokens)
+    if "new" in method:
+        scores = method["new"]
+        changes["learned"] = (backbone["new"].nats - scores.nats, scores.tokens)
+    if "old" in method:
+        scores = method["old"]
+        changes["forgotten"] = (scores.nats - backbone["old"].nats, scores.tokens)
+    return changes

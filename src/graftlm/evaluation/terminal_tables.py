@@ -1,0 +1,110 @@
+"""Results as tables in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from graftlm.evaluation.metric_text import (
+    ABSENT,
+    USUAL_METRICS,
+    format_mean,
+    format_metric,
+    format_number,
+    metric_names,
+    metric_title,
+    present_metrics,
+)
+from graftlm.evaluation.results import Aim, Results, Row
+
+_HEADS = {  # metric: column head
+    "old": "old",
+    "forgotten": "forgotten",
+    "new": "new",
+    "learned": "learned",
+    "trainable_parameters": "trainable",
+    "train_tokens_per_s": "train tok/s",
+    "decode_new_tokens_per_s": "decode tok/s",
+}
+_FURTHER_COLUMNS = 4  # further metrics per table
+_FIRST_COLUMNS = 5  # metrics of results without the usual ones, such as a benchmark's
+_LABEL_WIDTH = 24
+_MARKS = {True: "✓", False: "✗", None: ABSENT}
+
+
+def print_table(results: Results, console: Console | None = None) -> None:
+    """Print the rows, the metrics of further sets and tasks, and the aims, in at most 100 columns.
+
+    Args:
+        results: the results.
+        console: where to print; standard output by default.
+    """
+    console = console or Console()
+    for number, heads in enumerate(_tables(results)):
+        lines = [_cells(row, heads) for row in results.rows]
+        print_columns(["method", *heads.values()], lines, console, gap=number > 0, width=_LABEL_WIDTH)
+    for aim in results.aims:
+        console.print(_aim_line(aim), highlight=False, markup=False)
+
+
+def _cells(row: Row, names: Iterable[str]) -> list[str]:
+    return [row.label, *(format_mean(name, row.metrics.get(name)) for name in names)]
+
+
+def _tables(results: Results) -> list[Mapping[str, str]]:
+    """Return the column heads of each table, by the name of the metric."""
+    present = present_metrics(results)
+    heads = {name: head for name, head in _HEADS.items() if name in present}
+    if not heads:
+        return [{name: name for name in present[:_FIRST_COLUMNS]}]
+    tables: list[Mapping[str, str]] = [heads]
+    further = [name for name in present if name not in USUAL_METRICS and not name.endswith("_bpb")]
+    for start in range(0, len(further), _FURTHER_COLUMNS):
+        names = further[start : start + _FURTHER_COLUMNS]
+        tables.append({name: metric_title(name) for name in names})
+    return tables
+
+
+def _aim_line(aim: Aim) -> str:
+    return f"{_MARKS[aim.met]} {aim.text}: {format_number(aim.measured)} (aim {format_number(aim.aim)})"
+
+
+def print_side_by_side(results: Results, console: Console) -> None:
+    """Print one line per metric and one column per row."""
+    names = metric_names(results)
+    lines = []
+    for name in names:
+        cells = [format_metric(name, row.metrics.get(name)) for row in results.rows]
+        lines.append([metric_title(name, names), *cells])
+    labels = [row.label for row in results.rows]
+    print_columns(["", *labels], lines, console)
+
+
+def print_columns(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    console: Console,
+    *,
+    gap: bool = False,
+    width: int | None = None,
+) -> None:
+    """Print a table; all columns but the first are aligned right.
+
+    Args:
+        head: heads of the columns.
+        rows: the cells of each row.
+        console: where to print.
+        gap: print an empty line before the table.
+        width: maximum width of the first column.
+    """
+    table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
+    table.add_column(head[0], overflow="fold", max_width=width)
+    for name in head[1:]:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    if gap:
+        console.print()
+    console.print(table, highlight=False, markup=False)

@@ -1,0 +1,219 @@
+"""Windows of tokens, in which texts are scored.
+
+A document's tokens are cut into windows that never cross documents. A window begins with the last token of the previous
+window, as context, so that each token but the first is scored once. A tokenizer that puts a BOS token before texts puts
+one before every window, and then the first token is scored too. Other special tokens are left out. The tokens of a
+document's prompt are context and are not scored.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from graftlm.backbone import leading_bos, padding_id
+from graftlm.data import Document
+from graftlm.data.boundaries import window_bounds
+from graftlm.data.chats import ChatExample, chat_tokens, render_chat
+from graftlm.data.own_text import OwnText
+from graftlm.evaluation.inference import LanguageModel, device_of
+from graftlm.grafted.model import GraftedModel
+
+
+@dataclass(frozen=True)
+class Window:
+    """One row for the model.
+
+    Attributes:
+        ids: the tokens, with a leading BOS if the tokenizer has one, (T,).
+        first: the index of the first scored token.
+        bytes: the UTF-8 bytes of each scored token, (T - first,).
+        document: the number of the document.
+        prompt: the number of leading tokens that belong to the document's prompt, BOS included.
+    """
+
+    ids: np.ndarray
+    first: int
+    bytes: np.ndarray
+    document: int
+    prompt: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of scored tokens."""
+        return len(self.bytes)
+
+
+def cut_windows(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[str | Document], length: int
+) -> Iterator[Window]:
+    """Yield the windows of documents.
+
+    Args:
+        tokenizer: turns text into ids.
+        documents: strings, or objects with `.text` and `.prompt`; those with a `.chat` have one window per answer.
+        length: most tokens of a window, BOS included.
+    """
+    for number, document in enumerate(documents):
+        chat = getattr(document, "chat", None)
+        if chat is not None:
+            yield from _chat_windows(tokenizer, chat, length, number)
+        else:
+            yield from _text_windows(tokenizer, document, length, number)
+
+
+def _text_windows(
+    tokenizer: PreTrainedTokenizerBase, document: str | Document, length: int, number: int
+) -> Iterator[Window]:
+    text = document if isinstance(document, str) else document.text
+    text_ids, text_bytes = encode_with_bytes(tokenizer, text)
+    prompt_ids, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))
+    ids = np.concatenate([prompt_ids, text_ids])
+    byte_counts = np.concatenate([np.zeros_like(prompt_ids), text_bytes])
+    bos = leading_bos(tokenizer)
+    prefix = np.array([] if bos is None else [bos], dtype=np.int64)
+    for start, stop in window_bounds(len(ids), length - len(prefix), overlap=1):
+        has_context = start > 0 or len(prefix) == 0  # A document's first token is scored only after a BOS.
+        first = max(start + 1 if has_context else start, len(prompt_ids))
+        if first >= stop:
+            continue
+        prompt = len(prefix) + len(prompt_ids) - start if start < len(prompt_ids) else 0
+        yield Window(
+            ids=np.concatenate([prefix, ids[start:stop]]),
+            first=len(prefix) + first - start,
+            bytes=byte_counts[first:stop],
+            document=number,
+            prompt=prompt,
+        )
+
+
+def _chat_windows(tokenizer: PreTrainedTokenizerBase, chat: ChatExample, length: int, number: int) -> Iterator[Window]:
+    """Yield a window for each turn of the assistant, after what precedes it; a long turn has several windows."""
+    ids, predicted, ends = chat_tokens(tokenizer, chat)
+    before = _bytes_before(render_chat(chat, tokenizer).text)
+    byte_counts = np.diff(before[np.maximum.accumulate(ends)], prepend=0)
+    edges = np.flatnonzero(np.diff(predicted.astype(np.int8), prepend=0, append=0))
+    first_predicted = int(predicted.argmax())
+    for start, stop in edges.reshape(-1, 2).tolist():
+        step = length - 1 if stop - start < length else length // 2
+        for first in range(max(start, 1), stop, step):
+            last = min(first + step, stop)
+            begin = max(0, last - length)
+            yield Window(
+                ids=ids[begin:last],
+                first=first - begin,
+                bytes=byte_counts[first:last],
+                document=number,
+                prompt=max(0, min(first_predicted, last) - begin),
+            )
+
+
+def own_windows(samples: Iterable[OwnText]) -> Iterator[Window]:
+    """Yield the windows of texts that a model sampled: one for each sampled part, after all that precedes it.
+
+    Their tokens have no bytes, because a sample need not be valid text.
+    """
+    for number, sample in enumerate(samples):
+        for start, stop in sample.turns:
+            yield Window(
+                ids=np.array(sample.ids[:stop], dtype=np.int64),
+                first=start,
+                bytes=np.zeros(stop - start, dtype=np.int64),
+                document=number,
+                prompt=start if start > 1 else 0,
+            )
+
+
+def limit_scored(windows: Iterable[Window], limit: int | None) -> Iterator[Window]:
+    """Yield windows until `limit` tokens are scored, shortening the last one; None yields all."""
+    left = sys.maxsize if limit is None else limit
+    for window in windows:
+        if left <= 0:
+            return
+        yield replace(window, ids=window.ids[: window.first + left], bytes=window.bytes[:left])
+        left -= window.tokens
+
+
+def encode_with_bytes(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of a text without special tokens, and the number of UTF-8 bytes of each token.
+
+    The numbers sum to the text's bytes. Bytes that the tokenizer drops count for the next token. A character that is
+    split over tokens counts for the first of them.
+
+    Returns:
+        Ids (n,) and numbers of bytes (n,).
+    """
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    if not len(ids):
+        return ids, ids
+    if not fast:
+        return ids, np.diff(_ends_from_decoding(tokenizer, ids, text), prepend=0)
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64)
+    ends = np.maximum.accumulate(offsets[:, 1])
+    ends[-1] = len(text)
+    return ids, np.diff(_bytes_before(text)[ends], prepend=0)
+
+
+def _bytes_before(text: str) -> np.ndarray:
+    """Return the number of UTF-8 bytes before each character of a text, and of all of it, (characters + 1,)."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    widths = np.ones(len(points), dtype=np.int64)
+    for first_of_next_width in (0x80, 0x800, 0x10000):
+        widths += points >= first_of_next_width
+    return np.concatenate([[0], np.cumsum(widths)])
+
+
+def _ends_from_decoding(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, text: str) -> np.ndarray:
+    """Return the byte positions at which tokens end, (n,), from decoded lengths scaled to the text's bytes."""
+    byte_counts = []
+    for token in ids:
+        # A token that is part of a character decodes to a replacement mark, which counts as one byte.
+        decoded = tokenizer.decode([int(token)]).replace("\ufffd", "?")
+        byte_counts.append(len(decoded.encode()))
+    ends = np.cumsum(byte_counts)
+    total = len(text.encode())
+    if not ends[-1]:
+        return np.full(len(ids), total)
+    return np.rint(ends * (total / ends[-1])).astype(np.int64)
+
+
+def window_batch(
+    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Window]
+) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+    """Turn windows into the inputs of a model, padded on the right.
+
+    Returns:
+        Arguments of any model, (B, T); further arguments of a `GraftedModel`; and labels (B, T), each at the position
+        that predicts it, -100 where no token is scored.
+    """
+    shape = (len(batch), max(len(window.ids) for window in batch))
+    ids = torch.full(shape, padding_id(tokenizer))
+    mask = torch.zeros(shape, dtype=torch.long)
+    labels = torch.full(shape, -100)
+    prompt = torch.zeros(shape, dtype=torch.bool)
+    for row, window in enumerate(batch):
+        size = len(window.ids)
+        first = window.first
+        ids[row, :size] = torch.from_numpy(window.ids)
+        mask[row, :size] = 1
+        prompt[row, : window.prompt] = True
+        labels[row, first - 1 : size - 1] = ids[row, first:size]
+    device = device_of(model)
+    inputs: dict[str, Any] = {
+        "input_ids": ids.to(device),
+        "attention_mask": mask.to(device),
+        "use_cache": False,
+    }
+    graft_inputs = {}
+    if prompt.any() and isinstance(model, GraftedModel):
+        graft_inputs["prompt"] = prompt.to(device)
+    return inputs, graft_inputs, labels.to(device)

@@ -1,0 +1,242 @@
+"""What trainers of transformers, TRL and PEFT need of a `GraftedModel`, and what they may not do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from graftlm.backbone import Backbone
+from graftlm.errors import GraftError
+from graftlm.grafted.checkpointing import LayerCheckpoints, checkpointed_modules
+from graftlm.grafted.losses import IGNORED
+from graftlm.grafts.base import Graft
+from graftlm.store.artifact import save_into
+
+_PLAIN_CHECKPOINTS = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
+"""The options of gradient checkpoints that trainers may pass."""
+
+
+class TrainerSupport(PreTrainedModel):
+    """The part of `GraftedModel` that trainers use. Everything that would train without its grafts is refused.
+
+    Attributes:
+        backbone: the frozen backbone.
+        model: the live model.
+        grafts: the grafts by name.
+    """
+
+    loss_type = "ForCausalLM"  # Trainers read here that the loss shifts the labels.
+    backbone: Backbone
+    model: PreTrainedModel
+    grafts: nn.ModuleDict
+    _by_name: dict[str, Graft]
+    _distils: bool
+    _checkpoints: LayerCheckpoints
+
+    def _get_name(self) -> str:
+        """Return the name of the live model's class, by which a trainer with label smoothing shifts the labels."""
+        return self.model._get_name()
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that train, by their name in this module."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, state_dict: object = None
+    ) -> None:
+        """Write the graft as an artefact, and `model.safetensors`, from which a trainer resumes.
+
+        Other files in the folder stay. Several grafts are written to folders of their names.
+
+        Args:
+            save_directory: the folder.
+            is_main_process: whether this process writes.
+            state_dict: not used, because the backbone is never written.
+        """
+        if not is_main_process:
+            return
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, graft in self._by_name.items():
+            target = folder if len(self._by_name) == 1 else folder / name
+            save_into(graft, self.backbone, target)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._own_tensors().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return the trainable parameters, and the grafts' tensors, by name in this module."""
+        return {**self.grafts.state_dict(prefix="grafts."), **self.trainable_parameters()}
+
+    @property
+    def _keys_to_ignore_on_save(self) -> set[str]:
+        return set(self.state_dict()) - set(self._own_tensors())
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The model below its output layer, for trainers that compute their own loss.
+
+        Raises:
+            GraftError: rows have an auxiliary loss, or a graft acts on the output layer.
+        """
+        self._refuse_auxiliary_loss("this trainer computes its own loss")
+        head = self.get_output_embeddings()
+        if head is not None and (head._forward_hooks or head._forward_pre_hooks):
+            raise GraftError("A graft acts on the output layer, which this trainer bypasses: use transformers.Trainer.")
+        return self.model.base_model
+
+    def tie_weights(self, *_: object, **__: object) -> None:
+        """Do nothing: the backbone's tied weights stay tied."""
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute each layer in the backward pass instead of keeping its activations."""
+        mode = self.training
+        self.train()  # Which layers are frozen shows in training mode.
+        self._checkpoints.enable(self.model)
+        self.train(mode)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Call `enable_gradient_checkpointing`, under the name that trainers use.
+
+        Raises:
+            GraftError: other options than those of plain checkpoints of all layers.
+        """
+        options.update(activation_checkpointing_kwargs or {})
+        if options.items() - _PLAIN_CHECKPOINTS.items():
+            raise GraftError(
+                "Taps follow only plain gradient checkpoints of all layers: omit use_reentrant and other options."
+            )
+        self.enable_gradient_checkpointing()
+
+    def _check_trainable(self, mode: bool) -> None:
+        """Raise `GraftError` if the backbone was changed so that this model can't train.
+
+        Args:
+            mode: whether training mode is being set.
+        """
+        if mode:
+            self._checkpoints.check(self.model)
+        if "peft_config" in vars(self):
+            raise GraftError(
+                "PEFT put an adapter into the frozen backbone below the grafts: load the backbone again, and train "
+                "the GraftedModel without peft_config, or the backbone without GraftedModel."
+            )
+
+    def _set_modes_inside_backbone(self, mode: bool) -> None:
+        """Set the mode of the backbone's modules that act only in training mode. Dropout stays off."""
+        for module in checkpointed_modules(self.model):
+            module.training = mode
+        embedding: Any = self.get_input_embeddings()
+        if hasattr(embedding, "neftune_noise_alpha"):  # the noise that a trainer adds
+            embedding.training = mode
+
+    def _check_backbone_mode(self) -> None:
+        """Raise `GraftError` if the backbone is in training mode, except for what `train` sets."""
+        backbone = self.backbone.model
+        for module in (backbone, *backbone.children()):
+            if not module.training or module is self.get_input_embeddings():
+                continue
+            if not getattr(module, "gradient_checkpointing", False):
+                raise GraftError(
+                    "GraftedModel.model was put into training mode, in which the frozen backbone would drop "
+                    "activations and no auxiliary loss is added: pass the GraftedModel itself to the trainer."
+                )
+
+    def _refuse_auxiliary_loss(self, problem: str) -> None:
+        """Raise `GraftError` if old rows have their own loss in training: that of a graft, or of distillation.
+
+        Args:
+            problem: why the trainer would lose it.
+        """
+        if not self.training:
+            return
+        source = "The model distils old rows" if self._distils else None
+        for name, graft in self._by_name.items():
+            if graft.config.has_auxiliary_loss and not is_frozen(graft):
+                source = f"The graft {name} has an auxiliary loss"
+                break
+        if source is not None:
+            raise GraftError(
+                f"{source}, but {problem}: give every row a column `domain`, 0 for old text and 1 for new, and put "
+                "graftlm.training.trainers.DomainTrainer before the trainer's class; or turn that loss off."
+            )
+
+    def _check_trainer_batch(
+        self,
+        labels: Tensor | None,
+        domain: Tensor | None,
+        auxiliary_loss: Tensor | None,
+        num_items_in_batch: Tensor | int,
+    ) -> None:
+        """Raise `GraftError` if a trainer that counts targets, but no domains, would lose an auxiliary loss."""
+        if domain is None and auxiliary_loss is None:
+            self._refuse_auxiliary_loss("the batches have no `domain`")
+        elif labels is None:
+            self._refuse_auxiliary_loss("this trainer computes its own loss")
+        elif auxiliary_loss is not None:
+            targets = (labels[:, 1:] != IGNORED).sum()
+            if bool(targets != num_items_in_batch):
+                self._refuse_auxiliary_loss("this trainer does not count the domains' tokens over accumulated batches")
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move to a device.
+
+        Raises:
+            GraftError: a dtype, to which the backbone's weights would be cast.
+        """
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]  # as nn.Module.to does
+        if dtype is not None:
+            self._refuse_cast()
+        return super().to(*args, **kwargs)
+
+    def _refuse_cast(self) -> NoReturn:
+        raise GraftError(
+            "A GraftedModel keeps its dtypes, because a cast would change the backbone: load the backbone in the dtype "
+            "that you want, or compute under autocast (in a trainer bf16 or fp16, not bf16_full_eval)."
+        )
+
+    def half(self, *_: object) -> Self:
+        """Raise `GraftError`, because a cast would change the backbone."""
+        self._refuse_cast()
+
+    def float(self, *_: object) -> Self:
+        """Raise `GraftError`, because a cast would change the backbone."""
+        self._refuse_cast()
+
+    def double(self, *_: object) -> Self:
+        """Raise `GraftError`, because a cast would change the backbone."""
+        self._refuse_cast()
+
+    def bfloat16(self, *_: object) -> Self:
+        """Raise `GraftError`, because a cast would change the backbone."""
+        self._refuse_cast()
+
+    def add_adapter(self, *_: object, **__: object) -> NoReturn:
+        """Raise `GraftError`, because a graft is the adapter."""
+        raise GraftError("A GraftedModel takes no PEFT adapter below its grafts: attach it as a graft instead.")
+
+    def load_adapter(self, *_: object, **__: object) -> NoReturn:
+        """Raise `GraftError`, because a graft is the adapter."""
+        self.add_adapter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise GraftError(
+            "A GraftedModel can't be copied, because its taps act on its own backbone: load the backbone a second "
+            "time, and attach a copy of the graft to it."
+        )
+
+
+def is_frozen(graft: Graft) -> bool:
+    """Return whether a graft has parameters, none of which train.
+
+    Its auxiliary loss would only reach the grafts below it, and train them.
+    """
+    parameters = list(graft.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
