@@ -1,4 +1,4 @@
-"""Reproductions of published tables: one folder for each, with its committed results beside the paper's figures."""
+"""Reproductions of published tables: every folder has an experiment, its committed results and the paper's figures."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Options(Config):
     """The options that all experiments share.
 
     Args:
-        data: Folder of the data sets.
-        out: Folder for runs, results, report and plots. Finished runs in it are read back.
-        seeds: Seeds; every row is trained once for each.
-        tables: Names of the tables to run. Empty selects the experiment's default tables.
-        quick: Run a smaller version of the same form.
-        jobs: Number of processes, each with one thread.
-        device: Device of the models; None selects the fastest one.
-        backbone: Name or path of a backbone that replaces the experiment's own.
+        data: folder of the data sets.
+        out: folder for runs, results, report and plots. Finished runs in it are read back.
+        seeds: seeds; every row is trained once for each.
+        tables: names of the tables to run. Empty selects the experiment's default tables.
+        quick: run a smaller version of the same form.
+        jobs: number of processes, each with one thread.
+        device: device of the models; None selects the fastest one.
+        backbone: name or path of a backbone that replaces the experiment's own.
         endpoint: URL of the server, for experiments that query models over the network.
-        models: Names of models on that server.
-        scorers: Additional metrics as NAME=COMMAND, for experiments that score texts.
+        models: names of models on that server.
+        scorers: additional metrics as NAME=COMMAND, for experiments that score texts.
     """
 
     data: Annotated[Path, AfterValidator(_absolute)]
@@ -54,11 +54,11 @@ class Options(Config):
         """Return the chosen tables.
 
         Args:
-            known: Names of all tables of the experiment.
-            default: Tables to return if none was chosen; empty stands for all known ones.
+            known: names of all tables of the experiment.
+            default: tables to return if none was chosen; an empty sequence selects all known tables.
 
         Raises:
-            RecipeError: A chosen table is not known.
+            RecipeError: a chosen table is not known.
         """
         for table in self.tables:
             if table not in known:
@@ -72,15 +72,15 @@ def reproduce(name: str, options: Options) -> Results:
     """Run one experiment and write `results.json`, `report.md` and plots to `options.out`.
 
     Args:
-        name: Name of the experiment, such as `neutral-residues`.
-        options: Options of the run.
+        name: name of the experiment, such as `neutral-residues`.
+        options: options of the run.
 
     Returns:
         The results of the experiment.
 
     Raises:
-        RecipeError: There is no such experiment, or it does not have a chosen table.
-        DataError: A file is missing from the data folder.
+        RecipeError: there is no such experiment, or it does not have a chosen table.
+        DataError: a file is missing from the data folder.
     """
     if name not in EXPERIMENTS:
         raise RecipeError(f"There is no experiment {name!r}{did_you_mean(name, EXPERIMENTS)}.")

@@ -74,7 +74,7 @@ def run(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Reproduce a published table and show it beside the paper's results."""
+    """Reproduce a published table and show it next to the paper's results."""
     configure_logging()
     folder = out or Path("runs") / name
     options = Options.parse(

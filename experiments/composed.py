@@ -63,8 +63,8 @@ LABELS = {
     "random_m_a": "both, with random m_A",
 }
 MIXTURE = {"readout": "mixture", "cross": False}
-# Texts of aims. A key holds the metric, the row, the rows of which the best is compared, and the limit of the ratio of
-# the row to that one.
+# Texts of aims. A key has the metric, the row, the rows of which the best is compared, and the limit of the ratio of
+# the row to the best one.
 Ratios = dict[tuple[str, str, tuple[str, ...], float], str]
 
 
@@ -75,11 +75,11 @@ class PromptTask(Config):
     per answer, and `<name>_chrf`, which compares greedy answers with the right ones.
 
     Args:
-        name: Prefix of the names of the metrics.
+        name: prefix of the names of the metrics.
         path: JSON Lines file with a `prompt` and a `text` in each line.
-        answers: Number of prompts that are answered greedily for chrF; 0 leaves chrF out.
-        max_new_tokens: Longest answer in tokens.
-        stop: Strings that end an answer.
+        answers: number of prompts that are answered greedily for chrF; 0 leaves chrF out.
+        max_new_tokens: longest answer in tokens.
+        stop: strings that end an answer.
     """
 
     name: str
@@ -115,7 +115,7 @@ class PromptedRun(GraftRun):
     """A run that is also measured on tasks with a prompt.
 
     Args:
-        prompts: The tasks.
+        prompts: the tasks.
     """
 
     prompts: tuple[PromptTask, ...] = ()
@@ -142,7 +142,7 @@ class FixedMixtureRun(PromptedRun):
     """A mixture whose gate is constant.
 
     Args:
-        share: Share of each augmenting model in the distribution of every token.
+        share: share of each augmenting model in the distribution of every token.
     """
 
     share: float
@@ -161,9 +161,9 @@ class ComposedRow(NamedTuple):
     """A trained row.
 
     Attributes:
-        id: Name of the row.
-        graft: Config of its graft on the anchor.
-        data: Texts of its training and tests.
+        id: name of the row.
+        graft: config of its graft on the anchor.
+        data: texts of its training and tests.
     """
 
     id: str
@@ -175,28 +175,29 @@ class ComposedStudy(Study):
     """Rows on one anchor: search, training, measurement and comparison.
 
     Args:
-        options: Options of the experiment.
-        tables: Rows by table.
-        labels: Labels of models and rows.
-        anchor: Backbone of all rows.
-        steps: Training steps of each row.
-        batch_size: Rows of a step.
+        options: options of the experiment.
+        tables: rows by table.
+        labels: labels of models and rows.
+        anchor: backbone of all rows.
+        steps: training steps of each row.
+        batch_size: rows of a step.
 
     Attributes:
-        wanted: Rows of the chosen tables.
-        validation: Tasks that settings are chosen by, in addition to the test sets that begin with `validation`.
-        tasks: Tasks on which all rows are measured.
-        evaluation: Evaluation of all rows.
-        rates: Learning rates that are tried, by kind of graft.
-        shares: Shares that are tried for a mixture without a gate.
-        search_steps: Training steps of the search; by default a third of `steps`.
+        wanted: rows of the chosen tables.
+        validation: tasks that settings are chosen by, in addition to the test sets that begin with `validation`.
+        tasks: tasks on which all rows are measured.
+        evaluation: evaluation of all rows.
+        rates: learning rates that are tried, by kind of graft.
+        shares: shares that are tried for a mixture without a gate.
+        search_steps: training steps of the search; by default a third of `steps`.
     """
 
     rates: Mapping[str, Sequence[float]] = RATES
     shares: Sequence[float] = SHARES
     validation: Sequence[PromptTask] = ()
     tasks: Sequence[PromptTask] = ()
-    evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)  # whole texts
+    # The texts are measured to their ends.
+    evaluation = EvaluationConfig(limit_tokens=None, decode_prompts=0, own_tokens=0)
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class ComposedStudy(Study):
         self.search_steps = max(1, self.steps // 3)
 
     def bare(self, name: str, backbone: BackboneConfig, data: DataConfig, **more: Any) -> PromptedRun:
-        """Return the run that measures an untrained model; `more` holds other fields of the run."""
+        """Return the run that measures an untrained model; `more` has further fields of the run."""
         tests = {text: sources for text, sources in data.test.items() if not text.startswith("validation")}
         fields = {
             "label": self.labels[name],
@@ -293,8 +294,8 @@ class ComposedStudy(Study):
         """Search and run the chosen tables.
 
         Args:
-            models: Models that are measured without training, including the anchor `m_b`.
-            rows: Rows of all tables, trained with every seed. `mixture` also yields the fixed mixture.
+            models: models that are measured without training, including the anchor `m_b`.
+            rows: rows of all tables, trained with every seed. `mixture` also yields the fixed mixture.
 
         Returns:
             The rows, and the details of the results.
@@ -367,10 +368,10 @@ class ComposedStudy(Study):
 
         Args:
             module: `__file__` of the experiment's module.
-            rows: Rows of the results.
-            ratios: Aims of the experiment.
-            shown: Labels of the metrics in the chart, by name.
-            details: Details of `measure`.
+            rows: rows of the results.
+            ratios: aims of the experiment.
+            shown: labels of the metrics in the chart, by name.
+            details: details of `measure`.
         """
         by_seed = {name: list(runs.values()) for name, runs in details["by_seed"].items()}
         aims: list[Aim] = []
@@ -396,10 +397,10 @@ class Amounts(Config):
     """Amounts of text.
 
     Args:
-        share: Share of each of a specialist's training documents that compositions are trained on.
-        old: Characters of each of the anchor's novels in the old text; other documents have a twelfth of that.
-        tested: Characters of each set of test texts; validation takes a third.
-        examples: Examples of each task.
+        share: share of each of a specialist's training documents that compositions are trained on.
+        old: characters of each of the anchor's novels in the old text; other documents have a twelfth of that.
+        tested: characters of each set of test texts; validation takes a third.
+        examples: examples of each task.
     """
 
     share: float = 0.05
@@ -412,14 +413,14 @@ class TextStudy(ComposedStudy):
     """Compositions of parents that the experiments train themselves.
 
     Args:
-        options: Options of the experiment.
-        tables: Rows by table.
-        labels: Labels of models and rows.
-        amounts: Amounts of text.
-        files: Files of the data folder, in addition to those of the parents.
+        options: options of the experiment.
+        tables: rows by table.
+        labels: labels of models and rows.
+        amounts: amounts of text.
+        files: files of the data folder, in addition to those of the parents.
 
     Attributes:
-        texts: Folder of the experiment's own texts.
+        texts: folder of the experiment's own texts.
     """
 
     def __init__(
@@ -456,8 +457,8 @@ class TextStudy(ComposedStudy):
         """Write held-out texts, the old English text, and the start of every text of `files`.
 
         Args:
-            files: Files of the parents' texts, by name.
-            cut: Cut texts into pieces that fit into a row.
+            files: files of the parents' texts, by name.
+            cut: cut texts into pieces that fit into a row.
 
         Returns:
             The texts of each name, before they are cut.
@@ -484,9 +485,9 @@ class TextStudy(ComposedStudy):
         """Return the texts of a row's training and tests.
 
         Args:
-            new: Names of new texts. Names that end with `-prompts` are files with prompts.
-            old: Names of old texts.
-            tests: Names of texts, by test set.
+            new: names of new texts. Names that end with `-prompts` are files with prompts.
+            old: names of old texts.
+            tests: names of texts, by test set.
         """
 
         def source(name: str) -> SourceConfig:
@@ -503,7 +504,7 @@ class TextStudy(ComposedStudy):
         )
 
     def task(self, name: str, **more: Any) -> PromptTask:
-        """Return a task on the experiment's texts; `more` holds other fields."""
+        """Return a task on the experiment's texts; `more` has further fields."""
         return PromptTask(name=name, path=str(self.texts / f"task-{name}.jsonl"), **more)
 
     def setting(self) -> dict[str, Any]:
@@ -522,8 +523,8 @@ class TextStudy(ComposedStudy):
         """Return the grafts of all rows with one specialist.
 
         Args:
-            name: Name of the specialist in the composition.
-            specialist: Folder of the specialist.
+            name: name of the specialist in the composition.
+            specialist: folder of the specialist.
         """
         anchor = load_backbone(str(self.parents.anchor))
         grafts = composed_rows({name: specialist}, anchor, stride=1)
@@ -547,9 +548,9 @@ def composed_rows(augmenting: Mapping[str, Path], anchor: Backbone, **graft: Any
     LoRA has as many trainable parameters as the composition, up to the rounding of its rank.
 
     Args:
-        augmenting: Folders of the augmenting models, by name.
-        anchor: The anchor.
-        graft: Other keys of the composition.
+        augmenting: folders of the augmenting models, by name.
+        anchor: the anchor.
+        graft: other keys of the composition.
     """
     cross = {"kind": "composition", "augmenting": named(augmenting), **graft}
     both = {**cross, "readout": "mixture"}

@@ -46,22 +46,22 @@ class Size(Config):
     """Sizes of models and texts.
 
     Args:
-        vocabulary: Number of tokens of each tokenizer.
-        anchor_width: Width of the anchor.
-        anchor_layers: Layers of the anchor.
-        width: Width of the specialists.
-        layers: Layers of the specialists.
-        length: Tokens of a row of training.
-        batch_size: Rows of a training step.
-        novel: Characters of each English novel for the anchor; the small models read two thirds of them.
-        english_novels: Number of English novels.
-        french_novels: Number of French novels.
-        documentation: Characters of documentation for the anchor; the small models read two thirds of them.
-        french: Characters of each French novel.
-        mixed: Characters that the anchor reads last: English, French and code, one third each.
-        code: Characters of source code.
-        module: Longest module in characters; longer ones are left out.
-        modules: Proportions of modules by part, in a fixed order that mixes packages.
+        vocabulary: number of tokens of each tokenizer.
+        anchor_width: width of the anchor.
+        anchor_layers: layers of the anchor.
+        width: width of the specialists.
+        layers: layers of the specialists.
+        length: tokens of a row of training.
+        batch_size: rows of a training step.
+        novel: characters of each English novel for the anchor; the small models read two thirds of them.
+        english_novels: number of English novels.
+        french_novels: number of French novels.
+        documentation: characters of documentation for the anchor; the small models read two thirds of them.
+        french: characters of each French novel.
+        mixed: characters that the anchor reads last: English, French and code, one third each.
+        code: characters of source code.
+        module: longest module in characters; longer ones are left out.
+        modules: proportions of modules by part, in a fixed order that mixes packages.
     """
 
     vocabulary: int = 512
@@ -106,15 +106,15 @@ class PretrainRun(Run):
     """Train a Llama on its texts once. With a dependency, the training starts from that run's model.
 
     Args:
-        tokenizer: Folder of the tokenizer.
-        sources: Training texts, of which each row is read once. A model without sources keeps its random weights.
-        width: Width of the model.
-        layers: Number of layers.
-        heads: Number of attention heads.
-        length: Tokens of a row of training.
-        batch_size: Rows of a training step.
-        learning_rate: Learning rate.
-        seed: Seed of the random weights and of the order of rows.
+        tokenizer: folder of the tokenizer.
+        sources: training texts, of which each row is read once. A model without sources keeps its random weights.
+        width: width of the model.
+        layers: number of layers.
+        heads: number of attention heads.
+        length: tokens of a row of training.
+        batch_size: rows of a training step.
+        learning_rate: learning rate.
+        seed: seed of the random weights and of the order of rows.
     """
 
     tokenizer: str
@@ -184,14 +184,14 @@ class Parents(NamedTuple):
     """Folders of the trained models and of their texts, and the metrics of their training.
 
     Attributes:
-        anchor: The anchor.
-        vanilla: The model that the French and the code specialist start from.
-        french: The French specialist.
-        code: The code specialist.
-        random: A model of the specialists' size with random weights.
-        own: A French specialist with its own tokenizer.
-        corpus: The texts.
-        summaries: Metrics of each model's training, by name.
+        anchor: the anchor.
+        vanilla: the model that the French and the code specialist start from.
+        french: the French specialist.
+        code: the code specialist.
+        random: a model of the specialists' size with random weights.
+        own: a French specialist with its own tokenizer.
+        corpus: the texts.
+        summaries: metrics of each model's training, by name.
     """
 
     anchor: Path
@@ -294,12 +294,14 @@ def make_corpus(data: Path, folder: Path, size: Size) -> Path:
 
 def _write_corpus(data: Path, folder: Path, size: Size) -> None:
     modules = deal([str(path) for path in _modules(size)], size.modules)
-    texts = {f"python-{part}": [read_source(path) for path in paths] for part, paths in modules.items()}
+    texts: dict[str, list[str]] = {}
+    for part, paths in modules.items():
+        texts[f"python-{part}"] = [read_source(path) for path in paths]
     documentation = list(_documentation(data, modules["train"]))
     novels = read_texts(data / ENGLISH)[: size.english_novels]
     french = read_texts(data / FRENCH)[: size.french_novels]
     texts["english"] = _english(novels, documentation, size, 1.0)
-    texts["english-some"] = _english(novels, documentation, size, 0.6)  # for models of a specialist's size
+    texts["english-some"] = _english(novels, documentation, size, 0.6)  # read by models of a specialist's size
     texts["french"] = [text[: size.french] for text in french]
     texts["mixed"] = _mixed(novels, french, texts["python-train"], size)
     for name, documents in texts.items():
@@ -327,7 +329,7 @@ def _english(novels: Sequence[str], documentation: Sequence[str], size: Size, sh
 
 
 def _mixed(novels: Sequence[str], french: Sequence[str], modules: Sequence[str], size: Size) -> list[str]:
-    """Return what the anchor reads last: further English, mixed with French and code, as web text is."""
+    """Return the last training text of the anchor: further English mixed with French and code, like web text."""
     share = size.mixed // 3
     english_parts = (text[size.novel :][: size.novel // 5] for text in novels)
     french_parts = (text[size.french :][: size.french // 5] for text in french)
@@ -391,10 +393,10 @@ def held_out(data: Path, corpus: Path, folder: Path, tested: int) -> None:
     """Write texts of novels and modules that no model has read: English (old), French (new) and Python.
 
     Args:
-        data: The data folder.
-        corpus: Folder of `make_corpus`.
-        folder: Folder to write to.
-        tested: Characters of each set of test texts; validation takes a third.
+        data: the data folder.
+        corpus: folder of `make_corpus`.
+        folder: folder to write to.
+        tested: characters of each set of test texts; validation takes a third.
     """
     english = read_texts(data / ENGLISH)
     french = read_texts(data / FRENCH)
@@ -417,10 +419,11 @@ def held_out(data: Path, corpus: Path, folder: Path, tested: int) -> None:
 
 def spread(texts: Sequence[str], characters: int) -> list[str]:
     """Cut texts to about a number of characters: half from the first text, half evenly from the others."""
-    first, others = texts[0], texts[1:]
+    first, *others = texts
     half = characters // 2 if others else characters
-    each = max(200, half // max(1, min(len(others), 12)))
-    starts = [text[:each] for text in others[: half // each]]
+    count = max(1, min(len(others), 12))
+    length = max(200, half // count)
+    starts = [text[:length] for text in others[: half // length]]
     return [first[:half], *starts]
 
 

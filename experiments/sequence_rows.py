@@ -123,8 +123,8 @@ _LISTS: LabelledRows = {
         _CHAPTER,
     ),
 }
-# Models of transformers with the same width, depth and number of parameters. The value "width" stands for the width of
-# the model.
+# Models of transformers with the same width, depth and number of parameters. The value "width" is replaced by the
+# width of the model.
 _PEERS: LabelledRows = {
     "gated_deltanet": (
         "gated DeltaNet (transformers, Qwen3.5's layers)",
@@ -171,12 +171,12 @@ def model_config(row: str, shape: Mapping[str, Any], parameters: int) -> dict[st
     """Return the model config of a row: the shared shape, the row's difference, and the fitting FFN width.
 
     Args:
-        row: Name of the row.
-        shape: Keys of the model config that all rows share.
-        parameters: Number of parameters that the width of the FFNs is fitted to.
+        row: name of the row.
+        shape: keys of the model config that all rows share.
+        parameters: number of parameters that the width of the FFNs is fitted to.
 
     Raises:
-        RecipeError: The row has more parameters even without its FFNs.
+        RecipeError: the row has more parameters even without its FFNs.
     """
     if row in PEERS:
         return _peer_config(row, shape, parameters)
@@ -210,12 +210,12 @@ def ffn_width(row: str, config: Mapping[str, Any], parameters: int) -> int:
     """Return the width of the FFNs with which a model has a given number of parameters.
 
     Args:
-        row: Name of the row, for the error message.
-        config: The model config, without `intermediate_size`.
-        parameters: Number of parameters to reach, up to rounding.
+        row: name of the row, for the error message.
+        config: the model config, without `intermediate_size`.
+        parameters: number of parameters to reach, up to rounding.
 
     Raises:
-        RecipeError: The row has more parameters even with the narrowest FFN.
+        RecipeError: the row has more parameters even with the narrowest FFN.
     """
     narrow = parameter_count({**config, "intermediate_size": 8})
     wide = parameter_count({**config, "intermediate_size": 16})

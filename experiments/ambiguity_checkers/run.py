@@ -35,7 +35,7 @@ from graftlm.errors import DataError, did_you_mean
 from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 
 NAME = "ambiguity-checkers"
-PARTS = ("test", "train", "pronouns")  # MT-GenEval has no training part; train stands for its dev part
+PARTS = ("test", "train", "pronouns")  # MT-GenEval has no training part, so train means its dev part
 AIMS: dict[CheckerKind, float] = {"formality": 95.0, "gender": 90.0}
 OTHER_GENDER = {"feminine": "masculine", "masculine": "feminine"}
 UNDECIDED = "undecided"
@@ -55,8 +55,8 @@ def read_by_hand(parallel: Path, language: str) -> Iterator[AmbiguousExample]:
     """Yield the sentences of NTREX whose form of address was labelled by hand in `read.yaml`.
 
     Args:
-        parallel: Folder of the parallel corpora.
-        language: Target language.
+        parallel: folder of the parallel corpora.
+        language: target language.
     """
     known: dict[str, str] = {}
     for label, lines in read_yaml(_READ).get(language, {}).items():
@@ -77,8 +77,8 @@ def labelled_by_danish(parallel: Path, language: str) -> Iterator[AmbiguousExamp
     checker gets no English source, since English hides the difference.
 
     Args:
-        parallel: Folder of the parallel corpora.
-        language: Target language; only French has such labels.
+        parallel: folder of the parallel corpora.
+        language: target language; only French has such labels.
     """
     danish = parallel / "bible" / "DaOT1871NT1907.txt"
     french = parallel / "bible" / "FreSynodale1921.txt"
@@ -99,8 +99,8 @@ def labelled_by_pronouns(parallel: Path, language: str) -> Iterator[AmbiguousExa
     """Yield the sentences of NTREX whose English pronouns have one gender; they may also be about other persons.
 
     Args:
-        parallel: Folder of the parallel corpora.
-        language: Target language.
+        parallel: folder of the parallel corpora.
+        language: target language.
     """
     if language not in GENDER_LANGUAGES:
         return
@@ -135,8 +135,8 @@ def read_ntrex(folder: str | Path, language: str) -> list[ParallelDocument]:
     """Read NTREX-128: news in English and another language, with document ids.
 
     Args:
-        folder: Folder of NTREX-128.
-        language: Target language.
+        folder: folder of NTREX-128.
+        language: target language.
 
     Raises:
         DataError: NTREX-128 lacks the language here, or a file can't be read.
@@ -153,11 +153,11 @@ def read_bible(source: str | Path, target: str | Path) -> list[ParallelDocument]
     Verses that one Bible lacks are omitted. Some verses consist of several sentences.
 
     Args:
-        source: File of the source language.
-        target: File of the target language.
+        source: file of the source language.
+        target: file of the target language.
 
     Raises:
-        DataError: A file can't be read, or the Bibles have no verse in common.
+        DataError: a file can't be read, or the Bibles have no verse in common.
     """
     source_verses = verses(Path(source))
     target_verses = verses(Path(target))
@@ -183,7 +183,9 @@ def verses(path: Path) -> dict[tuple[str, str], str]:
     for line in read_lines(path):
         if line.startswith("### "):
             book = line[4:].strip()
-        elif match := _VERSE.fullmatch(line):
+            continue
+        match = _VERSE.fullmatch(line)
+        if match is not None:
             texts[book, match[1]] = match[2].strip()
     return texts
 
@@ -192,9 +194,9 @@ class CheckedExample(NamedTuple):
     """An example whose label was checked.
 
     Args:
-        part: The set that it belongs to.
-        known: Its known label.
-        checked: The checker's label.
+        part: the set that it belongs to.
+        known: its known label.
+        checked: the checker's label.
     """
 
     part: str

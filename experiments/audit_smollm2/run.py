@@ -50,11 +50,11 @@ class AuditRun(Run):
     The tuned model is the graft of the run that this one depends on, or else the backbone itself.
 
     Args:
-        backbone: Name of the backbone.
-        quantize: Quantisation of the tuned model.
-        text: Text that both models are scored on.
-        tokens: Tokens of own text.
-        answers: Number of conversations that both models answer.
+        backbone: name of the backbone.
+        quantize: quantisation of the tuned model.
+        text: text that both models are scored on.
+        tokens: tokens of own text.
+        answers: number of conversations that both models answer.
     """
 
     backbone: str

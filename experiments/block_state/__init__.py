@@ -1,1 +1,1 @@
-"""Block-state transformers beside their baselines on long documents (see README.md in this folder)."""
+"""Block-state transformers and their baselines on long documents (see README.md in this folder)."""

@@ -48,9 +48,9 @@ class Corpus(Config):
     """Amounts of text.
 
     Args:
-        vocab_size: Number of tokens of the tokenizer.
-        characters: Characters of training text in each corpus.
-        test_characters: Characters of test text in each corpus; validation takes a third.
+        vocab_size: number of tokens of the tokenizer.
+        characters: characters of training text in each corpus.
+        test_characters: characters of test text in each corpus; validation takes a third.
     """
 
     vocab_size: int = 1024
@@ -62,9 +62,9 @@ class CorpusTexts(NamedTuple):
     """Texts of a corpus.
 
     Attributes:
-        train: Training documents.
-        validation: Validation text.
-        test: Test text.
+        train: training documents.
+        validation: validation text.
+        test: test text.
     """
 
     train: list[str]
@@ -91,13 +91,17 @@ def _write_corpora(options: Options, folder: Path, size: Corpus) -> None:
     longest = max(1, size.characters // 4)
     for name, texts in _texts(options.data).items():
         starts = [text[:longest] for text in texts.train]
-        write_documents(folder / f"{name}-train.jsonl", up_to(starts, size.characters))
-        write_documents(folder / f"{name}-validation.jsonl", [texts.validation[: size.test_characters // 3]])
-        write_documents(folder / f"{name}-test.jsonl", [texts.test[: size.test_characters]])
+        train = up_to(starts, size.characters)
+        validation = texts.validation[: size.test_characters // 3]
+        test = texts.test[: size.test_characters]
+        write_documents(folder / f"{name}-train.jsonl", train)
+        write_documents(folder / f"{name}-validation.jsonl", [validation])
+        write_documents(folder / f"{name}-test.jsonl", [test])
     starts = []
     for name in CORPORA:
         starts += [text[:200_000] for text in read_texts(folder / f"{name}-train.jsonl")]
-    train_tokenizer(starts, size.vocab_size).save_pretrained(folder / "tokenizer")
+    tokenizer = train_tokenizer(starts, size.vocab_size)
+    tokenizer.save_pretrained(folder / "tokenizer")
 
 
 def _texts(data: Path) -> dict[str, CorpusTexts]:
@@ -164,10 +168,10 @@ class Variant(NamedTuple):
     """Another size or window.
 
     Attributes:
-        label: Label of the variant.
-        shape: Keys in which its model configs differ.
-        size: Factor on the number of parameters.
-        rate: Factor on the learning rates of the search.
+        label: label of the variant.
+        shape: keys in which its model configs differ.
+        size: factor on the number of parameters.
+        rate: factor on the learning rates of the search.
     """
 
     label: str = ""
@@ -214,8 +218,8 @@ class AttributionRun(LanguageModelRun):
     Its additional metrics are `nats_<set>_<distance>` for every test set except the validation sets.
 
     Args:
-        word_window: Tokens of the windows in which words are measured.
-        distances: Upper ends of the distances, in tokens.
+        word_window: tokens of the windows in which words are measured.
+        distances: upper ends of the distances, in tokens.
     """
 
     word_window: int
@@ -238,15 +242,15 @@ class LongTextConfig(Config):
     """Sizes of models, texts and training.
 
     Args:
-        corpus: Amounts of text.
-        shape: Keys of the model config that all rows share.
-        parameters: Parameters of every row's model, up to rounding.
-        length: Tokens of a row of training.
-        lengths: Tokens of the windows in which bits per byte are measured.
-        tested: Tokens of a test text that are measured in bits per byte.
-        training: Training of every row; warm-up and checkpoints follow from its steps.
-        rates: Learning rates of the search.
-        distances: Upper ends of the distances of words, in tokens.
+        corpus: amounts of text.
+        shape: keys of the model config that all rows share.
+        parameters: parameters of every row's model, up to rounding.
+        length: tokens of a row of training.
+        lengths: tokens of the windows in which bits per byte are measured.
+        tested: tokens of a test text that are measured in bits per byte.
+        training: training of every row; warm-up and checkpoints follow from its steps.
+        rates: learning rates of the search.
+        distances: upper ends of the distances of words, in tokens.
     """
 
     corpus: Corpus = Field(default_factory=Corpus)
@@ -299,10 +303,10 @@ class LongTextStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        config: Sizes of models, texts and training.
-        corpora: Folder of the texts.
-        vocab_size: Number of tokens of the tokenizer.
-        tests: Validation and test texts, by name.
+        config: sizes of models, texts and training.
+        corpora: folder of the texts.
+        vocab_size: number of tokens of the tokenizer.
+        tests: validation and test texts, by name.
     """
 
     def __init__(self, options: Options) -> None:
@@ -414,8 +418,8 @@ def attribution(details: dict[str, Any], shown: Mapping[str, tuple[str, str]]) -
     `details` receives the best rows and the differences.
 
     Args:
-        details: Details of the results, with `by_seed`.
-        shown: Row and variant of each cell.
+        details: details of the results, with `by_seed`.
+        shown: row and variant of each cell.
 
     Returns:
         Differences of metrics, by cell of the other row.
@@ -449,8 +453,12 @@ def differences(by_seed: Mapping[str, Mapping[str, Mapping[str, float]]], row: s
     `NAME_less_first` is the difference for words at a distance less the difference for words that occur first.
     """
     pairs = list(zip(by_seed[row].values(), by_seed[rival].values(), strict=True))
-    names = [name for name in pairs[0][0] if name.startswith(("nats_", "bpb_")) and "validation" not in name]
-    by_name = {name: [own[name] - other[name] for own, other in pairs] for name in names}
+    names = []
+    by_name: dict[str, list[float]] = {}
+    for name in pairs[0][0]:
+        if name.startswith(("nats_", "bpb_")) and "validation" not in name:
+            names.append(name)
+            by_name[name] = [metrics[name] - rival_metrics[name] for metrics, rival_metrics in pairs]
     for name in names:
         if "_to_" in name:
             text, _, _ = name.partition("_to_")
@@ -463,9 +471,9 @@ def aims(best: str, rival: str, over_state_space: Mapping[str, Interval]) -> lis
     """Return the aims: the best block-state row predicts words better that last occurred beyond the window.
 
     Args:
-        best: Cell of the best block-state row.
-        rival: Cell of the window with a state space at the embeddings.
-        over_state_space: Differences of the two.
+        best: cell of the best block-state row.
+        rival: cell of the window with a state space at the embeddings.
+        over_state_space: differences of the two.
     """
     shown = []
     for name, difference in over_state_space.items():

@@ -1,4 +1,4 @@
-"""Losses of a text's words by the distance to their last occurrence, which show what a model remembers."""
+"""Losses of a text's words by the distance to their last occurrence, as a measure of a model's memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def word_tokens(tokenizer: Any, text: str) -> WordTokens:
     """Return the tokens of a text. A word has five or more letters, and all tokens with one of them have its distance.
 
     Args:
-        tokenizer: A fast tokenizer.
-        text: The text.
+        tokenizer: a fast tokenizer.
+        text: the text.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts, ends = np.array(encoded["offset_mapping"]).T
@@ -56,25 +56,24 @@ def losses_by_distance(model: Any, tokens: WordTokens, length: int, limits: tupl
     """Return nats per token of words in windows of `length` tokens, by the distance to the last occurrence.
 
     Args:
-        model: A causal language model.
-        tokens: Tokens of the text.
-        length: Tokens of a window.
-        limits: Upper ends of the distances, rising; words with a larger distance are left out.
+        model: a causal language model.
+        tokens: tokens of the text.
+        length: tokens of a window.
+        limits: upper ends of the distances, rising; words with a larger distance are left out.
 
     Returns:
         Means `first`, of words that occur for the first time in their window, and `to_N` for each limit.
     """
+    device = next(model.parameters()).device
     losses = []
     distances = []
     with evaluation_mode(model), torch.inference_mode():
-        for start, ids in _windows(tokens.ids, length, next(model.parameters()).device):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-            nats = functional.cross_entropy(logits, ids[1:], reduction="none")
-            losses.append(nats.cpu().numpy())
-            distance = tokens.distance[start + 1 : start + len(ids)]
+        for start, ids in _windows(tokens.ids, length, device):
+            losses.append(_nats(model, ids))
+            distance_in_text = tokens.distance[start + 1 : start + len(ids)]
             # A word that last occurred in another window is new to the model.
-            is_inside = distance <= np.arange(1, len(ids))
-            distances.append(np.where(is_inside, distance, 0))
+            is_inside = distance_in_text <= np.arange(1, len(ids))
+            distances.append(np.where(is_inside, distance_in_text, 0))
     loss = np.concatenate(losses)
     distance = np.concatenate(distances)
     parts = {"first": distance == 0}
@@ -83,6 +82,14 @@ def losses_by_distance(model: Any, tokens: WordTokens, length: int, limits: tupl
         parts[f"to_{upper}"] = (distance > lower) & (distance <= upper)
         lower = upper
     return {name: float(loss[part].mean()) for name, part in parts.items() if part.any()}
+
+
+def _nats(model: Any, ids: Tensor) -> np.ndarray:
+    """Return the loss of every token of a window but the first, in nats."""
+    logits = model(input_ids=ids[None], use_cache=False).logits
+    predictions = logits[0, :-1].float()
+    nats = functional.cross_entropy(predictions, ids[1:], reduction="none")
+    return nats.cpu().numpy()
 
 
 def _windows(ids: np.ndarray, length: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:

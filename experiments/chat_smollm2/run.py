@@ -41,7 +41,7 @@ CODE = "routing/code/mbpp/mbpp.jsonl"
 READING = "routing/reading/qed/qed-dev.jsonlines"
 SVAMP = "routing/math/svamp/SVAMP.json"
 FILES = (WIKITEXT, SHAKESPEARE, MATHS, MATHS_TEST, CODE, READING, SVAMP)
-CHARACTERS = 600  # of the longest conversation; a row holds 320 tokens
+CHARACTERS = 600  # of the longest conversation, which fits into a row of 320 tokens
 TESTS = 40  # conversations of each kind
 
 Pair = tuple[str, str]
@@ -51,10 +51,10 @@ class ChatRow(NamedTuple):
     """A row.
 
     Attributes:
-        label: Label of the row.
-        graft: Config of its graft.
-        rates: Learning rates of the search.
-        replay: Share of old text, which the model samples itself.
+        label: label of the row.
+        graft: config of its graft.
+        rates: learning rates of the search.
+        replay: share of old text, which the model samples itself.
     """
 
     label: str
@@ -130,8 +130,8 @@ class ChatStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        rates: Chosen learning rate of each row.
-        backbone: Config of the backbone.
+        rates: chosen learning rate of each row.
+        backbone: config of the backbone.
     """
 
     def __init__(self, options: Options) -> None:

@@ -1,1 +1,1 @@
-"""Interactive chains beside their baselines, for any endpoint and models (see README.md in this folder)."""
+"""Interactive chains and their baselines, for any endpoint and models (see README.md in this folder)."""

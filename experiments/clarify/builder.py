@@ -52,10 +52,10 @@ CHECKERS: dict[AmbiguityKind, CheckerKind] = {
     "name": "gender",
     "profession": "gender",
 }
-_MIN_CONTEXT = 3  # sentences
-_MAX_CONTEXT = 5  # sentences
-_CONTEXT_WORDS = 20  # a context of fewer sentences than the maximum has more words than this
-_MAX_WORDS = 20  # of a sentence for formality
+_MIN_CONTEXT = 3  # sentences of a context
+_MAX_CONTEXT = 5  # sentences of a context
+_CONTEXT_WORDS = 20  # words above which a context has fewer sentences than the maximum
+_MAX_WORDS = 20  # words of a sentence for formality
 _PRONOUNS_OF_CLAUSES = {"what", "whatever", "whoever", "this", "that"}
 _CLAUSES = {"csubj", "ccomp", "xcomp", "oprd", "prt"}
 
@@ -65,8 +65,8 @@ class AmbiguitySet:
     """The result of `build_ambiguity_set`.
 
     Args:
-        examples: The built examples.
-        rejected: Number of rejected candidates by kind and reason.
+        examples: the built examples.
+        rejected: number of rejected candidates by kind and reason.
     """
 
     examples: tuple[AmbiguousExample, ...]
@@ -127,14 +127,14 @@ def build_ambiguity_set(
     """Collect the ambiguous sentences of a corpus, with labels and context.
 
     Args:
-        documents: The documents in corpus order.
-        language: Language code of the translations, two letters.
-        kinds: The ambiguities to collect; all kinds of `buildable` by default.
-        parser: A parser of English; None uses only words and their neighbours.
-        quota: Maximum number of examples of a kind, the first ones of the corpus; None for no limit.
+        documents: the documents in corpus order.
+        language: language code of the translations, two letters.
+        kinds: the ambiguities to collect; all kinds of `buildable` by default.
+        parser: a parser of English; None uses only words and their neighbours.
+        quota: maximum number of examples of a kind, the first ones of the corpus; None for no limit.
 
     Raises:
-        DataError: A kind has no checker, or the quota is less than 1.
+        DataError: a kind has no checker, or the quota is less than 1.
     """
     if quota is not None and quota < 1:
         raise DataError(f"The quota of each kind is {quota}, but at least 1 is expected; None sets no limit.")
@@ -166,7 +166,9 @@ class _Builder:
         """Collect the examples of a document."""
         labeller = _Labeller(document, self._language)
         for index, pair in enumerate(document.pairs):
-            kinds = [kind for kind in self._kinds if self._quota is None or self._built[kind] < self._quota]
+            kinds: list[AmbiguityKind] = [
+                kind for kind in self._kinds if self._quota is None or self._built[kind] < self._quota
+            ]
             if not kinds:
                 return
             for candidate in _candidates(pair, self._language, kinds, self._parser):
@@ -229,8 +231,8 @@ class _Labeller:
     """Labels the examples of a document.
 
     Args:
-        document: The document, whose other sentences may resolve an ambiguity.
-        language: Language code of the translations, two letters.
+        document: the document, whose other sentences may resolve an ambiguity.
+        language: language code of the translations, two letters.
     """
 
     def __init__(self, document: ParallelDocument, language: str) -> None:
@@ -241,7 +243,7 @@ class _Labeller:
         """Return the example of a candidate in the sentence `index`.
 
         Raises:
-            _RejectedError: The label is uncertain, or there is too little context.
+            _RejectedError: the label is uncertain, or there is too little context.
         """
         if candidate.ambiguity.kind == "polysemy":
             return self._word_example(candidate)
@@ -395,14 +397,14 @@ class _Labeller:
 
 
 def _is_part_of_name(token: Token, candidate: _Candidate) -> bool:
-    """Whether a token is the ambiguous name or follows it as a surname."""
+    """Return whether a token is the ambiguous name or follows it as a surname."""
     start = candidate.ambiguity.start
     between = candidate.pair.source[start : token.start]
     return token.start >= start and re.fullmatch(r"(?:[A-Z][\w.'’-]* )*", between) is not None
 
 
 def _has_referent(candidate: _Candidate) -> bool:
-    """Whether "it" may refer to a name or a clause before it, or to the subject of its main clause."""
+    """Return whether "it" may refer to a name or a clause before it, or to the subject of its main clause."""
     token = candidate.token
     for word in candidate.tokens:
         if word.start < token.start and (word.pos == "PROPN" or word.lemma in _PRONOUNS_OF_CLAUSES):
@@ -465,8 +467,8 @@ def write_examples(examples: Sequence[AmbiguousExample], path: str | Path) -> Pa
     """Write examples as JSON lines.
 
     Args:
-        examples: The examples.
-        path: The file.
+        examples: the examples.
+        path: the file.
     """
     lines = [json.dumps(asdict(example), ensure_ascii=False) for example in examples]
     text = "".join(f"{line}\n" for line in lines)
@@ -478,10 +480,10 @@ def read_examples(path: str | Path) -> list[AmbiguousExample]:
     """Read a file of `write_examples`.
 
     Args:
-        path: The file.
+        path: the file.
 
     Raises:
-        DataError: A line is not an example.
+        DataError: a line is not an example.
     """
     adapter = TypeAdapter(AmbiguousExample)
     examples = []

@@ -33,22 +33,22 @@ class Rule(Config):
     """A rule that finds markers of a label.
 
     Args:
-        label: The label that a match counts for.
-        words: Whole words or phrases to match; `{name}` inserts the table's list `name`.
-        pattern: A regular expression instead of words, with `{name}` for any word of a list. It matches whole words.
-        weight: The weight of a match.
-        position: Whether the match must be at the start of a sentence, or inside it.
-        after: A regular expression that the text before the match must end with.
-        case: Whether case matters.
-        unless: Exceptions, in lower case; `{name}` inserts a list.
-        lemma: Possible endings of the word's lemma, which must differ from the word: the form of a verb rather than a
+        label: the label that a match counts for.
+        words: whole words or phrases to match; `{name}` inserts the table's list `name`.
+        pattern: a regular expression instead of words, with `{name}` for any word of a list. It matches whole words.
+        weight: the weight of a match.
+        position: whether the match must be at the start of a sentence, or inside it.
+        after: a regular expression that the text before the match must end with.
+        case: whether case matters.
+        unless: exceptions, in lower case; `{name}` inserts a list.
+        lemma: possible endings of the word's lemma, which must differ from the word: the form of a verb rather than a
             noun. Requires simplemma.
-        counterpart: Pairs of endings. If one is replaced by the other, the word or a compound's last part must be a
+        counterpart: pairs of endings. If one is replaced by the other, the word or a compound's last part must be a
             word of the dictionary (German -er to -erin: a person rather than a thing). Requires simplemma.
-        source: A regular expression that the English source must match; without a source the rule does not apply.
-        not_source: A regular expression that the English source must not match; without a source the rule applies.
-        role: The grammatical role of the match, if its form shows it.
-        reason: Why the match counts.
+        source: a regular expression that the English source must match; without a source the rule does not apply.
+        not_source: a regular expression that the English source must not match; without a source the rule applies.
+        role: the grammatical role of the match, if its form shows it.
+        reason: why the match counts.
     """
 
     label: str
@@ -73,7 +73,7 @@ class Rule(Config):
         return self
 
     def applies_to(self, source: str | None) -> bool:
-        """Whether the English source satisfies the conditions of the rule."""
+        """Return whether the English source satisfies the conditions of the rule."""
         if source is None:
             return self.source is None
         if self.not_source and re.search(self.not_source, source, re.IGNORECASE):
@@ -85,10 +85,10 @@ class AddressForms(Config):
     """Ambiguities of a language's forms of address, for the builder, which needs sentences with certain labels.
 
     Args:
-        third_person: Whether the polite form is a third person, which may also refer to others.
-        label: The label of forms that address one person or several.
-        shared: A regular expression of these forms.
-        several: A regular expression of hints that several persons are addressed.
+        third_person: whether the polite form is a third person, which may also refer to others.
+        label: the label of forms that address one person or several.
+        shared: a regular expression of these forms.
+        several: a regular expression of hints that several persons are addressed.
     """
 
     third_person: bool = False
@@ -101,15 +101,15 @@ class CheckerTable(Config):
     """The rules of a kind for a language.
 
     Args:
-        kind: Kind of the checker.
-        language: Language code, two letters.
-        labels: The labels in display order.
-        method: What the table does and can't do.
-        borders: Whether the script separates words; if not, matches may be inside words.
-        lists: Named lists: strings of words separated by white space, or of phrases separated by commas.
-        rules: All rules; the weights of their matches add up.
-        address: Ambiguities of the forms of address, for tables of formality.
-        clauses: For tables of pronouns, the label whose pronouns may also refer to clauses or to nothing, in addition
+        kind: kind of the checker.
+        language: language code, two letters.
+        labels: the labels in display order.
+        method: method and limits of the table.
+        borders: whether the script separates words; if not, matches may be inside words.
+        lists: named lists: strings of words separated by white space, or of phrases separated by commas.
+        rules: all rules; the weights of their matches add up.
+        address: ambiguities of the forms of address, for tables of formality.
+        clauses: for tables of pronouns, the label whose pronouns may also refer to clauses or to nothing, in addition
             to neuter.
     """
 
@@ -175,12 +175,12 @@ class Marker(NamedTuple):
     """A match that counts for a label.
 
     Args:
-        label: The label.
-        text: The matched text.
-        start: Its offset, in characters.
-        weight: Its weight.
-        reason: Why it counts.
-        role: Its grammatical role, if its form shows it.
+        label: the label.
+        text: the matched text.
+        start: its offset, in characters.
+        weight: its weight.
+        reason: why it counts.
+        role: its grammatical role, if its form shows it.
     """
 
     label: str
@@ -196,7 +196,7 @@ class Marker(NamedTuple):
         return self.start + len(self.text)
 
     def overlaps(self, other: Marker) -> bool:
-        """Whether two markers have characters in common."""
+        """Return whether two markers have characters in common."""
         return self.start < other.end and other.start < self.end
 
 
@@ -205,9 +205,9 @@ class CheckResult:
     """The result of `Checker.check`.
 
     Args:
-        label: The label with the largest score; None without markers, or if two labels have the largest score.
-        scores: Sum of the weights by label.
-        markers: The markers in text order.
+        label: the label with the largest score; None without markers, or if two labels have the largest score.
+        scores: sum of the weights by label.
+        markers: the markers in text order.
     """
 
     label: str | None
@@ -225,7 +225,7 @@ class Checker:
     """Finds the label of a text by the rules of a table.
 
     Args:
-        table: The table.
+        table: the table.
     """
 
     def __init__(self, table: CheckerTable) -> None:
@@ -239,12 +239,12 @@ class Checker:
         """Find the label of a text.
 
         Args:
-            text: The text, in the table's language.
-            source: The English text that it translates. Some rules require it: a verb without a subject is a formal
+            text: the text, in the table's language.
+            source: the English text that it translates. Some rules require it: a verb without a subject is a formal
                 address only if the source addresses somebody.
 
         Raises:
-            MissingExtraError: A rule needs a dictionary that is not installed.
+            MissingExtraError: a rule needs a dictionary that is not installed.
         """
         normalized = unicodedata.normalize("NFC", text)
         markers = _without_overlaps(self._markers(normalized, source))
@@ -274,7 +274,7 @@ class Checker:
                     )
 
     def _counts(self, rule: Rule, match: re.Match[str], text: str) -> bool:
-        """Whether a match satisfies the conditions of its rule on the text and on the dictionary."""
+        """Return whether a match satisfies the conditions of its rule on the text and on the dictionary."""
         before = text[: match.start()]
         if rule.after and not re.search(rf"(?<!\w)(?:{rule.after})$", before, re.IGNORECASE):
             return False
@@ -314,7 +314,7 @@ def _without_overlaps(markers: Iterable[Marker]) -> list[Marker]:
 
 @cache
 def _has_counterpart(word: str, endings: tuple[tuple[str, str], ...], language: str) -> bool:
-    """Whether a word, or the last part of a compound, is in the dictionary with another ending."""
+    """Return whether a word, or the last part of a compound, is in the dictionary with another ending."""
     compound_parts = [word[start:].capitalize() for start in range(3, len(word) - 4)]
     for tail in [word, *compound_parts]:
         for old, new in endings:
@@ -346,10 +346,10 @@ def checker(kind: str, language: str) -> Checker:
 
     Args:
         kind: formality (of address), gender (of persons), or it (gender of the antecedent of "it").
-        language: Language code, two letters.
+        language: language code, two letters.
 
     Raises:
-        DataError: There is no such kind, or no table for the language.
+        DataError: there is no such kind, or no table for the language.
     """
     if kind not in KINDS:
         raise DataError(f"There is no checker of the kind {kind!r}{did_you_mean(kind, KINDS)}.")

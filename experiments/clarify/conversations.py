@@ -49,16 +49,16 @@ def baseline(
     """Write the output without a conversation: with its context (LLMwCXT), or from the text alone (LLMnoExtra).
 
     Args:
-        translator: The model.
-        text: The text.
-        template: Name or YAML file of the template.
-        target: Code of the output language; optional if the template has a single language.
-        context: The context; None uses the text alone.
-        any_language: Skip the check that the text is in the template's source language.
+        translator: the model.
+        text: the text.
+        template: name or YAML file of the template.
+        target: code of the output language; optional if the template has a single language.
+        context: the context; None uses the text alone.
+        any_language: skip the check that the text is in the template's source language.
 
     Raises:
-        DataError: The text is empty.
-        RecipeError: The template does not support the output language.
+        DataError: the text is empty.
+        RecipeError: the template does not support the output language.
     """
     conversation = Conversation.start(text, template, target, budget=0, any_language=any_language)
     if context is None:
@@ -83,10 +83,10 @@ def read_sets(data: Path) -> dict[Key, list[AmbiguousExample]]:
     ("it", French) and MT-GenEval (professions). If AmbigMT has a kind and language, it is their only source.
 
     Args:
-        data: Folder of the data sets.
+        data: folder of the data sets.
 
     Raises:
-        DataError: The folder has none of them.
+        DataError: the folder has none of them.
     """
     sets = _by_key(_other_sets(data))
     if (data / "ambigmt").is_dir():
@@ -130,8 +130,8 @@ def sample(examples: Sequence[AmbiguousExample], limit: int) -> list[AmbiguousEx
     """Draw examples with a fixed seed and return them in their order.
 
     Args:
-        examples: The examples; of those with equal text, context and label, the last one is used.
-        limit: Maximum number of examples.
+        examples: the examples; of those with equal text, context and label, the last one is used.
+        limit: maximum number of examples.
     """
     by_content = {(example.source, example.context, example.label): example for example in examples}
     unique = list(by_content.values())
@@ -150,16 +150,16 @@ class ConversationRun(Run):
 
     Args:
         url: URL of the server, or "scripted"; not part of the key, so that a run can continue on another server.
-        model: The translator.
-        user: The model that answers; the translator by default.
-        method: The method: the chain, or a baseline.
-        template: Name of the template.
-        template_sha256: Hash of the template's content.
-        kind: The kind of ambiguity.
-        language: Code of the output language.
-        data: Folder of the data sets; not part of the key either.
-        examples_sha256: Hash of the examples.
-        limit: Maximum number of examples.
+        model: the translator.
+        user: the model that answers; the translator by default.
+        method: the method: the chain, or a baseline.
+        template: name of the template.
+        template_sha256: hash of the template's content.
+        kind: the kind of ambiguity.
+        language: code of the output language.
+        data: folder of the data sets; not part of the key either.
+        examples_sha256: hash of the examples.
+        limit: maximum number of examples.
     """
 
     url: str
@@ -183,7 +183,7 @@ class ConversationRun(Run):
         """Hold all conversations and measure them; conversations that the folder already has are not repeated.
 
         Raises:
-            EndpointError: The server failed. Finished conversations are saved.
+            EndpointError: the server failed. Finished conversations are saved.
         """
         sets = read_sets(Path(self.data))
         examples = sample(sets[self.kind, self.language], self.limit)

@@ -44,18 +44,18 @@ class AmbiguousExample:
     """An ambiguous English text with its translation.
 
     Args:
-        id: Identifier, unique in its set.
-        kind: The kind of ambiguity.
-        language: Language code of the translation, two letters; empty without a translation.
-        source: The English text.
+        id: identifier, unique in its set.
+        kind: the kind of ambiguity.
+        language: language code of the translation, two letters; empty without a translation.
+        source: the English text.
         context: English sentences that resolve the ambiguity; the user knows them.
-        reference: The right translation.
-        label: The label of the reference: formal, informal or neutral; feminine, masculine, neuter or neutral; the
+        reference: the right translation.
+        label: the label of the reference: formal, informal or neutral; feminine, masculine, neuter or neutral; the
             translation of a polysemous word; None if unknown.
-        contrast: A translation with the opposite label.
-        word: The ambiguous word.
-        marks: The parts of the reference that show the label, if the set marks them.
-        reference_context: Translations of the sentences of the context.
+        contrast: a translation with the opposite label.
+        word: the ambiguous word.
+        marks: the parts of the reference that show the label, if the set marks them.
+        reference_context: translations of the sentences of the context.
     """
 
     id: str
@@ -76,9 +76,9 @@ class SentencePair:
     """An English sentence and its translation.
 
     Args:
-        id: Corpus and position.
-        source: The English sentence.
-        target: The translation.
+        id: corpus and position.
+        source: the English sentence.
+        target: the translation.
     """
 
     id: str
@@ -91,8 +91,8 @@ class ParallelDocument:
     """A document of a parallel corpus.
 
     Args:
-        id: Identifier of the document.
-        pairs: Its sentence pairs in order.
+        id: identifier of the document.
+        pairs: its sentence pairs in order.
     """
 
     id: str
@@ -105,10 +105,10 @@ def read_lines(path: Path) -> list[str]:
     Lines are split only at line feeds, not at U+2028 and other separators. Invalid UTF-8 becomes U+FFFD.
 
     Args:
-        path: The file.
+        path: the file.
 
     Raises:
-        DataError: The file can't be read.
+        DataError: the file can't be read.
     """
     try:
         text = path.read_bytes().decode("utf-8", errors="replace")
@@ -124,13 +124,13 @@ def read_aligned(*paths: Path) -> list[tuple[str, ...]]:
     """Read the lines of several files side by side.
 
     Args:
-        paths: The files.
+        paths: the files.
 
     Returns:
         A tuple per line, with an entry per file.
 
     Raises:
-        DataError: A file can't be read, or the files have different numbers of lines.
+        DataError: a file can't be read, or the files have different numbers of lines.
     """
     columns = [read_lines(path) for path in paths]
     lengths = [len(column) for column in columns]
@@ -147,7 +147,7 @@ def read_ambigmt(folder: str | Path) -> tuple[list[AmbiguousExample], list[str]]
     becomes "true".
 
     Args:
-        folder: The folder.
+        folder: the folder.
 
     Returns:
         The examples, and the unusable lines as `file:line: reason`.
@@ -201,8 +201,8 @@ def read_cocoa_mt(folder: str | Path, language: str, part: str = "test") -> list
     """Read CoCoA-MT: a formal and an informal example of every English sentence, with the other one as the contrast.
 
     Args:
-        folder: Folder with the files formality-control.*.
-        language: Language code of the translations; public files with references exist for German and Italian.
+        folder: folder with the files formality-control.*.
+        language: language code of the translations; public files with references exist for German and Italian.
         part: test, or train, which has several domains.
     """
     folder = Path(folder)
@@ -250,8 +250,8 @@ def read_mt_geneval(folder: str | Path, language: str, part: str = "test") -> li
     The English sentence shows the gender, so there is nothing to ask.
 
     Args:
-        folder: Folder of MT-GenEval.
-        language: Language code of the translations.
+        folder: folder of MT-GenEval.
+        language: language code of the translations.
         part: test or dev.
     """
     stem = Path(folder) / "geneval-sentences"
@@ -293,8 +293,8 @@ def mt_geneval_contexts(folder: str | Path, language: str, part: str = "test") -
     context, and is None if the context has no gendered pronoun, or pronouns of both genders.
 
     Args:
-        folder: Folder of MT-GenEval.
-        language: Language code of the translations.
+        folder: folder of MT-GenEval.
+        language: language code of the translations.
         part: test or dev.
     """
     stem = Path(folder) / "geneval-context-wikiprofessions"
@@ -327,7 +327,7 @@ def read_winomt(path: str | Path) -> list[AmbiguousExample]:
     There are no translations.
 
     Args:
-        path: A file of WinoMT, such as en.txt.
+        path: a file of WinoMT, such as en.txt.
     """
     labels = {"female": "feminine", "male": "masculine", "neutral": "neutral"}
     examples: list[AmbiguousExample] = []
@@ -358,7 +358,7 @@ def read_discevalmt(folder: str | Path) -> list[AmbiguousExample]:
     about "they", which is another ambiguity than "it".
 
     Args:
-        folder: Folder of discourse-mt-test-sets.
+        folder: folder of discourse-mt-test-sets.
     """
     try:
         anaphora = json.loads("\n".join(read_lines(Path(folder) / "anaphora.json")))
@@ -400,13 +400,14 @@ def read_tsv(path: str | Path) -> list[ParallelDocument]:
     """Read a file of three columns, separated by tabs: document, English sentence, translation.
 
     Args:
-        path: The file.
+        path: the file.
     """
     rows = [tuple(line.split("\t")) for line in read_lines(Path(path))]
     for number, fields in enumerate(rows, start=1):
         if len(fields) != 3:
             raise DataError(
-                f"{path}:{number} has {len(fields)} columns, but document, source and translation are expected."
+                f"{path}:{number} has {len(fields)} columns, but document, source and translation are expected: name a "
+                "file with these columns."
             )
     return parallel_documents(Path(path).stem, rows)
 
@@ -415,8 +416,8 @@ def parallel_documents(name: str, rows: Sequence[tuple[str, ...]]) -> list[Paral
     """Group consecutive rows by document.
 
     Args:
-        name: Name of the corpus.
-        rows: Document, English sentence and translation. Pairs are numbered from 1 over the whole corpus.
+        name: name of the corpus.
+        rows: document, English sentence and translation. Pairs are numbered from 1 over the whole corpus.
     """
     documents: list[ParallelDocument] = []
     numbered = enumerate(rows, start=1)

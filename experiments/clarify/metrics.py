@@ -40,16 +40,16 @@ _PERSON = r"\b(?:man|woman|he|she|male|female|gender)\b"
 _QUESTION_WORDS = {"formality": r"\byou|\bformal|\bpolite|address", "it": r"\bit\b|\bthis\b|\bthat\b"}
 
 Translation = tuple[str, str, str]  # source, a model's translation, reference
-PValues = dict[str, float]  # by metric
+PValues = dict[str, float]  # values by metric
 
 
 def text_metrics(outputs: Sequence[str], examples: Sequence[AmbiguousExample], language: str) -> dict[str, Metric]:
     """Compute corpus BLEU and chrF.
 
     Args:
-        outputs: The outputs, one per example.
-        examples: The examples with their references.
-        language: Language code of the outputs.
+        outputs: the outputs, one per example.
+        examples: the examples with their references.
+        language: language code of the outputs.
 
     Returns:
         `bleu` and `chrf` with 95% bootstrap intervals over sentences.
@@ -83,9 +83,9 @@ def significance(
     Systems with the same outputs as the first get p = 1; sacrebleu's count would give them the smallest possible p.
 
     Args:
-        systems: The outputs by system; the first system is the baseline.
-        examples: The examples with their references.
-        language: Language code of the outputs.
+        systems: the outputs by system; the first system is the baseline.
+        examples: the examples with their references.
+        language: language code of the outputs.
 
     Returns:
         p-values by system and metric.
@@ -125,15 +125,15 @@ def labels_of(
     must not, since the source may show the gender.
 
     Args:
-        outputs: The outputs, one per example.
-        examples: The examples.
-        kind: The kind of ambiguity.
-        language: Language code of the outputs.
+        outputs: the outputs, one per example.
+        examples: the examples.
+        kind: the kind of ambiguity.
+        language: language code of the outputs.
 
     Returns:
         A label per output, None for an undecided one; or None if there is no checker for the language.
     """
-    names: Mapping[str, CheckerKind] = dict(CHECKERS)
+    names: dict[str, CheckerKind] = {**CHECKERS}
     name = names.get(kind)
     if name is None or language not in languages(name):
         return None
@@ -149,8 +149,8 @@ def label_metrics(labels: Sequence[str | None], examples: Sequence[AmbiguousExam
     """Compute metrics of labels, in percent.
 
     Args:
-        labels: The checkers' labels of the outputs; None if undecided.
-        examples: The examples; those without a label are left out.
+        labels: the checkers' labels of the outputs; None if undecided.
+        examples: the examples; those without a label are left out.
 
     Returns:
         `accuracy`, where an undecided output is wrong; `coverage`, the share of decided outputs; and a share of the
@@ -180,8 +180,8 @@ def polysemy_metrics(outputs: Sequence[str], examples: Sequence[AmbiguousExample
     """Compute metrics of lists of translations, for the first n = 3 and 10 words or phrases.
 
     Args:
-        outputs: The outputs, one per example.
-        examples: The examples with their references.
+        outputs: the outputs, one per example.
+        examples: the examples with their references.
 
     Returns:
         `hit<n>`, the share of outputs with the reference among these words, and `chrf<n>`, the mean of their best chrF.
@@ -222,10 +222,10 @@ def mistakes(
     The thesis classified 50 conversations by hand; these rules are coarser.
 
     Args:
-        labels: The checkers' labels of the outputs.
-        examples: The examples.
-        conversations: Mappings with the question and the answer of each conversation.
-        kind: The kind of ambiguity.
+        labels: the checkers' labels of the outputs.
+        examples: the examples.
+        conversations: mappings with the question and the answer of each conversation.
+        kind: the kind of ambiguity.
     """
     counts: Counter[str] = Counter()
     for label, example, conversation in zip(labels, examples, conversations, strict=True):
@@ -282,7 +282,7 @@ class Scorer:
         argument: `NAME=COMMAND`. The command is not run by a shell.
 
     Raises:
-        RecipeError: The argument has another form, or the name is reserved.
+        RecipeError: the argument has another form, or the name is reserved.
     """
 
     def __init__(self, argument: str) -> None:
@@ -299,13 +299,13 @@ class Scorer:
         """Score translations.
 
         Args:
-            translations: The translations.
+            translations: the translations.
 
         Returns:
             A score per translation.
 
         Raises:
-            EvaluationError: The command can't be run, fails, or writes something else than a number per line.
+            EvaluationError: the command can't be run, fails, or writes something else than a number per line.
         """
         lines = []
         for source, output, reference in translations:
@@ -316,12 +316,12 @@ class Scorer:
             scores = [float(line) for line in written.split()]
         except ValueError:
             raise EvaluationError(
-                f"The scorer {self.name} wrote {written.strip()[:40]!r}, but a number per line is expected."
+                f"The scorer {self.name} wrote {written.strip()[:40]!r}, but a number per line is expected: correct it."
             ) from None
         if len(scores) != len(translations) or not np.isfinite(scores).all():
             raise EvaluationError(
                 f"The scorer {self.name} wrote {len(scores)} numbers for {len(translations)} translations, but a "
-                "finite number per translation is expected."
+                "finite number per translation is expected: correct it."
             )
         return scores
 
@@ -348,10 +348,10 @@ def score_rows(
     """Compute a scorer's mean over outputs.
 
     Args:
-        scorer: The scorer.
-        kind: The kind of ambiguity.
-        examples: The examples with their references.
-        outputs: The outputs, one per example.
+        scorer: the scorer.
+        kind: the kind of ambiguity.
+        examples: the examples with their references.
+        outputs: the outputs, one per example.
 
     Returns:
         The mean with a 95% bootstrap interval (seed 0). For polysemy, as in BLEURT@n, the mean of the best score of the

@@ -19,8 +19,8 @@ def load_parser(name: str) -> Parser:
         name: `spacy:MODEL` for an English pipeline of spaCy, such as spacy:en_core_web_sm, or `stanza:en`.
 
     Raises:
-        DataError: The name has another form, or the model is not installed.
-        MissingExtraError: The library is not installed.
+        DataError: the name has another form, or the model is not installed.
+        MissingExtraError: the library is not installed.
     """
     library, _, model = name.partition(":")
     if library not in {"spacy", "stanza"} or not model:

@@ -66,9 +66,9 @@ class Condition(NamedTuple):
     """A row of the table: a method of a model on several sets.
 
     Args:
-        id: Id of the row.
-        label: Label of the row.
-        runs: A run per set.
+        id: id of the row.
+        label: label of the row.
+        runs: a run per set.
     """
 
     id: str
@@ -80,8 +80,8 @@ def run(options: Options) -> Results:
     """Run the chosen tables.
 
     Raises:
-        RecipeError: No endpoint or no model is named.
-        EndpointError: The server failed. The same command continues the run.
+        RecipeError: no endpoint or no model is named.
+        EndpointError: the server failed. The same command continues the run.
     """
     tables = options.chosen(KNOWN)
     scorers = [Scorer(argument) for argument in options.scorers]
@@ -171,13 +171,13 @@ class _RunFactory:
         """Return a condition; sets that the data folder lacks are left out.
 
         Args:
-            model: The translator.
-            name: The end of the row's id.
-            label: The end of the row's label.
-            kinds: The kinds of ambiguity.
-            method: The method.
-            template: Name of the template, in which `{kind}` is replaced by the kind.
-            user: The model that answers; the translator by default.
+            model: the translator.
+            name: the end of the row's id.
+            label: the end of the row's label.
+            kinds: the kinds of ambiguity.
+            method: the method.
+            template: name of the template, in which `{kind}` is replaced by the kind.
+            user: the model that answers; the translator by default.
         """
         row_id = f"{slug(model)}-{name}"
         runs = []
@@ -339,7 +339,7 @@ class PronounTranslator:
     translations matters.
 
     Args:
-        example: The example to translate.
+        example: the example to translate.
     """
 
     name = "pronoun translator"
@@ -370,8 +370,8 @@ def needed_rows(data: Path, limit: int) -> list[Row]:
     of asking every time.
 
     Args:
-        data: Folder of the data sets.
-        limit: Maximum number of examples per language.
+        data: folder of the data sets.
+        limit: maximum number of examples per language.
     """
     folder = data / "ambig" / "mt_geneval"
     rows: list[Row] = []
@@ -389,9 +389,9 @@ def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
     for example in examples:
         decisions.append(decision(example, with_context=False))
         decisions.append(decision(example, with_context=True))
-    asked = [each for each in decisions if each.asked]
-    needed = [each for each in decisions if each.needed]
-    right = [each for each in asked if each.needed]
+    asked = [entry for entry in decisions if entry.asked]
+    needed = [entry for entry in decisions if entry.needed]
+    right = [entry for entry in asked if entry.needed]
     metrics: dict[str, Metric] = {
         "precision": share(len(right), len(asked)),
         "recall": share(len(right), len(needed)),
@@ -399,7 +399,7 @@ def language_row(language: str, examples: Sequence[AmbiguousExample]) -> Row:
         "asked": len(asked),
         "needed": len(needed),
         "texts": len(decisions),
-        "calls": sum(each.cost.calls for each in decisions),
+        "calls": sum(entry.cost.calls for entry in decisions),
     }
     return Row(id=f"needed_{language}", label=f"needed, {language}", metrics=metrics)
 

@@ -1,4 +1,4 @@
-"""A translator that has the references and makes known mistakes. It tests the harness, not the quality of models.
+"""A translator that reads the references and makes known mistakes. It tests the harness, not the quality of models.
 
 - Prompted for a question, it asks for the label of the example and offers the labels as answers.
 - As a user it gives the right label, except for one example in ten.
@@ -35,8 +35,8 @@ class ScriptedTranslator:
     first.
 
     Args:
-        examples: The examples.
-        name: Name of the model in conversations.
+        examples: the examples.
+        name: name of the model in conversations.
     """
 
     def __init__(self, examples: Iterable[AmbiguousExample], name: str = NAME) -> None:

@@ -1,4 +1,4 @@
-"""How often the right form of a pair is likelier, and whether a predicted gain predicts what an answer brings.
+"""Measures of pairs: how often the right form is likelier, and whether a predicted gain predicts the gain of an answer.
 
 Shapes: P pairs. Log-probabilities are in nats, gains in bits, shares in percent.
 """
@@ -32,7 +32,7 @@ def shares(pair: Pair) -> dict[str, float]:
     """Compute the measures of a pair, with either form as the right one.
 
     Args:
-        pair: A scored pair. `nats` has log-probabilities of both forms, by condition and, if the condition depends on
+        pair: a scored pair. `nats` has log-probabilities of both forms, by condition and, if the condition depends on
             the right form, by that form, as in `answer:1`.
 
     Returns:
@@ -90,9 +90,9 @@ def values_of(runs: Sequence[Pairs], group: str, ids: Sequence[str] = ()) -> dic
     """Compute the measures of the test pairs of a group.
 
     Args:
-        runs: The scored pairs of each run.
-        group: The group, or `all`.
-        ids: Ids of the pairs to use; all by default.
+        runs: the scored pairs of each run.
+        group: the group, or `all`.
+        ids: ids of the pairs to use; all by default.
 
     Returns:
         Percent by measure, (P,), means over the runs. Differences between conditions are named as in
@@ -133,7 +133,7 @@ def median_nats(runs: Sequence[Pairs]) -> dict[str, float]:
     """Compute medians over the test pairs of all runs.
 
     Args:
-        runs: The scored pairs of each run.
+        runs: the scored pairs of each run.
 
     Returns:
         In nats: under `nothing`, by how much one form is likelier than the other; under each other condition, how far
@@ -160,10 +160,10 @@ def gains(pair: Pair) -> tuple[float, float, float]:
     """Compute the gains of a pair's question.
 
     Args:
-        pair: A scored pair.
+        pair: a scored pair.
 
     Returns:
-        In bits: the predicted gain of the question, what its right answer brought, and the entropy of the forms without
+        In bits: the predicted gain of the question, the gain of its right answer, and the entropy of the forms without
         a question.
     """
     nats = [pair["nats"][condition] for condition in ("answer:0", "answer:1", "nothing")]
@@ -189,7 +189,7 @@ def calibration(runs: Sequence[Pairs]) -> dict[str, Metric]:
     The thresholds of a run have the best F1 on its dev texts. An answer was needed if it brought more than `NEEDED`.
 
     Args:
-        runs: The scored pairs of each run.
+        runs: the scored pairs of each run.
 
     Returns:
         Means over the runs with bootstrap intervals over the pairs.
@@ -296,10 +296,10 @@ def _statistics(table: np.ndarray, clear: np.ndarray, limits: _Thresholds) -> di
 
 
 def reliability(models: Mapping[str, Sequence[Pairs]]) -> Figure:
-    """Plot what answers brought against the predicted gain: means of five bins with equally many texts.
+    """Plot the gain of answers against the predicted gain: means of five bins with equally many texts.
 
     Args:
-        models: The scored pairs of each run, by the name of the model.
+        models: the scored pairs of each run, by the name of the model.
     """
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     all_axes = figure.subplots(1, len(models))

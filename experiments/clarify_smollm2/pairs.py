@@ -23,9 +23,9 @@ NTREX = "parallel/ntrex"
 BIBLE = "parallel/bible"
 SETTINGS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("told.yaml"))
 _YOU = re.compile(r"\byou", re.IGNORECASE)
-# What follows "her" where it stands for "him" rather than for "his".
+# Words after "her" where it is the form of "him" rather than of "his".
 _NO_NOUN = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:and|as|at|for|from|in|into|of|on|or|that|to|was|when|with)\b")
-_MAX_SOURCE = 120  # characters
+_MAX_SOURCE = 120  # in characters
 _MAX_FORM = 150
 _MAX_CONTEXT = 180
 _MAX_ROWS = 120  # training rows of a kind, language and label
@@ -61,13 +61,13 @@ class _Candidate:
     """A text with two translations.
 
     Args:
-        id: Identifier of the example.
-        group: Kind and target language, as in `gender_fr`.
-        part: The part of the data set.
-        text: The English text.
-        contexts: A context for each form.
-        forms: The two translations.
-        right: Index of the form that the example's own context requires; for formality, 0 and 1 alternate.
+        id: identifier of the example.
+        group: kind and target language, as in `gender_fr`.
+        part: the part of the data set.
+        text: the English text.
+        contexts: a context for each form.
+        forms: the two translations.
+        right: index of the form that the example's own context requires; for formality, 0 and 1 alternate.
     """
 
     id: str
@@ -100,9 +100,13 @@ class _Candidate:
 
 def _formality_examples(data: Path, language: str, part: str) -> list[AmbiguousExample]:
     """Return the formal examples of CoCoA-MT whose source contains "you"."""
-    examples = datasets.read_cocoa_mt(data / COCOA, language, "train" if part == "dev" else part)
-    formal = [example for example in examples if example.label == "formal" and example.marks]
-    return [example for example in formal if _YOU.search(example.source)]
+    cocoa_part = "train" if part == "dev" else part
+    examples = []
+    for example in datasets.read_cocoa_mt(data / COCOA, language, cocoa_part):
+        is_formal = example.label == "formal" and bool(example.marks)
+        if is_formal and _YOU.search(example.source):
+            examples.append(example)
+    return examples
 
 
 def _gender_examples(data: Path, language: str, part: str, *, shown: bool) -> list[AmbiguousExample]:
@@ -119,10 +123,10 @@ def _read_candidates(data: Path, group: str, part: str, *, shown: bool = False) 
     """Yield candidates from CoCoA-MT or MT-GenEval in random order.
 
     Args:
-        data: Folder of the data sets.
-        group: Kind and target language.
-        part: The part of the data set.
-        shown: Use the texts of MT-GenEval that show the gender rather than those that hide it.
+        data: folder of the data sets.
+        group: kind and target language.
+        part: the part of the data set.
+        shown: use the texts of MT-GenEval that show the gender rather than those that hide it.
     """
     kind, _, language = group.partition("_")
     if kind == "formality":
@@ -147,9 +151,12 @@ def _forms(example: AmbiguousExample) -> tuple[str, str]:
 
 
 def _is_usable(example: AmbiguousExample) -> bool:
-    """Whether the translations differ, and all texts are short."""
+    """Return whether the translations differ, and all texts are short."""
     first, second = _forms(example)
-    if first == second or len(example.source) > _MAX_SOURCE or len("".join(example.context)) > _MAX_CONTEXT:
+    if first == second:
+        return False
+    context_length = sum(len(sentence) for sentence in example.context)
+    if len(example.source) > _MAX_SOURCE or context_length > _MAX_CONTEXT:
         return False
     return 0 < len(first) <= _MAX_FORM and 0 < len(second) <= _MAX_FORM
 
@@ -199,8 +206,8 @@ def build_pairs(data: Path, counts: Mapping[str, int]) -> Iterator[Row]:
     gender, sentences that show it.
 
     Args:
-        data: Folder of the data sets.
-        counts: Number of pairs of each group, by part.
+        data: folder of the data sets.
+        counts: number of pairs of each group, by part.
     """
     tested: set[str] = set()
     for setting in SETTINGS["parts"]:
@@ -257,11 +264,11 @@ class _Translation:
     """A sentence of a parallel corpus.
 
     Args:
-        corpus: Name of the corpus.
-        language: Target language.
-        before: The sentence before, or its beginning.
-        source: The English sentence.
-        target: Its translation.
+        corpus: name of the corpus.
+        language: target language.
+        before: the sentence before, or its beginning.
+        source: the English sentence.
+        target: its translation.
     """
 
     corpus: str
@@ -282,8 +289,8 @@ def training_rows(data: Path, known: set[str]) -> dict[str, list[Row]]:
     others contains the sentence before. The plain rows are the same without questions and answers.
 
     Args:
-        data: Folder of the data sets.
-        known: Texts that the rows must not contain.
+        data: folder of the data sets.
+        known: texts that the rows must not contain.
 
     Returns:
         Rows by file: `question` and `plain`, and `validation_question` and `validation_plain`.

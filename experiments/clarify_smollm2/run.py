@@ -26,7 +26,7 @@ from graftlm.grafts import graft_config
 NAME = "clarify-smollm2"
 MODEL = "smollm2-135m-instruct"
 COUNTS = {"test": 64, "clear": 24, "dev": 20, "dev_clear": 10}  # pairs of a group, for the bare model
-GRAFT_COUNTS = {"test": 20, "clear": 8, "dev": 10, "dev_clear": 5}  # the first of them, for grafts
+GRAFT_COUNTS = {"test": 20, "clear": 8, "dev": 10, "dev_clear": 5}  # the first of these pairs, for grafts
 LORA = {"kind": "lora", "capacity": 0.1, "scale": 2.0}
 RATES = (1e-3, 2e-3)
 STEPS = 32
@@ -111,14 +111,14 @@ def _run(
     """Return a run that trains a graft.
 
     Args:
-        options: The options of the experiment.
-        run_id: Id of the run.
-        name: The conversations to train on, `question` or `plain`.
-        label: Label of the run.
-        rate: The learning rate.
-        seed: The seed.
-        steps: Number of training steps; fewer in a quick run.
-        pairs: The file of pairs to score; empty for none.
+        options: the options of the experiment.
+        run_id: id of the run.
+        name: the conversations to train on, `question` or `plain`.
+        label: label of the run.
+        rate: the learning rate.
+        seed: the seed.
+        steps: number of training steps; fewer in a quick run.
+        pairs: the file of pairs to score; empty for none.
     """
     if options.quick:
         steps = QUICK_STEPS

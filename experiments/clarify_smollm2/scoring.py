@@ -23,7 +23,7 @@ class PairRun(GraftRun):
     """A run that also scores pairs, which become `pairs` in the details.
 
     Args:
-        pairs: A file of pairs as JSON lines; empty for none.
+        pairs: a file of pairs as JSON lines; empty for none.
     """
 
     pairs: str = ""
@@ -92,8 +92,8 @@ def sequence_nats(model: Any, sequences: Sequence[tuple[Sequence[int], Sequence[
     before it in its own sequence.
 
     Args:
-        model: A `GraftedModel` or any transformers model.
-        sequences: Prompts and targets, as token ids.
+        model: a `GraftedModel` or any transformers model.
+        sequences: prompts and targets, as token ids.
 
     Returns:
         The log-probability of each target, in nats.
@@ -129,16 +129,16 @@ class _PrefixTree:
     """The prefix tree of token sequences; its nodes are numbered in order of appearance.
 
     Attributes:
-        tokens: Token of each node.
-        parents: Node before each node; -1 for the first token of a sequence.
-        paths: Nodes from the root to each node, which is the last.
+        tokens: token of each node.
+        parents: node before each node; -1 for the first token of a sequence.
+        paths: nodes from the root to each node, which is the last.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.paths: list[list[int]] = []
-        self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
+        self._nodes: dict[tuple[int, int], int] = {}  # node by parent and token
 
     def add(self, prompt: Sequence[int], target: Sequence[int]) -> list[int]:
         """Add a sequence and return the nodes of its target."""

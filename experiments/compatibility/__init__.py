@@ -1,1 +1,1 @@
-"""What each graft can do on each family of models (see README.md in this folder)."""
+"""Support of every graft on every family of models (see README.md in this folder)."""

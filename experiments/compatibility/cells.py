@@ -42,8 +42,8 @@ class Cell(NamedTuple):
     """One use of a graft on a backbone.
 
     Attributes:
-        verdict: Result of the check.
-        why: Message of a refusal, or what is wrong.
+        verdict: result of the check.
+        why: message of a refusal, or description of a fault.
     """
 
     verdict: Verdict
@@ -60,10 +60,10 @@ def compatibility(
     """Check all uses of a graft on a backbone.
 
     Args:
-        backbone: A small float32 backbone; it runs some dozens of times.
-        config: Config of the graft, as in a recipe.
-        spread: Standard deviation of the noise that replaces training.
-        learning_rate: Learning rate at which the loss of one batch falls within 8 steps.
+        backbone: a small float32 backbone; it runs some dozens of times.
+        config: config of the graft, as in a recipe.
+        spread: standard deviation of the noise that replaces training.
+        learning_rate: learning rate at which the loss of one batch falls within 8 steps.
 
     Returns:
         The verdicts, by the names in `CELLS`.
@@ -134,7 +134,7 @@ class _Trial:
         with self.graft() as model:
             output = generate(model, ids, mask, do_sample=False, **decoding)
             expected = recompute(model, output.sequences, mask)
-        static = any(map(is_static_layer, output.past_key_values.layers))
+        static = any(is_static_layer(layer) for layer in output.past_key_values.layers)
         _check(static == bool(decoding), f"the cache is {'' if static else 'not '}static")
         _compare(torch.stack(output.logits, 1), expected, **DECODING_CLOSE)
 

@@ -1,4 +1,4 @@
-"""Every kind of graft on a tiny random model of every family: what works, and what is refused with which message.
+"""Every kind of graft on a tiny random model of every family: working uses, and refusals with their messages.
 
 Rows are families; `details.cells` has {family: {kind: {use: [verdict, message]}}}. The tiny models and the example of
 each kind are those of the tests, so that the experiment runs in a clone with its development dependencies.
@@ -28,7 +28,7 @@ class CompatibilityRun(Run):
     """All kinds of grafts on one family.
 
     Args:
-        family: Name of the family.
+        family: name of the family.
     """
 
     family: str

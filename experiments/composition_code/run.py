@@ -36,8 +36,8 @@ class CodeAmounts(Amounts):
     """Amounts of text; validation takes half of a task's examples.
 
     Args:
-        functions: Functions of training modules, half of them docstring from function, half function from docstring.
-        answers: Examples that are answered for chrF.
+        functions: functions of training modules, half of them docstring from function, half function from docstring.
+        answers: examples that are answered for chrF.
     """
 
     tested: int = 9_000
@@ -60,8 +60,8 @@ class Function(NamedTuple):
     """A function.
 
     Attributes:
-        code: Source without the docstring.
-        doc: First paragraph of the docstring, on one line.
+        code: source without the docstring.
+        doc: first paragraph of the docstring, on one line.
     """
 
     code: str

@@ -53,8 +53,8 @@ class LanguageAmounts(Amounts):
     """Amounts of text.
 
     Args:
-        pairs: Pairs of verses that rows are trained on, half in each direction.
-        longest: Longest sentence of a pair, in characters.
+        pairs: pairs of verses that rows are trained on, half in each direction.
+        longest: longest sentence of a pair, in characters.
     """
 
     tested: int = 8_000

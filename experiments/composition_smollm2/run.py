@@ -249,7 +249,7 @@ def trained_rows(options: Options, folders: Mapping[str, Path], backbone: Backbo
     specialists = {name: folders[name] for name in SPECIALISTS}
     grafts = composed_rows(specialists, backbone, stride=1 if options.quick else 15)
     for name in ("vanilla", "random"):
-        augmenting = dict.fromkeys(SPECIALISTS, folders[name])
+        augmenting: dict[str, Path] = dict.fromkeys(SPECIALISTS, folders[name])
         grafts[f"{name}_m_a"] = {**grafts["both"], "augmenting": named(augmenting)}
     return [ComposedRow(name, grafts[name], data) for names in TABLES.values() for name in names]
 
@@ -289,8 +289,8 @@ def write_texts(options: Options, backbone: Backbone) -> list[PromptTask]:
     return tasks
 
 
-def _last_quarter(pairs: Sequence[Pair]) -> Sequence[Pair]:
-    return pairs[3 * len(pairs) // 4 :]
+def _last_quarter(pairs: Sequence[Pair]) -> list[Pair]:
+    return list(pairs[3 * len(pairs) // 4 :])
 
 
 def _task(folder: Path, name: str) -> PromptTask:
@@ -338,13 +338,15 @@ def read_pairs(data: Path) -> dict[str, list[Pair]]:
     pairs: dict[str, list[Pair]] = {}
     for name in LANGUAGES:
         label = name.capitalize()
-        into = pairs[f"{name}_english"] = []
-        out_of = pairs[f"english_{name}"] = []
+        into_english: list[Pair] = []
+        from_english: list[Pair] = []
         for text, english in zip(sides[name], sides["english"], strict=True):
             if max(len(text), len(english)) > LONGEST:
                 continue
-            into.append((f"{label}: {text}\nEnglish:", f" {english}\n"))
-            out_of.append((f"English: {english}\n{label}:", f" {text}\n"))
+            into_english.append((f"{label}: {text}\nEnglish:", f" {english}\n"))
+            from_english.append((f"English: {english}\n{label}:", f" {text}\n"))
+        pairs[f"{name}_english"] = into_english
+        pairs[f"english_{name}"] = from_english
     return pairs
 
 

@@ -67,8 +67,10 @@ class SplitSizes(NamedTuple):
 
 def _clinc150(folder: Path) -> Splits:
     content = json.loads((folder / "cls/clinc150/data_full.json").read_text(encoding="utf-8"))
-    names = {"train": "train", "validation": "val", "test": "test"}
-    return {split: [_labelled(*pair) for pair in content[name]] for split, name in names.items()}
+    splits: Splits = {}
+    for split, name in {"train": "train", "validation": "val", "test": "test"}.items():
+        splits[split] = [_labelled(*pair) for pair in content[name]]
+    return splits
 
 
 def _snips(folder: Path) -> Splits:
@@ -283,12 +285,12 @@ def draw_splits(splits: Mapping[str, list[Record]], sizes: SplitSizes, seed: int
 
 def _held_out(splits: Mapping[str, list[Record]], split: str, count: int) -> tuple[list[Record], Splits]:
     """Return the first rows of a split, and all splits without the rows that share a text with those."""
-    held = splits.get(split, splits["train"])[:count]
-    texts = {text_of(row) for row in held}
+    held_out = splits.get(split, splits["train"])[:count]
+    texts = {text_of(row) for row in held_out}
     others: Splits = {}
     for name, rows in splits.items():
         others[name] = [row for row in rows if text_of(row) not in texts]
-    return held, others
+    return held_out, others
 
 
 def _with_every_class(rows: Sequence[Record], size: int | str, least: int) -> list[Record]:

@@ -35,7 +35,7 @@ def probe_scores(study: ConditionalTasksStudy, seed: int) -> dict[str, float]:
             texts, labels[split] = _read_columns(files, split)
             features[split] = _features([embed(column) for column in texts])
         best = _best_model(source.type == "regression", features, labels)
-        scores[task] = _score(best.predict(features["test"]), labels["test"])
+        scores[task] = _score(np.asarray(best.predict(features["test"])), labels["test"])
         if task == "sick_relatedness":
             cosine = features["test"][:, -1]
             scores["sick_relatedness_cosine"] = _score(cosine, labels["test"])
@@ -44,10 +44,14 @@ def probe_scores(study: ConditionalTasksStudy, seed: int) -> dict[str, float]:
 
 def _read_columns(files: LabelledConfig, split: str) -> tuple[list[list[str]], list[Any]]:
     """Return the columns of texts, and the labels, of a split."""
+    path = Path(getattr(files, split))
     columns: Any = dict(enumerate([*files.texts, files.label_column]))
-    rows = [row for row, _ in read_values(Path(getattr(files, split)), columns)]
-    *texts, labels = ([row[number] for row in rows] for number in columns)
-    return texts, labels
+    rows = [row for row, _ in read_values(path, columns)]
+    values = []
+    for number in columns:
+        column = [row[number] for row in rows]
+        values.append(column)
+    return values[:-1], values[-1]
 
 
 def _best_model(

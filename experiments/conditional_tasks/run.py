@@ -130,10 +130,12 @@ def effect_rows(study: ConditionalTasksStudy) -> list[Row]:
 
 def _effect(study: ConditionalTasksStudy, name: str, label: str, cells: Sequence[tuple[str, str]]) -> Row:
     """Return the mean difference over pairs of rows, of those that were run."""
-    pairs = [(with_it, without) for with_it, without in cells if {with_it, without} <= study.labels.keys()]
     values = []
     for seed in study.seeds:
-        differences = [study.average(with_it, seed) - study.average(without, seed) for with_it, without in pairs]
+        differences = []
+        for with_it, without in cells:
+            if with_it in study.labels and without in study.labels:
+                differences.append(study.average(with_it, seed) - study.average(without, seed))
         values.append(mean(differences))
     return Row(id=f"effect_{name}", label=f"effect of {label}", metrics={"effect": combine_seeds(values)})
 
@@ -165,7 +167,8 @@ def fewer_rows(study: ConditionalTasksStudy, default: str) -> list[Row]:
     Each row also has the part at which it reaches the final score of uniform sampling. LoRA and norms of all
     layers are only run with uniform sampling, so norms of the upper half are used instead.
     """
-    modules, _ = CELLS["cln" if default in UNIFORM else default]
+    cell = "cln" if default in UNIFORM else default
+    modules, _ = CELLS[cell]
     scored_cell = cell_id(modules, "uncertainty")
     uniform_cell = cell_id(modules, "uniform")
     runs = []

@@ -34,7 +34,7 @@ SIMILARITY_ROWS = 64  # training rows of each task
 
 @dataclass(frozen=True)
 class TimedEvaluation(TaskEvaluation):
-    """What measures the tasks, and when training started, in seconds of `time.perf_counter`."""
+    """The evaluator of the tasks, and the start of training in seconds of `time.perf_counter`."""
 
     started: float
 

@@ -304,9 +304,13 @@ class ConditionalTasksStudy(Study):
     def choose_rates(self) -> None:
         """Choose the learning rate of each row, all by the same search."""
         tries: dict[str, dict[float, list[ConditionalTasksRun]]] = {}
+        runs: list[ConditionalTasksRun] = []
         for row in self.labels:
-            tries[row] = {rate: self.row_runs(row, SEARCH_SEED, rate) for rate in self.size.rates}
-        runs = [run for by_rate in tries.values() for row_runs in by_rate.values() for run in row_runs]
+            tries[row] = {}
+            for rate in self.size.rates:
+                row_runs = self.row_runs(row, SEARCH_SEED, rate)
+                tries[row][rate] = row_runs
+                runs += row_runs
         self.execute(runs, "learning rates")
         for row, by_rate in tries.items():
             errors = {rate: self._validation_error(row_runs) for rate, row_runs in by_rate.items()}

@@ -26,9 +26,9 @@ class Text(NamedTuple):
     """New text of one stage.
 
     Attributes:
-        file: File of the data folder.
-        trained: Documents of training.
-        tested: Documents of the test.
+        file: file of the data folder.
+        trained: documents of training.
+        tested: documents of the test.
     """
 
     file: str
@@ -53,10 +53,10 @@ class GrowRow(NamedTuple):
     """A row.
 
     Attributes:
-        label: Label of the row.
-        languages: Its stages in order.
-        graft: Config of its graft.
-        replay: Share of old text, which the model samples itself.
+        label: label of the row.
+        languages: its stages in order.
+        graft: config of its graft.
+        replay: share of old text, which the model samples itself.
     """
 
     label: str
@@ -178,7 +178,7 @@ def run(options: Options) -> Results:
 
 
 def add_change(study: GrowStudy, row: str, languages: Sequence[str], seed: int) -> Measurement:
-    """Return a row's last stage with what it learned of each language, and lost since the stage that taught it."""
+    """Return a row's last stage with its learning of each language, and its loss since the stage of that language."""
     bare = study.measured["backbone"]
     last = study.measured[stage_id(row, languages[-1], seed)]
     change = {"forgotten_novels": metric(last, "novels") - metric(bare, "novels")}

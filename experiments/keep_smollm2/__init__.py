@@ -1,1 +1,1 @@
-"""What a real chat model forgets while it learns German novels, without any of its old text."""
+"""The forgetting of a real chat model that learns German novels without any of its old text."""

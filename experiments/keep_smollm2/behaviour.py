@@ -32,10 +32,10 @@ def write_choices(data: Path, files: Mapping[str, str], folder: Path, limit: int
     A line has `question`, `choices` and `right`, the index of the right choice.
 
     Args:
-        data: The data folder.
-        files: Files of questions, by name.
-        folder: Folder to write to.
-        limit: Number of questions of each file.
+        data: the data folder.
+        files: files of questions, by name.
+        folder: folder to write to.
+        limit: number of questions of each file.
 
     Returns:
         The written paths, by name.
@@ -63,8 +63,8 @@ class BehaviourRun(GraftRun):
     """A graft's run that also counts right choices and answers that end.
 
     Args:
-        choices: Files of questions, by name.
-        chats: Number of the backbone's own conversations that the model answers again.
+        choices: files of questions, by name.
+        chats: number of the backbone's own conversations that the model answers again.
     """
 
     choices: dict[str, str] = {}
@@ -153,7 +153,8 @@ def share_that_stops(model: Any, backbone: Backbone, chats: Iterable[OwnText]) -
         end_of_question = chat.turns[1][0]
         prompts.append(torch.tensor(chat.ids[:end_of_question]))
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), tokenizer.eos_token_id)
+    end: Any = tokenizer.eos_token_id
+    ids = torch.full((len(prompts), width), end)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)

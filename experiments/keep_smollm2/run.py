@@ -62,11 +62,11 @@ class KeepRow(NamedTuple):
     """A row.
 
     Attributes:
-        label: Label of the row.
-        graft: Config of its graft.
-        rates: Learning rates of the search.
-        old: Source of its old text: `SELF`, `REAL`, or empty.
-        objective: Objective on old text.
+        label: label of the row.
+        graft: config of its graft.
+        rates: learning rates of the search.
+        old: source of its old text: `SELF`, `REAL`, or empty.
+        objective: objective on old text.
     """
 
     label: str
@@ -117,11 +117,11 @@ class KeepStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        grafts: Config of each row's graft.
-        rates: Learning rate of each row that validation text chose.
-        moved_back: Learning rate and strength of the fine-tuned weights that validation text chose.
-        backbone: Config of the backbone.
-        tasks: Files of multiple-choice questions, by name.
+        grafts: config of each row's graft.
+        rates: learning rate of each row that validation text chose.
+        moved_back: learning rate and strength of the fine-tuned weights that validation text chose.
+        backbone: config of the backbone.
+        tasks: files of multiple-choice questions, by name.
     """
 
     def __init__(self, options: Options) -> None:
@@ -137,10 +137,10 @@ class KeepStudy(Study):
         """Return the run of a row at one rate with a third of the steps, measured on validation texts.
 
         Args:
-            name: Name of the row.
-            rate: Learning rate.
-            own: Keys of the source of its own text.
-            graft: Keys of the graft that differ from the row's.
+            name: name of the row.
+            rate: learning rate.
+            own: keys of the source of its own text.
+            graft: keys of the graft that differ from the row's.
         """
         plain = ROWS[name].graft
         config = {**self.grafts[name], **graft}
@@ -347,14 +347,16 @@ def run(options: Options) -> Results:
 
 
 def _add_forgotten(measurement: Measurement, bare: Measurement) -> None:
-    """Add what a model forgot of novels and code."""
+    """Add the forgetting of novels and code."""
     for text in ("novels", "code"):
         forgotten = metric(measurement, text) - metric(bare, text)
         measurement.add_metrics({f"forgotten_{text}": forgotten})
 
 
 def add_equal_learning(measured: Mapping[str, Sequence[Measurement]]) -> dict[str, dict[str, Any]]:
-    """Add `own_kl_at_equal` and `forgotten_at_equal` to each row's seeds, at nine tenths of what every row learned.
+    """Add `own_kl_at_equal` and `forgotten_at_equal` to the seeds of every row.
+
+    They are measured at nine tenths of the learning that all rows reached.
 
     Returns:
         By row of ours and rival or control, our own_kl at that level minus theirs: `seeds` has the mean and Student's

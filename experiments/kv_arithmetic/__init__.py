@@ -1,1 +1,1 @@
-"""Key-value arithmetic: one model knows keys, one computes, both compose (see README.md in this folder)."""
+"""Key-value arithmetic: composition of a model that memorises keys with a model that computes (see README.md)."""

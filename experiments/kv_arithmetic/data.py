@@ -51,12 +51,12 @@ class World(Config):
     """The form of keys, numbers and expressions.
 
     Args:
-        keys: Number of keys.
-        largest: Values are the integers from 1 to this number, all equally frequent.
-        letters: Length of a key in letters.
-        whole: An operand is one token, a key or `#012`; otherwise keys are letters, and numbers digits as in a result.
-        operations: The operations, all equally likely.
-        held_in: Share of the values whose keys the joint training data may contain.
+        keys: number of keys.
+        largest: values are the integers from 1 to this number, all equally frequent.
+        letters: length of a key in letters.
+        whole: an operand is one token, a key or `#012`; otherwise keys are letters, and numbers digits as in a result.
+        operations: the operations, all equally likely.
+        held_in: share of the values whose keys the joint training data may contain.
     """
 
     keys: int = Field(2000, ge=10)
@@ -192,14 +192,14 @@ def tasks(
     """Yield tasks without end: any operation, any values whose result stays in range, any keys of these values.
 
     Args:
-        world: Form of keys, numbers and expressions.
-        pairs: All keys with their values.
-        keys: Keys that may be operands.
-        source: Source of random numbers.
-        without: Expressions with sorted operands, over keys or numbers, that no task has in any order.
+        world: form of keys, numbers and expressions.
+        pairs: all keys with their values.
+        keys: keys that may be operands.
+        source: source of random numbers.
+        without: expressions with sorted operands, over keys or numbers, that no task has in any order.
 
     Raises:
-        DataError: The keys allow too few other expressions.
+        DataError: the keys allow too few other expressions.
     """
     by_value: dict[int, list[str]] = {}
     for key in keys:

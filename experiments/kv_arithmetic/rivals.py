@@ -59,10 +59,10 @@ def mixture(m_a: Any, m_b: Any, tokenizer: PreTrainedTokenizerBase, weight: floa
     """Return greedy answers by a mixture of both models' probabilities.
 
     Args:
-        m_a: The first model.
-        m_b: The second model.
-        tokenizer: Tokenizer of both.
-        weight: Weight of m_A.
+        m_a: the first model.
+        m_b: the second model.
+        tokenizer: tokenizer of both.
+        weight: weight of m_A.
     """
 
     def probabilities(model: Any, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -64,16 +64,16 @@ class KvArithmeticSize(Config):
     """Sizes and lengths of the experiment.
 
     Args:
-        world: Form of keys, numbers and expressions.
-        exam: Numbers of tested expressions.
-        memory: Length of m_A's training.
-        arithmetic: Length of m_B's training.
-        joint: Length of the training on D_C.
-        data: Content of D_C.
-        m_a: Shape of m_A.
-        m_b: Shape of m_B.
-        pairs: Layers of m_A and m_B that the composition connects.
-        lora_rank: Rank of LoRA.
+        world: form of keys, numbers and expressions.
+        exam: numbers of tested expressions.
+        memory: length of m_A's training.
+        arithmetic: length of m_B's training.
+        joint: length of the training on D_C.
+        data: content of D_C.
+        m_a: shape of m_A.
+        m_b: shape of m_B.
+        pairs: layers of m_A and m_B that the composition connects.
+        lora_rank: rank of LoRA.
     """
 
     world: World = Field(default_factory=World)
@@ -106,12 +106,12 @@ class KvArithmeticStudy(Study):
     """The runs of the experiment.
 
     Args:
-        options: Options of the experiment.
-        size: Sizes and lengths.
+        options: options of the experiment.
+        size: sizes and lengths.
 
     Attributes:
-        parents: Runs of the models that rows depend on, by run id.
-        settings: Setting that the search chose, by row.
+        parents: runs of the models that rows depend on, by run id.
+        settings: setting that the search chose, by row.
     """
 
     def __init__(self, options: Options, size: KvArithmeticSize | None = None) -> None:
@@ -138,7 +138,7 @@ class KvArithmeticStudy(Study):
         self.settings = {row: settings[run.id] for row, run in chosen.items()}
 
     def parent(self, role: Role, seed: int, **changes: Any) -> ParentRun:
-        """Return the run of a model that rows depend on; `changes` holds other fields of the run."""
+        """Return the run of a model that rows depend on; `changes` has further fields of the run."""
         size = self.size
         computes = role == "arithmetic"
         fields: dict[str, Any] = {
@@ -156,10 +156,10 @@ class KvArithmeticStudy(Study):
         """Return the run of a row with one seed.
 
         Args:
-            row: Name of the row.
-            seed: Seed of the run.
-            name: Prefix of the run's id; by default the row's name.
-            changes: Other fields of the run.
+            row: name of the row.
+            seed: seed of the run.
+            name: prefix of the run's id; by default the row's name.
+            changes: other fields of the run.
         """
         size = self.size
         fields: dict[str, Any] = {

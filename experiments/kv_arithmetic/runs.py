@@ -5,7 +5,8 @@ reads sums of numbers, some of them after unrelated text, and never a key. It pr
 other text the sum's own characters as well. A row is a parent without training, or a graft on m_B that is trained on
 the joint data D_C.
 
-No training data holds a test or validation expression as numbers, in any order of operands that gives the same result.
+No training data contains a test or validation expression as numbers, in any order of operands that gives the same
+result.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class Exam(Config):
     """Numbers of different expressions.
 
     Args:
-        expressions: Test expressions over keys held out.
-        held_in: Test expressions over keys held in; few, so that products remain for D_C.
-        validation: Expressions over other keys held out, used only to choose settings.
+        expressions: test expressions over keys held out.
+        held_in: test expressions over keys held in; few, so that products remain for D_C.
+        validation: expressions over other keys held out, used only to choose settings.
     """
 
     expressions: int = Field(300, ge=1)
@@ -170,15 +171,15 @@ class ModelShape(Config):
     """The shape of a Llama.
 
     Args:
-        width: Width of the model.
-        layers: Number of layers.
-        heads: Number of attention heads.
-        inner: Width of the FFNs.
-        spread: Standard deviation of the initial weights.
-        theta: Base of the rotary positions.
-        starts_at: First layer that is not the identity. A composition writes after a layer, so it can write what this
+        width: width of the model.
+        layers: number of layers.
+        heads: number of attention heads.
+        inner: width of the FFNs.
+        spread: standard deviation of the initial weights.
+        theta: base of the rotary positions.
+        starts_at: first layer that is not the identity. A composition writes after a layer, so it can write what this
             layer reads.
-        attends_from: First layer with attention; earlier layers read each token separately.
+        attends_from: first layer with attention; earlier layers read each token separately.
     """
 
     width: int = Field(64, ge=8)
@@ -195,10 +196,10 @@ class TrainingLength(Config):
     """Length of a training. Examples are drawn once, and repeated as often as the steps need.
 
     Args:
-        steps: Number of steps.
-        batch_size: Rows of a step.
-        learning_rate: Learning rate.
-        examples: Number of examples.
+        steps: number of steps.
+        batch_size: rows of a step.
+        learning_rate: learning rate.
+        examples: number of examples.
     """
 
     steps: int = Field(ge=1)
@@ -222,19 +223,19 @@ class ParentRun(Run):
     """Train one parent; `random` is m_A with its random weights.
 
     Args:
-        role: Role of the parent.
-        world: Form of keys, numbers and expressions.
-        exam: Numbers of tested expressions, which the parent never reads.
-        shape: Shape of the model.
-        length: Length of the training.
-        noise: Share of m_B's sums that follow other text.
-        spaced: Share of m_B's sums that have letters before the numbers, fewer than a key has: `xy#012+z#034=640`.
-        spelled: Share of m_B's documents that write the digits of a number: `#012=210`.
-        disturbed: Standard deviation of noise on m_B's embeddings of numbers in training, so that it also reads
+        role: role of the parent.
+        world: form of keys, numbers and expressions.
+        exam: numbers of tested expressions, which the parent never reads.
+        shape: shape of the model.
+        length: length of the training.
+        noise: share of m_B's sums that follow other text.
+        spaced: share of m_B's sums that have letters before the numbers, fewer than a key has: `xy#012+z#034=640`.
+        spelled: share of m_B's documents that write the digits of a number: `#012=210`.
+        disturbed: standard deviation of noise on m_B's embeddings of numbers in training, so that it also reads
             approximate embeddings of numbers.
-        alike: Give all letters and keys the same small vector in m_B, so that a number can be written over any of them.
-        recall: Share of m_A's documents in which a number directly follows its key: `abc+def` and `#034`.
-        seed: Seed of keys, weights and data.
+        alike: give all letters and keys the same small vector in m_B, so that a number can be written over any of them.
+        recall: share of m_A's documents in which a number directly follows its key: `abc+def` and `#034`.
+        seed: seed of keys, weights and data.
     """
 
     role: Role
@@ -342,7 +343,8 @@ def make_batches(
 ) -> Mixture:
     """Return batches of rows as long as the longest document, or as two of the shortest if that takes fewer tokens."""
     sizes = {document: len(tokenizer.tokenize(document.full_text)) for document in documents}
-    by_length = sorted(documents, key=sizes.__getitem__)  # documents that share a row are neighbours
+    # Consecutive documents share a row.
+    by_length = sorted(documents, key=sizes.__getitem__)
     longest = sizes[by_length[-1]]
     shortest = sizes[by_length[0]]
     lengths = {longest, max(longest, 2 * shortest)}
@@ -434,9 +436,9 @@ class JointData(Config):
     Args:
         task: `arithmetic` over keys, as in section 3.2 of the paper; `substitution`, as in section 4.1; or a `mixture`,
             half of each.
-        numeric: Share of sums of numbers, which keep m_B's own task.
-        direct: Share of the arithmetic in the direct form; the rest has the scratchpad form.
-        spelled: Share of documents that ask for the digits of one key's value: `abc=` and `210`.
+        numeric: share of sums of numbers, which keep m_B's own task.
+        direct: share of the arithmetic in the direct form; the rest has the scratchpad form.
+        spelled: share of documents that ask for the digits of one key's value: `abc=` and `210`.
     """
 
     task: Literal["arithmetic", "substitution", "mixture"] = "arithmetic"
@@ -449,16 +451,16 @@ class KvArithmeticRun(Run):
     """A row with one seed. The first dependency is m_B; a second one is m_A.
 
     Args:
-        world: Form of keys, numbers and expressions.
-        exam: Numbers of tested expressions.
-        graft: Graft on m_B, trained on D_C; without it nothing is trained.
-        rival: How m_A and m_B answer without a graft; None measures the first dependency alone.
-        weight: Weight of m_A in a mixture.
-        joint: Content of D_C.
-        length: Length of the training.
-        rate: Learning rate; by default that of `length`.
-        validation: Measure on the validation expressions only.
-        seed: Seed of keys, weights and data.
+        world: form of keys, numbers and expressions.
+        exam: numbers of tested expressions.
+        graft: graft on m_B, trained on D_C; without it nothing is trained.
+        rival: how m_A and m_B answer without a graft; None measures the first dependency alone.
+        weight: weight of m_A in a mixture.
+        joint: content of D_C.
+        length: length of the training.
+        rate: learning rate; by default that of `length`.
+        validation: measure on the validation expressions only.
+        seed: seed of keys, weights and data.
     """
 
     world: World
@@ -548,7 +550,7 @@ def joint_documents(run: KvArithmeticRun) -> Iterator[Document]:
         if source.random() < run.joint.spelled:
             spelled = world.spelled(task.numbers.first)
             yield Document(spelled + END, prompt=task.keys.first + COMPUTE)
-        elif form == "substitution":  # without an end, so that m_B may continue in any way
+        elif form == "substitution":  # no end-of-text token follows, so that m_B may continue in any way
             yield Document(task.completion(form), prompt=task.prompt(form))
         else:
             yield task.document(form)

@@ -1,1 +1,1 @@
-"""Tasks that need a long memory (see README.md in this folder)."""
+"""Synthetic tasks that need a long memory (see README.md in this folder)."""

@@ -83,9 +83,9 @@ class TrainingStage(NamedTuple):
     """Training on new texts of one length.
 
     Attributes:
-        length: Tokens of a text; for listops the maximum, of which a fourth is the minimum.
-        steps: Number of steps.
-        batch_size: Texts of a step.
+        length: tokens of a text; for listops the maximum, of which a fourth is the minimum.
+        steps: number of steps.
+        batch_size: texts of a step.
     """
 
     length: int
@@ -97,15 +97,15 @@ class MemoryTask(Config):
     """A task, its sizes, and the stages of its training.
 
     Args:
-        name: Kind of task; `listops_last` is listops with a single answer per text in training too.
-        length: Tokens of a row; listops has fewer, followed by padding.
-        window: Window of the models that learn it; the questions of recall and copy are in the last window.
-        pairs: Pairs of recall, or values of copy.
-        keys: Number of different keys.
-        values: Number of different values.
-        noise: Number of different noise tokens.
-        shortest: Fewest tokens of a listops expression.
-        stages: Stages of the training.
+        name: kind of task; `listops_last` is listops with a single answer per text in training too.
+        length: tokens of a row; listops has fewer, followed by padding.
+        window: window of the models that learn it; the questions of recall and copy are in the last window.
+        pairs: pairs of recall, or values of copy.
+        keys: number of different keys.
+        values: number of different values.
+        noise: number of different noise tokens.
+        shortest: fewest tokens of a listops expression.
+        stages: stages of the training.
     """
 
     name: Literal["recall", "copy", "listops", "listops_last"]
@@ -260,7 +260,7 @@ def _listops(task: MemoryTask, count: int, random: np.random.Generator, *, every
 
 
 def expressions(random: np.random.Generator, shortest: int, longest: int) -> Iterator[list[int]]:
-    """Yield expressions within these lengths without end, as ids; each closing bracket holds its list's value."""
+    """Yield expressions within these lengths without end, as ids; a closing bracket has the value of its list."""
     draws = _draws(random)
     while True:
         ids: list[int] = []
@@ -317,8 +317,10 @@ class ListValues(BlockStatePreTrainedModel):
 
     def forward(self, input_ids: Tensor, **more: Any) -> CausalLMOutput:
         """Return logits (B, T, ids) of ids (B, T)."""
-        hidden = self.model(input_ids.clamp(max=CLOSE_ID), **more).last_hidden_state
-        logits = nn.functional.pad(self.head(hidden), (CLOSE_ID, 0), value=-torch.inf)
+        visible_ids = input_ids.clamp(max=CLOSE_ID)
+        hidden = self.model(visible_ids, **more).last_hidden_state
+        value_logits = self.head(hidden)
+        logits = nn.functional.pad(value_logits, (CLOSE_ID, 0), value=-torch.inf)
         return CausalLMOutput(logits=logits.roll(-1, dims=1))
 
 
@@ -343,11 +345,11 @@ class MemoryTaskRun(Run):
     """Train one model on one task in stages, and measure the percentage of correct answers.
 
     Args:
-        task: The task.
-        model: Model config, with `model_type`.
-        learning_rate: Learning rate.
-        tested: Number of test examples, and of validation examples.
-        seed: Seed of weights and examples.
+        task: the task.
+        model: model config, with `model_type`.
+        learning_rate: learning rate.
+        tested: number of test examples, and of validation examples.
+        seed: seed of weights and examples.
     """
 
     task: MemoryTask
@@ -424,8 +426,10 @@ def accuracy(model: Any, examples: TaskExamples, batch_size: int) -> float:
             mask = (batch != PADDING_ID).long()
             more = {} if bool(mask.all()) else {"attention_mask": mask}
             logits = model(input_ids=batch, use_cache=False, **more).logits
-            is_right = logits[:, :-1].argmax(dim=-1) == batch[:, 1:]
-            correct += int(is_right[is_answer[:, 1:]].sum())
+            predicted = logits[:, :-1].argmax(dim=-1)
+            is_right = predicted == batch[:, 1:]
+            is_right_answer = is_right & is_answer[:, 1:]
+            correct += int(is_right_answer.sum())
     return 100 * correct / int(answers.sum())
 
 
@@ -433,15 +437,15 @@ class LongMemoryConfig(Config):
     """Tasks and sizes.
 
     Args:
-        tasks: Tasks, by name.
-        shape: Keys of the model config that all rows share.
-        parameters: Parameters of every row's model, up to rounding.
-        rates: Learning rates of the search.
-        tested: Number of test examples.
-        shape_of: Other keys of the model config, by task.
-        parameters_of: Parameters of the tasks that differ.
-        rates_of: Learning rates of the tasks that differ.
-        tested_of: Number of test examples of the tasks that differ.
+        tasks: tasks, by name.
+        shape: keys of the model config that all rows share.
+        parameters: parameters of every row's model, up to rounding.
+        rates: learning rates of the search.
+        tested: number of test examples.
+        shape_of: other keys of the model config, by task.
+        parameters_of: parameters of the tasks that differ.
+        rates_of: learning rates of the tasks that differ.
+        tested_of: number of test examples of the tasks that differ.
     """
 
     tasks: dict[str, MemoryTask]

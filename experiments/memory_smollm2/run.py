@@ -1,4 +1,4 @@
-"""SmolLM2 reads long documents with a window of 512 tokens: what does a memory of the earlier text give back?
+"""SmolLM2 reads long documents with a window of 512 tokens: how much does a memory of the earlier text recover?
 
 All trained rows read the same rows of long documents and of recall, each at the learning rate that its own search on
 validation text chose. All rows are measured on whole documents, which are read in pieces on one cache.
@@ -71,7 +71,7 @@ TOGETHER = 2  # rows of a forward pass
 CHUNK = 1024  # tokens of a forward pass over a long text
 DECODE_STEPS = 32  # decode steps of which the shortest is measured
 CHOSEN_BY = ("validation_nats_beyond", "validation_recall_nats")
-PREFIXES = {"validation": "validation_", "test": ""}  # of metrics, by part
+PREFIXES = {"validation": "validation_", "test": ""}  # prefixes of metrics, by part
 COSTS = ("decode_step_ratio", "memory_bytes_ratio")
 
 
@@ -79,9 +79,9 @@ class LongTextRun(PromptedRun):
     """A row, measured on the long documents and the texts of recall of both parts.
 
     Args:
-        texts: Folder of `write_texts`.
-        window: Tokens after which `nats_beyond` begins.
-        far: Tokens after which the cost of a decode step is compared with the cost after a 32nd of them; 0 skips this.
+        texts: folder of `write_texts`.
+        window: tokens after which `nats_beyond` begins.
+        far: tokens after which the cost of a decode step is compared with the cost after a 32nd of them; 0 skips this.
     """
 
     texts: str
@@ -123,7 +123,7 @@ def scores(model: Any, ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Score the tokens of a text, which is read in pieces on one cache.
 
     Args:
-        model: A causal language model.
+        model: a causal language model.
         ids: (1, T) token ids.
 
     Returns:
@@ -150,18 +150,21 @@ def gain_of_far(model: Any, ids: Tensor, nats: np.ndarray, window: int) -> float
     Only the second half of each piece counts, and the first piece does not, because it is read in the same way.
 
     Args:
-        model: A causal language model.
+        model: a causal language model.
         ids: (1, T) token ids.
         nats: (T - 1,) nats of `scores`.
-        window: Tokens of a window.
+        window: tokens of a window.
     """
     piece = 2 * window
     complete = ids.shape[1] // piece * piece
-    pieces = np.append(0.0, nats)[:complete].reshape(-1, piece)
+    nats_of_tokens = np.append(0.0, nats)  # the first token has no prediction
+    pieces = nats_of_tokens[:complete].reshape(-1, piece)
     whole = pieces[1:, window:]
-    parts = ids[:, piece:][:, : 2 * whole.size].reshape(-1, piece).to(model.device)
-    logits = model(input_ids=parts, use_cache=False).logits[:, window - 1 : -1].float()
-    loss = cross_entropy(logits.flatten(0, 1), parts[:, window:].flatten())
+    parts = ids[:, piece:complete].reshape(-1, piece).to(model.device)
+    all_logits = model(input_ids=parts, use_cache=False).logits
+    logits = all_logits[:, window - 1 : -1].float()
+    targets = parts[:, window:]
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
     return float(loss) - float(whole.mean())
 
 
@@ -192,7 +195,7 @@ def recall_of(model: Any, path: Path) -> dict[str, Interval]:
 def lookup_of(path: Path, window: int) -> dict[str, float]:
     """Return the percentage of answers that a table of bigrams gives.
 
-    The table predicts what followed the last two tokens when they last occurred together, more than a window before.
+    The table predicts the successor of the last two tokens at their last joint occurrence more than a window before.
     """
     right = []
     for (ids,), values in read_ids(path):
@@ -252,15 +255,15 @@ class MemoryStudy(Study):
     """The runs of the experiment.
 
     Args:
-        options: Options of the experiment.
-        window: Tokens of the window.
-        sizes: Sizes of texts.
-        steps: Training steps.
+        options: options of the experiment.
+        window: tokens of the window.
+        sizes: sizes of texts.
+        steps: training steps.
 
     Attributes:
-        backbone: Config of the backbone.
-        texts: Folder of `write_texts`.
-        grafts: Config of each row's graft; None for the backbone without one.
+        backbone: config of the backbone.
+        texts: folder of `write_texts`.
+        grafts: config of each row's graft; None for the backbone without one.
     """
 
     def __init__(self, options: Options, window: int, sizes: Sizes, steps: int) -> None:

@@ -36,14 +36,14 @@ class Sizes(NamedTuple):
     """Sizes of texts.
 
     Attributes:
-        row: Tokens of a training row.
-        document: Tokens of a document of validation and test.
-        pairs: Pairs of words of a text of recall.
-        tested: Test documents of each source.
-        validated: Validation documents of each source.
-        recall: Texts of recall of validation and test.
-        trained: Training rows of documents. There are as many rows of recall: half of them hold one text each, half of
-            them texts of 1,008 tokens or of half the row.
+        row: tokens of a training row.
+        document: tokens of a document of validation and test.
+        pairs: pairs of words of a text of recall.
+        tested: test documents of each source.
+        validated: validation documents of each source.
+        recall: texts of recall of validation and test.
+        trained: training rows of documents. There are as many rows of recall: half of them contain one text each, and
+            half of them texts of 1,008 tokens or of half the row.
     """
 
     row: int = 4096
@@ -59,9 +59,9 @@ class RecallText(NamedTuple):
     """A text of recall.
 
     Attributes:
-        ids: Its token ids.
-        answers: Start and stop of each answer.
-        asked_from: Number of tokens before its questions.
+        ids: its token ids.
+        answers: start and stop of each answer.
+        asked_from: number of tokens before its questions.
     """
 
     ids: list[int]
@@ -75,11 +75,11 @@ def write_texts(data: Path, folder: Path, tokenizer: Any, sizes: Sizes, window: 
     No document and no word of a pair is in two parts.
 
     Args:
-        data: The data folder.
-        folder: Folder to write to.
-        tokenizer: Tokenizer of the model.
-        sizes: Sizes of texts.
-        window: Tokens of the window; all pairs are farther from their questions.
+        data: the data folder.
+        folder: folder to write to.
+        tokenizer: tokenizer of the model.
+        sizes: sizes of texts.
+        window: tokens of the window; all pairs are farther from their questions.
     """
     settings = {
         "sizes": sizes._asdict(),
@@ -129,11 +129,12 @@ def _recall_makers(
 
 def _training_recalls(maker: RecallMaker, tokenizer: Any, sizes: Sizes, window: int) -> list[dict[str, str]]:
     """Return the training rows of recall: long texts, then short ones of which several share a row."""
-    long_rows = sizes.trained // 2
+    count = sizes.trained // 2
     short = min(1024, sizes.row // 2)
-    short_texts = sizes.trained // 2 * (sizes.row // short)
+    texts_in_row = sizes.row // short
+    lengths = [sizes.row] * count + [short] * (count * texts_in_row)
     rows = []
-    for length in [sizes.row] * long_rows + [short] * short_texts:
+    for length in lengths:
         ids, _, start = maker.make(length - 16, window)
         prompt = tokenizer.decode(ids[:start])
         rows.append({"prompt": prompt, "text": tokenizer.decode(ids[start:])})
@@ -156,8 +157,8 @@ def split(documents: Mapping[str, Sequence[str]], sizes: Sizes) -> dict[str, dic
     them, so that no author of novels is in two parts.
 
     Args:
-        documents: Documents, by source.
-        sizes: Sizes of texts.
+        documents: documents, by source.
+        sizes: sizes of texts.
 
     Returns:
         Documents, by part and source.
@@ -183,10 +184,10 @@ class RecallMaker:
     """Makes texts of one part: pairs of words, then other text, then the pairs again in another order.
 
     Args:
-        part: Name of the part; its words are in no other part.
-        tokenizer: Tokenizer of the model.
-        filler: The other text, of which each text has a random piece.
-        pairs: Pairs of a text.
+        part: name of the part; its words are in no other part.
+        tokenizer: tokenizer of the model.
+        filler: the other text, of which each text has a random piece.
+        pairs: pairs of a text.
     """
 
     def __init__(self, part: str, tokenizer: Any, filler: str, pairs: int) -> None:
@@ -206,12 +207,12 @@ class RecallMaker:
             head += self._ids(f"- {key} means {value}.\n")
         opening = self._ids("\nOnce more:")
         questions = []
-        size = 0
+        size = len(head) + len(opening)
         for key in shuffled(list(pairs), str(pairs)):
             question = (self._ids(f" {key} means"), self._ids(f" {pairs[key]}"), self._ids(","))
             questions.append(question)
             size += sum(len(tokens) for tokens in question)
-        between = max(window, length - len(head) - len(opening) - size)
+        between = max(window, length - size)
         start = self._random.randrange(max(1, len(self._filler) - between))
         ids = [*head, *self._filler[start : start + between], *opening]
         asked_from = len(ids)
@@ -228,9 +229,11 @@ class RecallMaker:
 
 def words(tokenizer: Any) -> list[str]:
     """Return the 3,000 commonest words of at least two letters that are one token with the space before them."""
-    texts = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
+    single_tokens = [[index] for index in range(len(tokenizer))]
+    texts = tokenizer.batch_decode(single_tokens)
     found = [text.strip() for text in texts if re.fullmatch(" [a-z]{2,}", text)]
-    return list(dict.fromkeys(found))[:3000]
+    distinct = list(dict.fromkeys(found))
+    return distinct[:3000]
 
 
 def read_ids(path: Path) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:

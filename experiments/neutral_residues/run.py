@@ -1,4 +1,4 @@
-"""English novels, then French: what gate, local loss, initialisation and open start are each worth.
+"""English novels, then French: the effects of the gate, the local loss, the initialisation and the open start.
 
 Every row has the same number of settings in its search, which reads validation texts of other sources than the tests,
 with the first seed and a third of the steps. No row trains the embeddings.
@@ -91,9 +91,9 @@ class FactorialRow(NamedTuple):
     """A row.
 
     Attributes:
-        label: Label of the row.
-        graft: Config of its graft.
-        settings: Settings of its search.
+        label: label of the row.
+        graft: config of its graft.
+        settings: settings of its search.
     """
 
     label: str
@@ -133,7 +133,7 @@ METHODS = {
     "lora": FactorialRow("LoRA on the FFN", {"kind": "lora"}, RATE_SETTINGS),
     **factorial(),
 }
-# Pairs of rows that measure what a factor is worth: the row with it, and the row that lacks only it.
+# Pairs of rows that measure the effect of a factor: a row with the factor, and the row that differs only in lacking it.
 FACTORS = {
     "gate": (NAME, UNGATED),
     "gate, He": ("relu-open-l1-he", "none-l1-he"),
@@ -165,8 +165,8 @@ class NeutralResiduesStudy(Study):
     """The runs of the experiment.
 
     Attributes:
-        backbone: Config of the backbone.
-        settings: Setting that the search chose, by row.
+        backbone: config of the backbone.
+        settings: setting that the search chose, by row.
     """
 
     def __init__(self, options: Options) -> None:
@@ -202,12 +202,12 @@ class NeutralResiduesStudy(Study):
         """Return one run, whose id names everything in which it differs from others.
 
         Args:
-            name: Name of the row.
-            setting: Learning rate, and keys of the graft.
-            seed: Seed of the run.
-            share: Share of replay in training rows.
-            search: Train a third of the steps and measure on validation texts.
-            graft: Other keys of the graft.
+            name: name of the row.
+            setting: learning rate, and keys of the graft.
+            seed: seed of the run.
+            share: share of replay in training rows.
+            search: train a third of the steps and measure on validation texts.
+            graft: other keys of the graft.
         """
         quick = self.options.quick
         values = {**setting, **graft}
@@ -401,7 +401,7 @@ def _path(
     index: int,
     quantity: str,
 ) -> np.ndarray:
-    """Return (2, alphas) what a row learned, rising, and its value of a quantity, with one seed."""
+    """Return (2, alphas): the learning of a row, rising, and its value of a quantity, with one seed."""
     points = []
     for name, runs_of_row in runs.items():
         if name.startswith(f"{row}-alpha"):

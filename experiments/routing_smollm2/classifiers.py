@@ -1,4 +1,4 @@
-"""What finds the domain of a prompt without a model: a classifier of its words, and one of its form alone."""
+"""Classifiers of the domain of a prompt, by its words or by its form alone, as baselines without a model."""
 
 from __future__ import annotations
 

@@ -88,9 +88,9 @@ def _cut(pool: Sequence[RoutingQuestion]) -> Parts:
 
 def _topics(data: Path) -> dict[str, Parts]:
     """Return questions for the intent of a user's message, by topic; the choices are intents of the same topic."""
-    intents_file, messages_file = (data / name for name in CLINC)
-    intents = json.loads(intents_file.read_text(encoding="utf-8"))
-    messages = json.loads(messages_file.read_text(encoding="utf-8"))
+    intents_name, messages_name = CLINC
+    intents = json.loads((data / intents_name).read_text(encoding="utf-8"))
+    messages = json.loads((data / messages_name).read_text(encoding="utf-8"))
     topics: dict[str, Parts] = {}
     for topic in TOPICS:
         topics[topic] = {}

@@ -360,7 +360,8 @@ class FieldStudy(SkillStudy):
         """Return a row without the figures of single experts, but with their means over the experts of one skill."""
         kept = (*COLUMNS, "routing_accuracy")
         metrics: dict[str, Metric] = {name: value for name, value in row.metrics.items() if name in kept}
-        for skill in dict.fromkeys(domain.partition("_")[0] for domain in self.domains):
+        skills = [domain.partition("_")[0] for domain in self.domains]
+        for skill in dict.fromkeys(skills):
             prefix = f"routing_accuracy_{skill}_"
             values = [value_of(value) for name, value in row.metrics.items() if name.startswith(prefix)]
             if values:
@@ -444,7 +445,7 @@ def _row(study: SkillStudy, row: str, label: str, runs: Sequence[AnswerRun]) -> 
 
 
 def answered(study: SkillStudy, run: AnswerRun) -> dict[str, Answered]:
-    """Return what was measured on each question, by domain."""
+    """Return the measurements of every question, by domain."""
     return study.measured[run.id].details["answered"]
 
 
@@ -467,7 +468,7 @@ def differences(study: SkillStudy, ours: Sequence[AnswerRun], theirs: Sequence[A
     """
     result: dict[str, Any] = {}
     for name, column in COLUMNS.items():
-        gaps: list[list[np.ndarray]] = []  # by domain and seed
+        gaps: list[list[np.ndarray]] = []  # differences by domain and seed
         for domain in study.domains:
             domain_gaps = []
             for our_run, their_run in zip(ours, theirs, strict=True):
@@ -500,8 +501,10 @@ def _normal_interval(pooled: Sequence[np.ndarray]) -> Interval:
 def _gaps(ours: Sequence[float], theirs: Sequence[float], name: str) -> np.ndarray:
     """Return differences on the questions that both answered; those of shares are in percentage points."""
     shared = min(len(ours), len(theirs))
+    our_values = np.array(ours[:shared], float)
+    their_values = np.array(theirs[:shared], float)
     unit = 1 if name == "nll_average" else 100
-    return unit * (np.array(ours[:shared], float) - np.array(theirs[:shared], float))
+    return unit * (our_values - their_values)
 
 
 def aims(rows: Sequence[Row], details: Mapping[str, Any]) -> list[Aim]:

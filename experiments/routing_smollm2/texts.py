@@ -65,10 +65,12 @@ def write_skills(
         known: shingles of the training text of the backbone, of which validation and test questions have none.
     """
     for domain, parts in skills.items():
-        longest_answer = longest["program" if domain.startswith("code") else "answer"]
+        kind = "program" if domain.startswith("code") else "answer"
         fitting: Parts = {}
         for part, questions in parts.items():
-            fitting[part] = [each for each in questions if _fits(each, tokenizer, longest["prompt"], longest_answer)]
+            fitting[part] = [
+                question for question in questions if _fits(question, tokenizer, longest["prompt"], longest[kind])
+            ]
         written = _split(fitting, counts, seeds, known)
         for part, questions in written.items():
             completed = with_choices(domain, questions)
@@ -86,7 +88,8 @@ def _split(
     trained = {normalised(question.prompt) for question in parts["train"]}
     validation = _fresh(parts["validation"], trained, known)[: counts["validation"]]
     chosen = {normalised(question.prompt) for question in validation}
-    tests = [each for each in _fresh(parts["test"], trained, known) if normalised(each.prompt) not in chosen]
+    fresh = _fresh(parts["test"], trained, known)
+    tests = [question for question in fresh if normalised(question.prompt) not in chosen]
     written = {
         "train": shuffled(parts["train"], "items")[: counts["train"]],
         "validation": validation,

@@ -46,11 +46,11 @@ class ReplayRow(NamedTuple):
     """A row.
 
     Attributes:
-        label: Label of the row.
-        graft: Config of its graft.
-        old: Source of its old text: `NOVEL`, `SELF`, or empty.
-        objective: Objective on old text.
-        other: Keys of the graft that the search also tries, at the middle rate.
+        label: label of the row.
+        graft: config of its graft.
+        old: source of its old text: `NOVEL`, `SELF`, or empty.
+        objective: objective on old text.
+        other: keys of the graft that the search also tries, at the middle rate.
     """
 
     label: str
@@ -110,11 +110,11 @@ class SelfReplayStudy(Study):
         """Return the run of one row at one rate.
 
         Args:
-            name: Name of the row.
-            rate: Learning rate.
-            seed: Seed of the run.
-            changes: Keys of the graft that differ from the row's.
-            search: Train a third of the steps and measure on validation texts.
+            name: name of the row.
+            rate: learning rate.
+            seed: seed of the run.
+            changes: keys of the graft that differ from the row's.
+            search: train a third of the steps and measure on validation texts.
         """
         row = ROWS[name]
         changed = "".join(f"_{key}-{value}" for key, value in changes.items())

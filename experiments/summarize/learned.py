@@ -34,7 +34,7 @@ OUTPUT = "output.json"
 _FEATURES = ("first", "relative", "near_2", "near_6", "near_15", "near_50", "centrality")
 _WRITER_RATE = 2e-3
 
-Vectors = dict[str, Tensor]  # by document
+Vectors = dict[str, Tensor]  # output by document
 
 
 @lru_cache(maxsize=1)

@@ -25,7 +25,7 @@ _MARKS = ("<pad>", "<unknown>", "<start>", "<end>")
 _TOKEN = re.compile(r"\w+(?:['’.-]\w+)*|[^\w\s]")
 _BATCH = 16  # documents of an update
 _WRITTEN = 32  # documents that are summarized at once
-_MAX_NORM = 2.0  # of gradients
+_MAX_NORM = 2.0  # norm to which gradients are clipped
 
 
 def tokens_of(text: str) -> list[str]:
@@ -220,15 +220,22 @@ class PointerGenerator(nn.Module):
         target_BT = self._targets(examples)
         inputs_BT = nn.functional.pad(target_BT, (1, 0), value=START)[:, :-1]
         previous = self.embed(inputs_BT)
-        steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        hidden_states = []
+        contexts = []
+        copied_probabilities = []
+        overlaps = []
         for word_B, target_B in zip(previous.unbind(1), target_BT.unbind(1), strict=True):
             covered = state.coverage
             attention, state = self.step(word_B, state, memory)
             is_target_BS = memory.ids == target_B[:, None]
-            copied_B = (attention * is_target_BS).sum(-1)
-            overlap_B = torch.minimum(attention, covered).sum(-1)
-            steps.append((state.hidden, state.context, copied_B, overlap_B))
-        hidden, context, copied, overlap = (torch.stack(values, dim=1) for values in zip(*steps, strict=True))
+            hidden_states.append(state.hidden)
+            contexts.append(state.context)
+            copied_probabilities.append((attention * is_target_BS).sum(-1))
+            overlaps.append(torch.minimum(attention, covered).sum(-1))
+        hidden = torch.stack(hidden_states, dim=1)
+        context = torch.stack(contexts, dim=1)
+        copied = torch.stack(copied_probabilities, dim=1)
+        overlap = torch.stack(overlaps, dim=1)
         features, logits, gate = self.output(previous, hidden, context)
         generated = self._target_probabilities(features, logits, target_BT)
         probability = gate * generated + (1 - gate) * copied

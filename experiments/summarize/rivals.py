@@ -144,7 +144,7 @@ def _rank(summarizer: Any, indices: list[int], texts: Mapping[int, str]) -> list
     rated: list[Any] = []
 
     def keep_all(infos: Any) -> Any:
-        """Receive the rated sentences, best first, in place of sumy's function that selects some of them."""
+        """Return all rated sentences, best first; replaces sumy's function that selects some of them."""
         rated.extend(infos)
         return infos
 

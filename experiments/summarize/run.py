@@ -46,7 +46,7 @@ LABELS: dict[Kind, str] = {
 RIVALS: tuple[Kind, ...] = ("lead", "lexrank")
 ADDED: tuple[Kind, ...] = ("textrank", "centroid", "lsa", "sumbasic", *TRAINED, *WRITTEN)
 SEEDED: tuple[Kind, ...] = ("random", "default", *TRAINED, *WRITTEN)
-MIN_COLLECTIONS = 4  # on which the default selector is to be better than its rivals
+MIN_COLLECTIONS = 4  # collections on which the default selector should be better than its rivals
 
 _LSTM = {
     "embedding_size": 64,
@@ -71,7 +71,7 @@ _QUICK_WRITER = {"vocab_size": 100, "size": 4, "epochs": 1}
 FULL = CorpusSizes(validation=0.15, test=0.25)
 QUICK = CorpusSizes(validation=0.2, test=0.2, max_documents=8)
 
-Scores = Mapping[str, Sequence[Mapping[str, float]]]  # by document, for each budget
+Scores = Mapping[str, Sequence[Mapping[str, float]]]  # scores by document, for each budget
 Runs = Mapping[Kind, Sequence[ExtractRun]]  # runs of each row, one for each seed
 
 
@@ -86,11 +86,11 @@ def run(options: Options) -> Results:
     draws = 2000 if options.quick else 100_000
     weights = WeightsRun(id="weights", seeds=study.seeds, draws=draws, **documents)
     trained = _trained_runs(study, documents)
-    runs = {kind: _extract_runs(study, kind, documents) for kind in LABELS}
+    runs: dict[Kind, list[ExtractRun]] = {kind: _extract_runs(study, kind, documents) for kind in LABELS}
     extract_runs = [run for several in runs.values() for run in several]
     measured = study.execute([weights, *trained, *extract_runs], "selectors")
     parts = load(documents["longdocs"], documents["sizes"])
-    scores = {kind: _row_scores(several, measured) for kind, several in runs.items()}
+    scores: dict[Kind, Scores] = {kind: _row_scores(several, measured) for kind, several in runs.items()}
     rows = []
     for kind, label in LABELS.items():
         rows.append(Row(id=kind, label=label, metrics={**mean_metrics(scores[kind])}))
@@ -262,7 +262,9 @@ def paired_differences(
         differences[corpus] = {}
         for position, count in enumerate(LEADS):
             for metric in METRICS:
-                totals = {rival: sum(_values(scores[rival], names, position, metric)) for rival in rivals}
+                totals: dict[Kind, float] = {}
+                for rival in rivals:
+                    totals[rival] = sum(_values(scores[rival], names, position, metric))
                 best = max(totals, key=totals.__getitem__)
                 ours = _values(scores[kind], names, position, metric)
                 theirs = _values(scores[best], names, position, metric)

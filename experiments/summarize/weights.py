@@ -153,9 +153,18 @@ def learn(rows: Sequence[LearningRow], setting: LearningSetting, seed: int, draw
 
 def _draw(rows: Sequence[LearningRow], names: Sequence[str], exponent: float, seed: int, draws: int) -> _TrainingSet:
     """Sample sentences with replacement."""
-    features_NF = np.concatenate([np.stack([row.features[name] for name in names], axis=1) for row in rows])
-    share_N = np.concatenate([np.full(len(row.counts), 1 / len(row.counts)) for row in rows])
-    targets_N = np.concatenate([target(row, exponent) for row in rows])
+    features = []
+    shares = []
+    targets_of_rows = []
+    for row in rows:
+        columns = [row.features[name] for name in names]
+        features.append(np.stack(columns, axis=1))
+        sentences = len(row.counts)
+        shares.append(np.full(sentences, 1 / sentences))
+        targets_of_rows.append(target(row, exponent))
+    features_NF = np.concatenate(features)
+    share_N = np.concatenate(shares)
+    targets_N = np.concatenate(targets_of_rows)
     rng = np.random.default_rng(seed)
     drawn = rng.choice(len(share_N), draws, p=share_N / share_N.sum())
     scaler = StandardScaler().fit(features_NF)
@@ -188,7 +197,7 @@ def _fit_networks(drawn: _TrainingSet, seed: int) -> tuple[tuple[tuple[float, ..
 
 
 def _fit_network(drawn: _TrainingSet, seed: int) -> Any:
-    # The annotation of the regressor allows no number as batch size.
+    # The annotation of the regressor does not allow a number as batch size.
     new_network: Any = MLPRegressor
     network = new_network(
         hidden_layer_sizes=(24,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from graftlm.pipelines.summarize.selection import Extract, FixedSelector
 from graftlm.pipelines.summarize.text import ngrams, split_words
 from graftlm.pipelines.summarize.writer import SummaryDecoding, WriterPrompt, introduction_range
 
-TRAINING_LAYOUTS = ("i", "i_long", "ie_selected")  # of training rows, in turn
+TRAINING_LAYOUTS = ("i", "i_long", "ie_selected")  # layouts of training rows, in turn
 _RUN_WORDS = 8  # words of the runs by which documents are compared
 
 
@@ -105,12 +105,15 @@ class PromptMaker:
             prompts[name] = writer.build_prompt(extract)
         common = _common_length([prompt.ids for prompt in prompts.values()])
         texts = [sentence.text for sentence in sample.document.sentences]
+        read: dict[str, str] = {}
+        for name, prompt in prompts.items():
+            read[name] = " ".join(texts[index] for index in prompt.read)
         answer = [*self._ids(sample.summary), self.tokenizer.eos_token_id]
         return {
             "id": sample.id,
             "start": prompts["i"].ids[:common],
             "prompts": {name: prompt.ids[common:] for name, prompt in prompts.items()},
-            "read": {name: " ".join(texts[index] for index in prompt.read) for name, prompt in prompts.items()},
+            "read": read,
             "answer": answer[: self.sizes.abstract],
             "abstract": list(sample.abstract),
             "rivals": self._rivals(sample),
@@ -228,7 +231,8 @@ def write_prompts(
     sets["validation"] = evenly(parts["validation"], sizes.validation)
     for name, samples in sets.items():
         write_lines(folder / f"{name}.jsonl", _chat_rows(maker, samples))
-    counts: Mapping[str, int] = {**{part: len(samples) for part, samples in parts.items()}, "unlike": len(kept)}
+    counts = {part: len(samples) for part, samples in parts.items()}
+    counts["unlike"] = len(kept)
     write_lines(folder / "counts.json", [counts])
 
 

@@ -20,8 +20,8 @@ _ROUGE = ("rouge1", "rouge2", "rougeL")
 
 Details = Mapping[str, Any]  # details of the measurement of a run: `nats` and `texts`
 Documents = Mapping[str, Mapping[str, Any]]  # rows of the test documents by name
-Texts = Mapping[str, str]  # by document
-Values = dict[str, NDArray[np.float64]]  # by metric, (documents,)
+Texts = Mapping[str, str]  # texts by document
+Values = dict[str, NDArray[np.float64]]  # values (documents,) by metric
 
 
 def tabulate(
@@ -50,9 +50,13 @@ def tabulate(
     for layout in WRITTEN:
         texts = _texts(runs, layout, written)
         values[layout] = text_values(texts, documents)
-    nats = {layout: _nats(runs, layout, scored) for layout in LAYOUTS}
-    indices = np.arange(len(tokens))
-    scores = {layout: Scores(sums.mean(axis=0), tokens, tokens, indices) for layout, sums in nats.items()}
+    scores: dict[str, Scores] = {}
+    losses: dict[str, list[float]] = {}
+    for layout in LAYOUTS:
+        nats = _nats(runs, layout, scored)
+        scores[layout] = Scores(nats.mean(axis=0), tokens, tokens, np.arange(len(tokens)))
+        by_seed = nats.sum(axis=1) / tokens.sum()
+        losses[layout] = by_seed.round(4).tolist()
     metrics: dict[str, dict[str, Metric]] = {}
     minus: dict[str, Any] = {}
     for layout in LAYOUTS:
@@ -64,16 +68,19 @@ def tabulate(
     first_texts = _texts(runs, "i", written)[0]
     extracts = rival_texts(documents, list(first_texts), "extract")
     extract_values = text_values([extracts], documents)
+    minus.update(_differences_of_texts(values, extract_values))
+    return metrics, minus, losses
+
+
+def _differences_of_texts(values: Mapping[str, Values], extract_values: Values) -> dict[str, Any]:
+    """Return the metrics of `ie_selected` less those of `i` and of the extract."""
+    differences: dict[str, Any] = {}
     for metric, selected in values["ie_selected"].items():
         less_introduction = bootstrap(selected - values["i"][metric])
         less_extract = bootstrap(selected - extract_values[metric])
-        minus[f"{metric}_i"] = less_introduction.model_dump()
-        minus[f"{metric}_extract"] = less_extract.model_dump()
-    losses = {}
-    for layout, sums in nats.items():
-        by_seed = sums.sum(axis=1) / tokens.sum()
-        losses[layout] = by_seed.round(4).tolist()
-    return metrics, minus, losses
+        differences[f"{metric}_i"] = less_introduction.model_dump()
+        differences[f"{metric}_extract"] = less_extract.model_dump()
+    return differences
 
 
 def _texts(runs: Sequence[Sequence[Details]], layout: str, names: Collection[str]) -> list[Texts]:
@@ -104,7 +111,7 @@ def rival_texts(documents: Documents, names: Sequence[str], rival: str) -> Texts
 
 
 def text_values(texts: Sequence[Texts], documents: Documents) -> Values:
-    """Return the metrics of summaries, each the mean over seeds.
+    """Return the metrics of summaries as means over seeds.
 
     Args:
         texts: summaries by document, for each seed.
@@ -125,8 +132,8 @@ def _scores_of(summaries: Texts, documents: Documents) -> list[dict[str, float]]
 def text_scores(text: str, document: Mapping[str, Any]) -> dict[str, float]:
     """Return ROUGE, the shares of unsupported sentences, new pairs of words and repeated runs of four, and the length.
 
-    Support is looked for in the text that all rows of the document read together, so that a row that reads more text
-    has no advantage. A text without a sentence counts as unsupported.
+    The sentences are compared with the text that all rows of the document read together, so that a row that reads more
+    text has no advantage. A text without a sentence counts as unsupported.
     """
     rivals = (" ".join(sentences) for sentences in document["rivals"].values())
     passages = "\n\n".join([*document["read"].values(), *rivals])
@@ -137,8 +144,9 @@ def text_scores(text: str, document: Mapping[str, Any]) -> dict[str, float]:
     bigrams = faithfulness(text, document["source"]).bigrams
     words = split_words(text)
     runs = ngrams(words, 4)
+    rouge_scores = {name: similarity[name] for name in _ROUGE}
     return {
-        **{name: similarity[name] for name in _ROUGE},
+        **rouge_scores,
         "unsupported_share": unsupported / len(links) if links else 1.0,
         "new_pairs": 0.0 if bigrams is None else 1 - bigrams,
         "words": float(len(words)),

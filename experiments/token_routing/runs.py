@@ -223,7 +223,7 @@ def load_xlora(backbone: Backbone, adapters: Sequence[str | Path]) -> Any:
         adapters={str(number): str(path) for number, path in enumerate(adapters)},
     )
     model = get_peft_model(model, config)
-    model.base_model.internal_xlora_classifier.float()  # also on a backbone in half precision
+    model.base_model.internal_xlora_classifier.float()  # float32, also on a backbone in half precision
     return model
 
 

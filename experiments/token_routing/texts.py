@@ -29,7 +29,7 @@ XQUAD = "routing/reading/xquad/xquad.en.json"
 QED = "routing/reading/qed/qed-dev.jsonlines"
 WIKIPEDIA = ("lm_text/wikitext2_valid_test/valid.txt", "lm_text/wikitext2_valid_test/test.txt")
 FILES = (ENGLISH, *WIKIPEDIA, ALGORITHMS)
-SHINGLE = 12  # words
+SHINGLE = 12  # in words
 _CHOICE = re.compile(r"Answer(\d): ")
 _QUESTION = "Please choose the correct answer to the question: "
 
@@ -99,10 +99,12 @@ QUICK_TEXT_SIZES = RoutingTextSizes(
 
 def write_corpus(data: Path, file: Path, amounts: RoutingTextSizes) -> None:
     """Write the training text of the backbone: English novels, Wikipedia, Python."""
-    novels = [text[: amounts.novel] for text in read_texts(data / ENGLISH)[: amounts.novels]]
+    novels = read_texts(data / ENGLISH)[: amounts.novels]
+    novel_starts = [text[: amounts.novel] for text in novels]
     articles = up_to(_articles(data), amounts.wikipedia)
-    modules = deal(read_texts(data / ALGORITHMS), {"backbone": 2, "expert": 1})["backbone"]
-    write_documents(file, [*novels, *articles, *up_to(modules, amounts.code)])
+    dealt = deal(read_texts(data / ALGORITHMS), {"backbone": 2, "expert": 1})
+    modules = up_to(dealt["backbone"], amounts.code)
+    write_documents(file, [*novel_starts, *articles, *modules])
 
 
 def write_changing(folder: Path, part: str, tokenizer: Any, amounts: RoutingTextSizes) -> None:

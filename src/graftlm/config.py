@@ -74,7 +74,9 @@ class Config(BaseModel, metaclass=_ConfigMeta):
             RecipeError: a value does not fit; the message is one sentence about the first problem.
         """
         if not isinstance(values, dict):
-            raise RecipeError(f"{where} contains {_kind_of(values)}, but a mapping of keys to values is expected.")
+            raise RecipeError(
+                f"{where} contains {_kind_of(values)}, but a mapping of keys to values is expected: write key: value."
+            )
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -144,13 +146,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise RecipeError(f"{path} can't be read as a recipe ({error.strerror}): name a readable YAML file.") from None
     except UnicodeDecodeError:
-        raise RecipeError(f"{path} is not UTF-8 text, but a YAML recipe is expected.") from None
+        raise RecipeError(f"{path} is not UTF-8 text, but a YAML recipe is expected: name another file.") from None
     except YAMLError as error:
         raise RecipeError(f"{path} is not valid YAML{_place_of(error)}: {_reason_of(error)}.") from None
     if values is None:
         raise RecipeError(f"{path} is empty, but a recipe is expected: start from one that `graft schema` describes.")
     if not isinstance(values, dict):
-        raise RecipeError(f"{path} contains {_kind_of(values)}, but a mapping of keys to values is expected.")
+        raise RecipeError(
+            f"{path} contains {_kind_of(values)}, but a mapping of keys to values is expected: write key: value."
+        )
     return values
 
 
@@ -237,7 +241,9 @@ def _index(node: Any, name: str, override: str) -> str | int:
     if isinstance(node, dict):
         return name
     if not isinstance(node, list):
-        raise RecipeError(f"The override {shorten(override)!r} goes into {_kind_of(node)}, which has no keys.")
+        raise RecipeError(
+            f"The override {shorten(override)!r} goes into {_kind_of(node)}, which has no keys: correct its path."
+        )
     if name.isdecimal() and int(name) < len(node):
         return int(name)
     raise RecipeError(
@@ -280,7 +286,8 @@ def _mismatch(problem: Any) -> str:
     value = problem["input"]
     is_container = isinstance(value, dict | list)
     shown = _kind_of(value) if is_container or value is None else shorten(repr(value))
-    if kind == "value_error":  # raised by a config's own validator, whose message already tells what is expected
+    if kind == "value_error":
+        # The config's own validator raised the error, whose message already describes the expected value.
         message = problem["msg"].removeprefix("Value error, ").rstrip(".")
         if is_container or isinstance(value, BaseModel):
             return message

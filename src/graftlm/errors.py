@@ -89,7 +89,7 @@ def first_line(error: Exception) -> str:
     """Return the first line of an error's message without its full stop, at most 200 characters.
 
     If it ends in a colon, as in validation errors, the next line is returned, which has the cause. An error without a
-    message gives the name of its type.
+    message is described by the name of its type.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -29,7 +29,7 @@ def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: An
     from rich import get_console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = get_console()  # which the command line directs to stderr
+    console = get_console()  # the console that the command line directs to stderr
     if show and not console.is_terminal:
         templates = [column for column in columns if isinstance(column, str)]
         lines = _ProgressLines(title, total, templates, console.print, **fields)
@@ -71,7 +71,8 @@ class _ProgressLines:
         self._completed = self._completed + advance if completed is None else completed
         self._fields.update(fields)
         now = time.monotonic()
-        if now - self._written_at >= SECONDS_BETWEEN_LINES and self._completed < self._total:
+        is_due = now - self._written_at >= SECONDS_BETWEEN_LINES
+        if is_due and self._completed < self._total:
             self._written_at = now
             self._write_line(f"{_minutes(self._seconds_left(now))} left")
 
@@ -83,7 +84,8 @@ class _ProgressLines:
         done = self._completed - self._start
         if done <= 0:
             return None
-        return (now - self._started_at) / done * (self._total - self._completed)
+        seconds_per_step = (now - self._started_at) / done
+        return seconds_per_step * (self._total - self._completed)
 
     def _write_line(self, duration: str) -> None:
         task = SimpleNamespace(
@@ -94,7 +96,8 @@ class _ProgressLines:
         )
         details = [template.format(task=task) for template in self._templates if "{" in template]
         count = f"{self._completed:,.0f}/{self._total:,}"
-        self._write(f"{self._title} {', '.join([count, *details, duration])}")
+        text = ", ".join([count, *details, duration])
+        self._write(f"{self._title} {text}")
 
 
 def _minutes(seconds: float | None) -> str:

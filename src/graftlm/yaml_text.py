@@ -1,4 +1,4 @@
-"""YAML 1.2 by ruamel.yaml: plain values out of text, and text that readers of YAML 1.1 and 1.2 understand alike."""
+"""YAML 1.2 by ruamel.yaml: parse text to plain values, and write text that means the same in YAML 1.1 and 1.2."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ruamel.yaml.resolver import VersionedResolver
 
 _TEXT = "tag:yaml.org,2002:str"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
+# YAML folds these characters like line feeds.
 _LINE_BREAKS = ("\x85", "\u2028", "\u2029")
 
 
 class _Constructor(SafeConstructor):
-    """Leaves dates as text: no config has a date, and a date in quotes would be the only way to write such a name."""
+    """Leaves dates as text: configs have no dates, and a name that looks like a date needs no quotes."""
 
 
 _Constructor.add_constructor(_TIMESTAMP, SafeConstructor.construct_yaml_str)
@@ -29,9 +30,11 @@ class _Representer(SafeRepresenter):
 
     def represent_text(self, text: str) -> ScalarNode:
         """Represent a string."""
-        is_ambiguous = any(_resolved_tag(text, version) != _TEXT for version in ("1.1", "1.2"))
-        has_breaks = any(mark in text for mark in _LINE_BREAKS)  # which are folded like line feeds
-        return self.represent_scalar(_TEXT, text, style='"' if is_ambiguous or has_breaks else None)
+        tags = {_resolved_tag(text, version) for version in ("1.1", "1.2")}
+        is_ambiguous = tags != {_TEXT}
+        has_breaks = any(mark in text for mark in _LINE_BREAKS)
+        style = '"' if is_ambiguous or has_breaks else None
+        return self.represent_scalar(_TEXT, text, style=style)
 
 
 _Representer.add_representer(str, _Representer.represent_text)
@@ -39,9 +42,9 @@ _Representer.add_representer(str, _Representer.represent_text)
 
 def _resolved_tag(text: str, version: str) -> str:
     """Return the tag that a plain scalar has in a version of YAML."""
-    return str(
-        VersionedResolver(version=version, loader=YAML(typ="safe", pure=True)).resolve(ScalarNode, text, (True, False))
-    )
+    resolver = VersionedResolver(version=version, loader=YAML(typ="safe", pure=True))
+    tag = resolver.resolve(ScalarNode, text, (True, False))
+    return str(tag)
 
 
 def load_yaml(text: str) -> Any:
@@ -66,7 +69,7 @@ def dump_yaml(values: Any) -> str:
     yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed as None
     stream = io.StringIO()
     yaml.dump(values, stream)
     return stream.getvalue()

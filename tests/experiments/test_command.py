@@ -62,8 +62,7 @@ def test_options_reach_the_experiment(tmp_path: Path, monkeypatch: pytest.Monkey
         ),
         (
             ("neutral-residues",),
-            f"error: The data folder {Path('data').absolute()} lacks lm_text/eltec_eng.jsonl: pass --data with a "
-            "folder that holds",
+            f"error: The data folder {Path('data').absolute()} lacks lm_text/eltec_eng.jsonl",
         ),
     ],
 )

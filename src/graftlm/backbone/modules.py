@@ -74,7 +74,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     outputs = getattr(module, "out_features", None)
     if inputs is None or outputs is None:
         return None
-    return int(inputs), int(outputs)  # type: ignore[arg-type]  # nn.Module types its attributes loosely
+    return int(inputs), int(outputs)
 
 
 def ffn_activation(layer: nn.Module, ffn: Sublayer) -> nn.Module | None:

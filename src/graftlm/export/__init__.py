@@ -1,6 +1,7 @@
-"""A graft as a plain model: a folder that transformers loads where graftlm is not installed.
+"""Export a graft as a plain model: a folder that transformers loads without graftlm.
 
-If transformers lacks the architecture, its code is written next to the weights. It needs torch and transformers only.
+If the architecture is not part of transformers, its code is written next to the weights. The code needs only torch and
+transformers.
 """
 
 from graftlm.export.folder import export_graft, export_model

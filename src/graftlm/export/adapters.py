@@ -1,4 +1,4 @@
-"""Export the backbone with adapters next to its FFNs, as a model with code."""
+"""Export a backbone with adapters next to its FFNs, as a model with its own code."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
     """Write the backbone with a graft's adapters: weights, config and code. Then load the model and compare it.
 
     Raises:
-        ArtifactError: the backbone has no place for adapters, or the saved model does not compute what the graft
-            computes.
+        ArtifactError: the backbone has no FFNs to which adapters can be added, or the saved model and the grafted
+            model compute different logits.
     """
     assert isinstance(graft, ExportsAdapter)
     adapter = graft.exported_adapter(backbone)
@@ -55,7 +55,7 @@ def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
     difference = _difference(folder, graft, backbone)
     if difference:
         raise ArtifactError(
-            f"The exported {backbone.sites.model_type} model with adapters does not compute what the graft computes "
+            f"The exported {backbone.sites.model_type} model and the grafted model compute different logits "
             f"({difference}): {_REMEDY}"
         )
 
@@ -95,11 +95,11 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
     """Return the code of the exported model, made from the template. Code of GraftLM's own models is copied."""
     family = backbone.sites.family
     classes = model_classes(backbone.model)
-    config_name, base_name, model_name = (cls.__name__ for cls in classes)
+    config_name, base_name, model_name = [cls.__name__ for cls in classes]
     ffn_pattern = f"{family.layers}.*.{family.ffn.entry}"
 
     code = _TEMPLATE.read_text(encoding="utf-8")
-    _, _, code = code.partition('"""\n\n')  # without the template's docstring
+    _, _, code = code.partition('"""\n\n')  # drops the template's docstring
     code = _replace_names(
         code,
         {

@@ -22,7 +22,7 @@ def save_unchanged(model: PreTrainedModel, folder: Path, **options: Any) -> None
 
     Args:
         model: the model.
-        folder: where to write.
+        folder: the folder to write to.
         options: further arguments of `save_pretrained`.
     """
     shallow = copy.copy(model)
@@ -34,7 +34,7 @@ def copy_code(model: PreTrainedModel, folder: Path) -> bool:
     """Copy the code of one of GraftLM's own models into the folder of its weights.
 
     Returns:
-        Whether the model is one of GraftLM's own; the folder is left unchanged otherwise.
+        Whether the model is one of GraftLM's own. The folder is unchanged if not.
     """
     if not is_own(type(model)):
         return False

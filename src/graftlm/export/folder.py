@@ -112,9 +112,9 @@ def _new_model(folder: Path, backbone: Backbone, content: str) -> Iterator[Path]
     """Yield the draft of a model's folder; tokenizer and card are added when the block has succeeded.
 
     Args:
-        folder: where the model is written.
+        folder: the folder of the model.
         backbone: the backbone, for its tokenizer and names.
-        content: what the card says that the folder contains in addition to the backbone's weights.
+        content: content of the folder in addition to the backbone's weights, for the card.
     """
     _check_target(folder, backbone)
     try:

@@ -67,7 +67,7 @@ class GraftedLlamaForCausalLM(LlamaForCausalLM):
     """`LlamaForCausalLM` on `GraftedLlamaModel`."""
 
     config_class = GraftedLlamaConfig
-    # Where GraftLM finds the modules if it loads this model as a backbone.
+    # The paths of the modules, for GraftLM if it loads this model as a backbone.
     graft_sites = {}
 
     def __init__(self, config):

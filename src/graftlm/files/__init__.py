@@ -1,1 +1,1 @@
-"""Files: digests, atomic writes, reading, and the folders and hub repositories that hold models."""
+"""Files: digests, atomic writes, reading, and folders and hub repositories of models."""

@@ -75,10 +75,10 @@ def hub_problem(error: Exception, file: str = "file") -> str:
 
 
 def has_report(folder: Path) -> bool:
-    """Return whether a folder holds a report rather than a graft.
+    """Return whether a folder contains a report rather than a graft.
 
     Raises:
-        ArtifactError: the folder holds neither.
+        ArtifactError: the folder contains neither.
     """
     if (fetch_folder(folder, "graft.json") / "graft.json").exists():
         return False

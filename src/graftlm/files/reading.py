@@ -16,7 +16,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert errors raised while a file is read to a `DataError` that names the file."""
+    """Convert errors that the block raises while it reads a file to a `DataError` that names the file."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile):

@@ -18,7 +18,7 @@ from graftlm.files.digests import by_content, digest
 def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
     """Fill a folder unless it was already filled with equal settings.
 
-    Content that was written with other settings is removed first. After an interruption `fill` is called again and
+    Content that was written with other settings is removed first. After an interruption, `fill` is called again and
     finds the files that it had written.
 
     Args:
@@ -30,7 +30,7 @@ def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], 
         The folder.
 
     Raises:
-        EvaluationError: the folder holds files that this function did not write.
+        EvaluationError: the folder contains files that this function did not write.
     """
     marker = folder / "filled.json"
     key = digest(by_content(settings))
@@ -50,7 +50,7 @@ def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], 
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a file by way of a temporary file that is flushed to disk and renamed.
+    """Write a file atomically: write a temporary file, flush it to disk and rename it.
 
     Returns:
         The path.

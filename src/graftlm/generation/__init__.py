@@ -1,1 +1,1 @@
-"""Use trained models: generation, prediction, inspection, evaluation, and traces of grafts."""
+"""Use of trained models: generation, prediction, inspection, evaluation, and traces of grafts."""

@@ -21,18 +21,18 @@ class AdapterInspection(Config):
     """The result of `inspect_adapter`.
 
     Args:
-        folder: Folder or hub name of the adapter.
+        folder: folder or hub name of the adapter.
         method: PEFT's name of the method.
-        base: The model that the adapter was trained on, according to its config.
-        rank: The rank in its config.
-        alpha: The scale (`lora_alpha` and the like) in its config.
-        targets: The modules that it changes, according to its config.
-        parameters: Number of values in its tensors.
-        size: Size of the file of tensors, in bytes.
-        tensors: The saved tensors, grouped by name.
-        sections: The `graft` section of a recipe, by the kind of a graft that accepts the adapter.
-        refusals: The reason and the remedy, by the kind of a graft that rejects the adapter.
-        mergeable: Whether PEFT can merge the adapter into the model.
+        base: the model that the adapter was trained on, according to its config.
+        rank: the rank in its config.
+        alpha: the scale (`lora_alpha` and the like) in its config.
+        targets: the modules that it changes, according to its config.
+        parameters: number of values in its tensors.
+        size: size of the file of tensors, in bytes.
+        tensors: the saved tensors, grouped by name.
+        sections: the `graft` section of a recipe, by the kind of a graft that accepts the adapter.
+        refusals: the reason and the remedy, by the kind of a graft that rejects the adapter.
+        mergeable: whether PEFT can merge the adapter into the model.
     """
 
     folder: str
@@ -53,11 +53,11 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
     """Describe a PEFT adapter and the kinds of grafts that accept it, without loading a backbone.
 
     Args:
-        folder: Folder of the adapter, or its name on the hub.
+        folder: folder of the adapter, or its name on the hub.
 
     Raises:
-        ArtifactError: The folder is not a PEFT adapter, its config is damaged, or its weights are pickled.
-        RecipeError: The rank or alpha is not a number.
+        ArtifactError: the folder is not a PEFT adapter, its config is damaged, or its weights are pickled.
+        RecipeError: the rank or alpha is not a number.
     """
     local = fetch_folder(folder, ADAPTER_CONFIG)
     config = read_adapter_config(local)
@@ -98,5 +98,5 @@ def _find_users(folder: Path) -> tuple[dict[str, dict[str, object]], dict[str, s
 
 
 def _is_mergeable(refusals: dict[str, str]) -> bool:
-    """Whether a refusal recommends to merge or to convert the adapter; PEFT can merge whatever it can convert."""
+    """Return whether a refusal recommends merging or conversion; PEFT can merge every adapter that it can convert."""
     return any("merge it" in text or "convert it" in text for text in refusals.values())

@@ -38,21 +38,21 @@ def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
     """Measure a trained graft and its bare backbone.
 
     Args:
-        folder: Folder of a graft or of a model.
-        backbone: Name or folder of the graft's backbone; None uses the recorded one.
-        changes: Overrides of the graft's config, as `KEY=VALUE`.
-        texts: Documents by evaluation set. The sets `old` and `new` give the metrics forgotten and learned.
-        tasks: Tasks of lm-evaluation-harness; their metrics are named `<task>_<metric>`.
-        limit: Maximum number of questions per task.
-        evaluation: Settings of the measurement, and tasks from files; by default without decoding speed.
-        device: Torch device; None selects the fastest available one.
-        trust_remote_code: Allow the backbone's repository to run its own code.
+        folder: folder of a graft or of a model.
+        backbone: name or folder of the graft's backbone; None uses the recorded one.
+        changes: overrides of the graft's config, as `KEY=VALUE`.
+        texts: documents by evaluation set. The sets `old` and `new` give the metrics forgotten and learned.
+        tasks: tasks of lm-evaluation-harness; their metrics are named `<task>_<metric>`.
+        limit: maximum number of questions per task.
+        evaluation: settings of the measurement, and tasks from files; by default without decoding speed.
+        device: torch device; None selects the fastest available one.
+        trust_remote_code: allow the backbone's repository to run its own code.
 
     Raises:
-        DataError: There is neither a text nor a task, or an example can't be read.
-        ArtifactError: The folder is not a complete graft, or the graft belongs to another backbone.
-        BackboneError: The backbone can't be loaded.
-        MissingExtraError: Tasks need lm-eval, which is not installed.
+        DataError: there is neither a text nor a task, or an example can't be read.
+        ArtifactError: the folder is not a complete graft, or the graft belongs to another backbone.
+        BackboneError: the backbone can't be loaded.
+        MissingExtraError: tasks need lm-eval, which is not installed.
     """
     from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
     from graftlm.grafted.model import GraftedModel

@@ -35,12 +35,12 @@ class Decoding(Config):
     """Decoding options: greedy decoding, beam search or sampling.
 
     Args:
-        max_new_tokens: Maximum number of new tokens.
-        sample: Sample tokens instead of taking the likeliest one.
-        temperature: Sampling temperature; 1 by default. Requires `sample`.
-        top_p: Total probability of the candidates of nucleus sampling; 1 by default. Requires `sample`.
-        num_beams: Number of beams; 1 disables beam search.
-        seed: Random seed; None leaves the state of the generator unchanged.
+        max_new_tokens: maximum number of new tokens.
+        sample: sample tokens instead of taking the likeliest one.
+        temperature: sampling temperature; 1 by default. Requires `sample`.
+        top_p: total probability of the candidates of nucleus sampling; 1 by default. Requires `sample`.
+        num_beams: number of beams; 1 disables beam search.
+        seed: random seed; None leaves the state of the generator unchanged.
     """
 
     max_new_tokens: int = Field(64, ge=1)
@@ -75,8 +75,8 @@ class TracedToken:
     """A generated token and the trace at the position that predicted it.
 
     Args:
-        text: The text of the token.
-        values: Trace value by label.
+        text: the text of the token.
+        values: trace value by label.
     """
 
     text: str
@@ -88,11 +88,11 @@ class Generation:
     """A prompt and its continuation.
 
     Args:
-        prompt: The prompt; for a chat, the rendered chat template.
-        text: The new text.
-        tokens: Number of new tokens.
-        seconds: Duration of the generation.
-        trace: One entry per new token, or None if no trace was requested.
+        prompt: the prompt; for a chat, the rendered chat template.
+        text: the new text.
+        tokens: number of new tokens.
+        seconds: duration of the generation.
+        trace: one entry per new token, or None if no trace was requested.
     """
 
     prompt: str
@@ -121,10 +121,10 @@ def read_prompt(argument: str) -> str:
     """Return a prompt of the command line.
 
     Args:
-        argument: The prompt, or `-` to read it from stdin without the final line break.
+        argument: the prompt, or `-` to read it from stdin without the final line break.
 
     Raises:
-        DataError: The prompt is not UTF-8 text.
+        DataError: the prompt is not UTF-8 text.
     """
     if argument == "-":
         data = sys.stdin.buffer.read().removesuffix(b"\n")
@@ -145,16 +145,16 @@ def load_model(
     """Load a graft on its backbone, or a model, with the tokenizer.
 
     Args:
-        folder: Folder of a graft or of a model.
-        backbone: Name or folder of the graft's backbone; None uses the recorded one.
-        changes: Overrides of the graft's config, as `KEY=VALUE`.
-        bare: Load the backbone without the graft.
-        device: Torch device; None selects the fastest available one.
-        trust_remote_code: Allow the backbone's repository to run its own code.
+        folder: folder of a graft or of a model.
+        backbone: name or folder of the graft's backbone; None uses the recorded one.
+        changes: overrides of the graft's config, as `KEY=VALUE`.
+        bare: load the backbone without the graft.
+        device: torch device; None selects the fastest available one.
+        trust_remote_code: allow the backbone's repository to run its own code.
 
     Raises:
-        ArtifactError: The folder is neither a graft nor a model, or the graft belongs to another backbone.
-        BackboneError: The backbone can't be loaded.
+        ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone.
+        BackboneError: the backbone can't be loaded.
     """
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     tokenizer = loaded.need_tokenizer()
@@ -178,18 +178,18 @@ def generate_text(
     """Continue a prompt, or answer the last message of a conversation.
 
     Args:
-        model: A `GraftedModel` or any transformers model.
-        tokenizer: The model's tokenizer.
-        prompt: Text to continue, or messages, which are rendered with the tokenizer's chat template.
-        decoding: Decoding options; 64 greedy tokens by default.
-        on_text: Called with each new piece of text. For a text prompt, the first piece is the prompt itself. With beam
+        model: a `GraftedModel` or any transformers model.
+        tokenizer: the model's tokenizer.
+        prompt: text to continue, or messages, which are rendered with the tokenizer's chat template.
+        decoding: decoding options; 64 greedy tokens by default.
+        on_text: called with each new piece of text. For a text prompt, the first piece is the prompt itself. With beam
             search it is called once, with the whole text.
-        trace: Return the graft's trace of each token, such as the chosen expert or the fraction of open gates.
-        cache: A cache that already contains the first tokens of the prompt. New tokens are added to it.
+        trace: return the graft's trace of each token, such as the chosen expert or the fraction of open gates.
+        cache: a cache that already contains the first tokens of the prompt. New tokens are added to it.
 
     Raises:
-        DataError: The prompt has no tokens, exceeds the maximum length of the model, or does not fit the chat template.
-        GraftError: A trace is requested, but the model has no graft with a trace, or beam search is enabled.
+        DataError: the prompt has no tokens, exceeds the maximum length of the model, or does not fit the chat template.
+        GraftError: a trace is requested, but the model has no graft with a trace, or beam search is enabled.
     """
     decoding = decoding or Decoding()
     if trace and decoding.num_beams > 1:
@@ -287,13 +287,13 @@ class ChatSession:
     """A conversation with a model that reads the whole history, `messages`.
 
     Args:
-        model: A `GraftedModel` or any transformers model.
-        tokenizer: The model's tokenizer, with a chat template.
-        decoding: Decoding options; 64 greedy tokens by default.
-        system: The system message; None leaves it to the template.
+        model: a `GraftedModel` or any transformers model.
+        tokenizer: the model's tokenizer, with a chat template.
+        decoding: decoding options; 64 greedy tokens by default.
+        system: the system message; None leaves it to the template.
 
     Raises:
-        DataError: The tokenizer has no chat template.
+        DataError: the tokenizer has no chat template.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class ChatSession:
         """Start a new conversation.
 
         Args:
-            system: The new system message; None keeps the present one.
+            system: the new system message; None keeps the present one.
         """
         if system is not None:
             self.messages = [{"role": "system", "content": system}]
@@ -329,11 +329,11 @@ class ChatSession:
         """Answer a message and add both to the history, which stays the same if the answer fails or is interrupted.
 
         Args:
-            text: The user's message.
-            on_text: Called with each new piece of the answer.
+            text: the user's message.
+            on_text: called with each new piece of the answer.
 
         Raises:
-            DataError: The conversation exceeds the maximum length of the model.
+            DataError: the conversation exceeds the maximum length of the model.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         generation = generate_text(self._model, self._tokenizer, messages, self._decoding, on_text=on_text)
@@ -346,8 +346,8 @@ def talk(session: ChatSession, write: Callable[[str], Any]) -> None:
     """Read messages and commands from stdin until it ends, and write the answers.
 
     Args:
-        session: The conversation.
-        write: Receives the text to show.
+        session: the conversation.
+        write: receives the text to show.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:

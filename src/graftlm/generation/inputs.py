@@ -19,11 +19,11 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
     """Read documents by name.
 
     Args:
-        named: Paths, or `NAME=PATH`; a path without a name is named by its stem.
-        text_column: The column of tables that contains the text.
+        named: paths, or `NAME=PATH`; a path without a name is named by its stem.
+        text_column: the column of tables that contains the text.
 
     Raises:
-        DataError: A path can't be read, or two texts have the same name.
+        DataError: a path can't be read, or two texts have the same name.
     """
     from graftlm.data import SourceConfig, build_documents
 
@@ -38,12 +38,12 @@ def read_tasks(named: Sequence[str], **settings: object) -> dict[str, TaskConfig
     """Return tasks by name from files of examples.
 
     Args:
-        named: Files, or `NAME=FILE`; a file without a name is named by its stem.
-        settings: Keys of all these tasks, such as `metric`; None leaves a key at its default.
+        named: files, or `NAME=FILE`; a file without a name is named by its stem.
+        settings: keys of all these tasks, such as `metric`; None leaves a key at its default.
 
     Raises:
-        DataError: Two files have the same name, or examples or their metric are missing.
-        RecipeError: A setting is invalid.
+        DataError: two files have the same name, or examples or their metric are missing.
+        RecipeError: a setting is invalid.
     """
     from graftlm.evaluation import TaskConfig
 
@@ -61,7 +61,7 @@ def read_lines(path: Path) -> list[str]:
     """Return the lines of a text file, stripped and without empty ones.
 
     Raises:
-        DataError: The file can't be read, or has no text.
+        DataError: the file can't be read, or has no text.
     """
     stripped = [line.strip() for line in read_text(path).splitlines()]
     lines = [line for line in stripped if line]
@@ -74,12 +74,12 @@ def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str
     """Return paths by name.
 
     Args:
-        named: Paths, or `NAME=PATH`; a path without a name is named by its stem.
-        what: What the files are, in the plural, for the error message.
-        option: The option of the command line, for the error message.
+        named: paths, or `NAME=PATH`; a path without a name is named by its stem.
+        what: what the files are, in the plural, for the error message.
+        option: the option of the command line, for the error message.
 
     Raises:
-        DataError: Two files have the same name.
+        DataError: two files have the same name.
     """
     paths: dict[str, str] = {}
     for argument in named:

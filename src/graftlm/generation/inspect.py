@@ -34,11 +34,11 @@ class TensorGroup(Config):
     """Tensors whose names differ only in their numbers.
 
     Args:
-        name: The common name, with * for each number.
-        count: Number of tensors.
-        shape: Shape of the first tensor.
-        parameters: Number of values in all tensors.
-        effective_rank: One value per matrix; matrices with more than 2^24 values are omitted.
+        name: the common name, with * for each number.
+        count: number of tensors.
+        shape: shape of the first tensor.
+        parameters: number of values in all tensors.
+        effective_rank: one value per matrix; matrices with more than 2^24 values are omitted.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Inspection(Config):
     """The result of `inspect_graft`.
 
     Args:
-        folder: Folder of the graft.
-        kind: Kind of the graft.
-        label: The method's name in tables.
-        config: The graft's config.
-        library: The version of graftlm that saved the graft.
-        backbone: Name, model type and fingerprint of the backbone.
-        parameters: Number of trainable parameters.
-        tensors: The saved tensors, grouped by name.
-        training: Steps, tokens and settings of the training run.
-        measured: Metrics at the end of the run.
+        folder: folder of the graft.
+        kind: kind of the graft.
+        label: the method's name in tables.
+        config: the graft's config.
+        library: the version of graftlm that saved the graft.
+        backbone: name, model type and fingerprint of the backbone.
+        parameters: number of trainable parameters.
+        tensors: the saved tensors, grouped by name.
+        training: steps, tokens and settings of the training run.
+        measured: metrics at the end of the run.
         layers: {quantity: {text or model: one number per layer}}, on the run's test texts and on further texts.
-        described: Further values that the method reports.
+        described: further values that the method reports.
     """
 
     folder: str
@@ -93,17 +93,17 @@ def inspect_graft(
     """Describe a graft by its files and, if there is a backbone or a text, by forward passes.
 
     Args:
-        folder: Folder of the graft.
-        backbone: Name or folder of the backbone; None loads the recorded one, and only if there are texts.
-        changes: Overrides of the graft's config, as `KEY=VALUE`.
-        texts: Documents by name. The method's per-layer quantities are measured on the beginning of each text.
-        length: Number of tokens per row of these texts.
-        device: Torch device; None selects the fastest available one.
-        trust_remote_code: Allow the backbone's repository to run its own code.
+        folder: folder of the graft.
+        backbone: name or folder of the backbone; None loads the recorded one, and only if there are texts.
+        changes: overrides of the graft's config, as `KEY=VALUE`.
+        texts: documents by name. The method's per-layer quantities are measured on the beginning of each text.
+        length: number of tokens per row of these texts.
+        device: torch device; None selects the fastest available one.
+        trust_remote_code: allow the backbone's repository to run its own code.
 
     Raises:
-        ArtifactError: The folder is not a complete graft, or the graft belongs to another backbone.
-        BackboneError: The backbone can't be loaded.
+        ArtifactError: the folder is not a complete graft, or the graft belongs to another backbone.
+        BackboneError: the backbone can't be loaded.
     """
     manifest = read_manifest(folder)
     inspection = _inspect_files(Path(folder), manifest)
@@ -149,28 +149,30 @@ def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
 
 
 def group_tensors(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorGroup]:
-    """Group tensors whose names differ only in their numbers and which have as many dimensions.
+    """Group tensors with the same number of dimensions whose names differ only in their numbers.
 
     Args:
-        tensors: Names and tensors.
+        tensors: names and tensors.
     """
     shapes: defaultdict[tuple[str, int], list[list[int]]] = defaultdict(list)
     ranks: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for name, tensor in tensors:
         key = (re.sub(r"\d+", "*", name), tensor.dim())
         shapes[key].append(list(tensor.shape))
-        if tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES and bool(tensor.isfinite().all()):
+        is_small_matrix = tensor.dim() == 2 and tensor.numel() <= _MAX_RANKED_VALUES
+        if is_small_matrix and bool(tensor.isfinite().all()):
             ranks[key].append(effective_rank(tensor))
-    return [
-        TensorGroup(
+    groups = []
+    for key, shapes_of_group in shapes.items():
+        group = TensorGroup(
             name=key[0],
-            count=len(of_group),
-            shape=of_group[0],
-            parameters=sum(math.prod(shape) for shape in of_group),
+            count=len(shapes_of_group),
+            shape=shapes_of_group[0],
+            parameters=sum(math.prod(shape) for shape in shapes_of_group),
             effective_rank=ranks[key],
         )
-        for key, of_group in shapes.items()
-    ]
+        groups.append(group)
+    return groups
 
 
 def _add_effective_ranks(layers: _Layers, spectra: Mapping[str, Sequence[Sequence[float]]]) -> None:
@@ -204,7 +206,7 @@ def effective_rank(matrix: Tensor) -> float:
     It is computed from the traces of W Wᵀ and of its square, without a decomposition.
 
     Args:
-        matrix: The matrix W, (rows, columns).
+        matrix: the matrix W, (rows, columns).
     """
     wide = matrix.float()
     if matrix.shape[0] > matrix.shape[1]:

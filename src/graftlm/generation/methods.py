@@ -14,10 +14,10 @@ class Method(Config):
     """A registered kind of graft.
 
     Args:
-        kind: The kind, as in recipes.
-        label: The method's name in tables.
-        summary: The first line of its documentation.
-        config: Keys and default values of its config; None for a key without a default.
+        kind: the kind, as in recipes.
+        label: the method's name in tables.
+        summary: the first line of its documentation.
+        config: keys and default values of its config; None for a key without a default.
     """
 
     kind: str

@@ -27,7 +27,7 @@ from graftlm.store.artifact import backbone_of, load_graft
 from graftlm.store.manifest import Manifest, read_manifest
 
 _CHUNK_ROWS = 1024  # rows in memory at a time
-_DEFAULT_LENGTH = 128  # of grafts whose manifest names no length
+_DEFAULT_LENGTH = 128  # used if the manifest contains no length
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class TaskGraft:
     """A trained graft with heads that is not attached to its backbone yet.
 
     Args:
-        backbone: The backbone.
-        graft: The graft.
-        configs: The configs of the tasks in training, without files.
-        length: Maximum number of tokens per row, as in training.
+        backbone: the backbone.
+        graft: the graft.
+        configs: the configs of the tasks in training, without files.
+        length: maximum number of tokens per row, as in training.
     """
 
     backbone: Backbone
@@ -68,7 +68,7 @@ class TaskGraft:
         """Return the specification of a task.
 
         Raises:
-            DataError: The graft has no such task.
+            DataError: the graft has no such task.
         """
         if name not in self.tasks:
             raise DataError(f"The graft has no task {name!r}{did_you_mean(name, self.tasks)}.")
@@ -78,7 +78,7 @@ class TaskGraft:
         """Return the config that describes how the rows of a task are read.
 
         Raises:
-            DataError: The graft has no such task.
+            DataError: the graft has no such task.
         """
         config = self.configs.get(name)
         if config is not None:
@@ -97,15 +97,15 @@ def load_task_graft(
     """Load a graft with heads, its backbone, and the configs of its tasks.
 
     Args:
-        folder: Folder of the graft.
-        backbone: Name or folder of the backbone; None uses the recorded one.
-        changes: Overrides of the graft's config, as `KEY=VALUE`.
-        device: Torch device; None selects the fastest available one.
-        trust_remote_code: Allow the backbone's repository to run its own code.
+        folder: folder of the graft.
+        backbone: name or folder of the backbone; None uses the recorded one.
+        changes: overrides of the graft's config, as `KEY=VALUE`.
+        device: torch device; None selects the fastest available one.
+        trust_remote_code: allow the backbone's repository to run its own code.
 
     Raises:
-        ArtifactError: The folder is not a complete graft, or the graft has no heads.
-        BackboneError: The backbone can't be loaded.
+        ArtifactError: the folder is not a complete graft, or the graft has no heads.
+        BackboneError: the backbone can't be loaded.
     """
     manifest = read_manifest(folder)
     if not manifest.graft_config().needs_tasks:
@@ -130,12 +130,12 @@ def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size
     """Measure a graft on labelled rows of its tasks.
 
     Args:
-        task_graft: The graft.
-        files: A file of rows per task, with the columns of the training rows.
-        batch_size: Number of rows per forward pass.
+        task_graft: the graft.
+        files: a file of rows per task, with the columns of the training rows.
+        batch_size: number of rows per forward pass.
 
     Raises:
-        DataError: The graft has no such task, or a row can't be read.
+        DataError: the graft has no such task, or a row can't be read.
     """
     configs = {name: task_graft.config(name) for name in files}
     rows = {}
@@ -158,13 +158,13 @@ def predict_rows(
     """Yield the predictions of a task's head as JSON values, in the order of the rows.
 
     Args:
-        task_graft: The graft.
-        name: The task.
-        rows: Rows to predict; labels are optional.
-        batch_size: Number of rows per forward pass.
+        task_graft: the graft.
+        name: the task.
+        rows: rows to predict; labels are optional.
+        batch_size: number of rows per forward pass.
 
     Raises:
-        DataError: The graft has no such task, or a row can't be read.
+        DataError: the graft has no such task, or a row can't be read.
     """
     spec = task_graft.task(name)
     encoder = task_graft.encoder
@@ -193,13 +193,13 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     A line is a text, or two texts separated by a tab. Words to tag are separated by white space.
 
     Args:
-        config: The config of the task.
-        source: A table, a text file, or `-` for stdin.
-        columns: The columns of the texts; lines are then JSON objects with these keys. By default the columns of the
+        config: the config of the task.
+        source: a table, a text file, or `-` for stdin.
+        columns: the columns of the texts; lines are then JSON objects with these keys. By default the columns of the
             training rows.
 
     Raises:
-        DataError: The source can't be read, or a row lacks a text.
+        DataError: the source can't be read, or a row lacks a text.
     """
     texts = list(columns) or config.texts
     if len(texts) != len(config.texts):
@@ -250,13 +250,13 @@ def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence
     """Return a row without a label.
 
     Args:
-        config: The config of the task.
-        values: The texts, one per name; for tagging, a text or a list of words.
-        names: The columns of the texts.
-        where: File and line of the row, for error messages.
+        config: the config of the task.
+        values: the texts, one per name; for tagging, a text or a list of words.
+        names: the columns of the texts.
+        where: file and line of the row, for error messages.
 
     Raises:
-        DataError: The number of values differs from that of the names, or a value can't be read.
+        DataError: the number of values differs from that of the names, or a value can't be read.
     """
     if len(values) != len(names):
         raise DataError(

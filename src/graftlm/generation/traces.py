@@ -19,8 +19,8 @@ def print_trace(generation: Generation, console: Console | None = None) -> None:
     """Print the text, with each token in the colour of its largest value, and a legend.
 
     Args:
-        generation: A generation with a trace.
-        console: Receives the text; stdout by default.
+        generation: a generation with a trace.
+        console: receives the text; stdout by default.
     """
     console = console or Console()
     tokens = generation.trace or []
@@ -47,7 +47,7 @@ def trace_page(generation: Generation) -> str:
     All values of a token appear on hover and on focus.
 
     Args:
-        generation: A generation with a trace.
+        generation: a generation with a trace.
     """
     tokens = generation.trace or []
     rows = []

@@ -153,7 +153,7 @@ class RowGroup:
             layers: number of layers of the backbone.
         """
         span = RowSpan(shared, slice(0, size))
-        views = [LayerView(span, index) for index in range(layers)]
+        views: list[Any] = [LayerView(span, index) for index in range(layers)]
         return cls(owner, size, RowGroupCache(layers=views), span)
 
     def replace_cache(self, cache: Cache) -> None:

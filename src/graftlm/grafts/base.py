@@ -11,7 +11,7 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
     Exportable       can be merged into the backbone's architecture
     ExportsAdapter   can be exported as a module in parallel to each FFN
     ReadsPeft        accepts PEFT adapters without conversion
-    HasTensors       saves other tensors than its `state_dict`
+    HasTensors       saves tensors that differ from its `state_dict`
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GraftConfig(Config):
             values: the saved values, from which this config was parsed.
 
         Raises:
-            RecipeError: One of `saved_keys` is missing.
+            RecipeError: one of `saved_keys` is missing.
         """
         missing = sorted(self.saved_keys - values.keys())
         if missing:
@@ -70,7 +70,7 @@ class GraftConfig(Config):
         return self
 
     def check_rows(self, length: int) -> None:
-        """Raise RecipeError if independent training rows of `length` tokens are too short to learn from."""
+        """Raise `RecipeError` if independent training rows of `length` tokens are too short for the graft to learn."""
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -95,7 +95,7 @@ class Graft(nn.Module):
     label: ClassVar[str] = ""
     served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
-    _fingerprint: Fingerprint | None = None  # of the backbone that was passed to `build_graft`
+    _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,7 +110,7 @@ class Graft(nn.Module):
         return []
 
     def prepare(self, call: Call) -> None:
-        """Run before each forward pass, for example to compute routes or to run another model."""
+        """Prepare a forward pass, for example by computing routes or running another model."""
 
     def auxiliary_loss(self, call: Call) -> Tensor | None:
         """Compute the weighted loss that the graft adds to the training loss of a pass.
@@ -240,7 +240,7 @@ class ReplacesModel(ABC):
         return Sites(model)
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
-        """Return modules of the model that `attach` returned which stay in evaluation mode during training."""
+        """Return the modules of the attached model that stay in evaluation mode during training."""
         return ()
 
     def changes_all_rows(self) -> bool:
@@ -272,7 +272,7 @@ class ReadsPeft(ABC):
             folder: the folder that PEFT wrote.
 
         Raises:
-            ArtifactError: The graft can't use the adapter; the message states an alternative.
+            ArtifactError: the graft can't use the adapter; the message states an alternative.
         """
 
 
@@ -303,7 +303,7 @@ class ExportsAdapter(ABC):
 
 
 class HasTensors(ABC):
-    """A graft whose artefact contains other tensors than its `state_dict`."""
+    """A graft whose artefact contains tensors that differ from its `state_dict`."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -314,7 +314,7 @@ class HasTensors(ABC):
         """Load tensors of the form that `tensors` returns.
 
         Raises:
-            ArtifactError: Names or shapes differ.
+            ArtifactError: names or shapes differ.
         """
 
 

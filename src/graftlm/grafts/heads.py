@@ -1,7 +1,7 @@
 """Heads: predictions of labels from the last hidden states.
 
-`TaskSpec` describes a task. `Heads` holds a dropout and a Linear for each task, and accepts rows of several tasks in
-one batch. Predictions and targets are lists with an entry per row, since their shapes differ:
+`TaskSpec` describes a task. `Heads` contains a dropout and a Linear for each task, and accepts rows of several tasks
+in one batch. Predictions and targets are lists with an entry per row, since their shapes differ:
 
     type             prediction              target            loss of a row
     classification   (C,) logits             () long           cross-entropy
@@ -56,13 +56,13 @@ class TaskSpec(Config):
         if fewest is None and self.labels:
             yield f"a {self.type} task has no labels: leave them out"
         if fewest is not None and len(self.labels) < fewest:
-            yield f"a {self.type} task needs at least {fewest} labels, and has {len(self.labels)}"
+            yield f"a {self.type} task needs at least {fewest} labels, but it has {len(self.labels)}: name more"
         lowest, highest = self.range
         if not lowest < highest:
             yield f"range is {list(self.range)}: give two numbers, the smaller first"
         repeated = sorted({label for label in self.labels if self.labels.count(label) > 1})
         if repeated:
-            yield f"the label {repeated[0]!r} appears twice"
+            yield f"the label {repeated[0]!r} appears twice: name it once"
 
     @property
     def outputs(self) -> int:
@@ -131,7 +131,7 @@ class Heads(nn.Module):
         """Append a newly initialised head, and return its Linear.
 
         Raises:
-            GraftError: The name is empty, contains a dot, or belongs to another task.
+            GraftError: the name is empty, contains a dot, or belongs to another task.
         """
         problem = self._name_problem(name)
         if problem:
@@ -235,7 +235,7 @@ class Heads(nn.Module):
 
 
 def task_key(name: str) -> str:
-    """Return the key of a task in a ModuleDict, which refuses the names of its own attributes, such as `type`."""
+    """Return the key of a task in a ModuleDict, which rejects the names of its own attributes, such as `type`."""
     return f"task:{name}"
 
 

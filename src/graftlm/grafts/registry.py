@@ -34,7 +34,7 @@ def register_graft(kind: str, graft: str | type[Graft]) -> None:
         graft: the class, or `"module:Class"`, which is imported when it is first needed.
 
     Raises:
-        GraftError: Another class has the kind, or `graft` is not the class of a graft with a config of this kind.
+        GraftError: another class has the kind, or `graft` is not the class of a graft with a config of this kind.
     """
     if kind in REGISTRY and _path(REGISTRY[kind]) != _path(graft):
         raise GraftError(
@@ -77,8 +77,8 @@ def graft_class(kind: str) -> type[Graft]:
     """Import and return the class of a kind.
 
     Raises:
-        RecipeError: There is no such kind.
-        GraftError: The registered name is not that of a graft's class.
+        RecipeError: there is no such kind.
+        GraftError: the registered name is not that of a graft's class.
     """
     graft = REGISTRY.get(kind) or _installed(kind)
     if graft is None:
@@ -115,7 +115,7 @@ def graft_config(values: dict[str, Any], where: str = "graft") -> GraftConfig:
         where: the name of the section for error messages.
 
     Raises:
-        RecipeError: The kind is missing or unknown, or a value is invalid.
+        RecipeError: the kind is missing or unknown, or a value is invalid.
     """
     kind = values.get("kind") if isinstance(values, dict) else None
     if not isinstance(kind, str):

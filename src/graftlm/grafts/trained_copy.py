@@ -96,10 +96,10 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         return tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        own = dict(self.state_dict())
+        state = dict(self.state_dict())
         originals = {self.prefix + name: weight for name, weight in self._originals.items()}
-        check_tensors({**own, **originals}, tensors)
-        self.load_state_dict({name: tensors[name] for name in own})
+        check_tensors({**state, **originals}, tensors)
+        self.load_state_dict({name: tensors[name] for name in state})
         self._load_copied({name: tensors[self.prefix + name] for name in self._originals})
 
     def _load_copied(self, tensors: Mapping[str, Tensor]) -> None:
@@ -115,7 +115,7 @@ def _sharing_copy(model: PreTrainedModel, to_train: Mapping[str, Tensor]) -> Pre
     for name, weight in model.named_parameters():
         if name not in to_train:
             shared[id(weight)] = weight
-    return copy.deepcopy(model, memo=shared)  # type: ignore[arg-type]  # a memo may have values of any type
+    return copy.deepcopy(model, memo=shared)
 
 
 def check_plain(parameters: Mapping[str, Tensor], remedy: str) -> None:

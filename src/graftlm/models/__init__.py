@@ -1,4 +1,4 @@
-"""Architectures trained from scratch, as Hugging Face models: a package and a registry entry for each."""
+"""Architectures that are trained from scratch, as Hugging Face models. Each has a package and a registry entry."""
 
 from __future__ import annotations
 

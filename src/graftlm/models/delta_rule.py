@@ -200,7 +200,7 @@ def _separate_documents(decays: _Decays, document: Tensor) -> _Decays:
 
 
 def _split_chunks(x_BHTd: Tensor, chunk: int) -> Tensor:
-    """(B, H, T, d) to (B, H, n, c, d), padded with zeros at the end."""
+    """Split (B, H, T, d) into chunks (B, H, n, c, d), padded with zeros at the end."""
     padding = -x_BHTd.shape[2] % chunk
     padded = functional.pad(x_BHTd, (0, 0, 0, padding))
     return padded.unflatten(2, (-1, chunk))

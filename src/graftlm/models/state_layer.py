@@ -1,4 +1,4 @@
-"""The base class of cache layers that hold recurrent states."""
+"""The base class of cache layers with recurrent states."""
 
 from __future__ import annotations
 

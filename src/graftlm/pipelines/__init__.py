@@ -1,4 +1,4 @@
-"""Pipelines around generation: `summarize` selects before it writes, `clarify` asks before it writes."""
+"""Pipelines around generation: `summarize` selects sentences and `clarify` asks a question before a model writes."""
 
 from __future__ import annotations
 

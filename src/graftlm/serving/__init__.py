@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server for backbones and their grafts, and a page that shows the activity of grafts."""
+"""An OpenAI-compatible server for backbones and their grafts, with a web page that shows the activity of grafts."""

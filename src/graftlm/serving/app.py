@@ -115,7 +115,7 @@ async def _watch(service: Service) -> None:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # for the metrics; no client receives it
+    return Response(status_code=499)  # only seen by the metrics, since no client receives it
 
 
 def _add_page(app: FastAPI) -> None:

@@ -43,7 +43,7 @@ def load_backbones(
     Raises:
         BackboneError: a model can't be loaded, or the weights of all do not fit into the memory.
     """
-    device = device or default_device()
+    target = device or default_device()
     named_records = [read_manifest(path).backbone for path in given.values()]
     folder_records = _records_of(folder)
     several = len(models) > 1
@@ -62,14 +62,14 @@ def load_backbones(
             size, _ = inspect_model(model, "encoder", dtype=dtype, trust_remote_code=trust_remote_code)
         kinds[name] = kind
         sizes[name] = size
-    check_memory(sizes, device, quantized=quantize is not None)
+    check_memory(sizes, target, quantized=quantize is not None)
     backbones = {}
     for name, model in models.items():
         backbone = load_backbone(
             model,
             kind=kinds[name],
             dtype=dtype,
-            device=device,
+            device=target,
             trust_remote_code=trust_remote_code,
         )
         if quantize is not None:
@@ -84,13 +84,13 @@ def _records_of(folder: Path | None) -> list[BackboneRecord]:
     if folder is not None and folder.is_dir():
         for path in folder.iterdir():
             if not path.name.startswith("."):
-                with suppress(GraftError):  # the store reports it
+                with suppress(GraftError):  # the store reports this error
                     records.append(read_manifest(path).backbone)
     return records
 
 
 def _common_kind(records: Iterable[BackboneRecord], architecture: str | None) -> BackboneKind | None:
-    """Return the kind of all backbones with an architecture, or of all backbones; None if there is not exactly one."""
+    """Return the common kind of the backbones with an architecture, or of all backbones; None if the kinds differ."""
     kinds = set()
     for record in records:
         if architecture is None or record.fingerprint.get("architecture") == architecture:

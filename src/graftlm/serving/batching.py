@@ -142,7 +142,7 @@ class BatchingEngine(ThreadedEngine):
         return [*self._batches, self._begun]
 
     def _unwire_replaced(self) -> None:
-        """Disconnect graft sets that requests can't name any more, once their last row has left."""
+        """Disconnect graft sets that are no longer served, once their last row has left."""
         if not self._has_replaced:
             return
         self._has_replaced = False
@@ -234,7 +234,7 @@ class BatchingEngine(ThreadedEngine):
             self._start(batch, logits)
 
     def _handle_failed_prefill(self, requests: list[ScheduledRequest], error: Exception) -> None:
-        """End a single request, or read several again one by one, to find the request that fails."""
+        """End a single request, or read several requests again one at a time to find those that fail."""
         if len(requests) == 1:
             self._finish(requests[0], error)
             return

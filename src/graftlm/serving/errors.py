@@ -21,7 +21,10 @@ LOG = logging.getLogger("graftlm.serving")
 
 
 class UnsupportedValueError(ValueError):
-    """A key of OpenAI's protocol that this server does not implement. A ValueError, as pydantic's validators raise."""
+    """A request sets a key of OpenAI's protocol that this server does not implement.
+
+    It is a `ValueError`, so that pydantic reports it as a validation error.
+    """
 
 
 class ErrorResponse(BaseModel):

@@ -24,7 +24,7 @@ from graftlm.serving.streaming import run_until_disconnect
 from graftlm.serving.summarization import SummarizeBody
 
 SUMMARIZE_PATH = "/v1/graftlm/summarize"
-MAX_CONVERSATIONS = 64  # at the same time, including waiting ones
+MAX_CONVERSATIONS = 64  # maximum number at the same time, including waiting ones
 MAX_SUMMARIES = 16
 _LIMITS = {
     "text": summarization.MAX_TEXT,
@@ -47,7 +47,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/grafts")
     def grafts() -> ServedModels:
-        """Return the backbones and the grafts, with what each graft learned and forgot."""
+        """Return the backbones and the grafts, with learning and forgetting of each graft."""
         return served_models(service, _LIMITS)
 
     @routes.get("/grafts/{name}/report")
@@ -67,16 +67,16 @@ def router(service: Service) -> APIRouter:
     @routes.post("/clarify")
     async def clarify_turn(body: ClarifyBody, request: Request) -> Event:
         """Start or continue a conversation, up to its next question or its end."""
-        own = service.of(body.model)
-        client = EngineClient(own.engine, body.model, user_of(request))
-        return await conversations.run(request, client, partial(clarification.run_turn, own, body, client))
+        member = service.of(body.model)
+        client = EngineClient(member.engine, body.model, user_of(request))
+        return await conversations.run(request, client, partial(clarification.run_turn, member, body, client))
 
     @routes.post("/summarize", response_model=Event)
     async def summary(body: SummarizeBody, request: Request) -> Event | Response:
         """Summarize a text or a PDF file, with the character range of each extracted sentence."""
-        own = service if body.model is None else service.of(body.model)
-        client = EngineClient(own.engine, body.model or "", user_of(request))
-        work = partial(summarization.summarize, own, body, client)
+        member = service if body.model is None else service.of(body.model)
+        client = EngineClient(member.engine, body.model or "", user_of(request))
+        work = partial(summarization.summarize, member, body, client)
         if body.stream:
             return summaries.stream(client, work, service.settings.send_seconds)
         return await summaries.run(request, client, partial(work, _ignore))
@@ -94,16 +94,16 @@ def _ignore(event: Event) -> None:
 
 
 async def _predict(service: Service, body: PredictBody, request: Request) -> dict[str, object]:
-    own = service.of(body.model)
-    engine = own.engine
+    member = service.of(body.model)
+    engine = member.engine
     if not isinstance(engine, PredictionEngine):
         raise ServingError(
-            f"{own.name} generates text and can't predict: serve a graft of an encoder for predictions.", "model"
+            f"{member.name} generates text and can't predict: serve a graft of an encoder for predictions.", "model"
         )
     entries = service.store.entries()
     rows = await asyncio.to_thread(lambda: list(engine.requests(body, entries, user_of(request))))
     data: list[dict[str, object]] = []
-    batch_size = own.limits.batch_size
+    batch_size = member.limits.batch_size
     for first in range(0, len(rows), batch_size):  # all at once may not fit into the queue
         stream = engine.submit(rows[first : first + batch_size])
         try:

@@ -25,7 +25,7 @@ from graftlm.serving.protocol import EngineError, ServingError
 Schema = Mapping[str, Any] | bool
 
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The spaces of `json.dumps`. A weak model that may write any spaces often writes nothing else."""
+"""The white space of `json.dumps`. Weak models that may write any white space often write nothing else."""
 _MAPS_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _WITH_SCHEMAS = _MAPS_OF_SCHEMAS | {
     "items", "prefixItems", "additionalItems", "additionalProperties", "propertyNames", "contains", "anyOf", "allOf",
@@ -71,7 +71,7 @@ class GrammarCompiler:
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="graftlm-grammars")
 
     def json(self, schema: Schema, param: str) -> LLMatcher:
-        """Compile a JSON schema; the spaces are those of `json.dumps`.
+        """Compile a JSON schema; the white space is that of `json.dumps`.
 
         Args:
             schema: the schema.
@@ -89,7 +89,7 @@ class GrammarCompiler:
         return self._compile(LLMatcher.grammar_from_lark(grammar), param)
 
     def choice(self, texts: Sequence[str], param: str) -> LLMatcher:
-        """Compile a choice of one of these texts."""
+        """Compile a choice between texts."""
         alternatives = " | ".join(quoted(text) for text in texts)
         return self.lark(f"start: {alternatives}", param)
 
@@ -143,10 +143,10 @@ def _reason(problem: str) -> str:
 
 
 def checked_schema(schema: Schema, param: str) -> str:
-    """Return a schema as JSON.
+    """Check a schema and return it as JSON.
 
     Raises:
-        ServingError: the schema has an unknown keyword, or llguidance's own one, which can switch checks off.
+        ServingError: the schema has an unknown keyword, or `x-guidance` of llguidance, which can disable checks.
     """
     text = json.dumps(schema)
     if '"x-guidance"' in text:

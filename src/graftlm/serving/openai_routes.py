@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -46,10 +46,10 @@ def router(service: Service) -> APIRouter:
         summary="Continue a text",
     )
     async def completions(body: CompletionRequest, request: Request) -> BaseModel | Response:
-        own = service.of(body.model)
-        parsed = await _parsed(own, parse_completion, body, request)
-        builder = CompletionBuilder(parsed, own.tokenizer, own.fingerprint)
-        return await _respond(own, request, parsed, builder)
+        member = service.of(body.model)
+        parsed = await _parsed(member, parse_completion, body, request)
+        builder = CompletionBuilder(parsed, member.tokenizer, member.fingerprint)
+        return await _respond(member, request, parsed, builder)
 
     @routes.post(
         "/chat/completions",
@@ -59,16 +59,16 @@ def router(service: Service) -> APIRouter:
         summary="Continue a conversation",
     )
     async def chat(body: ChatRequest, request: Request) -> BaseModel | Response:
-        own = service.of(body.model)
-        parsed = await _parsed(own, parse_chat, body, request)
-        builder = ChatBuilder(parsed, own.tokenizer, own.fingerprint)
-        return await _respond(own, request, parsed, builder)
+        member = service.of(body.model)
+        parsed = await _parsed(member, parse_chat, body, request)
+        builder = ChatBuilder(parsed, member.tokenizer, member.fingerprint)
+        return await _respond(member, request, parsed, builder)
 
     @routes.post("/embeddings", response_model=Embeddings, summary="The mean of a text's last hidden states")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Embeddings:
-        own = service.of(body.model)
-        parsed = await asyncio.to_thread(parse_embedding, own, body, user_of(request))
-        return await _embed(own, request, parsed)
+        member = service.of(body.model)
+        parsed = await asyncio.to_thread(parse_embedding, member, body, user_of(request))
+        return await _embed(member, request, parsed)
 
     return routes
 
@@ -118,7 +118,7 @@ async def _respond(
     service: Service,
     request: Request,
     parsed: ParsedRequest,
-    builder: ResponseBuilder[BaseModel],
+    builder: ResponseBuilder[Any],
 ) -> BaseModel | Response:
     """Generate a whole response or a stream; generation ends when the client disconnects."""
     stream = service.engine.submit(parsed.requests)

@@ -35,14 +35,14 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/tokenize", responses=ERRORS, summary="The tokens of a text or a chat, as in vLLM")
     async def tokens(body: TokenizeRequest) -> dict[str, int | list[int]]:
-        own = _service_of(service, body.model)
-        ids = await asyncio.to_thread(tokenize, own, body)
-        return {"count": len(ids), "max_model_len": own.context, "tokens": ids}
+        member = _service_of(service, body.model)
+        ids = await asyncio.to_thread(tokenize, member, body)
+        return {"count": len(ids), "max_model_len": member.context, "tokens": ids}
 
     @routes.post("/detokenize", responses=ERRORS, summary="The text of tokens, as in vLLM")
     async def text(body: DetokenizeRequest) -> dict[str, str]:
-        own = _service_of(service, body.model)
-        return {"prompt": await asyncio.to_thread(detokenize, own, body)}
+        member = _service_of(service, body.model)
+        return {"prompt": await asyncio.to_thread(detokenize, member, body)}
 
     @routes.get("/version", summary="The server's version")
     async def version() -> dict[str, str]:

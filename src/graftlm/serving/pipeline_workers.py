@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -29,7 +29,7 @@ class PipelineWorkers:
     def __init__(self, threads: int, max_open: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="graftlm-pipelines")
         self._max_open = max_open
-        self._open: set[asyncio.Future[object]] = set()
+        self._open: set[asyncio.Future[Any]] = set()
 
     async def run(self, request: Request, client: EngineClient, work: Callable[[], _T]) -> _T:
         """Return the result of `work`, and disconnect the client from the engine.

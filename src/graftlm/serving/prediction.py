@@ -38,7 +38,7 @@ from graftlm.serving.store import StoredGraft
 
 
 class PredictRow(Config):
-    """One row.
+    """One row to predict.
 
     Args:
         task: name of its task.
@@ -187,17 +187,20 @@ class PredictionEngine(ThreadedEngine):
         """Answer requests for predictions in one pass."""
         names = list(tasks)
         inputs = [_input_of(request) for request in requests]
-        rows = [(own.encoded, tasks[own.task], names.index(own.task)) for own in inputs]
+        rows = []
+        for head_input in inputs:
+            task = head_input.task
+            rows.append((head_input.encoded, tasks[task], names.index(task)))
         ((order, batch),) = batches_by_length(rows, len(rows), padding_id(self._tokenizer))
         outputs = model.predict(**batch.to(self._backbone.device).prediction_inputs())
         for index, output in zip(order, outputs, strict=True):
-            own = inputs[index]
-            spec = tasks[own.task]
-            values: dict[str, object] = {"task": own.task}
+            head_input = inputs[index]
+            spec = tasks[head_input.task]
+            values: dict[str, object] = {"task": head_input.task}
             try:
-                prediction = decode_prediction(spec, own.row, own.encoded, output)
-                values.update(prediction.to_json(spec, own.row))
-            except EvaluationError as error:  # of this row only
+                prediction = decode_prediction(spec, head_input.row, head_input.encoded, output)
+                values.update(prediction.to_json(spec, head_input.row))
+            except EvaluationError as error:  # an error of this row only
                 values["error"] = str(error)
             request = requests[index]
             self._finish(request, replace(request.finish("stop"), prediction=values))

@@ -287,7 +287,7 @@ class RequestStream:
                 loop, available = stream._reader
                 events[loop].append(available)
         for loop, events_of_loop in events.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads its streams
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so its streams have no readers
                 loop.call_soon_threadsafe(_set_all, events_of_loop)
 
 

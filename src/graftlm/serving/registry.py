@@ -127,7 +127,9 @@ class ModelRegistry:
         grafts = self._grafts_of(request.model)
         fewest_tokens = 0 if request.embed else 1
         if request.max_tokens < fewest_tokens:
-            raise ServingError(f"max_tokens is {request.max_tokens}, but at least {fewest_tokens} is expected.")
+            raise ServingError(
+                f"max_tokens is {request.max_tokens}, but at least {fewest_tokens} is expected: request more."
+            )
         check_prompt(request.prompt, self._vocabulary)
         if request.max_tokens > self.limits.max_tokens:
             raise ContextLengthError(

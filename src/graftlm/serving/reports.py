@@ -1,4 +1,4 @@
-"""Reports of the grafts in service: their configuration, what they learned and forgot, and the results of their run."""
+"""Reports of the grafts in service: configuration, learning and forgetting, and the results of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _METRICS = TypeAdapter(dict[str, OnErrorOmit[StrictInt | StrictFloat | Interval]
 
 
 class ServedBackbone(BaseModel):
-    """A backbone.
+    """A backbone in service.
 
     Attributes:
         name: name in requests.
@@ -48,7 +48,7 @@ class TradeOff(BaseModel):
 
 
 class GraftSummary(TradeOff):
-    """A graft in short.
+    """Summary of a graft.
 
     Attributes:
         name: name in requests.
@@ -146,7 +146,7 @@ def _served_backbone(service: Service) -> ServedBackbone:
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:
-    """Return a graft in short, from its graft.json."""
+    """Summarize a graft from its graft.json."""
     manifest = entry.manifest
     return GraftSummary(
         name=entry.name,

@@ -176,7 +176,10 @@ def _callable_tools(body: ChatRequest) -> dict[str, ToolSchema | None]:
         return {}
     if isinstance(choice, NamedTool):
         if choice.name not in tools:
-            raise ServingError(f"tool_choice names {choice.name!r}, which is not one of the tools.", "tool_choice")
+            raise ServingError(
+                f"tool_choice names {choice.name!r}, which is not one of the tools: name a tool of the request.",
+                "tool_choice",
+            )
         return {choice.name: tools[choice.name]}
     if choice == "required" and not tools:
         raise ServingError("tool_choice is 'required', but there are no tools: add one.", "tool_choice")
@@ -266,7 +269,7 @@ def _generation_request(
 ) -> GenerationRequest:
     """Return the request of all continuations, without prompt and seed."""
     temperature = 1.0 if body.temperature is None else body.temperature
-    if body.top_p == 0:  # only the most likely token
+    if body.top_p == 0:  # keeps only the most likely token, like a temperature of 0
         temperature = 0.0
     return GenerationRequest(
         prompt=(),

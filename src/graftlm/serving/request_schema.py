@@ -35,7 +35,7 @@ from graftlm.serving.tools import TemplateMessage, ToolSchema
 
 MAX_CHOICES = 16
 _Body = TypeVar("_Body", bound=BaseModel)
-_TEMPLATE_CHARACTERS = 10_000  # of values for a chat template, which may repeat them
+_TEMPLATE_CHARACTERS = 10_000  # maximum size of values for a chat template, which may repeat them
 _TEMPLATE_ROLES = {"developer": "system"}
 _NO_UNICODE = "the text has half of a surrogate pair, but Unicode is expected"
 
@@ -60,7 +60,8 @@ class NeutralValue:
         if value is None:
             return value
         for neutral in self.values:
-            same_kind = isinstance(neutral, bool) == isinstance(value, bool)  # because True == 1
+            # True equals 1 in Python, but the two are different JSON values.
+            same_kind = isinstance(neutral, bool) == isinstance(value, bool)
             if same_kind and neutral == value:
                 return value
         allowed = f", or set it to {self.values[0]!r}" if self.values else ""
@@ -92,7 +93,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def _check_prompts(value: object) -> list[str] | list[list[int]]:
-    """Return a list of texts or of lists of token ids, from one prompt or several."""
+    """Return one or several prompts as a list of texts or of lists of token ids."""
     is_one_prompt = isinstance(value, str) or (_is_token_ids(value) and value != [])
     prompts: Any = [value] if is_one_prompt else value
     if isinstance(prompts, list) and prompts:
@@ -164,7 +165,7 @@ Prompts = Annotated[
 
 
 class StrictBody(Config):
-    """A part of a body, whose types are those of JSON."""
+    """A part of a body, validated without type conversions."""
 
     model_config = ConfigDict(strict=True)
 
@@ -216,7 +217,7 @@ class ResponseFormat(StrictBody):
 
 
 class StructuredOutputs(StrictBody):
-    """vLLM's key for the format of the answer; exactly one of these."""
+    """vLLM's key for the format of the answer; exactly one of the keys is set."""
 
     json_schema: dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = Field(None, min_length=1, max_length=10_000, description="In Rust's syntax.")
@@ -315,7 +316,7 @@ class MessageToolCall(StrictBody):
 
 @accepts_neutral_keys
 class ChatMessage(StrictBody):
-    """One message of a conversation; the role `tool` has the result of a call."""
+    """One message of a conversation. A message with the role `tool` contains the result of a call."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextParts | None = None

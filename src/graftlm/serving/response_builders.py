@@ -105,14 +105,14 @@ def _check_finish(finish: Finish) -> None:
         )
 
 
-def _tokens_within(held: list[TokenOutput], finish: Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
-    """Return the held tokens that belong to the text, without those of a stop string."""
+def _tokens_within(pending: list[TokenOutput], finish: Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
+    """Return the held-back tokens that belong to the text, without those of a stop string."""
     if finish.reason != "stop":
-        return held
+        return pending
     size = len(finish.text.encode())
     within = []
     start = 0
-    for output in held:
+    for output in pending:
         if start < size:
             within.append(output)
         start += len(tokenizer.bytes_of(output.token))
@@ -238,7 +238,7 @@ class ResponseBuilder(ABC, Generic[_Response]):
         """Return the whole response."""
 
     def first_choices(self, index: int) -> list[BaseModel]:
-        """Return the choices, each in an event, with which a choice of a stream begins."""
+        """Return the choices of the first events of a stream."""
         return []
 
     @abstractmethod
@@ -399,13 +399,12 @@ class ChatBuilder(ResponseBuilder[Chat]):
         return part._replace(text=text, calls=calls, finish_reason=reason)
 
     def _token_logprobs(self, part: ChoicePart) -> list[ChatCompletionTokenLogprob]:
-        return [
-            ChatCompletionTokenLogprob(
-                top_logprobs=[TopLogprob(**self._token(token, logprob)) for token, logprob in output.top],
-                **self._token(output.token, output.logprob or 0.0),
-            )
-            for output in part.outputs
-        ]
+        logprobs = []
+        for output in part.outputs:
+            top = [TopLogprob(**self._token(token, logprob)) for token, logprob in output.top]
+            sampled = self._token(output.token, output.logprob or 0.0)
+            logprobs.append(ChatCompletionTokenLogprob(top_logprobs=top, **sampled))
+        return logprobs
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         return {

@@ -43,7 +43,7 @@ class TextCompletion(Completion):
 
 
 class ChatChoice(Choice):
-    """A message."""
+    """A message of the assistant, as a choice of a response."""
 
     graftlm: ChoiceExtras | None = None
 

@@ -54,11 +54,11 @@ class EngineRouter:
         return next(iter(engines.values()))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        """Submit requests to the engine of the first one's model."""
+        """Submit requests to the engine of the first request's model."""
         return self.of(requests[0].model).submit(requests)
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Use a graft on its own backbone, and remove the name from the others."""
+        """Use a graft on its own backbone, and remove the name from the engines of other backbones."""
         # The engine of the graft comes first, because it may reject the graft.
         engines = sorted(self.engines, key=lambda engine: not engine.fits(graft))
         for engine in engines:

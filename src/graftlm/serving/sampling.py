@@ -36,11 +36,20 @@ class RowSampling:
     def __init__(self, request: GenerationRequest, end_ids: Iterable[int] = ()) -> None:
         self.request = request
         self.barred = {*request.stop_tokens, *end_ids}
-        self.ends = set(request.stop_tokens) if request.ignore_eos else self.barred
-        self.generator = random.Random(secrets.randbits(64) if request.seed is None else request.seed)
+        self.ends = self.barred
+        if request.ignore_eos:
+            self.ends = set(request.stop_tokens)
+        seed = request.seed
+        if seed is None:
+            seed = secrets.randbits(64)
+        self.generator = random.Random(seed)
         self.counts: Counter[int] = Counter()
-        self.matcher = None if request.grammar is None else request.grammar.deep_copy()
-        self._penalized_prompt = set(request.prompt) if request.repetition_penalty != 1 else set()
+        self.matcher = None
+        if request.grammar is not None:
+            self.matcher = request.grammar.deep_copy()
+        self._penalized_prompt: set[int] = set()
+        if request.repetition_penalty != 1:
+            self._penalized_prompt = set(request.prompt)
 
     def add(self, token: int) -> bool:
         """Count a sampled token. Return whether the grammar ends the continuation here."""
@@ -56,7 +65,7 @@ class RowSampling:
 
     @property
     def is_too_short(self) -> bool:
-        """Whether the continuation must not end yet."""
+        """Whether the continuation has fewer than `min_tokens` tokens."""
         return self.request.min_tokens > 0 and self.counts.total() < self.request.min_tokens
 
     @property
@@ -81,15 +90,20 @@ class RowSampling:
             occurred = sorted(self._penalized_prompt | self.counts.keys())
             _penalize_repetition(logits_V, occurred, request.repetition_penalty)
         if request.presence_penalty or request.frequency_penalty:
-            penalties = [
-                (token, -(request.presence_penalty + count * request.frequency_penalty))
-                for token, count in self.counts.items()
-            ]
-            _add_bias(logits_V, penalties)
+            _add_bias(logits_V, self._occurrence_penalties())
         if self.is_too_short and self.barred:
-            logits_V[torch.tensor(list(self.barred), device=logits_V.device)] = -torch.inf
+            barred = torch.tensor(list(self.barred), device=logits_V.device)
+            logits_V[barred] = -torch.inf
         if self.matcher is not None:
             _mask_disallowed(logits_V, self.matcher.compute_logit_bias())
+
+    def _occurrence_penalties(self) -> list[tuple[int, float]]:
+        """Return the presence and frequency penalties of the tokens of the continuation, as addends of the logits."""
+        penalties = []
+        for token, count in self.counts.items():
+            penalty = self.request.presence_penalty + count * self.request.frequency_penalty
+            penalties.append((token, -penalty))
+        return penalties
 
 
 def _add_bias(logits_V: Tensor, bias: Sequence[tuple[int, float]]) -> None:
@@ -110,9 +124,10 @@ def _penalize_repetition(logits_V: Tensor, tokens: Sequence[int], penalty: float
 
 def _mask_disallowed(logits_V: Tensor, allowed: bytes) -> None:
     """Exclude the tokens whose byte is zero, and those beyond the end of `allowed`."""
-    allowed_V = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(logits_V.device) > 0
-    known = len(allowed_V)
-    logits_V[:known].masked_fill_(~allowed_V[: len(logits_V)], -torch.inf)
+    bytes_V = torch.frombuffer(bytearray(allowed), dtype=torch.uint8)
+    disallowed_V = bytes_V.to(logits_V.device) == 0
+    known = len(disallowed_V)
+    logits_V[:known].masked_fill_(disallowed_V[: len(logits_V)], -torch.inf)
     logits_V[known:] = -torch.inf
 
 
@@ -124,16 +139,17 @@ def sample(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[TokenOutput |
         rows: the state of each row.
 
     Returns:
-        Each row's token without a text; None for a row without a possible token.
+        The token of each row, whose text is still empty; None for a row without a possible token.
     """
     logits_BV = logits_BV.float()
     finite = logits_BV.amax(-1).isfinite().tolist()
     changed_BV = _changed(logits_BV, rows)
     tokens = changed_BV.argmax(-1).tolist()
-    random_rows = [index for index, row in enumerate(rows) if row.request.temperature > 0]
-    if random_rows:
-        drawn = _draw(changed_BV[random_rows], [rows[index] for index in random_rows])
-        for index, token in zip(random_rows, drawn, strict=True):
+    random_indices = [index for index, row in enumerate(rows) if row.request.temperature > 0]
+    if random_indices:
+        random_rows = [rows[index] for index in random_indices]
+        drawn = _draw(changed_BV[random_indices], random_rows)
+        for index, token in zip(random_indices, drawn, strict=True):
             tokens[index] = token
     with_logprobs = _with_logprobs(logits_BV, [row.request for row in rows], tokens)
     outputs: list[TokenOutput | None] = []
@@ -164,20 +180,27 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
-    """Draw one token a row: the first at which the cumulative probability exceeds a random number in [0, 1)."""
+    """Sample one token per row: the first whose cumulative probability exceeds a random number in [0, 1)."""
     device = logits_RV.device
     temperature_R1 = _column([row.request.temperature for row in rows], device)
     p_RV = (logits_RV.double() / temperature_R1).softmax(-1)
-    requests = [row.request for row in rows]
-    truncated = [index for index, request in enumerate(requests) if request.top_p < 1 or request.top_k or request.min_p]
+    truncated = []
+    requests = []
+    for index, row in enumerate(rows):
+        request = row.request
+        if request.top_p < 1 or request.top_k or request.min_p:
+            truncated.append(index)
+            requests.append(request)
     if truncated:
-        p_RV[truncated] = _truncated(p_RV[truncated], [requests[index] for index in truncated])
+        p_RV[truncated] = _truncated(p_RV[truncated], requests)
     cumulative_RV = p_RV.cumsum(-1)
     u_R1 = _column([row.generator.random() for row in rows], device)
     threshold_R1 = u_R1 * cumulative_RV[:, -1:]
     token_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True)[:, 0]
     # Rounding may put the threshold after the last token with a positive probability.
-    last_R = logits_RV.shape[-1] - 1 - (p_RV > 0).flip(-1).int().argmax(-1)
+    is_possible = p_RV > 0
+    impossible_at_end_R = is_possible.flip(-1).int().argmax(-1)
+    last_R = logits_RV.shape[-1] - 1 - impossible_at_end_R
     return torch.minimum(token_R, last_R).tolist()
 
 

@@ -115,7 +115,7 @@ class RequestQueue:
         self._by_user.setdefault(request.request.user, deque()).append(request)
 
     def take(self, count: int, tokens: int) -> list[ScheduledRequest]:
-        """Remove requests, one of each user in turn.
+        """Remove and return requests, taking the users in turn.
 
         Args:
             count: maximum number of requests.

@@ -16,7 +16,7 @@ from graftlm.serving.app import create_app
 from graftlm.serving.service import Service
 
 LOG = logging.getLogger("graftlm.serving")
-_LAST_SECONDS = 5  # for responses to reach their clients after the engine has finished
+_LAST_SECONDS = 5  # time for responses to reach their clients after the engine has finished
 
 
 def log_to_stderr(quiet: bool) -> None:
@@ -30,7 +30,8 @@ def log_to_stderr(quiet: bool) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.setLevel(logging.WARNING if quiet else logging.INFO)
     for logger in (LOG, logging.getLogger("uvicorn.error")):
-        others = [known for known in logger.handlers if known.name != handler.name]  # not of an earlier server
+        # The handler of an earlier server in this process is replaced.
+        others = [known for known in logger.handlers if known.name != handler.name]
         logger.handlers = [*others, handler]
 
 
@@ -72,7 +73,7 @@ class GraftServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing, in place of uvicorn's own signal handlers."""
+        """Replace uvicorn's own signal handlers by those of `startup`."""
         yield
 
     def _handle_signals(self) -> None:

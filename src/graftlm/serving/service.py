@@ -188,6 +188,7 @@ def _engine(
     limits: EngineLimits | None,
 ) -> ThreadedEngine:
     """Start the engine of a backbone with its own grafts."""
-    own = {graft: loaded for graft, loaded in grafts.items() if loaded._fingerprint == backbone.fingerprint}
+    fingerprint = backbone.fingerprint
+    grafts_of_backbone = {graft: loaded for graft, loaded in grafts.items() if loaded._fingerprint == fingerprint}
     engine_class = PredictionEngine if backbone.kind == "encoder" else BatchingEngine
-    return engine_class(backbone, own, name, limits)
+    return engine_class(backbone, grafts_of_backbone, name, limits)

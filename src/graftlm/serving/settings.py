@@ -89,7 +89,7 @@ class ServerSettings(Config):
 
 
 class ApiKeys:
-    """API keys with the names of their users. Only hashes of the keys are kept. Falsy without keys.
+    """API keys with the names of their users. Only hashes of the keys are kept. The object is falsy if it has no keys.
 
     Args:
         keys: pairs of a name and a key.

@@ -167,7 +167,7 @@ class GraftStore:
             if read_signature(watched.folder) != watched.seen:
                 return None  # the files changed during loading; the next check loads them again
             replace(name, graft)
-        except Exception as error:  # whatever is wrong with the new files, the old graft stays in service
+        except Exception as error:  # the old graft stays in service after any error of the new files
             if not isinstance(error, OSError):  # an error such as a full disk may be gone at the next check
                 watched.processed = watched.seen
             consequence = "; the previous version stays in service" if watched.graft is not None else ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graftlm.pipelines.summarize import SourceDocument
     from graftlm.serving.writers import SummaryWriter
 
-MAX_TEXT = 400_000  # characters, whose extraction takes some seconds on one core
+MAX_TEXT = 400_000  # in characters; extraction from such a text takes some seconds on one core
 MAX_SENTENCES = 1000
 _SUFFIXES = {"text": ".txt", "markdown": ".md", "html": ".html", "latex": ".tex"}
 
@@ -31,9 +31,9 @@ class SummarizeBody(Config):
         format: format of the text.
         sentences: maximum number of sentences of the extract.
         language: language code such as de; None detects it by the script, and assumes English for Latin script.
-        model: writes the summary from the extract; with None the extract is the summary.
+        model: the model that writes the summary from the extract; None returns the extract as the summary.
         max_tokens: maximum number of tokens of a written summary.
-        stream: send events: the extract, the pieces of a written text, and at last the whole summary.
+        stream: send events: the extract, the pieces of a written text, and finally the whole summary.
     """
 
     text: Annotated[str, Field(max_length=MAX_TEXT)] | None = None

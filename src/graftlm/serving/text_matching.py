@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def longest_beginning(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the longest end of a text that begins one of the strings without completing it."""
+    """Return the length of the longest suffix of a text with which one of the strings begins, but does not end."""
     longest = 0
     for string in strings:
         for length in range(1, len(string)):

@@ -57,8 +57,12 @@ def tool_grammar(
         ServingError: a schema is wrong or not supported.
     """
     schemas = {name: _arguments_schema(name, schema) for name, schema in tools.items()}
-    bodies = [f"body_{number}: {_call_rule(name, schema)}" for number, (name, schema) in enumerate(schemas.items())]
-    alternatives = " | ".join(f"body_{number}" for number in range(len(bodies)))
+    bodies = []
+    names = []
+    for number, (name, schema) in enumerate(schemas.items()):
+        names.append(f"body_{number}")
+        bodies.append(f"body_{number}: {_call_rule(name, schema)}")
+    alternatives = " | ".join(names)
     rules = [
         "%llguidance {}",
         f"body: {alternatives}",
@@ -70,7 +74,7 @@ def tool_grammar(
     except ServingError as error:
         if error.code is None:
             for schema in schemas.values():
-                compiler.json(schema, "tools")  # alone, for an error about the schema instead of the whole grammar
+                compiler.json(schema, "tools")  # raises an error about the schema instead of the whole grammar
         raise
 
 
@@ -202,7 +206,7 @@ class CallReader:
         """Parse a call after its opening at `start`.
 
         Returns:
-            The call, or None in place of it if this is text, and the end of what was parsed. None while the call may
+            The call, or None if the characters are text, and the end of the parsed range. None while the call may
             be incomplete.
         """
         body = self._held[start:].lstrip()

@@ -1,6 +1,7 @@
 """Save and load grafts as folders with `graft.json`, `graft.safetensors` and `README.md`.
 
-A folder is written next to its place, synced and renamed, so that it is complete or absent. No pickle is ever read.
+A folder is written next to its place, synced and renamed, so that it is either complete or absent. Pickles are never
+read.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from graftlm.version import __version__
 def save_graft(
     graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = ""
 ) -> Path:
-    """Write a graft. What is at `folder` is replaced only when the new artefact is complete.
+    """Write a graft to a folder, which is replaced only when the new artefact is complete.
 
     Args:
         graft: the graft; only its own tensors are written.
         backbone: the backbone that it was trained on. Its name and fingerprint are written, its weights are not.
-        folder: where to write; an empty or new folder, or one that holds a graft.
+        folder: an empty or new folder, or the folder of another graft.
         training: a summary of the run, plain JSON.
         card: the model card, Markdown; by default a short one is made.
 
@@ -47,7 +48,7 @@ def save_graft(
         The folder.
 
     Raises:
-        ArtifactError: the disk is full, the folder holds something else, or tensors are missing or not finite.
+        ArtifactError: the disk is full, the folder contains other files, or tensors are missing or not finite.
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
@@ -130,7 +131,7 @@ def _write_files(folder: Path, tensors: Mapping[str, Tensor], manifest: Manifest
 
 
 def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
-    """Write a graft into a folder that may hold other files, such as that of a trainer.
+    """Write a graft into a folder that may contain other files, such as that of a trainer.
 
     Raises:
         ArtifactError: see `save_graft`.
@@ -214,8 +215,8 @@ def _load_tensors(graft: Graft, tensors: dict[str, Tensor]) -> None:
 def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> dict[str, Graft]:
     """Load the graft in a folder together with those that `graft grow` had attached while it was trained.
 
-    They act together, so `GraftedModel(backbone, load_grafts(folder, backbone))` is the model that was measured. The
-    others are read from where `graft grow` wrote them: next to the folder's parent, in STAGE/graft.
+    The grafts act together, so `GraftedModel(backbone, load_grafts(folder, backbone))` is the model that was measured.
+    The others are read from where `graft grow` wrote them: next to the folder's parent, in STAGE/graft.
 
     Args:
         folder: the graft's folder.
@@ -232,7 +233,7 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
     grafts: dict[str, Graft] = {}
     for name in read_manifest(folder).trained_after:
         earlier = folder.absolute().parent.parent / name / "graft"
-        is_name = name.replace("-", "_").isidentifier()  # of a stage, rather than a path that a foreign file chose
+        is_name = name.replace("-", "_").isidentifier()  # must be a stage, not an arbitrary path from an untrusted file
         if not (is_name and folder.is_dir() and (earlier / JSON_NAME).is_file()):
             raise ArtifactError(
                 f"The graft {folder} was trained together with {name}, which is not in {earlier}: put it there, as "
@@ -268,9 +269,9 @@ def backbone_of(
     """Load the backbone that a graft was trained on, by the recorded name and with the recorded head.
 
     Args:
-        folder: the graft's folder; or the folder of a model, which is loaded itself.
-        name: where the backbone is now, if it is elsewhere.
-        device: where to put it; None takes the accelerator, if there is one.
+        folder: the graft's folder, or the folder of a model, which is then loaded.
+        name: the present name or path of the backbone, if it differs from the recorded one.
+        device: device of the backbone; None selects the accelerator, if there is one.
         dtype: dtype of the weights; `auto` keeps that of the checkpoint.
         trust_remote_code: run model code that comes with the checkpoint.
 
@@ -310,7 +311,7 @@ def is_model(folder: str | Path) -> bool:
 
 
 def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a graft's folder by name, reading them one after the other.
+    """Yield the name and the tensor of each entry of a safetensors file, read one at a time.
 
     Args:
         folder: the graft's folder, or OWNER/NAME on the hub.

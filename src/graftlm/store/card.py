@@ -8,7 +8,7 @@ from graftlm.files.model_files import PACKAGED_MODELS
 
 
 def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "causal-lm", several: bool = False) -> str:
-    """Write the card of a graft: what it is, and how to load it.
+    """Write the card of a graft: a description, and code that loads it.
 
     Args:
         backbone: name of the backbone.

@@ -41,7 +41,7 @@ class BackboneRecord(Config):
 
     @classmethod
     def of(cls, backbone: Backbone) -> BackboneRecord:
-        """Make the record of a live model."""
+        """Create the record of a loaded model."""
         model_type = backbone.sites.model_type
         return cls(
             name=backbone.name,
@@ -99,7 +99,7 @@ class Manifest(Config):
 
         Args:
             folder: the graft's folder, for the message.
-            use: what would use the graft alone, as the subject of a sentence.
+            use: the operation that needs a graft alone, as the subject of a sentence.
         """
         if self.trained_after:
             raise ArtifactError(
@@ -111,7 +111,7 @@ class Manifest(Config):
         """Return the graft's config.
 
         Raises:
-            ArtifactError: this version of graftlm does not know the kind or a key, or a key is missing.
+            ArtifactError: the kind or a key is unknown to this version of graftlm, or a key is missing.
         """
         try:
             config = graft_config({**self.config, "kind": self.kind}, where=JSON_NAME)
@@ -146,7 +146,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def _missing_error(folder: Path) -> ArtifactError:
-    """Return the error for a folder without `graft.json`, which names the graft or the model inside it, if any."""
+    """Return the error for a folder without `graft.json`, with the path of a graft or model inside it, if any."""
     remedy = "name the folder of a graft or model"
     for name in (f"graft/{JSON_NAME}", "model/config.json"):
         if (folder / name).exists():

@@ -21,7 +21,7 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
         The address of the repository.
 
     Raises:
-        ArtifactError: the folder holds neither a graft nor a model, or the hub refuses.
+        ArtifactError: the folder contains neither a graft nor a model, or the hub rejects the upload.
     """
     from huggingface_hub import HfApi
 

@@ -55,7 +55,7 @@ class AdaptedModel(nn.Module):
 
 
 def _repair_after_cast(layer: Any) -> None:
-    """Repair what a cast to float32 leaves stale: hooks on the old parameters, and magnitudes of rounded norms."""
+    """Repair hooks on old parameters, and magnitudes of rounded norms, which are stale after a cast to float32."""
     if hasattr(layer, "_attach_hooks"):
         layer._detach_hooks()
         layer._attach_hooks(_ADAPTER)

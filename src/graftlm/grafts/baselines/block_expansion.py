@@ -51,8 +51,8 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         backbone: the backbone whose layers are copied.
 
     Raises:
-        BackboneError: The layers can't be copied, or copies change the output before training.
-        RecipeError: There are more new blocks than layers.
+        BackboneError: the layers can't be copied, or copies change the output before training.
+        RecipeError: there are more new blocks than layers.
     """
 
     Config: ClassVar[type[GraftConfig]] = LlamaProConfig

@@ -28,8 +28,8 @@ def deeper_model(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) ->
         copied: the layers that occur twice.
 
     Raises:
-        BackboneError: The config can't describe the additional layers.
-        TapConflictError: The model has an adapter of PEFT.
+        BackboneError: the config can't describe the additional layers.
+        TapConflictError: the model has an adapter of PEFT.
     """
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise TapConflictError(
@@ -51,7 +51,8 @@ def deeper_model(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) ->
             f"The layers {layers} of this {sites.model_type} model can't be copied, since its config does not describe "
             f"them a second time ({first_line(error)}): choose another number of blocks, or another kind of graft."
         ) from error
-    deeper.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+    generation_config: Any = getattr(model, "generation_config", None)
+    deeper.generation_config = copy.deepcopy(generation_config)
     return deeper.eval()
 
 

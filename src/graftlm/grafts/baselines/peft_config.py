@@ -1,4 +1,4 @@
-"""The config of a graft that is a method of PEFT, and which methods and options of PEFT are accepted."""
+"""The config of a graft that is a method of PEFT, and the accepted methods and options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlm.grafts.base import GraftConfig
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"DORA": ("LORA", {"use_dora": True})}
 _LIMITS = read_yaml(Path(__file__).with_name("peft.yaml"))
 _PROMPT = "it puts trained states before the text, so that positions and cache would differ from the backbone's"
-_BOOKKEEPING = {field.name for field in dataclasses.fields(PeftConfig)}  # what PEFT stores about files and tasks
+_BOOKKEEPING = {field.name for field in dataclasses.fields(PeftConfig)}  # fields in which PEFT stores files and tasks
 
 
 class PeftGraftConfig(GraftConfig):

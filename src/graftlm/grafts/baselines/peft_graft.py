@@ -113,7 +113,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
             ) from error
         tolerance = max(_START_TOLERANCE, 16 * torch.finfo(bare.dtype).eps)
         within_tolerance = change <= tolerance * bare.abs().max()
-        if not within_tolerance:  # also if the change is NaN
+        if not within_tolerance:  # true for NaN as well
             raise BackboneError(
                 f"{self._label} changes the logits of the backbone by {change:.2g} before training, but a graft must "
                 "start without effect: set its initial weights to zero by PEFT's options (such as init_weights), or "

@@ -1,4 +1,4 @@
-"""Composition: two or more frozen models that together solve what none of them can solve alone. See README.md."""
+"""Composition: frozen models that solve tasks together that none of them can solve alone."""
 
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
 from graftlm.grafts.composition.method import Composition

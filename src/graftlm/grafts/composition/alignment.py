@@ -1,10 +1,10 @@
-"""What an augmenting model reads in a pass, and which of it each anchor token sees.
+"""Alignment of the tokens that an augmenting model reads with the tokens of the anchor.
 
 `PositionAlignment`: one tokenizer. Both models read the same tokens, and token t sees the tokens up to t.
 
 `CharacterAlignment`: two tokenizers. At every anchor token, the augmenting model has read the characters of the anchor
-up to that token, in its own tokenisation. So what a token sees depends on no later token, both in training and in
-generation. The augmenting tokens form a tree (`token_tree.py`): an augmenting token attends to its ancestors, and an
+up to that token, in its own tokenisation. Hence the context of a token depends on no later token, both in training and
+in generation. The augmenting tokens form a tree (`token_tree.py`): an augmenting token attends to its ancestors, and an
 anchor token sees the path that ends where it ends.
 
 Shape suffixes: B rows, T anchor tokens of this pass, N new augmenting tokens, S all augmenting tokens so far.
@@ -31,7 +31,7 @@ from graftlm.grafts.composition.token_tree import UNREAD, Retokenizer, TokenTree
 
 @dataclass(frozen=True)
 class AlignedInputs:
-    """What an augmenting model reads in a pass, and what the anchor sees of it.
+    """The inputs of an augmenting model in a pass, and their visibility to the anchor.
 
     Args:
         inputs: keyword arguments of the augmenting model's forward pass: `input_ids` (B, N), `attention_mask` and
@@ -139,7 +139,7 @@ def anchor_positions(call: Call, past: int) -> Tensor:
 
 
 def token_columns(call: Call, length: int) -> Tensor | None:
-    """Return which of the first `length` columns hold tokens.
+    """Return which of the first `length` columns contain tokens.
 
     Returns:
         (B, length) a mask, False at padding; None without padding.
@@ -165,7 +165,7 @@ class CharacterAlignment:
         name: name of the augmenting model in error messages.
 
     Raises:
-        GraftError: if a tokenizer has no character offsets.
+        GraftError: a tokenizer has no character offsets.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfi
 
 @dataclass(frozen=True)
 class AugmentingStates:
-    """What one augmenting model provides for a pass of the anchor.
+    """The states of one augmenting model for a pass of the anchor.
 
     Args:
         states: new hidden states (B, S, A) for each pair; None if nothing new was read.
@@ -75,7 +75,7 @@ class _CacheLayers:
         if self.pairs:
             return int(self.pairs[0].get_seq_length())
         if self.own is not None and self.own.layers:
-            return int(self.own.layers[0].get_seq_length())
+            return int(self.own.get_seq_length())
         return 0
 
     def has_read(self) -> bool:
@@ -94,7 +94,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
         device: device of the model.
 
     Raises:
-        BackboneError: if the model cannot be loaded, or if it is not a language model.
+        BackboneError: the model cannot be loaded, or it is not a language model.
     """
     try:
         return load_backbone(
@@ -122,7 +122,7 @@ class AugmentingModel:
         config: configuration of the composition.
 
     Raises:
-        GraftError: if the models or their tokenizers do not fit together.
+        GraftError: the models or their tokenizers do not fit together.
     """
 
     def __init__(
@@ -159,14 +159,14 @@ class AugmentingModel:
             call: the pass of the anchor.
 
         Raises:
-            GraftError: if the pass has no token ids, or if its cache was filled without this graft.
+            GraftError: the pass has no token ids, or its cache was filled without this graft.
         """
         past = call.past()
         self._check_pass(call, past)
         cache_layers = self._cache_layers(call.cache)
         if past and not cache_layers.has_read():
             raise GraftError(
-                f"The cache holds {past} tokens that the augmenting model {self.name} has not read: start the "
+                f"The cache contains {past} tokens that the augmenting model {self.name} has not read: start the "
                 "generation again with the graft attached, and without guidance_scale, which uses a second cache."
             )
         cached = cache_layers.augmenting_tokens()
@@ -283,12 +283,12 @@ class AugmentingModel:
             backbone_layers=self._anchor_layers,
             make=next_layer,
         )
-        layers = [cache.layers[index] for index in indices]
-        layers[0].counts_tokens = is_croppable  # type: ignore[attr-defined]  # read by `counted_tokens`
+        layers: list[Any] = [cache.layers[index] for index in indices]
+        layers[0].counts_tokens = is_croppable  # read by `counted_tokens`
         return _CacheLayers(
             own=Cache(layers=layers[:own]) if own else None,
             pairs=layers[own:attention_layers],
-            state=cast("StateLayer", layers[-1]) if self._by_characters else None,
+            state=layers[-1] if self._by_characters else None,
         )
 
 
@@ -337,7 +337,7 @@ def choose_alignment(
         config: configuration of the composition; `alignment: auto` compares the tokenizers.
 
     Raises:
-        GraftError: if the tokens cannot be aligned as configured.
+        GraftError: the tokens cannot be aligned as configured.
     """
     prompt_only = config.refresh == "prompt"
     causal = anchor.sites.family.causal
@@ -384,8 +384,8 @@ def same_tokenizer(first: PreTrainedTokenizerBase | None, second: PreTrainedToke
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> object:
-    """Return what determines a tokenizer's ids in addition to its vocabulary, such as merges."""
+    """Return the rules that determine a tokenizer's ids in addition to its vocabulary, such as merges."""
     if not tokenizer.is_fast:
         return type(tokenizer).__name__
-    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
+    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # defined by fast tokenizers
     return [state[part] for part in ("normalizer", "pre_tokenizer", "model")]

@@ -10,18 +10,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 IncrementalDecoder = Callable[[int], str]  # takes the next token of a text and returns the characters that it completes
-_MAX_PENDING = 8  # tokens that may be incomplete before their text is taken as it is
+_MAX_PENDING = 8  # tokens of an incomplete character, after which its text is used nevertheless
 
 
 def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:
-    """Return a factory of decoders, of which each text needs a new one.
+    """Return a factory of decoders; every text needs a new decoder.
 
     A character whose bytes span several tokens is returned with the last of them.
 
     Args:
         tokenizer: a fast tokenizer.
     """
-    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
+    state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # defined by fast tokenizers
     decoder = state.get("decoder") or {}
     if decoder.get("type") == "ByteLevel":
         return _byte_level_decoders(tokenizer)

@@ -38,8 +38,8 @@ class Composition(Graft, ReadsModels):
         augmenting: models that are already loaded, by their names in the config; the others are loaded.
 
     Raises:
-        GraftError: if layers, widths or tokenizers do not fit together.
-        BackboneError: if a model cannot be loaded.
+        GraftError: layers, widths or tokenizers do not fit together.
+        BackboneError: a model cannot be loaded.
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig
@@ -177,7 +177,7 @@ class Composition(Graft, ReadsModels):
         return update_BTD
 
     def _read_out(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Return log-probabilities of the mixture for the last tokens, as many as the output layer has logits for."""
+        """Return log-probabilities of the mixture for the last tokens, those with logits of the output layer."""
         assert self.readout is not None
         columns = outputs.shape[1]
         dtype = call.working_dtype(self)

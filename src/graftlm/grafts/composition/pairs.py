@@ -1,4 +1,4 @@
-"""Pairs of layers: which layer of an augmenting model is read after which layer of the anchor."""
+"""Pairs of layers: a layer of an augmenting model, and the layer of the anchor after which it is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resolve_pairs(
         anchor: the backbone of the composition.
 
     Raises:
-        GraftError: if a model does not have these layers, or a pair is listed twice.
+        GraftError: a model does not have these layers, or a pair is listed twice.
     """
     pairs = config.augmenting[name].pairs
     if not pairs:
@@ -48,7 +48,7 @@ def pairs_of(
         anchor: the backbone of the composition.
 
     Raises:
-        GraftError: if the stride gives no pair, or more pairs than the anchor has layers.
+        GraftError: the stride gives no pair, or more pairs than the anchor has layers.
     """
     stride = config.augmenting[name].stride or config.stride
     n_A = augmenting.sites.n_layers
@@ -66,7 +66,7 @@ def pairs_of(
         )
     pairs = []
     for k in range(count):
-        following = count - 1 - k  # pairs after this one
+        following = count - 1 - k  # number of pairs after this one
         layer_A = n_A - 1 - stride * following
         layer_B = (k + 1) * n_B // count - 1
         pairs.append((layer_A, layer_B))
@@ -100,7 +100,7 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
         even: whether the width of a head must be even, which rotary positions require.
 
     Raises:
-        GraftError: if the heads do not divide the width.
+        GraftError: the heads do not divide the width.
     """
     step = 2 if even else 1
     if width % (heads * step) == 0:

@@ -64,7 +64,7 @@ class MixtureGate(nn.Module):
 
 def _bounded(a_BKM: Tensor) -> Tensor:
     """Return r, with the derivative `_LEAK` where a is outside of the range of r."""
-    leak_BKM = _LEAK * (a_BKM - a_BKM.detach())  # zero, but for the gradient
+    leak_BKM = _LEAK * (a_BKM - a_BKM.detach())  # the value is zero; only its gradient is needed
     outside_BKM = a_BKM.detach().clamp(0, _LARGEST) + leak_BKM
     is_inside = (a_BKM >= 0) & (a_BKM <= _LARGEST)
     return torch.where(is_inside, a_BKM, outside_BKM)
@@ -133,7 +133,7 @@ def output_width(name: str, backbone: Backbone) -> int:
         backbone: the model.
 
     Raises:
-        GraftError: if the model is not causal, or if its logits are not the output of its output layer for the last
+        GraftError: the model is not causal, or its logits are not the output of its output layer for the last
             hidden states.
     """
     model = backbone.model

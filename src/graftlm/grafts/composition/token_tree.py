@@ -47,7 +47,7 @@ class Retokenizer:
             self.end_of_text = {int(anchor.eos_token_id): [int(augmenting.eos_token_id)]}  # type: ignore[arg-type]  # one id, for a text
         self.bos = leading_bos(augmenting)
         # A copy, because transformers changes padding and truncation of its own tokenizer while threads use it.
-        self._tokenizer = Tokenizer.from_str(augmenting.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # a fast one has it
+        self._tokenizer = Tokenizer.from_str(augmenting.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # defined by fast tokenizers
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.tokens_of = lru_cache(maxsize=1 << 16)(self._tokens_of)
@@ -125,8 +125,8 @@ class TokenTree:
         self._decode = self._retokenizer.new_decoder()
         self.base = self._root
         self.end = self._root
-        self._word = ""  # the incomplete word
-        self._position = -1  # of the last anchor token in its document
+        self._word = ""  # text of the incomplete word
+        self._position = -1  # position of the last anchor token in its document
         self._is_first_word = True
 
     def skip(self) -> None:

@@ -1,4 +1,4 @@
-"""Reading of a trained graft that is to be extended with new tasks."""
+"""Read a trained graft that is extended with new tasks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def read_trained(
         backbone: the backbone to which the extended graft is attached.
 
     Raises:
-        ArtifactError: The folder is not a complete graft of this kind.
+        ArtifactError: the folder is not a complete graft of this kind.
         RecipeError: `config` has a trained task's name, or settings that differ from those of the trained graft.
-        WrongBackboneError: The graft was trained on another backbone.
+        WrongBackboneError: the graft was trained on another backbone.
     """
     folder = Path(str(config.extends))
     manifest, tensors, fingerprint = _read_folder(folder)

@@ -38,9 +38,9 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         backbone: the encoder or decoder.
 
     Raises:
-        RecipeError: There is no task, a new task has a trained one's name, or the norms of the family are unknown.
+        RecipeError: there is no task, a new task has a trained one's name, or the norms of the family are unknown.
         ArtifactError: `extends` is not the folder of a complete graft of this kind.
-        WrongBackboneError: The trained graft belongs to another backbone.
+        WrongBackboneError: the trained graft belongs to another backbone.
     """
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig
@@ -327,7 +327,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                 specifications are equal; None starts from the mean embedding and a LoRA without effect.
 
         Raises:
-            GraftError: There is already a task called `name`, or none called `like`.
+            GraftError: there is already a task called `name`, or none called `like`.
         """
         mean = self._embeddings().mean(0)
         self.heads.add(name, spec).to(mean)
@@ -351,7 +351,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             like: the task whose tensors are copied.
 
         Raises:
-            GraftError: There is no other task called `like`.
+            GraftError: there is no other task called `like`.
         """
         tasks = self.config.tasks
         others = [task for task in tasks if task != name]

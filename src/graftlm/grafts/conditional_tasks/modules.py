@@ -207,14 +207,15 @@ class TokenPositions:
             limit: maximum number of tokens of a row.
 
         Raises:
-            GraftError: A row has more than `limit` tokens.
+            GraftError: a row has more than `limit` tokens.
         """
         past = call.past()
         keys: Tensor | int = past + queries
+        positions = call.position_ids
         if call.attention_mask is not None:
             keys = _keys_of_mask(call, call.attention_mask)
-        elif call.position_ids is not None and past == 0 and _restarts(call.position_ids):
-            keys = call.position_ids
+        elif positions is not None and past == 0 and _restarts(positions):
+            keys = positions
         _check_length(keys, call.attention_mask, limit)
         return cls(keys, queries)
 
@@ -248,12 +249,13 @@ def _restarts(positions: Tensor) -> bool:
 
 def _check_length(keys: Tensor | int, mask: Tensor | None, limit: int) -> None:
     longest = keys if isinstance(keys, int) else keys.shape[1]
-    if longest > limit:
-        # The columns include padding and other documents of the row, so the longest text may still fit.
-        if mask is not None:
-            longest = int(mask.sum(-1).max())
-        elif isinstance(keys, Tensor):
-            longest = int(keys.max()) + 1
+    if longest <= limit:
+        return
+    # The columns include padding and other documents of the row, so the longest text may still fit.
+    if mask is not None:
+        longest = int(mask.sum(-1).max())
+    elif isinstance(keys, Tensor):
+        longest = int(keys.max()) + 1
     if longest > limit:
         raise GraftError(
             f"A row has {longest} tokens, but conditional attention was built for at most {limit}: shorten the text, "
@@ -303,17 +305,19 @@ class ConditionalBias(nn.Module):
             bias = self._aligned(tasks, positions.keys, positions.queries, visible)
         else:
             bias = self._gathered(tasks, positions.keys, positions.queries, visible)
-        missing = visible.stop - visible.start - bias.shape[-1]
-        bias = functional.pad(bias, (0, max(0, missing)))
+        columns = visible.stop - visible.start
+        missing = max(0, columns - bias.shape[-1])
+        bias = functional.pad(bias, (0, missing))
         return bias[:, None]
 
     def _aligned(self, tasks: RowTasks, total: int, queries: int, visible: slice) -> Tensor:
         """Return the bias (B or 1, T, S) for rows in which the position equals the column."""
-        count = min(len(self.blocks), math.ceil(total / self.width))
-        blocks = self.matrices(tasks, count).permute(0, 2, 3, 1)
-        diagonal = torch.diag_embed(blocks)  # (U, W, W, N, N)
+        needed = math.ceil(total / self.width)
+        count = min(len(self.blocks), needed)
+        blocks_UNWW = self.matrices(tasks, count)
+        diagonal_UWWNN = torch.diag_embed(blocks_UNWW.permute(0, 2, 3, 1))
         size = count * self.width
-        full = diagonal.permute(0, 3, 1, 4, 2).reshape(-1, size, size)
+        full = diagonal_UWWNN.permute(0, 3, 1, 4, 2).reshape(-1, size, size)
         if size < total:  # the other columns are padding in every row
             padding = total - size
             full = functional.pad(full, (0, padding, 0, padding))
@@ -327,9 +331,11 @@ class ConditionalBias(nn.Module):
         key = keys_BS[:, None, visible]
         query_block = query // self.width
         key_block = key // self.width
-        task = 0 if tasks.index is None else tasks.index[:, None, None]
-        blocks = self.matrices(tasks, len(self.blocks))
         row = query % self.width
         column = key % self.width
+        task: Tensor | int = 0
+        if tasks.index is not None:
+            task = tasks.index[:, None, None]
+        blocks = self.matrices(tasks, len(self.blocks))
         bias = blocks[task, query_block, row, column]
         return bias.masked_fill(query_block != key_block, 0)

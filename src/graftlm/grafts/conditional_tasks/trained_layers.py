@@ -1,4 +1,4 @@
-"""Which weights of a backbone train together with a graft of conditional tasks."""
+"""Selection of the backbone weights that train together with a graft of conditional tasks."""
 
 from __future__ import annotations
 

@@ -90,18 +90,18 @@ class DeltaState(nn.Module):
         value_width = -(-width // heads_per_offset)
         keys = config.heads * config.head_width
         values = config.heads * value_width
-        self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # of the token
-        self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # of the layer's input
+        self.w_qk = nn.Linear(width, 2 * keys, bias=False)  # mixes the embeddings
+        self.u_qk = nn.Linear(width, 2 * keys, bias=False)  # mixes the layer's inputs
         self.w_v = nn.Linear(width, values, bias=False)
         self.w_o = nn.Linear(values, width, bias=False)
         self.mix = nn.Parameter(torch.zeros(config.mixed, 2 * keys))
-        self.rates = nn.Linear(width, 3 * config.heads)  # of a, then of b, then of g
+        self.rates = nn.Linear(width, 3 * config.heads)  # rows of a, then of b, then of g
         self.gain = nn.Parameter(torch.zeros(values))
         self._initialise(config.window)
 
     @torch.no_grad()
     def _initialise(self, window: int) -> None:
-        """Let head h read what last followed the token h mod `offsets` before, and add nothing to the layer yet."""
+        """Initialise head h to read the last successor of the token h mod `offsets` before, with an update of zero."""
         queries, keys = self.w_qk.weight.normal_(0, 1 / math.sqrt(self.w_qk.in_features)).chunk(2)
         keys.copy_(queries)
         self.u_qk.weight.zero_()
@@ -290,7 +290,7 @@ class WindowedMemory(Graft):
             )
 
     def _window(self, call: Call, x_BTD: Tensor) -> Tensor | None:
-        """(B or 1, 1, T, S): the addend of the scores, which masks hidden keys; None if every key is visible."""
+        """Return the addend (B or 1, 1, T, S) of the scores, which masks hidden keys; None if every key is visible."""
         layers = call.scratch[self, "layers"]
         past = call.past()
         length = x_BTD.shape[1]
@@ -315,7 +315,7 @@ class WindowedMemory(Graft):
         inputs: Tensor,
         outputs: Tensor,
     ) -> Tensor:
-        """(B, T, D): the update of a layer's output by its state."""
+        """Return the update (B, T, D) of a layer's output by its state."""
         layer = None
         if call.cache is not None:
             layer = call.scratch[self, "states"][number]
@@ -328,7 +328,7 @@ class WindowedMemory(Graft):
             return (size * update).to(outputs.dtype)
 
     def _tokens(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """(B, T, D): the tokens' output embeddings less the mean of all, divided by their root mean squares."""
+        """Return the tokens' output embeddings (B, T, D) less the mean of all, divided by their root mean squares."""
         if (self, "tokens") not in call.scratch:
             assert call.input_ids is not None
             rows = self.rows
@@ -392,7 +392,7 @@ def _normed(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padding(call: Call) -> Tensor | None:
-    """(B): the number of columns before each row's first token; None without a mask."""
+    """Return the number of columns (B) before each row's first token; None without a mask."""
     mask = call.attention_mask
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""What a memory requires of its backbone: the form of its attention, its rotation, and its output head."""
+"""Requirements of a memory on its backbone: the form of its attention, its rotation, and its output head."""
 
 from __future__ import annotations
 

@@ -45,13 +45,16 @@ class WindowShape:
 
     @property
     def step(self) -> int:
-        """M: the number of positions by which the sinks move at a time, and the largest pass beyond R tokens."""
+        """Number of positions M by which the sinks move at a time; also the largest pass beyond R tokens."""
         return self.reach - self.window - self.sinks
 
     def block(self, index: _Index) -> _Index:
         """Return block(t) of the module's equations, for an integer or a tensor of positions."""
         if isinstance(index, int):
-            return 0 if index < self.reach else (index - self.reach) // self.step + 1
+            if index < self.reach:
+                return 0
+            moves = (index - self.reach) // self.step
+            return moves + 1
         return torch.where(index < self.reach, 0, (index - self.reach) // self.step + 1)
 
     def moved(self, keys_BHSd: Tensor, block_B: Tensor) -> Tensor:
@@ -69,7 +72,8 @@ class WindowShape:
         cos = torch.cos(angle)[:, None, None].to(keys_BHSd.dtype)
         sin = torch.sin(angle)[:, None, None].to(keys_BHSd.dtype)
         half = len(self.frequencies)
-        a, b, rest = keys_BHSd.split([half, half, keys_BHSd.shape[-1] - 2 * half], dim=-1)
+        unrotated = keys_BHSd.shape[-1] - 2 * half
+        a, b, rest = keys_BHSd.split([half, half, unrotated], dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
@@ -90,8 +94,8 @@ class KeyColumns(NamedTuple):
 class WindowLayer(DynamicLayer):
     """A cache layer with the keys and values of the sinks and of the last W - 1 tokens; its length counts all tokens.
 
-    The first columns, at most F, hold a row's first tokens after its padding, as far as they have left the window. If a
-    row has fewer of them, they are right-aligned, so that the columns remain those of consecutive tokens.
+    The first columns, at most F, contain those of a row's first tokens after its padding that have left the window. If
+    a row has fewer of them, they are right-aligned, so that the columns remain those of consecutive tokens.
 
     Attributes:
         shape: sizes of the window.
@@ -189,14 +193,14 @@ class WindowLayer(DynamicLayer):
         Returns:
             The keys and values (B, H, S, d) that the new tokens may see.
         """
-        held = self.keys if self.is_initialized else None
+        keys_before = self.keys if self.is_initialized else None
         keys, values = super().update(key_states, value_states)
         length = key_states.shape[-2]
         seen_keys = keys
         seen_values = values
         columns = self.columns(length)
         if columns.sinks and self._reaches_beyond(length):
-            seen_keys = self._keys_with_moved_sinks(keys, columns, length, held)
+            seen_keys = self._keys_with_moved_sinks(keys, columns, length, keys_before)
             if columns.older_sinks:
                 seen_values = torch.cat([values[..., : columns.older_sinks, :], values], dim=-2)
         self.keys = self._kept(keys)
@@ -210,32 +214,32 @@ class WindowLayer(DynamicLayer):
         keys: Tensor,
         columns: KeyColumns,
         length: int,
-        held: Tensor | None,
+        keys_before: Tensor | None,
     ) -> Tensor:
-        """(B, H, S, d): the keys of a pass of `length` tokens, with the sinks moved to their blocks."""
+        """Return the keys (B, H, S, d) of a pass of `length` tokens, with the sinks moved to their blocks."""
         first = keys[..., : columns.sinks, :]
         parts = []
         if columns.older_sinks:
             older_block = (self.last_block(length) - 1).clamp(min=0)
             parts.append(self.shape.moved(first, older_block))
-        parts.append(self._moved(first, length, held))
+        parts.append(self._moved(first, length, keys_before))
         parts.append(keys[..., columns.sinks :, :])
         return torch.cat(parts, dim=-2)
 
-    def _moved(self, first: Tensor, length: int, held: Tensor | None) -> Tensor:
+    def _moved(self, first: Tensor, length: int, keys_before: Tensor | None) -> Tensor:
         """Move the sinks' keys to the block of the last new token, or reuse those of the last pass.
 
         Args:
             first: the sinks' keys (B, H, F, d) as they are cached.
             length: number of new tokens.
-            held: the layer's keys before the pass.
+            keys_before: the layer's keys before the pass.
         """
         if self.padding is not None:
             self.moved = None
             return self.shape.moved(first, self.last_block(length))
         block = self.shape.block(self.cumulative_length + length - 1)
         if self.moved is not None and self.moved.shape == first.shape:
-            same_rows = held is self._keys_then
+            same_rows = keys_before is self._keys_then
             if same_rows and block == self._moved_block:
                 return self.moved
         self.moved = self.shape.moved(first, torch.full((1,), block, device=first.device))
@@ -245,7 +249,8 @@ class WindowLayer(DynamicLayer):
     def _kept(self, states: Tensor) -> Tensor:
         """Select the states to keep from those of the sinks, of the window and of the new tokens (B, H, S, d)."""
         old = min(self.dropped, self.shape.sinks)
-        leaving = max(0, states.shape[-2] - old - self.shape.window + 1)
+        in_window = states.shape[-2] - old
+        leaving = max(0, in_window - self.shape.window + 1)
         if not leaving:
             return states
         count = min(self.dropped + leaving, self.shape.sinks)
@@ -276,7 +281,7 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
     if cache is None:
         return []
     first = cache.layers[:count]
-    is_empty = all(type(layer) in (DynamicLayer, GrowingLayer) and not layer.is_initialized for layer in first)
+    is_empty = all(_is_unused(layer) for layer in first)
     grows_lazily = getattr(cache, "layer_class_to_replicate", None) in (DynamicLayer, GrowingLayer)
     if is_empty and (len(first) == count or grows_lazily):
         layers = [WindowLayer(shape) for _ in range(count)]
@@ -285,10 +290,17 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
         layers = [layer for layer in first if isinstance(layer, WindowLayer)]
     if not layers or len(layers) < len(first):
         return []
-    held = layers[0].shape
-    if repr(held) != repr(shape):
-        raise GraftError(f"The cache has a {held}, but this memory has a {shape}: attach only one of the two memories.")
+    cached = layers[0].shape
+    if repr(cached) != repr(shape):
+        raise GraftError(
+            f"The cache has a {cached}, but this memory has a {shape}: attach only one of the two memories."
+        )
     return layers
+
+
+def _is_unused(layer: object) -> bool:
+    """Return whether a layer is an ordinary one without keys."""
+    return isinstance(layer, DynamicLayer) and type(layer) in (DynamicLayer, GrowingLayer) and not layer.is_initialized
 
 
 def hidden_keys(
@@ -301,7 +313,7 @@ def hidden_keys(
     """Mark the keys that are hidden from new tokens.
 
     Args:
-        layer: window layer before the pass, which holds the keys; None for keys of all tokens.
+        layer: window layer with the keys before the pass; None for keys of all tokens.
         shape: sizes of the window.
         past: number of columns before the new tokens.
         index_BT: positions (B or 1, T) of the new tokens in their documents.

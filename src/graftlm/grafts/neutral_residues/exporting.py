@@ -19,12 +19,12 @@ def exported_blocks(blocks: Sequence[GatedAdapter], activation: str) -> Exported
         blocks: the adapter of each layer; all have the same form.
         activation: the name of the activation in transformers' ACT2FN.
     """
-    block = blocks[0]
+    first = blocks[0]
     return ExportedAdapter(
-        source=_source(block, activation),
-        width=block.w_i.out_features,
-        tensors=[own.state_dict() for own in blocks],
-        parallel=_parallel_plan(block),
+        source=_source(first, activation),
+        width=first.w_i.out_features,
+        tensors=[block.state_dict() for block in blocks],
+        parallel=_parallel_plan(first),
     )
 
 

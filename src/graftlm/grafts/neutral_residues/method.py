@@ -164,15 +164,15 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
 
     def describe(self, backbone: Backbone) -> dict[str, Any]:
         """Return `spectrum`: the relative singular values of each gating matrix, of the graft and of the backbone."""
-        own = []
+        graft_spectra = []
         for block in self._adapters():
             linear = block.w_i if block.w_g is None else block.w_g
-            own.append(spectrum(linear.weight))
-        theirs = []
+            graft_spectra.append(spectrum(linear.weight))
+        backbone_spectra = []
         for layer in range(backbone.sites.n_layers):
             module, name = backbone.sites.ffn_weights(layer)[0]
-            theirs.append(spectrum(getattr(module, name)))
-        return {"spectrum": {"graft": own, "backbone": theirs}}
+            backbone_spectra.append(spectrum(getattr(module, name)))
+        return {"spectrum": {"graft": graft_spectra, "backbone": backbone_spectra}}
 
     def exported_adapter(self, backbone: Backbone) -> ExportedAdapter:
         return exported_blocks(self._adapters(), backbone.sites.activation)

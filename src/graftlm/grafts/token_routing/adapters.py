@@ -58,8 +58,8 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
         The factors by module path, and the SHA-256 of the tensor file.
 
     Raises:
-        ArtifactError: if the adapter is damaged, pickled, not plain LoRA, or not the one that the config names.
-        WrongBackboneError: if the adapter belongs to another backbone.
+        ArtifactError: the adapter is damaged, pickled, not plain LoRA, or not the one that the config names.
+        WrongBackboneError: the adapter belongs to another backbone.
     """
     folder = fetch_folder(Path(config.path or "").expanduser(), ADAPTER_CONFIG)
     peft_config = _read_config(name, folder)
@@ -226,7 +226,7 @@ def _pair_factors(
     backbone, all tensors that are not factors are assumed to be copies of the backbone's.
 
     Raises:
-        ArtifactError: if a tensor is neither a LoRA factor nor a copy of the backbone's, or if a factor is missing.
+        ArtifactError: a tensor is neither a LoRA factor nor a copy of the backbone's, or a factor is missing.
     """
     pairs: dict[str, dict[str, Tensor]] = {}
     parameters: dict[str, nn.Parameter] = {}

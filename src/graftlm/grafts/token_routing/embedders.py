@@ -232,7 +232,8 @@ class HiddenStateEmbedder(_BackboneEmbedder):
             backbone_layers=self._backbone.sites.n_layers,
             make=_EmbedderCacheLayer,
         )
-        *layers, states_layer = (cache.layers[index] for index in indices)
+        layers = [cache.layers[index] for index in indices]
+        states_layer = layers.pop()
         assert isinstance(states_layer, DynamicLayer)
         own_cache = Cache(layers=layers)
         states_BSd = self._run(call, spans, own_cache, known=states_layer.get_seq_length())
@@ -281,8 +282,8 @@ class SentenceEmbedder:
         backbone: the backbone, whose tokenizer decodes the text.
 
     Raises:
-        MissingExtraError: if sentence-transformers is not installed.
-        BackboneError: if the model cannot be loaded.
+        MissingExtraError: sentence-transformers is not installed.
+        BackboneError: the model cannot be loaded.
     """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
@@ -331,9 +332,9 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
         backbone: the backbone of the routing.
 
     Raises:
-        GraftError: if the backbone does not have the hidden states that `layers` selects.
-        MissingExtraError: if the embedder needs a package that is not installed.
-        BackboneError: if a model cannot be loaded.
+        GraftError: the backbone does not have the hidden states that `layers` selects.
+        MissingExtraError: the embedder needs a package that is not installed.
+        BackboneError: a model cannot be loaded.
     """
     if config.name != "backbone":
         return SentenceEmbedder(config, backbone)

@@ -65,7 +65,7 @@ class ExpertTarget:
             path: path of the module, for error messages.
 
         Raises:
-            GraftError: if the module is neither linear nor an embedding.
+            GraftError: the module is neither linear nor an embedding.
         """
         base = base_module(module)
         if isinstance(base, nn.Embedding):
@@ -105,7 +105,7 @@ def new_factors(name: str, config: ExpertConfig, backbone: Backbone) -> dict[str
         Factors by module path.
 
     Raises:
-        GraftError: if the backbone has no module that a target names.
+        GraftError: the backbone has no module that a target names.
     """
     assert config.rank is not None
     scale = (config.alpha or config.rank) / config.rank

@@ -30,7 +30,7 @@ def merge_experts(
         weights: weight of each expert.
 
     Raises:
-        ArtifactError: if an expert changes a module whose weight another module shares.
+        ArtifactError: an expert changes a module whose weight another module shares.
     """
     model = copy.deepcopy(backbone.model)
     routes = RouteWeights(torch.tensor([[weights]], device=backbone.device))

@@ -67,9 +67,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         backbone: the backbone.
 
     Raises:
-        ArtifactError: if an adapter is damaged, pickled, or not plain LoRA.
-        WrongBackboneError: if an adapter belongs to another backbone.
-        GraftError: if the backbone lacks a target module of a new expert, or the hidden states to embed.
+        ArtifactError: an adapter is damaged, pickled, or not plain LoRA.
+        WrongBackboneError: an adapter belongs to another backbone.
+        GraftError: the backbone lacks a target module of a new expert, or the hidden states to embed.
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
@@ -84,7 +84,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     def __init__(self, config: TokenRoutingConfig, backbone: Backbone) -> None:
         super().__init__()
         self.names = list(config.experts)
-        self._backbone = [backbone]  # in a list, so that it is not registered as a submodule
+        self._backbone = [backbone]  # a list, so that the embedder is not registered as a submodule
         self._embedder: Embedder | None = None
         if config.embedder.name == "backbone":
             self._embedder = load_embedder(config.embedder, backbone)
@@ -233,7 +233,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     ) -> Tensor:
         """Return the weights of every token, (B, T, E + 1): those computed at the end of its span."""
         new_BTE = self._updated_weights(call, spans, running_sum)
-        last_B1E = torch.zeros_like(new_BTE[:, :1]) if state is None else state.weights[:, -1:]
+        if state is None:
+            last_B1E = torch.zeros_like(new_BTE[:, :1])
+        else:
+            last_B1E = state.weights[:, -1:]
         weights = torch.cat([last_B1E, new_BTE], dim=1)
         columns = spans.columns[..., None].expand(-1, -1, weights.shape[-1])
         return weights.gather(1, columns)
@@ -302,8 +305,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             texts: examples by expert, in addition to those of the config.
 
         Raises:
-            RecipeError: if an expert has no examples.
-            GraftError: if a centroid has no direction, or the examples do not differ although they are to be whitened.
+            RecipeError: an expert has no examples.
+            GraftError: a centroid has no direction, or the examples do not differ although they are to be whitened.
         """
         if self._fixed_weights() is not None:
             return
@@ -398,7 +401,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that routes need, and the factors of new or bundled experts."""
         if not len(self.centroids):
-            self.fit({})  # from the examples of the config
+            self.fit({})  # computes the centroids from the examples of the config
         router = {name: getattr(self, name) for name in needed_tensors(self.config)}
         return router | self._saved_factors()
 

@@ -90,7 +90,7 @@ class RouteWeights:
         weights = self.weights.to(like.device)
         parts = []
         # A loop, because copying a tensor of scales or ranks to a GPU would wait for the GPU.
-        for expert, rank, scale in zip(*layout, strict=True):
+        for expert, rank, scale in zip(layout.experts, layout.ranks, layout.scales, strict=True):
             own = weights[..., expert, None] * scale
             if root:
                 own = own.sqrt()
@@ -158,8 +158,8 @@ class MixedProjection(nn.Module):
         """Compute the weighted sum of the updates.
 
         Args:
-            x: (B, T, d) inputs of the module, or (B, T) token ids for an embedding. It may hold only the last tokens of
-                the pass.
+            x: (B, T, d) inputs of the module, or (B, T) token ids for an embedding. It may contain only the last tokens
+                of the pass.
             routes: weights of the experts in the pass.
 
         Returns:

@@ -35,7 +35,7 @@ MINIMUM_SHRINKAGE = 1e-3
 """Lower bound of a. Without it, the weight of directions that are absent from the examples would be unbounded."""
 TEMPERATURES = {"softmax": 0.03, "discriminant": 1.0}
 """Default temperature of each policy."""
-_K_MEANS_STEPS = 100  # at most
+_K_MEANS_STEPS = 100  # maximum
 
 
 def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
@@ -204,9 +204,9 @@ def fit_whitener(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         The matrix V (K, d) and the number a t of the module's equations, both in float32.
 
     Raises:
-        GraftError: if no domain has examples that differ from each other.
+        GraftError: no domain has examples that differ from each other.
     """
-    from sklearn.covariance import ledoit_wolf_shrinkage  # takes seconds to import
+    from sklearn.covariance import ledoit_wolf_shrinkage  # imported here because it takes seconds
 
     centred = [group - group.mean(0) for group in groups]
     centred_Nd = torch.cat(centred).double()

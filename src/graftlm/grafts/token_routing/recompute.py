@@ -59,7 +59,7 @@ class Recompute:
             (B, 1, E + 1) the newest weights.
 
         Raises:
-            GraftError: if the cache is static, so that its keys and values cannot be replaced.
+            GraftError: the cache is static, so that its keys and values cannot be replaced.
         """
         if call.cache is not None and any(is_static_layer(layer) for layer in call.cache.layers):
             raise GraftError(
@@ -127,7 +127,7 @@ class Recompute:
             if isinstance(old, DynamicLayer) and isinstance(new, DynamicLayer):
                 old.keys = new.keys
                 old.values = new.values
-            else:  # such as a recurrent state
+            else:  # for example a recurrent state
                 call.cache.layers[index] = new
 
     def _run(self, call: Call, ids: Tensor, mask: Tensor | None, weights_B1E: Tensor, **inputs: object) -> Any:

@@ -41,7 +41,7 @@ def fit_router(config: TokenRoutingConfig, groups: Sequence[Tensor]) -> dict[str
         The tensors by name, without the probe.
 
     Raises:
-        GraftError: if an expert has too few examples, or the examples do not differ although they are to be whitened.
+        GraftError: an expert has too few examples, or the examples do not differ although they are to be whitened.
     """
     whitener_Kd, variance = _fit_whitening(config, groups)
     clusters = [cluster(group, config.embedder.centroids) for group in groups]

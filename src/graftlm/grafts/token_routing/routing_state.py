@@ -29,7 +29,7 @@ from graftlm.grafts.token_routing.config import TokenRoutingConfig
 
 
 class RoutingState(NamedTuple):
-    """What the cache of a generation keeps of the tokens before this pass.
+    """The routing state of the tokens before this pass, as the cache of a generation keeps it.
 
     Args:
         ids: (B, P) token ids.
@@ -116,7 +116,7 @@ class RoutingCacheLayer(DynamicLayer):
 
 
 def cache_owner(graft: object) -> str:
-    """Return the name under which a graft's routing layer is registered in a cache."""
+    """Return the key of a graft's routing layer in a cache."""
     return f"token routing {id(graft)}"
 
 
@@ -132,7 +132,7 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
         The layer; None without a cache.
 
     Raises:
-        GraftError: if the cache was filled without this graft.
+        GraftError: the cache was filled without this graft.
     """
     if call.cache is None:
         return None
@@ -147,8 +147,8 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
     assert isinstance(layer, RoutingCacheLayer)
     if layer.get_seq_length() != call.past():
         raise GraftError(
-            f"The cache holds {call.past()} tokens that the routing has not read: start the generation again with the "
-            "graft attached, and without guidance_scale, which uses a second cache."
+            f"The cache contains {call.past()} tokens that the routing has not read: start the generation again with "
+            "the graft attached, and without guidance_scale, which uses a second cache."
         )
     return layer
 
@@ -173,20 +173,21 @@ class RouteSpans:
 
     @property
     def past(self) -> int:
-        """P, the number of columns before this pass."""
+        """Number of columns P before this pass."""
         return self.ids.shape[1] - self.end.shape[1]
 
     @property
     def columns(self) -> Tensor:
-        """(B, T) the column in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
+        """Column (B, T) in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
         return (self.end - self.past).clamp(min=-1) + 1
 
     @property
     def updates(self) -> Tensor:
-        """(B, T) True at tokens of this pass where new weights are computed: the ends of spans."""
+        """Mask (B, T) of the tokens of this pass where new weights are computed, which are the ends of spans."""
         rows, length = self.end.shape
-        updates = torch.zeros(rows, length + 1, dtype=torch.bool, device=self.end.device)
-        return updates.scatter(1, self.columns, True)[:, 1:]
+        no_updates = torch.zeros(rows, length + 1, dtype=torch.bool, device=self.end.device)
+        updates = no_updates.scatter(1, self.columns, True)
+        return updates[:, 1:]
 
 
 def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | None, *, causal: bool) -> RouteSpans:
@@ -206,7 +207,7 @@ def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | No
     ids_BS = torch.cat([past_ids, ids_BT], dim=1)
     all_columns = torch.arange(ids_BS.shape[1], device=ids_BS.device)
     columns = all_columns[past_ids.shape[1] :].expand_as(ids_BT)
-    index = columns  # of each token in its document
+    index = columns  # position of each token in its document
     positions = call.positions_in_documents()
     if positions is not None:
         index = positions.to(columns.device).expand_as(columns)
@@ -225,7 +226,9 @@ def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | No
 
 def _real_tokens(call: Call, ids_BT: Tensor) -> Tensor:
     """Return a mask (B, T) of the tokens of a pass, False at padding."""
-    mask = call.token_mask if call.attention_mask is None else call.attention_mask[:, -ids_BT.shape[1] :]
+    mask = call.token_mask
+    if call.attention_mask is not None:
+        mask = call.attention_mask[:, -ids_BT.shape[1] :]
     if mask is None:
         return torch.ones_like(ids_BT, dtype=torch.bool)
     return mask.bool().to(ids_BT.device)
@@ -233,8 +236,10 @@ def _real_tokens(call: Call, ids_BT: Tensor) -> Tensor:
 
 def _document_ends(columns: Tensor, start: Tensor, real: Tensor) -> Tensor:
     """Return the last column (B, T) of each token's document, without padding."""
-    in_document = (start[:, :, None] == start[:, None, :]) & real[:, None, :]
-    return torch.where(in_document, columns[:, None, :], start[:, :, None]).amax(-1)
+    same_document = start[:, :, None] == start[:, None, :]
+    in_document = same_document & real[:, None, :]
+    own_columns = torch.where(in_document, columns[:, None, :], start[:, :, None])
+    return own_columns.amax(-1)
 
 
 def _prompt_lengths(

@@ -25,7 +25,7 @@ class SilentPass:
         layers: n, at least 1. After the last layer, the backbone's final norm is applied.
 
     Raises:
-        GraftError: if another library has replaced the forward methods of the backbone's modules.
+        GraftError: another library has replaced the forward methods of the backbone's modules.
     """
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
@@ -58,7 +58,7 @@ class SilentPass:
             (B, T, d) hidden states.
 
         Raises:
-            GraftError: if the backbone's weights are sharded over processes.
+            GraftError: the backbone's weights are sharded over processes.
         """
         if isinstance(next(self._layers.parameters()), DTensor):
             raise GraftError(

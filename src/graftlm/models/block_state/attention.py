@@ -128,7 +128,7 @@ class WindowAttention(nn.Module):
         return self._attend_windows(q, keys, grid), current
 
     def _step(self, q_B1d: Tensor, kv: Tensor, grid: WindowGrid) -> ChunkedTensor:
-        """(B, 1, 1, d): attention of one token to the keys and values (B, span, 2d) of the last tokens."""
+        """Attend from one token to the keys and values (B, span, 2d) of the last tokens; returns (B, 1, 1, d)."""
         distance = torch.arange(self.span - 1, -1, -1, device=q_B1d.device)
         present = distance <= grid.per_row(grid.past_lengths)[:, None]  # (B, span)
         mask = torch.where(present, 0.0, MASKED)
@@ -137,15 +137,15 @@ class WindowAttention(nn.Module):
         return ChunkedTensor([out[:, None]])
 
     def _detached_keys(self, x_BTd: Tensor, current: Tensor, grid: WindowGrid) -> Tensor:
-        """(B, G, 2d): keys and values of hidden states without gradients."""
+        """Return keys and values (B, G, 2d) of hidden states without gradients."""
         far = grid.to_grid(functional.linear(x_BTd.detach(), self.kv.weight))
         if any(grid.offsets):
-            # The first window also holds cached tokens.
+            # The first window also contains cached tokens.
             far = torch.where(grid.occupied[..., None], far, current)
         return far
 
     def _attend_windows(self, q_BGd: Tensor, keys: _WindowKeys, grid: WindowGrid) -> ChunkedTensor:
-        """(B, blocks, c, d): attention of all slots of the grid."""
+        """Attend from all slots of the grid; returns (B, blocks, c, d)."""
         banded = self._uses_banded_kernel(grid)
         width = min(grid.window, grid.slots)
         size = _block_size(grid)
@@ -180,7 +180,7 @@ class WindowAttention(nn.Module):
             keys: keys and values of the pass.
             size: slots c of a block.
             first: number of blocks that may see slots outside the grid.
-            after: number of slots after its own that a block sees.
+            after: number of slots after the block that it sees.
 
         Returns:
             Keys and values (B, blocks, keys, 2d) of the first blocks; and of the others, if any.
@@ -198,7 +198,7 @@ class WindowAttention(nn.Module):
         return overlapping_windows(begin, size, self.span, after), others
 
     def _detached_block_keys(self, keys: _WindowKeys, size: int) -> Tensor:
-        """(B, blocks, span + c, 2d): keys and values of earlier windows without gradients, then of the block."""
+        """Return (B, blocks, span + c, 2d): keys and values of earlier windows without gradients, then of the block."""
         current = torch.cat([keys.past, keys.current], dim=1)
         far = torch.cat([keys.past, keys.far], dim=1)
         current = overlapping_windows(current, size, self.span)
@@ -217,7 +217,7 @@ class WindowAttention(nn.Module):
         shared: Tensor,
         edge: Tensor,
     ) -> Tensor:
-        """(B, G, d): attention by `BandedAttention`."""
+        """Attend by `BandedAttention`; returns (B, G, d)."""
         rows = q_BGd.shape[0]
         scale = math.sqrt(q_BGd.shape[-1] / self.num_heads)
         q = split_heads(q_BGd / scale, self.num_heads)
@@ -247,7 +247,7 @@ class WindowAttention(nn.Module):
         return kv_BS2HK.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
     def _shared_bias(self, key: Tensor, size: int, after: int) -> Tensor:
-        """(H, c, keys): the bias of all blocks, which masks keys out of reach; `key` (keys) as in `_edge_mask`."""
+        """Return the bias (H, c, keys) of all blocks, which masks keys out of reach; `key` is that of `_edge_mask`."""
         query = torch.arange(size, device=key.device)[:, None]
         distance = query - key
         visible = (distance < self.span) & ((distance > -self.span) if after else (distance >= 0))

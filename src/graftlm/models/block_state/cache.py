@@ -136,8 +136,8 @@ def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
     if len(layers) < count:
         if any(getattr(layer, "is_initialized", False) for layer in first):
             raise GraftError(
-                "This cache holds keys and values of another model: pass past_key_values as this model returned them, "
-                "or a new DynamicCache()."
+                "This cache contains keys and values of another model: pass past_key_values as this model returned "
+                "them, or a new DynamicCache()."
             )
         layers = [LayerCache() for _ in range(count)]
         cache.layers[:count] = layers

@@ -140,11 +140,11 @@ class TokenStateAttention(TokenStates):
         return ChunkedTensor([merge_heads(out)])
 
     def _split(self, x_BGd: Tensor, width: int) -> Tensor:
-        """(B, G, d) to (B, I, H, w, K)."""
+        """Split (B, G, d) into windows and heads (B, I, H, w, K)."""
         return split_heads(split_windows(x_BGd, width), self.num_heads)
 
     def _step(self, q_B1d: Tensor, kv: Tensor, grid: WindowGrid) -> ChunkedTensor:
-        """(B, 1, 1, d): attention to the states of the token's window, among the last W states (B, W, 2d)."""
+        """Attend to the states of the token's window among the last W states (B, W, 2d); returns (B, 1, 1, d)."""
         offset = grid.per_row([n % self.window for n in grid.past_lengths])
         distance = torch.arange(self.window - 1, -1, -1, device=q_B1d.device)
         visible = distance <= offset[:, None]
@@ -153,7 +153,7 @@ class TokenStateAttention(TokenStates):
         return ChunkedTensor([out[:, None]])
 
     def _state_keys(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """(B, G, 2d): keys and values of the context states."""
+        """Return keys and values (B, G, 2d) of the context states."""
         y = self.outputs(self.in_proj(x_BTd), grid, cache)
         if not self.multi_head:
             return grid.to_grid(self.kv(self.norm(y[..., 0])))
@@ -225,12 +225,14 @@ def _next_window_states(
     Returns:
         States (B, I, S, E).
     """
-    ends = ssm(u.flip(1), grid.reversed(), None).to(u.dtype).flip(1)
-    after = torch.cat([ends[:, 1:], ends[:, :1]], dim=1)
+    backward_ends = ssm(u.flip(1), grid.reversed(), None)
+    starts = backward_ends.to(u.dtype).flip(1)
+    next_starts = torch.cat([starts[:, 1:], starts[:, :1]], dim=1)
     width = min(ssm.window, grid.slots)
-    next_start = torch.arange(width, grid.slots + 1, width, device=u.device)
-    inside = next_start < grid.per_row(grid.new_lengths)[:, None]
-    return torch.where(inside[..., None, None], after, final)
+    next_slot = torch.arange(width, grid.slots + 1, width, device=u.device)
+    lengths_B = grid.per_row(grid.new_lengths)
+    is_inside = next_slot < lengths_B[:, None]
+    return torch.where(is_inside[..., None, None], next_starts, final)
 
 
 class RecurrentStateAttention(nn.Module):
@@ -268,7 +270,7 @@ class RecurrentStateAttention(nn.Module):
         return self.cross_attention(x_BTd, self._normed(states), grid)
 
     def _states(self, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """(B, I, S, d): the states before each window of the grid."""
+        """Return the states (B, I, S, d) before each window of the grid."""
         state = _state_before(self.initial_states, kv_BG.shape[0], cache, "states")
         windows: tuple[Tensor, ...] = (kv_BG,)
         if not grid.decoding and grid.slots >= self.window:
@@ -282,7 +284,7 @@ class RecurrentStateAttention(nn.Module):
         return previous_window_states(torch.stack(ends, dim=1), self.initial_states, grid, cache, "states")
 
     def _update(self, state_BSd: Tensor, kv_BW: Tensor) -> Tensor:
-        """(B, S, d): the states after a full window, whose tokens have keys and values (B, W, 2d)."""
+        """Return the states (B, S, d) after a full window, whose tokens have keys and values (B, W, 2d)."""
         normed = self._normed(state_BSd)
         q_states, q_tokens = self.q(normed).chunk(2, dim=-1)
         inner = multi_head_attention(q_states, self.cross_attention.kv(normed), self.num_heads)
@@ -334,7 +336,7 @@ def previous_window_states(
         ends_BI: states (B, I, ...) at the end of each window of the grid.
         initial: states (...) before a row's first window.
         grid: grid of the pass.
-        cache: the layer's cache, which holds the states of the last window before the grid and is updated; None without
+        cache: the layer's cache, with the states of the last window before the grid, which is updated; None without
             a cache.
         name: name of the states in the cache.
 
@@ -358,7 +360,7 @@ def _state_before(
     cache: LayerCache | None,
     name: str,
 ) -> Tensor:
-    """(B, ...): the states before the grid, from the cache, or `initial` (...) for each row."""
+    """Return the states (B, ...) before the grid, from the cache, or `initial` (...) for each row."""
     if cache is not None and name in cache.tensors:
         return cache.tensors[name]
     return initial.expand(rows, *initial.shape)

@@ -223,10 +223,7 @@ def chunked_convolution(
         length=chunk,
         initial_BMEP=initial_BEP,
     )
-    states_before = states_BnEP[:, :-1]
-    states_EBnP = states_before.permute(2, 0, 1, 3).contiguous()
-    states_EBnP2 = torch.view_as_real(states_EBnP)
-    states_ENs = states_EBnP2.flatten(1, 2).flatten(-2)
+    states_ENs = _real_parts(states_BnEP[:, :-1])
     toeplitz = _toeplitz(c_CEP, d_CE, powers_EPc[..., :-1])
     state_weights = _state_weights(c_CEP, powers_EPc[..., 1:])
     y = torch.bmm(u_ENc, toeplitz).baddbmm_(states_ENs, state_weights)
@@ -235,8 +232,15 @@ def chunked_convolution(
     return y_BTCE.transpose(-1, -2)[:, :length]
 
 
+def _real_parts(states_BnEP: Tensor) -> Tensor:
+    """Return the real and imaginary parts of complex states as (E, N, 2 P)."""
+    states_EBnP = states_BnEP.permute(2, 0, 1, 3).contiguous()
+    states_EBnP2 = torch.view_as_real(states_EBnP)
+    return states_EBnP2.flatten(1, 2).flatten(-2)
+
+
 def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
-    """(E, 2 P, c C): the weights of the state's real and imaginary parts in the outputs 2 Re(c a^t x) of a chunk."""
+    """Return the weights (E, 2 P, c C) of the state's real and imaginary parts in a chunk's outputs 2 Re(c a^t x)."""
     weights_CEPc = 2 * c_CEP[..., None] * powers_EPc
     real = weights_CEPc.real
     imaginary = -weights_CEPc.imag
@@ -246,12 +250,12 @@ def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
 
 
 def _toeplitz(c_CEP: Tensor, d_CE: Tensor, powers_EPc: Tensor) -> Tensor:
-    """(E, c, c C): the matrix that maps a chunk's inputs to its outputs."""
+    """Return the matrix (E, c, c C) that maps a chunk's inputs to its outputs."""
     kernel = 2 * torch.einsum("cep,ept->cet", c_CEP, powers_EPc).real
     first = kernel[..., :1] + d_CE[..., None]
     kernel = torch.cat([first, kernel[..., 1:]], dim=-1)
     position = torch.arange(kernel.shape[-1], device=kernel.device)
-    delay = position - position[:, None]  # of output t after input j, at [j, t]
+    delay = position - position[:, None]  # delay[j, t] of output t after input j
     matrix_CEcc = kernel[..., delay.clamp(min=0)] * (delay >= 0)
     matrix_EccC = matrix_CEcc.permute(1, 2, 3, 0)
     return matrix_EccC.flatten(-2)

@@ -85,7 +85,7 @@ class DeltaSSM(nn.Module):
         return y_BGE[..., None]
 
     def _outputs(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """(B, T, E): outputs for left-aligned inputs."""
+        """Compute the outputs (B, T, E) for left-aligned inputs."""
         inputs_name = f"{self.name} inputs"
         z = functional.linear(u_BTE, self.qkv.weight.to(u_BTE.dtype))
         cached = {} if cache is None else cache.tensors
@@ -124,7 +124,7 @@ class DeltaSSM(nn.Module):
         return y[:, 0]
 
     def _rates(self, u_BTE: Tensor, grid: WindowGrid) -> tuple[Tensor, Tensor]:
-        """(B, 1, T) each: log a and b; both are zero in columns without a token, which leaves the state unchanged."""
+        """Compute log a and b, both (B, 1, T); they are zero in columns without a token, which keep the state."""
         weight = self.rate_weight.to(u_BTE.dtype)
         bias = self.rate_bias.to(u_BTE.dtype)
         rates_BT2 = functional.linear(u_BTE, weight, bias)

@@ -117,12 +117,12 @@ class WindowGrid:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot holds a new token."""
+        """Whether every slot contains a new token."""
         return all(count == self.slots for count in self.new_lengths)
 
     @property
     def occupied(self) -> Tensor:
-        """Bool (B, G): whether a slot holds a new token."""
+        """Mask (B, G), bool, of the slots that contain a new token."""
         slot = torch.arange(self.slots, device=self.device)
         first = self.per_row(self.offsets)[:, None]
         end = self.per_row(self.ends)[:, None]
@@ -191,7 +191,7 @@ def _slot_columns(
     length: int,
     device: torch.device,
 ) -> Tensor:
-    """(B, G): the input column of each slot, for rows whose first token is in column `start` and slot `offset`."""
+    """Return the input column (B, G) of each slot; a row's first token is in column `start` and slot `offset`."""
     pairs = zip(starts, offsets, strict=True)
     shifts = torch.tensor([start - offset for start, offset in pairs], device=device)
     columns = shifts[:, None] + torch.arange(slots, device=device)
@@ -270,13 +270,13 @@ def write_rows(values_BG: Tensor, starts: tuple[int, ...], other_BM: Tensor) -> 
 
 
 def _row_indices(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
-    """(B, M): the slots of a slice of each row."""
+    """Return the slots (B, M) of a slice of each row."""
     first = torch.tensor(starts, device=values_BG.device)
     return first[:, None] + torch.arange(length, device=values_BG.device)
 
 
 def _gather(values_BG: Tensor, index_BM: Tensor) -> Tensor:
-    """(B, M, ...): the slots `index_BM` of each row."""
+    """Return the values (B, M, ...) of the slots `index_BM` of each row."""
     return torch.take_along_dim(values_BG, _append_dimensions(index_BM, values_BG), 1)
 
 

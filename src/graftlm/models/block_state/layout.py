@@ -71,24 +71,25 @@ class ChunkedTensor:
         if self.dim == 2:
             width = sum(chunk.shape[2] for chunk in self.chunks)
         sizes = [chunk.shape[self.dim] for chunk in self.chunks]
-        targets = split_windows(out_BGd, width).split(sizes, dim=self.dim)
+        windows = split_windows(out_BGd, width)
+        targets = windows.split(sizes, dim=self.dim)
         for target, chunk in zip(targets, self.chunks, strict=True):
             target.copy_(chunk)
 
 
 def concat_features(*tensors: ChunkedTensor) -> Tensor:
     """Concatenate n chunked tensors along their features to (B, G, n d), with a single copy if gradients are off."""
-    if torch.is_grad_enabled() or len(tensors) == 1:
+    if len(tensors) == 1:
+        return tensors[0].concatenate()
+    if torch.is_grad_enabled():
         joined = [tensor.concatenate() for tensor in tensors]
-        if len(joined) == 1:
-            return joined[0]
         return torch.cat(joined, dim=-1)
+    count = len(tensors)
     chunks = tensors[0].chunks
-    rows = chunks[0].shape[0]
+    rows, _, _, width = chunks[0].shape
     slots = sum(chunk.shape[1] * chunk.shape[2] for chunk in chunks)
-    width = chunks[0].shape[-1]
-    out = chunks[0].new_empty(rows, slots, len(tensors) * width)
-    targets = out.chunk(len(tensors), dim=-1)
+    out = chunks[0].new_empty(rows, slots, count * width)
+    targets = out.chunk(count, dim=-1)
     for tensor, target in zip(tensors, targets, strict=True):
         tensor.copy_into(target)
     return out

@@ -187,7 +187,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["kernels"]
     _can_compile_fullgraph = False
-    _builds_own_masks = True  # and accepts no additive attention bias
+    _builds_own_masks = True  # the model accepts no additive attention bias
     cache_tensors = staticmethod(cache_tensors)
     cache_from_tensors = staticmethod(cache_from_tensors)
 
@@ -329,7 +329,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         return x_BTd, hidden
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return the given cache, or a new one if the pass uses one."""
+        """Return the given cache, or a new cache if the pass uses one."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if cache is None and not use_cache:
@@ -370,7 +370,7 @@ def _build_grid(
 
 
 def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
-    """(B, T) bool: the attention mask of the T = `length` columns of a pass, checked for gaps between tokens."""
+    """Return the attention mask (B, T), bool, of the T = `length` columns of a pass, without gaps between tokens."""
     if mask.dim() != 2:
         raise GraftError(
             f"attention_mask has {mask.dim()} dimensions, but window attention needs (rows, tokens): use a dynamic "

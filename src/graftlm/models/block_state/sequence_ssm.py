@@ -59,7 +59,7 @@ class TokenSSM(nn.Module):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> Tensor:
-        """(B, T, E, C): outputs for left-aligned inputs, from a state."""
+        """Compute the outputs (B, T, E, C) for left-aligned inputs from a state."""
         if cache is None:
             return kernels.outputs(u_BTE, None)
         state = _cached_state(cache, self.name)
@@ -81,7 +81,7 @@ class TokenSSM(nn.Module):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> Tensor:
-        """(B, T, E, C): outputs for left-aligned inputs, from a convolution over all inputs so far."""
+        """Compute the outputs (B, T, E, C) for left-aligned inputs by a convolution over all inputs so far."""
         inputs = _with_cached_inputs(u_BTE, grid, cache, self.name)
         length = u_BTE.shape[1]
         kernel = kernels.kernel(inputs.shape[1])
@@ -131,7 +131,7 @@ class WindowEndSSM(nn.Module):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> Tensor:
-        """(B, I, M, E): outputs from the states at window ends; outputs between them are not computed."""
+        """Compute the outputs (B, I, M, E) from the states at window ends, and none between them."""
         initial = _cached_state(cache, self.name)
         if grid.decoding and cache is not None and initial is not None:
             y, state = kernels.step(u_BGE[:, 0], initial)
@@ -173,9 +173,11 @@ class WindowEndSSM(nn.Module):
         # The tokens after each row's last completed window of this pass, or all new tokens if it completes none.
         lengths = zip(grid.total_lengths, grid.new_lengths, strict=True)
         since_end = grid.per_row([min(total % self.window, new) for total, new in lengths])
-        rest = slice_rows(u, tuple(end - self.window for end in grid.ends), self.window)
+        starts = tuple(end - self.window for end in grid.ends)
+        rest = slice_rows(u, starts, self.window)
         slot = torch.arange(self.window, device=u.device)
-        rest = rest * (slot >= self.window - since_end[:, None])[..., None]
+        is_after_end = slot >= self.window - since_end[:, None]
+        rest = rest * is_after_end[..., None]
         completed = grid.per_row(grid.completed_windows)
         row = torch.arange(len(completed), device=u.device)
         start = states[row, completed]
@@ -190,7 +192,7 @@ class WindowEndSSM(nn.Module):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> Tensor:
-        """(B, I, M, E): outputs from convolutions over all inputs so far."""
+        """Compute the outputs (B, I, M, E) by convolutions over all inputs so far."""
         window = self.window
         offsets = grid.offsets
         aligned = slice_rows(u_BGE, offsets, grid.slots - min(offsets))
@@ -264,7 +266,7 @@ def _with_cached_inputs(
     cache: LayerCache | None,
     name: str,
 ) -> Tensor:
-    """(B, past + T, E): the inputs of earlier passes, right-aligned, then those of this pass, left-aligned."""
+    """Return (B, past + T, E): the right-aligned inputs of earlier passes, then the left-aligned ones of this pass."""
     if cache is None:
         return aligned_BTE
     past = cache.tensors.get(name)
@@ -279,7 +281,7 @@ def _with_cached_inputs(
 
 
 def _cached_state(cache: LayerCache | None, name: str) -> Tensor | None:
-    """(B, M, E, P): the complex state in the cache, if any."""
+    """Return the complex state (B, M, E, P) in the cache, if any."""
     if cache is None or name not in cache.tensors:
         return None
     return torch.view_as_complex(cache.tensors[name].contiguous())

@@ -23,7 +23,7 @@ from graftlm.models.block_state.convolution import chunked_convolution, states_a
 
 CHUNK = 32
 
-# Of unstructured kernels: frequencies of the positional encoding, and hidden units of the network.
+# Frequencies of the positional encoding, and hidden units of the network, of unstructured kernels.
 _BANDS = 8
 _NETWORK_WIDTH = 32
 
@@ -203,7 +203,7 @@ class UnstructuredKernel(nn.Module):
         return undamped * torch.exp(-alpha[:, None] * time) * energy.rsqrt()[:, None]
 
     def _network(self, time_T: Tensor) -> Tensor:
-        """(T, C M E): the network's outputs at times (T)."""
+        """Return the network's outputs (T, C M E) at times (T)."""
         bands = torch.arange(1, _BANDS + 1, device=time_T.device)
         waves = 2 * math.pi * time_T[:, None] * bands
         features = torch.cat([time_T[:, None], waves.sin(), waves.cos()], dim=-1)

@@ -122,7 +122,7 @@ class TransformerDocumentEncoder(nn.Module):
 
 
 def _sinusoids(length: int, width: int, device: torch.device) -> Tensor:
-    """(length, width): sines and cosines of the positions, with frequencies from 1 to 1/10,000."""
+    """Return the sines and cosines (length, width) of the positions, with frequencies from 1 to 1/10,000."""
     exponents = torch.arange(0, width, 2, device=device)
     frequencies = torch.exp(exponents * (-math.log(10_000) / width))
     positions = torch.arange(length, device=device)

@@ -16,7 +16,7 @@ from graftlm.models.sentence_selector.encoders import build_lstm
 
 
 def _masked_mean(d_BNw: Tensor, mask_BN: Tensor) -> Tensor:
-    """(B, w): the mean vector of each document's sentences."""
+    """Return the mean vector (B, w) of each document's sentences."""
     weights = mask_BN[..., None].to(d_BNw.dtype)
     return (d_BNw * weights).sum(1) / weights.sum(1)
 
@@ -181,7 +181,8 @@ class PointerHead(nn.Module):
             for row, beam in enumerate(beams):
                 step_BN[row, list(beam)] = float("-inf")
             candidates = int(step_BN.isfinite().sum())
-            best = (totals_B[:, None] + step_BN).flatten().topk(min(beam_size, candidates))
+            scores = totals_B[:, None] + step_BN
+            best = scores.flatten().topk(min(beam_size, candidates))
             rows = best.indices // sentences
             columns = best.indices % sentences
             beams = _extend_beams(beams, rows.tolist(), columns.tolist(), step_BN)

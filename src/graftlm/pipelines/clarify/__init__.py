@@ -1,4 +1,4 @@
-"""Ask the question whose answer changes the output, then write the output (see README.md in this folder)."""
+"""Ask the question whose answer changes the output, then write the output (see docs/methods/clarify.md)."""
 
 from graftlm.pipelines.clarify.ambiguity import find_ambiguities
 from graftlm.pipelines.clarify.chain import Chain, HumanUser, RecordedUser, SimulatedUser, User

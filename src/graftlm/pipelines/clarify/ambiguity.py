@@ -44,7 +44,7 @@ def english_gender(text: str) -> str | None:
     """Return the gender of the pronouns in an English text.
 
     Args:
-        text: The English text.
+        text: the English text.
 
     Returns:
         feminine or masculine; None if the text has no gendered pronoun, or pronouns of both genders.
@@ -57,13 +57,13 @@ class Token(NamedTuple):
     """A word of a text.
 
     Args:
-        text: The word.
-        lemma: Its lemma in lower case.
-        pos: Its part of speech, a tag of Universal Dependencies; empty without a parser.
-        tag: Its tag of the Penn Treebank; empty without a parser.
-        dep: Its relation to its head; empty without a parser.
-        head: Index of its head; its own index for a root.
-        start: Offset in the text, in characters.
+        text: the word.
+        lemma: its lemma in lower case.
+        pos: its part of speech, a tag of Universal Dependencies; empty without a parser.
+        tag: its tag of the Penn Treebank; empty without a parser.
+        dep: its relation to its head; empty without a parser.
+        head: index of its head; its own index for a root.
+        start: offset in the text, in characters.
     """
 
     text: str
@@ -82,8 +82,8 @@ class Sense(Config):
     """A meaning of a word.
 
     Args:
-        gloss: The meaning in a few words.
-        cues: Nearby words that indicate this meaning.
+        gloss: the meaning in a few words.
+        cues: nearby words that indicate this meaning.
         es: Spanish translations.
         fr: French translations.
         de: German translations.
@@ -101,7 +101,7 @@ class Sense(Config):
         """Return the translations into a language, in lower case.
 
         Args:
-            language: A language code; the result is empty for a language that the table lacks.
+            language: a language code; the result is empty for a language that the table lacks.
         """
         words: tuple[str, ...] = getattr(self, language, ())
         return frozenset(word.lower() for word in words)
@@ -119,7 +119,7 @@ def word_list(name: str) -> frozenset[str]:
     """Return a list of `word_lists/detection.yaml`, in lower case.
 
     Args:
-        name: The key of the list. Phrases are separated by commas; a list without commas is split at white space.
+        name: the key of the list. Phrases are separated by commas; a list without commas is split at white space.
     """
     text = read_yaml(_FOLDER / "detection.yaml")[name].lower()
     entries = text.split(",") if "," in text else text.split()
@@ -131,7 +131,7 @@ def word_pattern(name: str) -> re.Pattern[str]:
     """Compile a pattern of `word_lists/detection.yaml`.
 
     Args:
-        name: The key of the pattern. In the pattern, `{key}` is replaced by another pattern or by the words of a list.
+        name: the key of the pattern. In the pattern, `{key}` is replaced by another pattern or by the words of a list.
     """
     patterns: dict[str, str] = read_yaml(_FOLDER / "detection.yaml")["patterns"]
 
@@ -151,11 +151,11 @@ class Ambiguity:
     """An ambiguous word.
 
     Args:
-        kind: The kind of ambiguity.
-        word: The word.
-        start: Its offset in the text, in characters.
-        reason: Why it is ambiguous.
-        senses: The possible senses of a polysemous word.
+        kind: the kind of ambiguity.
+        word: the word.
+        start: its offset in the text, in characters.
+        reason: why it is ambiguous.
+        senses: the possible senses of a polysemous word.
     """
 
     kind: AmbiguityKind
@@ -170,8 +170,8 @@ class Detection:
     """The result of `detect`.
 
     Args:
-        ambiguities: The detected ambiguities in text order.
-        limitations: What the rules miss without a parser; empty with one.
+        ambiguities: the detected ambiguities in text order.
+        limitations: ambiguities that the rules miss without a parser; empty with a parser.
     """
 
     ambiguities: tuple[Ambiguity, ...]
@@ -180,13 +180,13 @@ class Detection:
     @property
     def kinds(self) -> tuple[AmbiguityKind, ...]:
         """The detected kinds without duplicates, in text order."""
-        kinds = [ambiguity.kind for ambiguity in self.ambiguities]
+        kinds: list[AmbiguityKind] = [ambiguity.kind for ambiguity in self.ambiguities]
         return tuple(dict.fromkeys(kinds))
 
 
 @dataclass(frozen=True)
 class _Analysis:
-    """A text with its tokens, its context and the target language; `parsed` tells whether the tokens have grammar."""
+    """A text with its tokens, its context and the target language; `parsed` is true if the tokens have grammar."""
 
     text: str
     tokens: list[Token]
@@ -199,7 +199,7 @@ class _Analysis:
         return [token for other, token in enumerate(self.tokens) if token.head == index and other != index]
 
     def has_gender(self) -> bool:
-        """Whether the pronouns of the text or of its context have one gender."""
+        """Return whether the pronouns of the text or of its context have one gender."""
         return bool(english_gender(self.text) or english_gender(self.context))
 
     def unmatched(self, words: set[str], pattern: str) -> Iterator[tuple[int, Token]]:
@@ -223,14 +223,14 @@ def detect(
     """Detect the ambiguities of an English text.
 
     Args:
-        text: The English text.
-        language: Code of the target language; kinds that make no difference there are ignored.
-        context: Surrounding sentences, whose pronouns and cue words may resolve an ambiguity.
-        parser: A parser of `load_parser`; None uses only words and their neighbours.
-        kinds: The kinds to detect.
+        text: the English text.
+        language: code of the target language; kinds that make no difference there are ignored.
+        context: surrounding sentences, whose pronouns and cue words may resolve an ambiguity.
+        parser: a parser of `load_parser`; None uses only words and their neighbours.
+        kinds: the kinds to detect.
 
     Raises:
-        DataError: A kind is unknown.
+        DataError: a kind is unknown.
     """
     for kind in kinds:
         if kind not in KINDS:
@@ -257,8 +257,8 @@ def find_ambiguities(text: str, language: str) -> tuple[Ambiguity, ...]:
     """Detect ambiguities without a parser, as a detector of `Chain`.
 
     Args:
-        text: The English text.
-        language: Code of the output language; for English output, all kinds are detected.
+        text: the English text.
+        language: code of the output language; for English output, all kinds are detected.
     """
     target = None if language == "en" else language
     return detect(text, language=target).ambiguities
@@ -294,7 +294,7 @@ def _it(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_expletive(analysis: _Analysis, index: int) -> bool:
-    """Whether the parse marks this "it" as an expletive: weather, time, or an extraposed clause."""
+    """Return whether the parse marks this "it" as an expletive: weather, time, or an extraposed clause."""
     token = analysis.tokens[index]
     if token.dep == "expl":
         return True
@@ -314,7 +314,7 @@ def _is_expletive(analysis: _Analysis, index: int) -> bool:
 
 
 def _has_extraposed_clause(analysis: _Analysis, head: int) -> bool:
-    """Whether a clause depends on a predicate, as in "it is hard to say"."""
+    """Return whether a clause depends on a predicate, as in "it is hard to say"."""
     predicates = [head]
     for index, token in enumerate(analysis.tokens):
         if token.head == head and token.dep in {"acomp", "attr"}:
@@ -327,7 +327,7 @@ def _has_extraposed_clause(analysis: _Analysis, head: int) -> bool:
 
 
 def _has_antecedent(analysis: _Analysis, index: int) -> bool:
-    """Whether a singular noun that denotes neither a person nor a time precedes "it"."""
+    """Return whether a singular noun that denotes neither a person nor a time precedes "it"."""
     excluded = word_list("things_no_antecedent") | word_list("occupations")
     for token in analysis.tokens[:index]:
         is_singular_noun = token.pos == "NOUN" and token.tag in {"NN", ""} and token.dep != "compound"
@@ -369,7 +369,7 @@ def _name(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_first_name(analysis: _Analysis, token: Token) -> bool:
-    """Whether a name is neither a surname (after a title, a name or a hyphen) nor part of the name of a place."""
+    """Return whether a name is no surname (after a title, name or hyphen), and not part of the name of a place."""
     before = analysis.text[: token.start]
     after = analysis.text[token.start + len(token.text) :]
     if word_pattern("title_before").search(before) or word_pattern("name_before").search(before):
@@ -395,7 +395,7 @@ def _profession(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_occupation_noun(analysis: _Analysis, token: Token) -> bool:
-    """Whether an occupation is a noun here; some, such as "guard", are also verbs."""
+    """Return whether an occupation is a noun here; some, such as "guard", are also verbs."""
     if analysis.parsed:
         return token.pos == "NOUN" and token.dep != "compound"
     if token.lemma not in word_list("occupations_and_verbs"):
@@ -412,7 +412,7 @@ def _polysemy(analysis: _Analysis) -> Iterator[Ambiguity]:
             continue
         if analysis.language and _share_translation(senses, analysis.language):
             continue
-        cued = [sense for sense in senses if any(_is_near(cue, near) for cue in sense.cues)]
+        cued = [sense for sense in senses if _has_cue(sense, near)]
         if len(cued) != 1:
             yield Ambiguity(
                 kind="polysemy",
@@ -424,19 +424,24 @@ def _polysemy(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _share_translation(senses: Sequence[Sense], language: str) -> bool:
-    """Whether all senses have a translation in common, so that the sense makes no difference."""
+    """Return whether all senses have a translation in common, so that the sense makes no difference."""
     translations = [sense.translations(language) for sense in senses]
     return bool(frozenset.intersection(*translations))
 
 
 def _is_proper_noun(analysis: _Analysis, token: Token) -> bool:
-    """Whether a capital inside a sentence marks the word as a name."""
+    """Return whether a capital inside a sentence marks the word as a name."""
     inside = re.search(r"[\w,;]['’\"”]? $", analysis.text[: token.start]) is not None
     return token.text[:1].isupper() and (inside or token.pos == "PROPN")
 
 
+def _has_cue(sense: Sense, words: set[str]) -> bool:
+    """Return whether one of the words indicates a sense."""
+    return any(_is_near(cue, words) for cue in sense.cues)
+
+
 def _is_near(cue: str, words: set[str]) -> bool:
-    """Whether a cue is one of the words, possibly with an ending."""
+    """Return whether a cue is one of the words, possibly with an ending."""
     if cue in words or f"{cue}s" in words:
         return True
     return len(cue) > 4 and any(word.startswith(cue) for word in words)

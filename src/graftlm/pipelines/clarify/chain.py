@@ -53,7 +53,7 @@ class HumanUser:
     """A person.
 
     Args:
-        ask: Shows a question with its possible answers and returns the answer; None or white space refuses.
+        ask: shows a question with its possible answers and returns the answer; None or white space refuses.
     """
 
     name = "person"
@@ -71,9 +71,9 @@ class SimulatedUser:
     """A model that answers from a context, and refuses if the context gives no answer.
 
     Args:
-        model: The model.
-        context: What the simulated user knows.
-        template: Name or file of the template whose exemplars the model sees; by default the conversation's.
+        model: the model.
+        context: what the simulated user knows.
+        template: name or file of the template whose exemplars the model sees; by default the conversation's.
     """
 
     def __init__(self, model: ChatModel, context: str, template: str | None = None) -> None:
@@ -108,7 +108,7 @@ class RecordedUser:
     """Gives answers that were recorded in advance, and refuses a question without an answer.
 
     Args:
-        answers: Answers by the text of the question, or in the order of the questions. If a resumed conversation ends
+        answers: answers by the text of the question, or in the order of the questions. If a resumed conversation ends
             with the first answers of the sequence, these are not given again.
     """
 
@@ -145,12 +145,12 @@ class Chain:
     """Leads conversations from one turn to the next.
 
     Args:
-        translator: Proposes questions and writes outputs.
-        user: Answers the questions; None if answers come from outside (`Conversation.reply`).
-        gain_estimator: Estimates the gain of questions if the conversation has a threshold; by default from greedy
+        translator: proposes questions and writes outputs.
+        user: answers the questions; None if answers come from outside (`Conversation.reply`).
+        gain_estimator: estimates the gain of questions if the conversation has a threshold; by default from greedy
             outputs of the translator.
-        detector: Finds ambiguities in a text for an output language. If it finds none, nothing is asked.
-        on_text: Called with each new piece of the output, if the translator can stream.
+        detector: finds ambiguities in a text for an output language. If it finds none, nothing is asked.
+        on_text: called with each new piece of the output, if the translator can stream.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class Chain:
         """Add turns until the output is written, or until an answer is due and there is no user.
 
         Args:
-            conversation: The conversation so far.
-            keep: A file to which the conversation is saved after every turn.
+            conversation: the conversation so far.
+            keep: a file to which the conversation is saved after every turn.
 
         Raises:
-            EndpointError: The translator's server failed. Earlier turns are saved.
+            EndpointError: the translator's server failed. Earlier turns are saved.
         """
         while not self._has_to_stop(conversation):
             conversation = self.advance(conversation)
@@ -192,11 +192,11 @@ class Chain:
         """Return the conversation with its next turn.
 
         Args:
-            conversation: The conversation so far.
+            conversation: the conversation so far.
 
         Raises:
-            GraftError: The conversation is done, or waits for an answer from outside.
-            EndpointError: The translator's server failed.
+            GraftError: the conversation is done, or waits for an answer from outside.
+            EndpointError: the translator's server failed.
         """
         if conversation.step == "propose":
             return conversation.after(self._propose(conversation))
@@ -280,7 +280,7 @@ def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt
 
 
 def _judged_output(conversation: Conversation) -> str | None:
-    """Return the output that the gain estimate generated for the last answer, if it generated exactly one."""
+    """Return the output that the gain estimate generated for the last answer, if there is exactly one."""
     if len(conversation.turns) < 2:
         return None
     asked, answered = conversation.turns[-2:]
@@ -292,14 +292,14 @@ def _judged_output(conversation: Conversation) -> str | None:
 
 
 def usable_question(conversation: Conversation, question: Question) -> Question | None:
-    """Remove the options of a question that fit another text; README.md states the rule.
+    """Remove the options of a question that fit another text; docs/methods/clarify.md states the rule.
 
     A single option leaves nothing to choose: then a question that quotes the text is asked without options, and any
     other question is not asked.
 
     Args:
-        conversation: The conversation so far.
-        question: The proposed question.
+        conversation: the conversation so far.
+        question: the proposed question.
 
     Returns:
         The question with the remaining options, or None if it should not be asked.
@@ -325,14 +325,14 @@ def _fits(
     known_words: set[str],
     exemplars: Sequence[Exemplar],
 ) -> bool:
-    """Whether an option fits the text, rather than being copied from an exemplar about another text.
+    """Return whether an option fits the text, rather than being copied from an exemplar about another text.
 
     Args:
-        answer: The option.
-        question: The question that offers it.
-        quoted: The words that the question quotes.
-        known_words: The words of the text and of earlier answers.
-        exemplars: The exemplars that the model has seen.
+        answer: the option.
+        question: the question that offers it.
+        quoted: the words that the question quotes.
+        known_words: the words of the text and of earlier answers.
+        exemplars: the exemplars that the model has seen.
     """
     words = _words(answer)
     content = _content(words)
@@ -354,7 +354,7 @@ def _fits(
 
 
 def _asks_for_pronoun(question: Question, quoted: set[str]) -> bool:
-    """Whether a question asks whom or what a pronoun refers to."""
+    """Return whether a question asks whom or what a pronoun refers to."""
     asked_for = set(quoted)
     match = _ASKS_FOR.match(question.text)
     if match is not None:

@@ -39,9 +39,9 @@ class Cost(Config):
     """The cost of a reply or of several.
 
     Args:
-        calls: Number of calls of a model.
-        prompt_tokens: Number of tokens of the prompts, as the server or the tokenizer counts them.
-        new_tokens: Number of generated tokens.
+        calls: number of calls of a model.
+        prompt_tokens: number of tokens of the prompts, as the server or the tokenizer counts them.
+        new_tokens: number of generated tokens.
     """
 
     calls: int = 0
@@ -60,8 +60,8 @@ class Question(Config):
     """A question.
 
     Args:
-        text: The question.
-        answers: The answers that the translator considers possible; empty for an open question.
+        text: the question.
+        answers: the answers that the translator considers possible; empty for an open question.
     """
 
     text: str = Field(min_length=1)
@@ -72,11 +72,11 @@ class Gain(Config):
     """The estimated information gain of a question.
 
     Args:
-        bits: The expected gain in bits (equation 1.19, see `gain`).
-        prior: The probability of each candidate answer.
-        outputs: The outputs under each answer; several if outputs were sampled.
-        by_answer: The gain of each answer, in bits.
-        likeliest: The output with the largest probability over all answers.
+        bits: the expected gain in bits (equation 1.19, see `gain`).
+        prior: the probability of each candidate answer.
+        outputs: the outputs under each answer; several if outputs were sampled.
+        by_answer: the gain of each answer, in bits.
+        likeliest: the output with the largest probability over all answers.
         estimator: decoded uses frequencies of outputs, likelihood uses their probabilities.
     """
 
@@ -92,9 +92,9 @@ class AskedTurn(Config):
     """The user was asked a question.
 
     Args:
-        question: The question.
-        gain: Its estimated gain, if the conversation has a threshold and the question has at least two answers.
-        cost: The cost of the question and of the estimate.
+        question: the question.
+        gain: its estimated gain, if the conversation has a threshold and the question has at least two answers.
+        cost: the cost of the question and of the estimate.
     """
 
     kind: Literal["asked"] = "asked"
@@ -107,17 +107,17 @@ class SkippedTurn(Config):
     """The user was not asked a question.
 
     Args:
-        reason: One of
+        reason: one of
 
             - nothing: the translator or the rules found nothing to ask.
             - no-question: the translator's reply contains no question.
             - repeated: the question was proposed before.
             - unusable: the question fits another text (see `chain.usable_question`).
             - not-needed: the gain does not exceed the threshold.
-        reply: The translator's reply.
-        question: The proposed question, if it was judged.
-        gain: Its estimated gain, if the question was not needed.
-        cost: The cost of the question and of the estimate.
+        reply: the translator's reply.
+        question: the proposed question, if it was judged.
+        gain: its estimated gain, if the question was not needed.
+        cost: the cost of the question and of the estimate.
     """
 
     kind: Literal["skipped"] = "skipped"
@@ -136,9 +136,9 @@ class AnsweredTurn(Config):
     """The user answered.
 
     Args:
-        answer: The answer.
-        author: Who answered.
-        cost: The cost of the answer.
+        answer: the answer.
+        author: who answered.
+        cost: the cost of the answer.
     """
 
     kind: Literal["answered"] = "answered"
@@ -151,8 +151,8 @@ class RefusedTurn(Config):
     """The user gave no answer.
 
     Args:
-        author: Who refused.
-        cost: The cost of the refusal.
+        author: who refused.
+        cost: the cost of the refusal.
     """
 
     kind: Literal["refused"] = "refused"
@@ -164,12 +164,12 @@ class WrittenTurn(Config):
     """The output was written.
 
     Args:
-        output: The output.
+        output: the output.
         mode: informed uses answers, plain only the text; settled is the likeliest output over all answers to a question
             that was not needed.
-        author: Name of the model.
-        truncated: Whether the model stopped at its limit of tokens.
-        cost: The cost of the output; 0 if it was generated when a question was judged.
+        author: name of the model.
+        truncated: whether the model stopped at its limit of tokens.
+        cost: the cost of the output; 0 if it was generated when a question was judged.
     """
 
     kind: Literal["written"] = "written"
@@ -187,14 +187,14 @@ class Conversation(Config):
     """A text and all turns about it so far.
 
     Args:
-        format: Version of the file format.
-        template: Name or file of the task's template.
-        template_sha256: Hash of the template at the start of the conversation.
-        target: Code of the output language.
-        text: The user's query.
-        budget: Maximum number of proposed questions (J in the paper).
-        threshold: Expected gain in bits above which a question is asked; None asks every question.
-        turns: The turns so far.
+        format: version of the file format.
+        template: name or file of the task's template.
+        template_sha256: hash of the template at the start of the conversation.
+        target: code of the output language.
+        text: the user's query.
+        budget: maximum number of proposed questions (J in the paper).
+        threshold: expected gain in bits above which a question is asked; None asks every question.
+        turns: the turns so far.
     """
 
     format: Literal[2] = FORMAT
@@ -226,16 +226,16 @@ class Conversation(Config):
         """Create a conversation without turns.
 
         Args:
-            text: The user's query.
-            template: Name or YAML file of the template.
-            target: Code of the output language; optional if the template has a single language.
-            budget: Maximum number of proposed questions.
-            threshold: Expected gain in bits above which a question is asked; None asks every question.
-            any_language: Skip the check that the text is in the template's source language.
+            text: the user's query.
+            template: name or YAML file of the template.
+            target: code of the output language; optional if the template has a single language.
+            budget: maximum number of proposed questions.
+            threshold: expected gain in bits above which a question is asked; None asks every question.
+            any_language: skip the check that the text is in the template's source language.
 
         Raises:
-            DataError: The text is empty, or clearly not in the template's source language.
-            RecipeError: The template does not exist, or does not support the output language.
+            DataError: the text is empty, or clearly not in the template's source language.
+            RecipeError: the template does not exist, or does not support the output language.
         """
         task = load_template(template)
         if not text.strip():
@@ -305,10 +305,10 @@ class Conversation(Config):
         """Return the conversation with another turn.
 
         Args:
-            turn: The new turn.
+            turn: the new turn.
 
         Raises:
-            RecipeError: A turn of another kind is due.
+            RecipeError: a turn of another kind is due.
         """
         values = dict(self)
         values["turns"] = (*self.turns, turn)
@@ -318,9 +318,9 @@ class Conversation(Config):
         """Return the conversation with the user's answer.
 
         Args:
-            answer: The answer; None or white space is a refusal.
-            author: Who answered.
-            cost: The cost of the answer; 0 by default.
+            answer: the answer; None or white space is a refusal.
+            author: who answered.
+            cost: the cost of the answer; 0 by default.
         """
         cost = cost or Cost()
         text = (answer or "").strip()
@@ -368,10 +368,10 @@ class Conversation(Config):
         """Write the conversation to a JSON file, atomically.
 
         Args:
-            path: The file.
+            path: the file.
 
         Raises:
-            EvaluationError: The file can't be written.
+            EvaluationError: the file can't be written.
         """
         text = json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False)
         return write_atomically(Path(path), text.encode() + b"\n")
@@ -381,11 +381,11 @@ class Conversation(Config):
         """Read a saved conversation.
 
         Args:
-            path: The file.
+            path: the file.
 
         Raises:
-            DataError: The file is missing, invalid, or of another format version.
-            RecipeError: The template is missing, or has changed since the conversation began.
+            DataError: the file is missing, invalid, or of another format version.
+            RecipeError: the template is missing, or has changed since the conversation began.
         """
         values = _read_json(Path(path))
         if values.get("format") != FORMAT:
@@ -456,7 +456,7 @@ def _check_language(text: str, source: str) -> None:
     """Reject a text that is clearly not in the source language; single words and unknown languages pass.
 
     Raises:
-        DataError: The text is in another language.
+        DataError: the text is in another language.
     """
     languages = read_yaml(LANGUAGES)
     if source not in languages:

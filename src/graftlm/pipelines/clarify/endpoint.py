@@ -17,7 +17,7 @@ from graftlm.pipelines.clarify.models import Reply, StreamPrinter
 from graftlm.pipelines.clarify.prompts import Prompt, printable
 
 _THINK = "<think>"
-_REASONING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)  # what reasoning models write before their reply
+_REASONING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)  # reasoning before a reply
 
 
 class EndpointConfig(Config):
@@ -25,11 +25,11 @@ class EndpointConfig(Config):
 
     Args:
         url: URL of the server with its version, such as http://localhost:8000/v1.
-        model: The server's name of the model.
-        key_variable: The environment variable with the API key; local servers often need none.
-        timeout: Time to wait for the server, in seconds.
-        retries: Number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
-        max_new_tokens: Maximum number of tokens of a reply.
+        model: the server's name of the model.
+        key_variable: the environment variable with the API key; local servers often need none.
+        timeout: time to wait for the server, in seconds.
+        retries: number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
+        max_new_tokens: maximum number of tokens of a reply.
     """
 
     url: str
@@ -51,10 +51,10 @@ class Endpoint:
     """A model on a server.
 
     Args:
-        config: Address and limits.
+        config: address and limits.
 
     Raises:
-        MissingExtraError: The `openai` client is not installed.
+        MissingExtraError: the `openai` client is not installed.
     """
 
     def __init__(self, config: EndpointConfig) -> None:
@@ -65,7 +65,8 @@ class Endpoint:
         self.config = config
         self._client = openai.OpenAI(
             base_url=config.url,
-            api_key=os.environ.get(config.key_variable) or "none",  # the client requires one, the server may not
+            api_key=os.environ.get(config.key_variable)
+            or "none",  # the client requires a key even if the server does not
             timeout=config.timeout,
             max_retries=config.retries,
         )
@@ -81,11 +82,11 @@ class Endpoint:
         """Reply to a prompt, greedily.
 
         Args:
-            prompt: The prompt.
-            on_text: Called with each new piece of the reply.
+            prompt: the prompt.
+            on_text: called with each new piece of the reply.
 
         Raises:
-            EndpointError: The server is unreachable, too slow, rejects the request, or violates the protocol.
+            EndpointError: the server is unreachable, too slow, rejects the request, or violates the protocol.
         """
         with self._errors():
             is_streamed = self._streams or (on_text is not None and self._streams is None)
@@ -238,7 +239,10 @@ def _without_reasoning(text: str) -> str:
 
 def _reason(error: Exception) -> str:
     """Return the message of an error, shortened."""
+    message: object = error.__cause__ or error
     body = getattr(error, "body", None)
-    message = body.get("message") if isinstance(body, dict) else None
-    text = str(message or getattr(error, "__cause__", None) or error) or type(error).__name__
-    return printable(" ".join(text.split()))[:100]
+    if isinstance(body, dict) and body.get("message"):
+        message = body["message"]
+    text = str(message) or type(error).__name__
+    one_line = " ".join(text.split())
+    return printable(one_line)[:100]

@@ -35,14 +35,14 @@ def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
     """Compute E_τ KL(p(u | x, τ) || p(u | x)).
 
     Args:
-        prior_K: Probability of each answer, (K,).
-        given_KY: Probability of each output under each answer, (K, Y); rows sum to 1.
+        prior_K: probability of each answer, (K,).
+        given_KY: probability of each output under each answer, (K, Y); rows sum to 1.
 
     Returns:
         The gain in bits, at least 0.
 
     Raises:
-        EvaluationError: The arguments are not probabilities.
+        EvaluationError: the arguments are not probabilities.
     """
     gains_K = gains_by_answer(prior_K, given_KY)
     return max(0.0, float(np.dot(prior_K, gains_K)))
@@ -52,14 +52,14 @@ def gains_by_answer(prior_K: Numbers, given_KY: Matrix) -> list[float]:
     """Compute KL(p(u | x, a_k) || p(u | x)) of each answer.
 
     Args:
-        prior_K: Probability of each answer, (K,).
-        given_KY: Probability of each output under each answer, (K, Y); rows sum to 1.
+        prior_K: probability of each answer, (K,).
+        given_KY: probability of each output under each answer, (K, Y); rows sum to 1.
 
     Returns:
         The gain of each answer in bits; 0 for an answer with probability 0.
 
     Raises:
-        EvaluationError: The arguments are not probabilities.
+        EvaluationError: the arguments are not probabilities.
     """
     prior = np.asarray(prior_K, dtype=np.float64)
     given = np.asarray(given_KY, dtype=np.float64)
@@ -81,7 +81,9 @@ def _check_probabilities(prior_K: np.ndarray, given_KY: np.ndarray) -> None:
         )
     for values in (prior_K, *given_KY):
         if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
-            raise EvaluationError("The probabilities of answers and of outputs must be at least 0 and sum to 1.")
+            raise EvaluationError(
+                "The probabilities of answers and of outputs must be at least 0 and sum to 1: normalise them."
+            )
 
 
 def normalize_text(text: str) -> str:
@@ -95,7 +97,7 @@ def output_distributions(outputs: Sequence[Sequence[str]]) -> tuple[list[str], n
     Outputs are equal if `normalize_text` makes them equal.
 
     Args:
-        outputs: The outputs under each answer.
+        outputs: the outputs under each answer.
 
     Returns:
         The distinct outputs in order of appearance, and their relative frequencies under each answer, (K, Y).
@@ -138,9 +140,9 @@ class GainEstimator:
     """Estimates the gain of a question by generating an output under each candidate answer.
 
     Args:
-        model: Generates the outputs. If it also computes log-likelihoods (`LocalModel.score`), these give the
+        model: generates the outputs. If it also computes log-likelihoods (`LocalModel.score`), these give the
             probabilities of the outputs; otherwise their frequencies do.
-        prior: Maps the candidate answers to their probabilities; by default they are uniform.
+        prior: maps the candidate answers to their probabilities; by default they are uniform.
     """
 
     def __init__(self, model: ChatModel, *, prior: Callable[[Sequence[str]], Sequence[float]] | None = None) -> None:
@@ -151,8 +153,8 @@ class GainEstimator:
         """Estimate the gain of a question.
 
         Args:
-            conversation: The conversation so far.
-            question: The proposed question.
+            conversation: the conversation so far.
+            question: the proposed question.
 
         Returns:
             The gain, or None if the question has fewer than two answers; and the cost of the estimate.
@@ -181,8 +183,9 @@ class GainEstimator:
         prior_K = self._prior_of(question.answers)
         texts, given_KY = output_distributions(outputs)
         model = self._model
-        has_scores = isinstance(model, _ScoringModel)
-        if has_scores:
+        has_scores = False
+        if isinstance(model, _ScoringModel):
+            has_scores = True
             nats_KY = [model.score(prompt, texts) for prompt in prompts]
             given_KY = distributions_from_log_likelihoods(nats_KY)
         mixture_Y = np.asarray(prior_K) @ given_KY

@@ -26,9 +26,9 @@ class Reply:
     """A model's reply.
 
     Args:
-        text: The reply.
-        cost: Its cost.
-        truncated: Whether the model stopped at its limit of tokens.
+        text: the reply.
+        cost: its cost.
+        truncated: whether the model stopped at its limit of tokens.
     """
 
     text: str
@@ -46,8 +46,8 @@ class ChatModel(Protocol):
         """Reply to a prompt, greedily.
 
         Args:
-            prompt: The prompt.
-            on_text: Called with each new piece of the reply, if the model can stream.
+            prompt: the prompt.
+            on_text: called with each new piece of the reply, if the model can stream.
         """
         ...
 
@@ -56,8 +56,8 @@ class StreamPrinter:
     """Passes on the visible part of a growing text.
 
     Args:
-        select: Returns the visible part of all text received so far.
-        emit: Receives each new piece of the visible part.
+        select: returns the visible part of all text received so far.
+        emit: receives each new piece of the visible part.
     """
 
     def __init__(self, select: Callable[[str], str], emit: Callable[[str], None]) -> None:
@@ -89,7 +89,7 @@ class PrefixCache:
     can't be cropped.
 
     Args:
-        model: The model.
+        model: the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -98,7 +98,7 @@ class PrefixCache:
 
     @staticmethod
     def serves(model: PreTrainedModel) -> bool:
-        """Whether a model's cache can be cropped, and its states depend only on earlier tokens."""
+        """Return whether a model's cache can be cropped, and its states depend only on earlier tokens."""
         layers = DynamicCache(config=model.config).layers
         can_be_cropped = all(type(layer) is DynamicLayer for layer in layers)
         return can_be_cropped and type(model).__module__.startswith("transformers.")
@@ -107,17 +107,17 @@ class PrefixCache:
         """Return a cache of the tokens that a prompt shares with the last prompt.
 
         Args:
-            instructions: The instruction of the prompt.
-            ids: The tokens of the prompt.
-            most: Maximum number of tokens in the cache.
+            instructions: the instruction of the prompt.
+            ids: the tokens of the prompt.
+            most: maximum number of tokens in the cache.
         """
         if instructions in self._prompts:
-            held, cache = self._prompts.pop(instructions)
+            cached_ids, cache = self._prompts.pop(instructions)
         else:
-            held = []
+            cached_ids = []
             cache = DynamicCache(config=self._model.config)
-        common = _common_length(held, ids)
-        cache.crop(min(common, most) - len(held))
+        common = _common_length(cached_ids, ids)
+        cache.crop(min(common, most) - len(cached_ids))
         return cache
 
     def keep(self, instructions: str, ids: list[int], cache: DynamicCache) -> None:
@@ -129,8 +129,8 @@ class PrefixCache:
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common beginning of two sequences."""
     length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for item, other in zip(first, second, strict=False):
+        if item != other:
             break
         length += 1
     return length
@@ -142,11 +142,11 @@ class LocalModel:
     A model with a chat template receives chat messages, any other model a single text to continue.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        name: Name of the model in conversations.
-        max_new_tokens: Maximum number of tokens of a reply.
-        reuse: Let prompts with the same instruction share the computation of their common beginning (`PrefixCache`).
+        model: the model.
+        tokenizer: its tokenizer.
+        name: name of the model in conversations.
+        max_new_tokens: maximum number of tokens of a reply.
+        reuse: let prompts with the same instruction share the computation of their common beginning (`PrefixCache`).
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class LocalModel:
         """Reply to a prompt, greedily.
 
         Args:
-            prompt: The prompt.
-            on_text: Called with each new piece of the reply.
+            prompt: the prompt.
+            on_text: called with each new piece of the reply.
 
         Raises:
-            DataError: The prompt does not fit the model.
+            DataError: the prompt does not fit the model.
         """
         text = self.prompt_text(prompt)
         prompt_ids = self._tokenizer(text, verbose=False)["input_ids"]
@@ -219,11 +219,11 @@ class LocalModel:
         """Compute log p(output | prompt) of each output, in nats.
 
         Args:
-            prompt: The prompt.
-            outputs: The outputs.
+            prompt: the prompt.
+            outputs: the outputs.
         """
         text = self.prompt_text(prompt)
-        separator = "" if self._is_chat else " "  # between the label of a reply and the reply
+        separator = "" if self._is_chat else " "  # separates the label of a reply from the reply
         documents = [Document(separator + output, prompt=text) for output in outputs]
         windows = list(cut_windows(self._tokenizer, documents, sys.maxsize))
         longest = max((len(window.ids) for window in windows), default=0)
@@ -267,8 +267,8 @@ def before_stop(text: str, stop: str) -> str:
     """Return the text before a stop string, without an end that may still become the stop string.
 
     Args:
-        text: The text so far.
-        stop: The stop string.
+        text: the text so far.
+        stop: the stop string.
     """
     reply = text.partition(stop)[0]
     for length in range(len(stop) - 1, 0, -1):

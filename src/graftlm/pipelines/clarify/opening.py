@@ -1,4 +1,4 @@
-"""Open what a conversation needs: a model on a server or on this machine, a new or saved conversation, a user."""
+"""Open the parts of a conversation: a model on a server or on this machine, a new or saved conversation, a user."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def open_model(
 
     Args:
         endpoint: URL of the server; requires `model`.
-        model: The server's name of the model.
-        backbone: Folder of a model or of a graft on this machine, instead of a server.
-        device: Torch device of a model on this machine; None selects the fastest available one.
-        trust_remote_code: Allow the repository of a model on this machine to run its own code.
-        max_new_tokens: Maximum number of tokens of a reply.
-        connection: The keys `key_variable`, `timeout` and `retries` of `EndpointConfig`.
+        model: the server's name of the model.
+        backbone: folder of a model or of a graft on this machine, instead of a server.
+        device: torch device of a model on this machine; None selects the fastest available one.
+        trust_remote_code: allow the repository of a model on this machine to run its own code.
+        max_new_tokens: maximum number of tokens of a reply.
+        connection: the keys `key_variable`, `timeout` and `retries` of `EndpointConfig`.
 
     Raises:
-        RecipeError: Neither or both of `endpoint` and `backbone` are given, or the server's model is not named.
-        GraftError: The model can't be loaded.
+        RecipeError: neither or both of `endpoint` and `backbone` are given, or the server's model is not named.
+        GraftError: the model can't be loaded.
     """
     if (endpoint is None) == (backbone is None):
         given = "Neither" if endpoint is None else "Both"
@@ -65,18 +65,18 @@ def open_conversation(
     """Load a conversation, or start a new one if there is no such file.
 
     Args:
-        text: The user's query; optional for a saved conversation.
-        path: File of the conversation.
-        template: Name or YAML file of the template; `translate` by default.
-        target: Code of the output language; optional if the template has a single language.
-        budget: Maximum number of proposed questions; 1 by default.
-        threshold: Expected gain in bits above which a question is asked; None asks every question.
-        answers: Answers that the user has given in advance.
+        text: the user's query; optional for a saved conversation.
+        path: file of the conversation.
+        template: name or YAML file of the template; `translate` by default.
+        target: code of the output language; optional if the template has a single language.
+        budget: maximum number of proposed questions; 1 by default.
+        threshold: expected gain in bits above which a question is asked; None asks every question.
+        answers: answers that the user has given in advance.
 
     Raises:
-        DataError: There is neither a text nor a conversation, a saved conversation differs from the other arguments, or
+        DataError: there is neither a text nor a conversation, a saved conversation differs from the other arguments, or
             it is finished although there are answers.
-        RecipeError: The template or the language is unknown.
+        RecipeError: the template or the language is unknown.
     """
     if path is None or not path.exists():
         if text is None:
@@ -115,13 +115,13 @@ def choose_user(
     """Return the user who answers: recorded answers, a model that reads the context, a person, or nobody.
 
     Args:
-        answers: Recorded answers, in the order of the questions.
-        context: What a simulated user knows.
-        model: The model of a simulated user.
-        ask: Shows a text to a person and returns what the person types; None if there is no person.
+        answers: recorded answers, in the order of the questions.
+        context: what a simulated user knows.
+        model: the model of a simulated user.
+        ask: shows a text to a person and returns what the person types; None if there is no person.
 
     Raises:
-        RecipeError: Both answers and a context are given.
+        RecipeError: both answers and a context are given.
     """
     if answers and context is not None:
         raise RecipeError("Both --answer and --context were given: give the answers, or the context of a model's.")

@@ -34,8 +34,8 @@ class Shot:
     """A solved request.
 
     Args:
-        parts: The parts of the request.
-        reply: The expected reply.
+        parts: the parts of the request.
+        reply: the expected reply.
     """
 
     parts: Parts
@@ -47,10 +47,10 @@ class Prompt:
     """A request to a model.
 
     Args:
-        instructions: The instruction.
-        shots: Solved requests, in order.
-        parts: The parts of the request.
-        label: The word before a reply, for models without a chat template.
+        instructions: the instruction.
+        shots: solved requests, in order.
+        parts: the parts of the request.
+        label: the word before a reply, for models without a chat template.
     """
 
     instructions: str
@@ -120,15 +120,15 @@ def build_prompt(
     """Build the prompt of a step. Exemplars have the same parts as the request.
 
     Args:
-        template: The template of the task.
-        name: The step. `ask` requests a question, `user` its answer from `context`, `write` the output given
+        template: the template of the task.
+        name: the step. `ask` requests a question, `user` its answer from `context`, `write` the output given
             `exchanges`, `context` the output given `context` (the baseline LLMwCXT), and `plain` the output of the text
             alone (LLMnoExtra).
-        language: Code of the output language.
-        text: The user's query.
-        context: What the user knows.
-        question: The question to answer.
-        exchanges: Earlier questions and answers.
+        language: code of the output language.
+        text: the user's query.
+        context: what the user knows.
+        question: the question to answer.
+        exchanges: earlier questions and answers.
     """
     shots = []
     for exemplar, reply in _solved(template, name, language):
@@ -183,7 +183,7 @@ def _solved(template: Template, name: InstructionName, language: str) -> list[tu
 
 
 def _solved_questions(template: Template) -> list[tuple[Exemplar, str]]:
-    """Return the exemplars with their questions; unambiguous ones are spread evenly, and a single one is the last."""
+    """Return the exemplars with their questions; unambiguous ones are spread evenly, or last if there is only one."""
     solved = [(exemplar, format_question(exemplar.question, exemplar.answers)) for exemplar in template.exemplars]
     interval = len(solved) / max(1, len(template.unambiguous))
     for number, exemplar in enumerate(template.unambiguous):
@@ -203,8 +203,8 @@ def parse_question(reply: str, label: str = "Question") -> tuple[str, tuple[str,
     """Find the first question in a reply.
 
     Args:
-        reply: The reply of a translator.
-        label: The label that the model may repeat.
+        reply: the reply of a translator.
+        label: the label that the model may repeat.
 
     Returns:
         The question and its possible answers without duplicates; None if the reply contains no question.
@@ -220,7 +220,7 @@ def parse_question(reply: str, label: str = "Question") -> tuple[str, tuple[str,
 
 
 def is_word(reply: str, word: str) -> bool:
-    """Whether a reply consists of a word, ignoring case and punctuation."""
+    """Return whether a reply consists of a word, ignoring case and punctuation."""
     letters = re.sub(r"\W+", " ", reply).strip()
     return letters.casefold() == word.casefold()
 

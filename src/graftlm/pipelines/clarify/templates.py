@@ -24,14 +24,14 @@ class Exemplar(Config):
     """A solved example: a text, its ambiguity, and how an answer resolves it.
 
     Args:
-        id: Identifier, unique in its file.
-        kind: The kind of ambiguity, such as formality; clear for a text without ambiguity.
-        text: The text.
-        context: What the user knows and the translator does not.
-        question: The question to ask; empty if there is nothing to ask.
-        answers: Possible answers.
-        answer: The answer that the context gives; empty if the context gives none.
-        outputs: The output under that answer, by language code.
+        id: identifier, unique in its file.
+        kind: the kind of ambiguity, such as formality; clear for a text without ambiguity.
+        text: the text.
+        context: what the user knows and the translator does not.
+        question: the question to ask; empty if there is nothing to ask.
+        answers: possible answers.
+        answer: the answer that the context gives; empty if the context gives none.
+        outputs: the output under that answer, by language code.
     """
 
     id: str = Field(min_length=1)
@@ -54,11 +54,11 @@ class Instructions(Config):
     In an instruction, `{language}` is replaced by the name of the output language, `{source}` by the source language.
 
     Args:
-        ask: For the translator, before the output.
-        user: For the model that answers from the context.
-        write: For the translator, with answers.
-        context: For the baseline that reads the context instead of answers.
-        plain: For the baseline that reads only the text; also used after a refusal.
+        ask: for the translator, before the output.
+        user: for the model that answers from the context.
+        write: for the translator, with answers.
+        context: for the baseline that reads the context instead of answers.
+        plain: for the baseline that reads only the text; also used after a refusal.
     """
 
     ask: str
@@ -83,17 +83,17 @@ class Template(Config):
     """A task, such as translate, rewrite or answer.
 
     Args:
-        name: Name of the task.
-        source: Language code of the input texts.
-        reply: The label before an output in prompts for models without a chat template.
-        languages: Names of the output languages, by code.
-        exemplars: Ambiguous texts, in the order in which prompts show them.
-        unambiguous: Texts with nothing to ask, shown when the translator looks for a question. Those with outputs are
+        name: name of the task.
+        source: language code of the input texts.
+        reply: the label before an output in prompts for models without a chat template.
+        languages: names of the output languages, by code.
+        exemplars: ambiguous texts, in the order in which prompts show them.
+        unambiguous: texts with nothing to ask, shown when the translator looks for a question. Those with outputs are
             also shown for plain outputs, instead of the exemplars, whose outputs depend on an answer.
-        unanswerable: Texts whose context gives no answer, shown when a model answers.
-        instructions: The instruction of each step.
-        no_question: The reply of a translator that has nothing to ask.
-        no_answer: The reply of a user whose context gives no answer.
+        unanswerable: texts whose context gives no answer, shown when a model answers.
+        instructions: the instruction of each step.
+        no_question: the reply of a translator that has nothing to ask.
+        no_answer: the reply of a user whose context gives no answer.
     """
 
     name: str
@@ -125,10 +125,10 @@ class Template(Config):
         """Return the code of the output language.
 
         Args:
-            code: Language code; None selects the template's only language.
+            code: language code; None selects the template's only language.
 
         Raises:
-            RecipeError: The template lacks the language, or it has several and `code` is None.
+            RecipeError: the template lacks the language, or it has several and `code` is None.
         """
         if code is None and len(self.languages) == 1:
             return next(iter(self.languages))
@@ -146,8 +146,8 @@ class Template(Config):
         """Return an instruction with the languages filled in.
 
         Args:
-            name: The step.
-            language: Code of the output language.
+            name: the step.
+            language: code of the output language.
         """
         instruction: str = getattr(self.instructions, name)
         return instruction.format(language=self.languages[language], source=self.source).strip()
@@ -158,10 +158,10 @@ def load_template(name: str) -> Template:
     """Load a template.
 
     Args:
-        name: Name of a built-in template, or a YAML file.
+        name: name of a built-in template, or a YAML file.
 
     Raises:
-        RecipeError: The template does not exist, or is incomplete.
+        RecipeError: the template does not exist, or is incomplete.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     is_built_in = path.parent == FOLDER

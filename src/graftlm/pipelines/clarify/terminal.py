@@ -30,9 +30,9 @@ def ask_person(question: str, answers: Sequence[str], ask: Callable[[str], str])
     """Ask a person a question.
 
     Args:
-        question: The question.
-        answers: Its possible answers, which are numbered.
-        ask: Shows a text and returns what the person types.
+        question: the question.
+        answers: its possible answers, which are numbered.
+        ask: shows a text and returns what the person types.
 
     Returns:
         The answer that the person typed or selected by its number; None for an empty line or the end of the input.
@@ -64,8 +64,8 @@ class TerminalPrinter(StreamPrinter):
     As a context manager it ends the line if the generation fails.
 
     Args:
-        conversation: The conversation whose output is shown.
-        emit: Receives the text to show.
+        conversation: the conversation whose output is shown.
+        emit: receives the text to show.
     """
 
     def __init__(self, conversation: Conversation, emit: Callable[[str], None]) -> None:

@@ -208,7 +208,7 @@ def _keep_valid_rows(out: Path, options: Mapping[str, object], paths: Mapping[st
 
 
 def _is_valid(row: Mapping[str, object], path: Path | None) -> bool:
-    """Return whether a row is one of another document, or a summary of the current state of the document."""
+    """Return whether a row belongs to another document, or summarizes the current state of its document."""
     if path is None:
         return True
     return "error" not in row and row["file"] == _file_state(path)

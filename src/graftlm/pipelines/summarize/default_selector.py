@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 _MAX_CANDIDATES = 300  # best sentences that are compared with each other
 _LEAD = 10  # first sentences, to which the feature `lead_similarity` compares
-_MIN_LETTERS = 4  # of the words that the features `frequency` and `title_words` count
+_MIN_LETTERS = 4  # minimum length of the words that the features `frequency` and `title_words` count
 _SYMBOLS = "`_(){}[]<>=/"
 _KNOWN = read_yaml(Path(__file__).with_suffix(".yaml"))
 

@@ -37,7 +37,7 @@ _OPENINGS = (*WORDS["introductions"], *WORDS["introduction_fallbacks"], *WORDS["
 _KNOWN_TITLES = (*_OPENINGS, *WORDS["references"])
 _LETTER = re.compile(r"[^\W\d_]")
 _OPENING_MARKS = "\"'“‘«(["
-_MIN_WORDS = 4  # of a whole sentence
+_MIN_WORDS = 4  # minimum length of a complete sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +218,13 @@ class SourceDocument:
     def selectable(self) -> list[int]:
         """Indices of the sentences that a summary may use.
 
-        These are the complete sentences. Where most are incomplete, as in notes without capitals or full stops, they
-        are all sentences that have a letter.
+        These are the complete sentences, or all sentences with a letter if most of them are incomplete, as in notes
+        without capitals or full stops.
         """
         lettered = [index for index, sentence in enumerate(self.sentences) if _LETTER.search(sentence.text)]
         whole = [index for index in lettered if self.sentences[index].is_whole]
-        return whole if 2 * len(whole) > len(lettered) else lettered
+        most_are_whole = 2 * len(whole) > len(lettered)
+        return whole if most_are_whole else lettered
 
 
 def normalize_title(title: str) -> str:

@@ -21,7 +21,7 @@ from graftlm.pipelines.summarize.document import (
 from graftlm.pipelines.summarize.text import WORDS, check_language, detect_language, split_sentences
 
 _FIELD = re.compile(r"[A-Z][\w /-]{0,40}:(?:\s|$)")
-_MAX_FIELD = 300  # characters
+_MAX_FIELD = 300  # in characters
 _CAPTION = re.compile(r"\s*(?:Fig(?:ure|\.)?|Table|Tab\.|Listing|Algorithm|Scheme)\s+[A-Z]?\d[\d.]*\s*[.:|–—]\s")
 _CJK = "\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff65"
 _CJK_LINE_BREAK = re.compile(rf"(?<=[{_CJK}])[ \t]*[\r\n]\s*(?=[{_CJK}])")

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from graftlm.pipelines.summarize.text import import_extra, ngrams
 
 _TOKEN = re.compile(r"[a-z0-9]+")
-_STEM_CACHE = 100_000  # most recent words, which bounds the memory for any number of documents
-_MIN_STEMMED = 4  # characters of a token from which it is stemmed
+_STEM_CACHE = 100_000  # number of cached words, which bounds the memory for any number of documents
+_MIN_STEMMED = 4  # minimum length of a token that is stemmed
 
 Floats = NDArray[np.float64]
 Items = Sequence[Sequence[Hashable]]
@@ -103,8 +103,8 @@ class _BitFields:
 
     def __init__(self, rows: Items) -> None:
         self.all_bits = 0
-        self.masks: defaultdict[Hashable, int] = defaultdict(int)  # the bits of each item
-        self._fields: list[tuple[int, int]] = []  # first bit, and as many ones as the row has items
+        self.masks: defaultdict[Hashable, int] = defaultdict(int)  # bits at which each item occurs
+        self._fields: list[tuple[int, int]] = []  # first bit and mask of each field
         start = 0
         for row in rows:
             ones = (1 << len(row)) - 1

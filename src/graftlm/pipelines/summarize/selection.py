@@ -99,7 +99,7 @@ class Extract:
         selector: name of the selector.
         budget: limit of the extract.
         used: size of the extract in the budget's unit.
-        notes: remarks for the user, one sentence each.
+        notes: remarks for the user, as sentences.
     """
 
     document: SourceDocument

@@ -27,7 +27,7 @@ from graftlm.pipelines.summarize.oracle import oracle_extract
 from graftlm.pipelines.summarize.trained_selector import TrainedSelector, sentence_embeddings
 from graftlm.training.language_model import train_tokenizer
 
-_VOCAB_SIZE = 40_000  # of a trained tokenizer, by default
+_VOCAB_SIZE = 40_000  # default size of the vocabulary of a trained tokenizer
 _NO_TARGET = -1  # padding of the targets of a pointer
 
 

@@ -44,7 +44,7 @@ class Summary:
         writer: name of the writer; None if the extract is the summary.
         links: a link for each written sentence; empty without a writer.
         faithfulness: support of the text in the document.
-        notes: remarks for the user, one sentence each.
+        notes: remarks for the user, as sentences.
     """
 
     extract: Extract
@@ -181,7 +181,7 @@ def _extractive_summary(extract: Extract) -> Summary:
 
 
 def _written_summary(extract: Extract, output: WriterOutput, writer: str, encoder: str | None) -> Summary:
-    """Return what a writer wrote, with links to the source."""
+    """Return the text of a writer with links to the source."""
     document = extract.document
     read = output.read or extract.indices
     links = link_sentences(output.text, document, read, encoder)

@@ -35,7 +35,7 @@ def import_extra(module: str, purpose: str) -> Any:
 
     Args:
         module: dotted name of the module.
-        purpose: what the module is needed for, as the subject of a sentence in the error message.
+        purpose: use of the module, as the subject of a sentence in the error message.
 
     Raises:
         MissingExtraError: the library is not installed.
@@ -118,7 +118,7 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
         MissingExtraError: sentencex is not installed.
     """
     sentencex = import_extra("sentencex", "Splitting sentences")
-    single_line = _LINE_BREAK.sub(" ", text)  # has the same length
+    single_line = _LINE_BREAK.sub(" ", text)  # this replacement keeps the length
     pending = None
     for boundary in sentencex.get_sentence_boundaries(language, single_line):
         start = boundary["start_index"]

@@ -31,7 +31,7 @@ from graftlm.pipelines.summarize.selection import RankedSentence
 
 RECORD_NAME = "selector.json"
 TOKENIZER_NAME = "tokenizer.json"
-_ENCODER_BATCH = 64  # sentences
+_ENCODER_BATCH = 64  # sentences in a batch of the encoder
 
 
 @dataclass(eq=False)

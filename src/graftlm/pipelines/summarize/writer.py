@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedTokenizerBase
 
 from graftlm.backbone import end_ids, generate_rows, leading_bos, max_sequence_length
@@ -85,7 +84,7 @@ class _NoRepetition(NoRepeatNGramLogitsProcessor):
         super().__init__(ngram_size)
         self._start = prompt_length
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         return super().__call__(input_ids[:, self._start :], scores)
 
 
@@ -95,7 +94,7 @@ class WriterOutput:
 
     Attributes:
         text: the summary.
-        notes: remarks for the user, one sentence each.
+        notes: remarks for the user, as sentences.
         read: indices of the sentences that the writer read; empty if these are the sentences of the extract.
     """
 
@@ -109,7 +108,7 @@ class WriterPrompt(NamedTuple):
 
     Attributes:
         ids: token ids.
-        notes: remarks for the user, one sentence each.
+        notes: remarks for the user, as sentences.
         read: indices of the sentences in the prompt.
     """
 

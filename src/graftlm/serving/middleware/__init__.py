@@ -1,4 +1,4 @@
-"""ASGI middleware in front of the routes: one duty each."""
+"""ASGI middleware in front of the routes, with one duty per class."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class ApiKeyMiddleware:
     """Requires an API key for protected paths, and stores the user in the request's state.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         keys: known keys. Without keys all requests are accepted, and the user is the client's address.
 
     Raises:

@@ -16,7 +16,7 @@ class RequestBodyMiddleware:
     """Receives the whole body of a request before the application runs.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         max_bytes: maximum size of a body.
         seconds: maximum time for a body to arrive.
         max_bytes_of_paths: other maximum sizes by path.

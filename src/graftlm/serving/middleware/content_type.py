@@ -12,7 +12,7 @@ class JsonContentMiddleware:
     """Requires JSON in a POST: a page of another site may send text or forms without a CORS preflight request.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
 
     Raises:
         ServingError: with status 415.

@@ -14,7 +14,7 @@ class AllowedHostMiddleware:
     """Refuses requests whose Host header is not an allowed name, which protects against DNS rebinding.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         hosts: allowed names in lower case, without ports; None allows any.
 
     Raises:

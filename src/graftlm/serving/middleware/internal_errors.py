@@ -11,7 +11,7 @@ class InternalErrorMiddleware:
     """Logs an unexpected exception of the application, and sends an error response unless a response has started.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
     """
 
     def __init__(self, app: ASGIApp) -> None:

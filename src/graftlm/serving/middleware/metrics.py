@@ -16,7 +16,7 @@ class RequestMetricsMiddleware:
 
     Args:
         app: the application behind it.
-        metrics: receives the figures.
+        metrics: receives the counts and durations.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:

@@ -12,7 +12,7 @@ class OpenRequestsMiddleware:
     """Counts open requests, and refuses further ones for protected paths above a limit.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         limit: maximum number of open requests.
 
     Attributes:

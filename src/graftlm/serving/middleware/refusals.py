@@ -15,7 +15,7 @@ _SECONDS = 2.0  # maximum time to receive the rest of a refused body
 
 
 class RefusalMiddleware:
-    """Sends the response of a `ServingError` that the middleware behind it raises.
+    """Sends the response of a `ServingError` that the wrapped middleware raises.
 
     The rest of the body is received and discarded first, because a client that is still sending does not read the
     response of a connection that is closed.

@@ -14,7 +14,7 @@ class ShutdownMiddleware:
     """Refuses requests for protected paths once the server is shutting down.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         closing: set when the shutdown begins.
 
     Raises:

@@ -52,7 +52,7 @@ async function send(path, body, signal) {
   const response = await reached(new URL(path, BASE), options);
   if (response.ok) return response;
   const error = errorOf(await response.json().catch(() => null), response.status);
-  // An answer to a key that has been replaced since says nothing of the new one.
+  // Ask for a key, unless the rejected one has been replaced in the meantime.
   if (response.status === 401 && used === key())
     document.dispatchEvent(new CustomEvent("graftlm:key", { detail: error.message }));
   throw error;
@@ -68,9 +68,9 @@ async function reached(url, options) {
 }
 
 function errorOf(body, status) {
-  const said = body?.error;
-  const message = typeof said?.message === "string" ? said.message : `The server answered with the status ${status}.`;
-  return new ApiError(message, status, said?.code ?? null);
+  const details = body?.error;
+  const message = typeof details?.message === "string" ? details.message : `The server answered with the status ${status}.`;
+  return new ApiError(message, status, details?.code ?? null);
 }
 
 function parsed(data) {

@@ -33,7 +33,7 @@ function explain(text, choices) {
   tokens.forEach((token, place) => token.setAttribute("tabindex", place ? -1 : 0));
   const show = (event) => {
     const choice = choices[event.target.dataset?.i];
-    if (choice) tipAt(event.target, ...told(event.target.textContent, choice));
+    if (choice) tipAt(event.target, ...detailsOf(event.target.textContent, choice));
   };
   text.addEventListener("pointerover", show);
   text.addEventListener("focusin", show);
@@ -50,7 +50,7 @@ function explain(text, choices) {
 
 const quoted = (text) => JSON.stringify(text).slice(1, -1) || "(nothing)";
 
-function told(text, [divergence, ...models]) {
+function detailsOf(text, [divergence, ...models]) {
   const likely = ([word, share]) => `${quoted(word)} ${(100 * share).toFixed(1)}%`;
   const rows = ["base", "tuned"].map((name, place) => h("div", {}, h("dt", {}, name), h("dd", {}, models[place].map(likely).join(", "))));
   return [h("p", { class: "which" }, quoted(text)), h("dl", { class: "words" }, ...rows), h("p", { class: "others" }, `${decimals(divergence)} nats of divergence`)];

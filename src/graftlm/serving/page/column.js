@@ -4,7 +4,7 @@ import { stream } from "./api.js";
 import { complain, decimals, h, many } from "./dom.js";
 import { TokenText } from "./tokens.js";
 
-let columns = 0; // ever made, for ids
+let columns = 0; // number of columns created so far, for ids
 
 export class Column {
   /** `chosen` are the grafts at the start; `changed` and `removed` are called after these actions of the user. */
@@ -109,7 +109,7 @@ export class Column {
     const { mode, prompt } = asked;
     complain(this.error);
     if (mode === "completion") this.clear();
-    const history = this.history; // the column has another one once it is cleared, and then this answer is gone
+    const history = this.history; // replaced when the column is cleared, which discards this answer
     const answer = new TokenText(this.labels);
     answer.mode = this.colour;
     answer.name(this.title.textContent);
@@ -120,10 +120,10 @@ export class Column {
     this.status.textContent = "Waiting for the first token …";
     try {
       const finish = await this.listen(asked, answer, clock, signal);
-      this.end(asked, answer, history, told(answer, clock, finish));
+      this.end(asked, answer, history, endMessage(answer, clock, finish));
     } catch (error) {
       const stopped = error.name === "AbortError";
-      this.end(asked, answer, history, stopped ? told(answer, clock, "stopped") : "", stopped ? "" : error.message);
+      this.end(asked, answer, history, stopped ? endMessage(answer, clock, "stopped") : "", stopped ? "" : error.message);
     } finally {
       this.element.removeAttribute("aria-busy");
       this.showLegend();
@@ -174,7 +174,7 @@ const ENDS = {
   stopped: "You stopped it",
 };
 
-function told(answer, clock, finish) {
+function endMessage(answer, clock, finish) {
   const tokens = answer.tokens.length;
   const end = ENDS[finish] ?? "It ended";
   if (tokens === 0) return `${end} before it wrote a token.`;
@@ -185,10 +185,10 @@ function told(answer, clock, finish) {
 
 /** Return the tokens of a chunk of a chat. */
 function chatTokens(choice) {
-  const likely = choice.logprobs?.content?.map((one) => ({
-    text: one.token,
-    p: Math.exp(one.logprob),
-    others: (one.top_logprobs ?? []).map((other) => [other.token, Math.exp(other.logprob)]),
+  const likely = choice.logprobs?.content?.map((token) => ({
+    text: token.token,
+    p: Math.exp(token.logprob),
+    others: (token.top_logprobs ?? []).map((other) => [other.token, Math.exp(other.logprob)]),
   }));
   return tokensOf(choice.delta?.content ?? "", likely ?? [], choice.graftlm?.trace ?? []);
 }
@@ -205,15 +205,15 @@ function completionTokens(choice) {
 }
 
 /**
- * A chunk's text as tokens. Where the told tokens do not spell the text, such as parts of one character, or where a
- * stop string cut it, all of the text is one token with the last one's figures.
+ * Return a chunk's text as tokens. If the reported tokens do not spell the text, as with parts of one character, or if
+ * a stop string truncated it, the whole text is one token with the figures of the last one.
  */
 function tokensOf(text, likely, traced) {
   if (!text) return [];
-  const told = traced.length ? traced.map((one) => one.token) : likely.map((one) => one.text);
-  const each = told.join("") === text ? told : [text];
-  const shift = told.length - each.length;
-  return each.map((piece, place) => ({
+  const reported = traced.length ? traced.map((token) => token.token) : likely.map((token) => token.text);
+  const pieces = reported.join("") === text ? reported : [text];
+  const shift = reported.length - pieces.length;
+  return pieces.map((piece, place) => ({
     text: piece,
     values: traced[place + shift]?.values ?? {},
     p: likely[place + shift]?.p ?? null,

@@ -11,18 +11,18 @@ const UNDERLINE = /^ {0,3}(=+|-+)[ \t]*$/;
 const DASHES = /^:?-+:?$/; // a cell below a table's head
 const BAR = /\\.|\|/g; // or an escaped character
 const MOST_DEPTH = 8;
-const MOST_INLINE = 20_000; // characters of a paragraph, above which its marks stay as they are
+const MOST_INLINE = 20_000; // characters of a paragraph, above which its marks are not interpreted
 
-// An escaped character; code; a link or an image; strong; emphasis by stars, and by low lines between words. What is
-// inside ends where another of its kind begins, so that a text of any form takes time in proportion to its length.
+// An escaped character; code; a link or an image; strong; emphasis by asterisks, and by underscores between words. An
+// element ends where another of its kind begins, so that the time is proportional to the length of any text.
 const INLINE =
   /\\([\\`*_{}[\]()#+.!>|~-])|(?<!`)(`+)(?!`)(.{1,2000}?)(?<!`)\2(?!`)|!?\[([^[\]]{0,2000})\]\(((?:[^()\s]|\([^()\s]{0,2000}\)){0,2000})(?:\s[^()]{0,200})?\)|(\*\*|__)(?=\S)((?:(?!\s\6\S).){0,2000}?\S)\6|(?<!\*)\*(?=[^\s*])((?:(?!\s\*[^\s*]).){0,2000}?[^\s*])\*(?!\*)|(?<!\w)_(?=[^\s_])((?:(?!(?<!\w)_[^\s_]).){0,2000}?[^\s_])_(?!\w)/gs;
 
-/** The blocks of a text. `paint(start, end)` gives the nodes of these characters of it; without, they are its text. */
+/** Return the blocks of a text. `paint(start, end)` returns the nodes of a range of characters, by default their text. */
 export function markdown(text, paint = plain(text)) {
   const lines = [...text.matchAll(/([^\r\n]*)(\r\n|\r|\n|$)/g)].map((match) => ({ text: match[1], start: match.index, end: match.index + match[1].length }));
   const blocks = [];
-  const state = { level: 2 }; // of the last heading: none below skips a level
+  const state = { level: 2 }; // level of the last heading; the next one may be at most one level deeper
   for (let place = 0; place < lines.length; ) {
     const [nodes, next] = block(text, lines, place, paint, state);
     blocks.push(...nodes);

@@ -11,7 +11,7 @@ export class Summarize {
   constructor() {
     this.running = null;
     this.pdf = null; // the bytes of a file, in base64
-    this.limits = { text: Infinity, document_bytes: Infinity }; // until the server tells its own
+    this.limits = { text: Infinity, document_bytes: Infinity }; // until the server has sent its limits
     byId("summarize-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.summarize();
@@ -30,7 +30,7 @@ export class Summarize {
       this.take(event.dataTransfer.files[0], event.dataTransfer.getData("text/plain"));
     });
     byId("writer").addEventListener("change", () => this.shown());
-    byId("source-file").querySelector("button").addEventListener("click", () => this.hold(null));
+    byId("source-file").querySelector("button").addEventListener("click", () => this.setSource(null));
   }
 
   serve(served) {
@@ -43,24 +43,24 @@ export class Summarize {
     byId("summary-most").disabled = !byId("writer").value;
   }
 
-  /** Put the text of a file into the field, or hold a PDF file instead. */
+  /** Put the text of a file into the field, or use a PDF file instead. */
   async take(file, text = "") {
     complain(byId("summarize-error"));
     byId("file").value = "";
     if (!file) {
-      if (text) this.hold(null, text);
+      if (text) this.setSource(null, text);
       return;
     }
     const suffix = file.name.split(".").at(-1).toLowerCase();
     const mistake = await misfit(file, suffix, this.limits);
     if (mistake) return complain(byId("summarize-error"), mistake);
-    if (suffix === "pdf") return this.hold(await base64(file), "", "pdf", `${file.name}, ${many(file.size, "byte")}`);
-    this.hold(null, await file.text(), FORMATS[suffix] ?? "text");
+    if (suffix === "pdf") return this.setSource(await base64(file), "", "pdf", `${file.name}, ${many(file.size, "byte")}`);
+    this.setSource(null, await file.text(), FORMATS[suffix] ?? "text");
     byId("summarize-status").textContent = `${file.name} was read: ${many(byId("source-text").value.length, "character")}.`;
   }
 
-  /** Hold a PDF file or a text. */
-  hold(pdf, text = "", format = "text", name = "") {
+  /** Use a PDF file or a text as the source. */
+  setSource(pdf, text = "", format = "text", name = "") {
     this.pdf = pdf;
     byId("source-text").value = text;
     byId("source-text").required = !pdf;
@@ -271,9 +271,9 @@ function follow(event) {
 function notes(found) {
   const figures = found.faithfulness;
   const shares = [["words", figures.words], ["pairs of words", figures.bigrams], ["numbers", figures.numbers], ["names", figures.names]];
-  const told = shares.filter(([, value]) => value !== null && value !== undefined).map(([what, value]) => `${Math.round(100 * value)}% of its ${what}`);
+  const supported = shares.filter(([, value]) => value !== null && value !== undefined).map(([what, value]) => `${Math.round(100 * value)}% of its ${what}`);
   const lines = [...found.notes];
-  if (found.writer && told.length) lines.push(`The source has ${told.join(", ")}.`);
+  if (found.writer && supported.length) lines.push(`The source has ${supported.join(", ")}.`);
   if (figures.missing?.length) lines.push(`Not in the source: ${figures.missing.join(", ")}.`);
   const by = found.writer ? `Written by ${found.writer} from ` : "";
   lines.push(`${by}${many(found.extract.sentences.length, "sentence")} chosen by ${found.extract.selector}.`);

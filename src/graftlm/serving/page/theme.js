@@ -4,7 +4,7 @@
   try {
     theme = localStorage.getItem("graftlm.theme");
   } catch {
-    // storage is switched off: the system's preference stands
+    // storage is disabled: the system's preference applies
   }
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 }

@@ -2,8 +2,8 @@
 
 import { decimals, h, many, visible } from "./dom.js";
 
-const PATTERNS = 8; // of colour and underline together, in parts.css
-const NOTHING = "none"; // the label that stands for the bare backbone
+const PATTERNS = 8; // number of combinations of colour and underline in parts.css
+const NOTHING = "none"; // the label of the bare backbone
 
 /**
  * A text that grows token by token.

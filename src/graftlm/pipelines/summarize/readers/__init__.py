@@ -21,7 +21,7 @@ MAX_CHARACTERS = 20_000_000
 """Maximum number of characters of a document."""
 
 _MAX_PDF_BYTES = 500_000_000
-_MAX_CHARACTER_BYTES = 4  # of a character in UTF-8
+_MAX_CHARACTER_BYTES = 4  # maximum size of a character in UTF-8
 _BYTE_ORDER_MARK = "\ufeff"
 
 _JATS_SUFFIXES = (".xml", ".nxml")
@@ -102,7 +102,9 @@ def _read_utf8(path: Path) -> str:
         data = path.read_bytes()
     if b"\0" in data:
         position = data.index(0)
-        raise DataError(f"{path} is a binary file (a NUL byte at byte {position}), but UTF-8 text is expected.")
+        raise DataError(
+            f"{path} is a binary file (a NUL byte at byte {position}), but UTF-8 text is expected: convert it."
+        )
     text = decode_utf8(data, str(path))
     if data.startswith(BYTE_ORDER_MARK):
         return _BYTE_ORDER_MARK + text

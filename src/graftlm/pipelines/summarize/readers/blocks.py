@@ -22,7 +22,7 @@ _PRECEDENCE: tuple[BlockKind | Literal["skipped"], ...] = (
     "prose",
     "field",
 )
-_MIN_LINK_SHARE = 0.6  # of a block's characters, from which it is navigation
+_MIN_LINK_SHARE = 0.6  # minimum share of linked characters in a navigation block
 
 
 @dataclass

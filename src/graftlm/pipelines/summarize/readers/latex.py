@@ -170,7 +170,7 @@ class _LatexBlockParser:
             self._spans[-1] = TextSpan(text, last.start, last.start + len(text))
 
     def _walk_printed_argument(self, node: _Node) -> None:
-        """Walk the last argument of a macro, which is the printed one."""
+        """Walk the last argument of a macro, which is printed."""
         if not node.nodeargd:
             return
         arguments = [argument for argument in node.nodeargd.argnlist if argument is not None]

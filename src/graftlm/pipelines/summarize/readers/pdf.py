@@ -159,7 +159,7 @@ def _block_from_json(row: list[Any]) -> TextBlock:
 
 def _main() -> None:
     """Run the process of `read_foreign_pdf`: write an error message or null, the pages and the blocks, as JSON."""
-    import resource  # exists on POSIX only, as the server does
+    import resource  # exists on POSIX only, like the server
 
     for name, limit in _CHILD_LIMITS.items():
         resource.setrlimit(getattr(resource, name), (limit, limit))

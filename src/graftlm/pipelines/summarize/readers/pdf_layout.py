@@ -77,7 +77,7 @@ class _DocumentLayout:
         self._min_repeats = min(_MIN_REPEATS, max(len(pages), 2))
 
     def group(self, line: PdfLine) -> tuple[int, BlockKind, int]:
-        """Return what adjacent lines of a block have in common: box, kind, and level of a heading."""
+        """Return the key by which adjacent lines are joined to a block: box, kind, and level of a heading."""
         kind, level = self._classify(line)
         return line.box, kind, level
 
@@ -123,7 +123,7 @@ def _in_margin(line: PdfLine) -> bool:
 
 
 def _furniture_key(line: PdfLine) -> tuple[str, bool]:
-    """Return what a running header has in common on all pages: the text without its numbers, and the margin."""
+    """Return the key by which a running header is recognized on other pages: text without numbers, and margin."""
     text = " ".join(line.text.split()).casefold()
     return _NUMBER.sub("#", text), line.height > 0.5
 

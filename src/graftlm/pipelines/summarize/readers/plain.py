@@ -24,7 +24,7 @@ _SENTENCE_ENDS = ".!?;,。！？"
 
 
 def plain_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings of plain text; what does not look like prose is a table."""
+    """Yield paragraphs, list items and headings of plain text; text that does not look like prose is a table."""
     matches = (match for match in _LINE.finditer(text) if match.group())
     lines = [TextSpan(match.group(), match.start(), match.end()) for match in matches]
     paragraph: list[TextSpan] = []
