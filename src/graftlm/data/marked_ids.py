@@ -24,7 +24,8 @@ UNSCORED = 1 << 29
 
 def _without_start(marked: np.ndarray) -> np.ndarray:
     """Return marked ids in which the first token of a document has no mark. Padding has no meaningful value."""
-    return np.where(marked < 0, ~marked, marked)
+    inverted = ~marked
+    return np.where(marked < 0, inverted, marked)
 
 
 def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
@@ -34,13 +35,15 @@ def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
         marked: the marked ids.
         pad_id: the id of padding.
     """
-    ids = _without_start(marked) & ~(PROMPT | UNSCORED)
+    bits = PROMPT | UNSCORED
+    ids = _without_start(marked) & ~bits
     return np.where(marked == PADDING, pad_id, ids)
 
 
 def is_start(marked: np.ndarray) -> np.ndarray:
     """Return which marked ids are the first of a document; bool, in the same shape."""
-    return (marked < 0) & (marked != PADDING)
+    is_negative = marked < 0
+    return is_negative & (marked != PADDING)
 
 
 def is_prompt(marked: np.ndarray) -> np.ndarray:
@@ -55,10 +58,12 @@ def is_unscored(marked: np.ndarray) -> np.ndarray:
 
 def _has_any(marked: np.ndarray, bits: int) -> np.ndarray:
     """Return which marked ids have at least one of `bits`."""
-    has_bit = (_without_start(marked) & bits) != 0
+    ids = _without_start(marked)
+    has_bit = (ids & bits) != 0
     return has_bit & (marked != PADDING)
 
 
 def pad_row(row: np.ndarray, length: int) -> np.ndarray:
     """Pad marked ids (n,) at their end to (length,)."""
-    return np.pad(row, (0, length - len(row)), constant_values=PADDING)
+    missing = length - len(row)
+    return np.pad(row, (0, missing), constant_values=PADDING)

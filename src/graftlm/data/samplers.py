@@ -33,7 +33,7 @@ from graftlm.errors import DataError
 _TASKS = 1
 _ROWS = 2
 _NEVER = -1
-_ALPHAS = {"uniform": 0.0, "size": 1.0}
+_ALPHAS = {"uniform": 0.0, "size": 1.0}  # exponents of the sizes of tasks
 
 
 class SamplerConfig(Config):
@@ -107,9 +107,13 @@ class TaskSampler:
         self._entropy: dict[str, float] = {}
         self._history: list[dict[str, int]] = []
         self._scored = 0
-        self._used = {task: np.zeros(size, dtype=bool) for task, size in sizes.items()}
-        self._scores = {task: np.zeros(size) for task, size in sizes.items()}
-        self._scored_at = {task: np.full(size, _NEVER, dtype=np.int32) for task, size in sizes.items()}
+        self._used: dict[str, np.ndarray] = {}
+        self._scores: dict[str, np.ndarray] = {}
+        self._scored_at: dict[str, np.ndarray] = {}
+        for task, size in sizes.items():
+            self._used[task] = np.zeros(size, dtype=bool)
+            self._scores[task] = np.zeros(size)
+            self._scored_at[task] = np.full(size, _NEVER, dtype=np.int32)
 
     def candidates(self) -> list[Pick]:
         """Return the rows whose scores `choose` needs.
@@ -224,11 +228,14 @@ class TaskSampler:
         | `scored` | number of predictions that the model made for the sampler |
         """
         used = {task: int(rows.sum()) for task, rows in self._used.items()}
+        share = sum(used.values()) / sum(self.sizes.values())
+        share_by_task = {task: count / self.sizes[task] for task, count in used.items()}
+        picked = sum(sum(counts.values()) for counts in self._history)
         return {
             "steps": list(self._history),
-            "data_share": sum(used.values()) / sum(self.sizes.values()),
-            "data_share_by_task": {task: count / self.sizes[task] for task, count in used.items()},
-            "picked": sum(sum(counts.values()) for counts in self._history),
+            "data_share": share,
+            "data_share_by_task": share_by_task,
+            "picked": picked,
             "drawn": sum(self._drawn.values()),
             "scored": self._scored,
         }
@@ -243,8 +250,9 @@ class TaskSampler:
             "scored": self._scored,
             "history": list(self._history),
             "rows": [
-                {task: values[task].tolist() for task in self.sizes}
-                for values in (self._used, self._scores, self._scored_at)
+                _as_lists(self._used),
+                _as_lists(self._scores),
+                _as_lists(self._scored_at),
             ],
         }
 
@@ -308,12 +316,15 @@ class TaskSampler:
         first = self._floor(candidates, order) if self.config.floor else []
         taken = set(first)
         rest = [index for index in order if index not in taken]
-        chosen = [*first, *rest][: self.batch_size - len(fixed)]
-        return [*(candidates[index] for index in chosen), *fixed]
+        order = first + rest
+        count = self.batch_size - len(fixed)
+        highest = [candidates[index] for index in order[:count]]
+        return highest + fixed
 
     def _order(self, candidates: Sequence[Pick]) -> list[int]:
         """Return the indices of candidates from the highest score to the lowest; of equal ones the first is first."""
-        values = np.array([self._scores[pick.task][pick.row] for pick in candidates], dtype=float)
+        scores = [self._scores[pick.task][pick.row] for pick in candidates]
+        values = np.array(scores, dtype=float)
         if self.config.task_mean:
             means = _task_means(candidates, values)
             values = values * means / (means.max() or 1.0)
@@ -321,7 +332,8 @@ class TaskSampler:
 
     def _floor(self, candidates: Sequence[Pick], order: Sequence[int]) -> list[int]:
         """Return the indices of each task's highest candidates, as many as `floor` guarantees in this step."""
-        left = {task: self._due(self.config.floor / len(self.sizes)) for task in self.sizes}
+        due = self._due(self.config.floor / len(self.sizes))
+        left = dict.fromkeys(self.sizes, due)
         indices = []
         for index in order:
             task = candidates[index].task
@@ -337,15 +349,23 @@ class TaskSampler:
         return after - before
 
 
+def _as_lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
+    return {task: array.tolist() for task, array in arrays.items()}
+
+
 def _task_means(candidates: Sequence[Pick], values: np.ndarray) -> np.ndarray:
     """Return the mean value of each candidate's task, shape (candidates,)."""
     tasks = np.array([pick.task for pick in candidates])
-    means = {task: float(values[tasks == task].mean()) for task in dict.fromkeys(tasks)}
-    return np.array([means[task] for task in tasks])
+    means = np.empty(len(values))
+    for task in dict.fromkeys(tasks):
+        of_task = tasks == task
+        means[of_task] = values[of_task].mean()
+    return means
 
 
 def _generator(*key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    sequence = np.random.SeedSequence(key)
+    return np.random.Generator(np.random.Philox(sequence))
 
 
 def _check_sizes(sizes: Mapping[str, int], batch_size: int) -> None:

@@ -43,8 +43,10 @@ def read_rows(path: Path, columns: Mapping[str, str], owner: str = "source") -> 
         DataError: see `read_values`; or a value is not a string.
     """
     for values, where in read_values(path, columns, owner):
-        named = zip(values, columns.values(), strict=True)
-        yield [check_text(value, column, where) for value, column in named], where
+        texts = []
+        for value, column in zip(values, columns.values(), strict=True):
+            texts.append(check_text(value, column, where))
+        yield texts, where
 
 
 def read_values(
@@ -81,14 +83,17 @@ def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[L
         beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK)
         file.seek(0)
         if beginning.lstrip().startswith(b"["):
-            for number, row in enumerate(_parse_json(file.read(), str(path)), start=1):
+            rows = _parse_json(file.read(), str(path))
+            for number, row in enumerate(rows, start=1):
                 where = f"{path}: row {number}"
                 yield values_of(row, columns, where, owner), where
             return
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                where = f"{path}: line {number}"
-                yield values_of(_parse_json(line, where), columns, where, owner), where
+            if not line.strip():
+                continue
+            where = f"{path}: line {number}"
+            row = _parse_json(line, where)
+            yield values_of(row, columns, where, owner), where
 
 
 def _parse_json(data: bytes, where: str) -> Any:
@@ -104,7 +109,8 @@ def _parse_json(data: bytes, where: str) -> Any:
 
 def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequence[str]) -> Iterator[LocatedValues]:
     with open_binary(path) as file:
-        lines = io.StringIO(decode_utf8(file.read(), str(path)), newline="")
+        text = decode_utf8(file.read(), str(path))
+    lines = io.StringIO(text, newline="")
     if file_suffix(path) == ".tsv":
         reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
     else:
