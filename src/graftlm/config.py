@@ -63,7 +63,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, values: Any, *, where: str = "config") -> Self:
+    def parse(cls, values: object, *, where: str = "config") -> Self:
         """Validate a mapping from YAML or JSON.
 
         Args:
@@ -86,7 +86,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file, then apply overrides such as `training.steps=200`."""
 
-        def parse(values: dict[str, Any]) -> Self:
+        def parse(values: dict[str, object]) -> Self:
             return cls.parse(values, where=str(path))
 
         return parse_overridden(parse, read_yaml(path), overrides, str(path))
@@ -98,7 +98,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _raise_first_problem(cls, values: Any, validate: Callable[[Any], Self]) -> Self:
+    def _raise_first_problem(cls, values: object, validate: Callable[[Any], Self]) -> Self:
         config = validate(values)
         _refuse_truth_values(values, config.__dict__, ())
         find_problems = getattr(config, "_problems", None)
@@ -118,7 +118,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return tags | serialise(self)
 
 
-def _refuse_truth_values(value: Any, parsed: Any, path: tuple[str | int, ...]) -> None:
+def _refuse_truth_values(value: object, parsed: object, path: tuple[str | int, ...]) -> None:
     """Raise `ValidationError` where pydantic took true or false for a number. Nested configs check themselves."""
     if isinstance(value, bool) and type(parsed) in (int, float):
         message = PydanticCustomError("bool_as_number", "the value should be a number")
@@ -169,7 +169,7 @@ def _reason_of(error: YAMLError) -> str:
 
 
 def parse_overridden(
-    parse: Callable[[dict[str, Any]], _Parsed], values: dict[str, Any], overrides: Sequence[str], where: str
+    parse: Callable[[dict[str, Any]], _Parsed], values: dict[str, object], overrides: Sequence[str], where: str
 ) -> _Parsed:
     """Apply overrides to a copy of a mapping and parse the result.
 
@@ -196,14 +196,14 @@ def parse_overridden(
         raise
 
 
-def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:
     values = dict(values)
     for override in overrides:
         apply_override(values, override)
     return values
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, object], override: str) -> None:
     """Set one dotted key in place.
 
     Nested containers on the path are copied, so that values shared through a YAML alias keep their content.
@@ -236,7 +236,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     node[_index(node, last, override)] = value
 
 
-def _index(node: Any, name: str, override: str) -> str | int:
+def _index(node: object, name: str, override: str) -> str | int:
     """Return the key or list index that `name` denotes in `node`."""
     if isinstance(node, dict):
         return name
@@ -317,7 +317,7 @@ def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:
     return sorted(names)
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _models_in(annotation: object) -> list[type[BaseModel]]:
     """Return the pydantic models in an annotation, such as a union or a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
@@ -327,6 +327,6 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return models
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: object) -> str:
     """Name the type of a value as users of YAML do."""
     return _KINDS.get(type(value), f"a {type(value).__name__}")

@@ -66,11 +66,11 @@ class Call:
     token_mask: _Deferred = _Deferred()
     totals: Tensor | None = None
     prompt: Tensor | None = None
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, object] = field(default_factory=dict)
     scratch: dict[Any, Any] = field(default_factory=dict)
     training: bool = False
     observing: bool = False
-    row_scopes: tuple[Any, ...] = ()
+    row_scopes: tuple[object, ...] = ()
     count: TokenCount | None = None
     model: PreTrainedModel | None = None
 

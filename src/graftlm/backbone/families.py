@@ -91,7 +91,7 @@ class Family:
                 )
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield all strings in nested fields."""
     if isinstance(value, Sublayer):
         value = vars(value)
@@ -105,7 +105,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def register_family(model_type: str, family: Family | Mapping[str, Any] | str) -> None:
+def register_family(model_type: str, family: Family | Mapping[str, object] | str) -> None:
     """Add an architecture to `FAMILIES`.
 
     Args:
@@ -140,7 +140,7 @@ def user_row(model_type: str) -> dict[str, Any] | None:
     return json.loads(json.dumps(fields))  # tuples become lists
 
 
-def family_row(family: Family | Mapping[str, Any]) -> Family:
+def family_row(family: Family | Mapping[str, object]) -> Family:
     """Build a `Family` from a dict of its fields.
 
     Raises:

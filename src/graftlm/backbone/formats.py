@@ -45,7 +45,7 @@ def reading_gguf_once() -> Iterator[None]:
                 return self._data
 
             @data.setter
-            def data(self, value: Any) -> None:
+            def data(self, value: object) -> None:
                 self._data = numpy.asarray(value)
 
         parse = reading._gguf_parse_value

@@ -69,7 +69,7 @@ class PromptMarking:
         self._model = model
         self._generation = generation
         self._original_generate: Callable[..., Any] = model.generate
-        self._replaced: dict[str, Any] = {}
+        self._replaced: dict[str, object] = {}
         self._replace("generate", self._generate)
         self._replace("init_continuous_batching", _refuse_continuous_batching)
 

@@ -38,7 +38,7 @@ def load_backbone(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     tokenizer_required: bool = True,
-    family: str | Mapping[str, Any] | None = None,
+    family: str | Mapping[str, object] | None = None,
 ) -> Backbone:
     """Load a model and its tokenizer by a name on the Hugging Face hub, from a folder, or from a GGUF file.
 
@@ -104,7 +104,7 @@ def inspect_model(
     return size, fingerprint(model).architecture
 
 
-def served_kind(name: str, *, trust_remote_code: bool = False, **_: Any) -> BackboneKind:
+def served_kind(name: str, *, trust_remote_code: bool = False, **_: object) -> BackboneKind:
     """Return the kind of backbone that a server loads a model as.
 
     `encoder` for models that predict masked tokens from both sides, `causal-lm` for others and for unknown ones.
@@ -164,7 +164,7 @@ def _empty_model(
 
 
 def _check_structure(
-    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, Any] | None
+    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, object] | None
 ) -> None:
     """Find the sites of a model without weights, made from its config. A row that does not fit is removed again."""
     try:
@@ -190,7 +190,7 @@ def _load_model(
     import transformers
 
     register()  # makes the Auto classes of transformers load our own architectures
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "dtype": dtype,
         "use_safetensors": True,
         "trust_remote_code": trust_remote_code,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from graftlm.backbone.call import Call
 from graftlm.errors import TapError
 
 
-def token_mask_of(mask: Any, call: Call, length: int) -> Tensor | None:
+def token_mask_of(mask: object, call: Call, length: int) -> Tensor | None:
     """Return the mask of real tokens of a pass.
 
     For a static cache, transformers' `generate` passes a mask of four dimensions, or a dict with one for each type of

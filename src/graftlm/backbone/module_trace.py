@@ -88,7 +88,7 @@ class ModuleTrace:
             module.register_forward_hook(self._leave)
         separate_documents = getattr(masking_utils, _SEPARATE)
 
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: object, **kwargs: object) -> Any:
             self.separates_documents = True
             return separate_documents(*args, **kwargs)
 
@@ -96,7 +96,7 @@ class ModuleTrace:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"), watched:
             self.model(input_ids=torch.zeros(_ROWS, _TOKENS, dtype=torch.long), use_cache=False)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if module in self.visits:
             return
         first = args[0] if args else kwargs.get("hidden_states")
@@ -104,7 +104,7 @@ class ModuleTrace:
         others = tuple(value for value in values if isinstance(value, Tensor) and value is not first)
         self.visits[module] = Visit(len(self.visits), first, others)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         visit = self.visits[module]
         if visit.leaving is None:
             visit.leaving = output[0] if isinstance(output, tuple) else output

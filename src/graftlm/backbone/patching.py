@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 _MISSING = object()
 
 
 @contextmanager
-def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
+def replaced_attributes(owner: object, **values: object) -> Iterator[None]:
     """Set attributes of an object or a module, and restore what it held itself when the block ends.
 
     Args:

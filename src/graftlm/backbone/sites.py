@@ -283,7 +283,7 @@ def _family(model: PreTrainedModel) -> Family:
     """
     model_type = model.config.model_type
     row = FAMILIES.get(model_type)
-    declared: dict[str, Any] | None = getattr(type(model), "graft_sites", None)
+    declared: dict[str, object] | None = getattr(type(model), "graft_sites", None)
     if row is None and declared is not None:
         return family_row(declared)
     if row is not None and row is PROVEN_FAMILIES.get(model_type):

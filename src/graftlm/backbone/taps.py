@@ -238,7 +238,7 @@ class TapHooks:
         prompt_1T = generation.mark(length, inputs.device, cached=call.cache is not None)
         call.prompt = None if prompt_1T is None else prompt_1T.expand(len(inputs), -1)
 
-    def _close_call(self, module: nn.Module, args: _Args, output: Any) -> None:
+    def _close_call(self, module: nn.Module, args: _Args, output: object) -> None:
         """Pop the call of a pass that ends, unless taps act on modules that run after the body."""
         calls = self._stack.calls
         if calls:
@@ -248,7 +248,7 @@ class TapHooks:
         if not head_follows:
             del calls[-1:]
 
-    def _note_cache(self, call: Call, output: Any) -> None:
+    def _note_cache(self, call: Call, output: object) -> None:
         """Store in the cache which taps filled it, and its number of tokens."""
         cache = call.cache
         if cache is None:
@@ -381,7 +381,7 @@ class TapHooks:
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
     """Raise `TapConflictError` if two owners replace at one site."""
-    owners: dict[tuple[nn.Module, str], Any] = {}
+    owners: dict[tuple[nn.Module, str], object] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:
             if tap.act != "replace":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 UNLIMITED = sys.maxsize
 
 
-def padding_id(tokenizer: Any) -> int:
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id that fills padded positions: the padding token's, else EOS, else 0.
 
     Models neither attend to these positions nor predict them.
@@ -29,7 +29,7 @@ def padding_id(tokenizer: Any) -> int:
     return 0
 
 
-def end_ids(model: Any, tokenizer: Any) -> set[int]:
+def end_ids(model: object, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids that end a text: those of the model's generation config, and the tokenizer's EOS."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     candidates = list(configured) if isinstance(configured, list | tuple) else [configured]
@@ -111,7 +111,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> 
     return texts
 
 
-def leading_bos(tokenizer: Any) -> int | None:
+def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the BOS id that the tokenizer puts before every text, or None.
 
     Models that were trained with a leading BOS predict badly without it. Documents therefore begin with it in training,

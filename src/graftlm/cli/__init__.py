@@ -24,7 +24,7 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFB
 class _Verbs(TyperGroup):
     """Reports a user's mistake as one line on stderr and an exit code."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         try:
             return super().invoke(ctx)
         except GraftError as error:
@@ -48,7 +48,7 @@ class _Verbs(TyperGroup):
 class _Verb(TyperCommand):
     """Configures logging before a verb runs. The help of a verb does not need it, and appears sooner without."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         recipe = ctx.params.get("recipe")
         if recipe:
             from graftlm.config import read_yaml

@@ -163,7 +163,7 @@ def audit(
     from graftlm.generation.inputs import read_lines, read_tasks, read_texts
 
     # Most options have the names of keys of the config; an option without a value leaves the key at its default.
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         name: value for name, value in context.params.items() if name in AuditConfig.model_fields and value is not None
     }
     settings["tasks"] = _split_names(tasks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,13 +21,13 @@ def _run(
     *,
     as_json: bool,
     quiet: bool,
-    **options: Any,
+    **options: object,
 ) -> None:
     """Run a recipe by the function of the package with this name, and print the report."""
     import graftlm
     from graftlm.evaluation import Results
 
-    parsed: Any = graftlm.load_recipe(recipe, overrides or ())
+    parsed = graftlm.load_recipe(recipe, overrides or ())
     folder = out or Path(parsed.out)
     run = getattr(graftlm, name)
     try:

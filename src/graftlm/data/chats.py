@@ -14,11 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graftlm.errors import DataError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 
@@ -56,7 +59,7 @@ class ChatExample:
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Any, ...] = ()
+    tools: tuple[object, ...] = ()
     where: str = "in memory"
 
     @property
@@ -78,7 +81,7 @@ class RenderedChat:
     turns: list[tuple[int, int]]
 
 
-def read_chat(value: object, where: str, tools: Sequence[Any] | None = None) -> ChatExample:
+def read_chat(value: object, where: str, tools: Sequence[object] | None = None) -> ChatExample:
     """Read a conversation from a list of messages.
 
     Args:
@@ -145,7 +148,7 @@ def _check_turn(message: Message, role_before: str, where: str) -> None:
         raise DataError(f"{where} is an empty answer, which would train the model not to answer: leave it out.")
 
 
-def render_chat(chat: ChatExample, tokenizer: Any) -> RenderedChat:
+def render_chat(chat: ChatExample, tokenizer: PreTrainedTokenizerBase) -> RenderedChat:
     """Render a conversation with a tokenizer's chat template.
 
     Raises:
@@ -164,7 +167,7 @@ def render_chat(chat: ChatExample, tokenizer: Any) -> RenderedChat:
     return RenderedChat(text, turns)
 
 
-def _turn_bounds(chat: ChatExample, number: int, text: str, tokenizer: Any) -> tuple[int, int]:
+def _turn_bounds(chat: ChatExample, number: int, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Return (start, stop) of the assistant's turn in message `number` of a rendered conversation."""
     before = _render(chat, tokenizer, number, header=True)
     if not text.startswith(before):
@@ -179,7 +182,7 @@ def _turn_bounds(chat: ChatExample, number: int, text: str, tokenizer: Any) -> t
     return start, start + len(turn)
 
 
-def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenizer: Any) -> int:
+def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the end of a turn that the template renders differently inside a conversation than at its end."""
     turn = chat.messages[number]
     placeholder = {**turn, "content": _CONTENT}
@@ -203,7 +206,7 @@ def _prefix_error(chat: ChatExample, number: int) -> DataError:
     )
 
 
-def render_question(messages: Sequence[Message], tokenizer: Any) -> str:
+def render_question(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Render messages with a tokenizer's chat template, followed by the header of an answer.
 
     Raises:
@@ -215,7 +218,7 @@ def render_question(messages: Sequence[Message], tokenizer: Any) -> str:
     return _render(chat, tokenizer, len(messages), header=True)
 
 
-def _render(chat: ChatExample, tokenizer: Any, count: int, *, header: bool = False) -> str:
+def _render(chat: ChatExample, tokenizer: PreTrainedTokenizerBase, count: int, *, header: bool = False) -> str:
     """Render the first `count` messages, with or without the header of an answer after them."""
     try:
         text = tokenizer.apply_chat_template(
@@ -236,7 +239,7 @@ def _tool_options(chat: ChatExample) -> dict[str, Any]:
     return {"tools": list(chat.tools)} if chat.tools else {}
 
 
-def chat_tokens(tokenizer: Any, chat: ChatExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokenise a conversation of n tokens.
 
     Returns:

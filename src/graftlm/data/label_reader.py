@@ -93,7 +93,7 @@ class LabelReader:
             raise DataError(f"{where} has {found} in the column {self.column!r}, but a finite number is expected.")
         return number
 
-    def _split(self, value: object, where: str) -> list[Any]:
+    def _split(self, value: object, where: str) -> list[object]:
         """Return the labels of a list, or of a text with separators. There may be none."""
         if isinstance(value, str):
             return [part for part in value.split(self.separator) if part.strip()]
@@ -194,7 +194,7 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
     Raises:
         DataError: there is no answer, or it does not occur in the context.
     """
-    starts: list[Any] = []
+    starts: list[object] = []
     if isinstance(value, dict):
         starts = list(value.get("answer_start") or [])
         value = value.get("text")

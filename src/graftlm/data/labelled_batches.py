@@ -89,7 +89,7 @@ class TaskBatch:
 
     def prediction_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments for `GraftedModel.predict`."""
-        inputs: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        inputs: dict[str, object] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         if self.token_type_ids is not None:
             inputs["token_type_ids"] = self.token_type_ids
         inputs["extras"] = {"task": self.task, "padding": "right"}
@@ -247,11 +247,11 @@ class LabelledMixture:
         count = min(count, len(self.tasks[name]))
         return self._collate([Pick(name, row) for row in range(count)])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the sampler's state as plain JSON values."""
         return self.sampler.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from the `state_dict()` of a mixture.
 
         Raises:

@@ -111,7 +111,7 @@ class Batches(Protocol):
         """Return a digest of everything that determines the batches."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position in the data as plain JSON values."""
         ...
 
@@ -212,7 +212,7 @@ class Mixture:
                 digest.update(blocks.marked.tobytes())
         return digest.hexdigest()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the states of streams by domain, as plain JSON values; empty if all rows are in memory."""
         return {str(domain): blocks.state_dict() for domain, blocks in self._streams().items()}
 

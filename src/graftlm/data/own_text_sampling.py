@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from numpy.random import SeedSequence
@@ -25,7 +25,7 @@ from graftlm.files.writing import write_errors
 from graftlm.progress import progress_bar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DOCUMENT_SEPARATOR = "<|endoftext|>"
 _CONTENT = "the-content-of-the-user"  # a placeholder for the user's turn, which the model samples
@@ -41,7 +41,7 @@ def sample_own_text(
     path: Path,
     *,
     key: str = "",
-    model: Any = None,
+    model: PreTrainedModel | None = None,
     progress: bool = True,
 ) -> list[OwnText]:
     """Sample text from a backbone. Samples that an interrupted call left at `path` are kept.
@@ -126,13 +126,15 @@ class OwnTextSampler:
         DataError: the backbone can't sample texts of that length, or not the requested conversations.
     """
 
-    def __init__(self, backbone: Backbone, config: SelfSourceConfig, length: int, model: Any = None) -> None:
+    def __init__(
+        self, backbone: Backbone, config: SelfSourceConfig, length: int, model: PreTrainedModel | None = None
+    ) -> None:
         self.name = backbone.name
         self._tokenizer = backbone.need_tokenizer()
         _check_backbone(backbone, length)
-        self._model: Any = backbone.bare_model if model is None else model
+        self._model = backbone.bare_model if model is None else model
         # The module whose generation config `generate` reads.
-        self._configured: Any = self._model if model is None else backbone.model
+        self._configured = self._model if model is None else backbone.model
         self._config = config
         self._length = length
         self._ends = end_ids(backbone.model, self._tokenizer)

@@ -58,7 +58,7 @@ class Batch:
         without a cache. The mask is therefore left out when there are positions. Padding is then one more document that
         no other one attends to, and `token_mask` marks the other tokens.
         """
-        inputs: dict[str, Any] = {
+        inputs: dict[str, object] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
             "domain": self.domain,

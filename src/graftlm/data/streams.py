@@ -201,7 +201,7 @@ class StreamingBlocks:
         self._drawn += 1
         return row
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return everything that determines the next rows, as plain JSON values."""
         return {
             "epoch": self._packer.epoch,

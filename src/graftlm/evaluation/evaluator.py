@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -152,7 +152,7 @@ class BackboneEvaluator:
             metrics.update(own_text_metrics(own_scores, self.own_text))
         return metrics
 
-    def _weaker_points(self, model: GraftedModel, start: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    def _weaker_points(self, model: GraftedModel, start: Mapping[str, Tensor]) -> list[dict[str, object]]:
         """Measure a model at each strength below 1, in rising order; nothing without weights before training."""
         if not start:
             return []
@@ -166,14 +166,14 @@ class BackboneEvaluator:
 
     def _strength_point(
         self, strength: float, scores: Mapping[str, Scores], own_scores: Scores | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         metrics = self._text_metrics(scores, own_scores)
         changes = changes_by_window(self.backbone_scores, scores, own_scores)
         return strength_point(strength, metrics, changes)
 
-    def _details(self, statistics: Mapping[str, Any], outcomes: Mapping[str, TaskResult]) -> dict[str, Any]:
+    def _details(self, statistics: Mapping[str, object], outcomes: Mapping[str, TaskResult]) -> dict[str, object]:
         """Return the details of a measurement, without empty ones."""
-        details: dict[str, Any] = {}
+        details: dict[str, object] = {}
         if statistics:
             details["statistics"] = dict(statistics)
         if outcomes:
@@ -234,6 +234,6 @@ class BackboneEvaluator:
                 speeds[f"decode_{name}_tokens_per_s"] = speed
         return speeds
 
-    def _statistics(self, model: GraftedModel) -> dict[str, Any]:
+    def _statistics(self, model: GraftedModel) -> dict[str, object]:
         sets = {name: self.tests[name] for name in (OLD_SET, NEW_SET) if name in self.tests}
         return graft_statistics(model, self.backbone, sets, self.length)

@@ -147,7 +147,9 @@ def _interval_of(values: np.ndarray) -> Interval:
     return percentile_interval(float(values[0]), values[1:])
 
 
-def _resampling_weights(name: str, windows: Sequence[Mapping[str, Any]], seed: int) -> np.ndarray:
+def _resampling_weights(
+    name: str, windows: Sequence[Mapping[str, Mapping[str, Sequence[int]]]], seed: int
+) -> np.ndarray:
     """Return how often each resample draws each window, (1 + resamples, windows); the first row draws all once."""
     tokens = {tuple(each[name]["tokens"]) for each in windows}
     if len(tokens) > 1:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -72,7 +73,7 @@ def run_lm_eval(
     return {} if output is None else _metrics_by_task(output)
 
 
-def _adapter(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
+def _adapter(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> object:
     """Return a model of the harness that wraps a live model."""
     adapters = import_extra("harness", "graftlm.evaluation.lm_eval_model", _PURPOSE)
     tokenizer = copy.deepcopy(tokenizer)
@@ -93,7 +94,7 @@ def _quiet_logger() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _task_manager(task_index: Any, names: Sequence[str], include_path: str | Path | None) -> Any:
+def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> Any:
     if include_path is None:
         return task_index.TaskManager()
     # Reading the index of all tasks takes seconds, and the user's own tasks don't need it.
@@ -112,7 +113,7 @@ def _check_names(names: Sequence[str], known: Sequence[str]) -> None:
             raise EvaluationError(f"There is no task {name!r}{hint}: `lm-eval ls tasks` lists those that exist.")
 
 
-def _metrics_by_task(output: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _metrics_by_task(output: Mapping[str, Mapping[str, Mapping[str, object]]]) -> dict[str, dict[str, float]]:
     """Return metrics by task; the harness's `acc,none` becomes `acc`, and `acc,get-answer` `acc_get_answer`."""
     results = {**output["results"], **output.get("groups", {})}
     rows: dict[str, dict[str, float]] = {}

@@ -26,7 +26,9 @@ class _Decision(NamedTuple):
     probability: float
 
 
-def task_diagnostics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Sequence[Prediction]) -> dict[str, Any]:
+def task_diagnostics(
+    spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Sequence[Prediction]
+) -> dict[str, object]:
     """Return what metrics leave out.
 
     Regression has errors in the unit of the numbers. Other types have a `confusion_matrix` (true label, predicted
@@ -79,7 +81,7 @@ def _decisions(spec: TaskSpec, target: Any, prediction: Prediction) -> Iterator[
         yield _Decision(target, prediction.value, prediction.probability)
 
 
-def calibration(probabilities: Sequence[float], right: Sequence[bool]) -> dict[str, Any]:
+def calibration(probabilities: Sequence[float], right: Sequence[bool]) -> dict[str, object]:
     """Compare probabilities with the shares that are right, in ten bins ((m - 1) / 10, m / 10] of the probability.
 
     With n_m of n predictions in bin m, a mean probability of p_m, and a share of t_m that is right (scikit-learn's

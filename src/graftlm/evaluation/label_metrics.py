@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def is_exact(reference: AnswerSpan, predicted: AnswerSpan) -> bool:
 
 
 # scikit-learn and scipy take a second to import, so functions import them.
-def sklearn_metric(name: str, truth: Any, predicted: Any, **options: Any) -> float:
+def sklearn_metric(name: str, truth: object, predicted: object, **options: object) -> float:
     """Return a metric of scikit-learn by its name."""
     import sklearn.metrics
 

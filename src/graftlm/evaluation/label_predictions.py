@@ -42,14 +42,14 @@ class Prediction:
     probabilities: Mapping[str, float] | None = None
     truncated: bool = False
 
-    def to_json(self, spec: TaskSpec, row: LabelledRow) -> dict[str, Any]:
+    def to_json(self, spec: TaskSpec, row: LabelledRow) -> dict[str, object]:
         """Return the plain values that `graft predict` prints, with `truncated` only if it is true."""
         values = self._values(spec, row)
         if self.truncated:
             values["truncated"] = True
         return values
 
-    def _values(self, spec: TaskSpec, row: LabelledRow) -> dict[str, Any]:
+    def _values(self, spec: TaskSpec, row: LabelledRow) -> dict[str, object]:
         if spec.type == "classification":
             return {"label": self.value, "probability": self.probability}
         if spec.type == "regression":

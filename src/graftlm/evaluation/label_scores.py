@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from graftlm.data.labelled import Metric, TaskRows
 from graftlm.data.labelled_batches import RowEncoder
@@ -47,14 +46,14 @@ class TaskScore:
     metric: Metric
     metrics: dict[str, float]
     rows: int
-    diagnostics: dict[str, Any] = field(default_factory=dict)
+    diagnostics: dict[str, object] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
         """The task's score."""
         return self.metrics[self.metric]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain values for the details of `results.json`."""
         return {"score": self.metric, "rows": self.rows, "metrics": self.metrics, **self.diagnostics}
 

@@ -33,7 +33,11 @@ class GraftedHFLM(HFLM):
     """
 
     def __init__(
-        self, graft: str | Path | GraftedModel, backbone: str | None = None, device: str | None = None, **options: Any
+        self,
+        graft: str | Path | GraftedModel,
+        backbone: str | None = None,
+        device: str | None = None,
+        **options: object,
     ) -> None:
         if isinstance(graft, GraftedModel):
             model = graft
@@ -45,7 +49,9 @@ class GraftedHFLM(HFLM):
         options["pretrained"] = model
         super().__init__(**options)
 
-    def _loglikelihood_tokens(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], *args: object, **kwargs: object
+    ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the greedy one.
 
         Requests whose contexts have equal lengths run together, because the prompt of a batch has one length.

@@ -21,7 +21,7 @@ class Measurement:
     row: Row
     details: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the measurement as plain JSON values."""
         return {"row": self.row.model_dump(mode="json"), "details": self.details}
 
@@ -30,6 +30,6 @@ class Measurement:
         """Read what `to_json` returned."""
         return cls(row=Row.model_validate(values["row"]), details=dict(values["details"]))
 
-    def add_metrics(self, metrics: Mapping[str, Any]) -> None:
+    def add_metrics(self, metrics: Mapping[str, object]) -> None:
         """Add metrics to the row."""
         self.row = self.row.model_copy(update={"metrics": {**self.row.metrics, **metrics}})

@@ -42,7 +42,7 @@ def observe(
 
 def graft_statistics(
     model: GraftedModel, backbone: Backbone, tests: Mapping[str, Sequence[Document]], length: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the description of the graft named `graft`, and what it shows on test sets, as plain JSON values.
 
     Args:

@@ -100,7 +100,7 @@ def _metrics_table(title: str, results: Results, names: Sequence[str]) -> str:
 
 def _tasks_section(results: Results) -> str:
     """Return each task of grafts with heads: its score, calibration, and what is confused most often."""
-    details = cast("dict[str, Any]", results.details.get("tasks") or {})
+    details = cast("dict[str, dict[str, dict[str, object]]]", results.details.get("tasks") or {})
     rows = []
     for row in results.rows:
         tasks = details.get(row.id, {}).get("test", {})

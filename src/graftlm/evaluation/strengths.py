@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,7 @@ def strength_point(
     strength: float,
     metrics: Mapping[str, Interval],
     changes: Mapping[str, tuple[np.ndarray, np.ndarray]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return one point of a curve over strengths, as plain JSON values.
 
     Args:

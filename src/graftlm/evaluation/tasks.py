@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -172,9 +172,9 @@ class TaskResult:
         gain = sign * (self.value - base.value)
         return {f"{name}_{self.metric}_gain": percentile_interval(gain, gains)}
 
-    def describe(self, task: Task) -> dict[str, Any]:
+    def describe(self, task: Task) -> dict[str, object]:
         """Return details as plain JSON values: the number of examples, sacrebleu's signature, a few answers."""
-        details: dict[str, Any] = {"metric": self.metric, "examples": len(self.sums)}
+        details: dict[str, object] = {"metric": self.metric, "examples": len(self.sums)}
         if self.metric == "chrf":
             details["signature"] = chrf_signature()
         if self.answers:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -188,7 +187,7 @@ def _ends_from_decoding(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, tex
 
 def window_batch(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Window]
-) -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, object], dict[str, Tensor], Tensor]:
     """Turn windows into the inputs of a model, padded on the right.
 
     Returns:
@@ -208,7 +207,7 @@ def window_batch(
         prompt[row, : window.prompt] = True
         labels[row, first - 1 : size - 1] = ids[row, first:size]
     device = device_of(model)
-    inputs: dict[str, Any] = {
+    inputs: dict[str, object] = {
         "input_ids": ids.to(device),
         "attention_mask": mask.to(device),
         "use_cache": False,

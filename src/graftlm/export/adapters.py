@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,7 +228,7 @@ def _load_saved(folder: Path) -> nn.Module:
     """Load an exported model, and remove the copy of its code that transformers makes in its cache."""
     from transformers import AutoModelForCausalLM
 
-    saved: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    saved = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     module = sys.modules[type(saved).__module__]
     depth = len(module.__name__.split("."))
     code = Path(str(module.__file__))

@@ -78,7 +78,7 @@ def copy_module(module: str, folder: Path) -> str:
     return name
 
 
-def write_config(folder: Path, classes: Sequence[str], **changes: Any) -> None:
+def write_config(folder: Path, classes: Sequence[str], **changes: object) -> None:
     """Change `config.json`: name the classes that the Auto classes load, and set further keys.
 
     Args:

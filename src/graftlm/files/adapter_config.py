@@ -35,7 +35,7 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
     return values
 
 
-def _read_json(folder: Path, what: str) -> dict[str, Any]:
+def _read_json(folder: Path, what: str) -> dict[str, object]:
     path = folder / ADAPTER_CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

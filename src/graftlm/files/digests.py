@@ -19,7 +19,7 @@ _FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "dataset", "tr
 """Keys under which a string without a slash may name a folder."""
 
 
-def digest(*values: Any) -> str:
+def digest(*values: object) -> str:
     """Return the SHA-256 digest of plain JSON values in hexadecimal. The order of keys does not matter."""
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

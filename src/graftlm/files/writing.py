@@ -9,13 +9,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from graftlm.errors import EvaluationError, GraftError
 from graftlm.files.digests import by_content, digest
 
 
-def fill_once(folder: Path, settings: Mapping[str, Any], fill: Callable[[Path], None]) -> Path:
+def fill_once(folder: Path, settings: Mapping[str, object], fill: Callable[[Path], None]) -> Path:
     """Fill a folder unless it was already filled with equal settings.
 
     Content that was written with other settings is removed first. After an interruption, `fill` is called again and

@@ -101,7 +101,7 @@ class Generation:
     seconds: float
     trace: list[TracedToken] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as JSON values."""
         return asdict(self)
 
@@ -342,7 +342,7 @@ class ChatSession:
         return answer
 
 
-def talk(session: ChatSession, write: Callable[[str], Any]) -> None:
+def talk(session: ChatSession, write: Callable[[str], None]) -> None:
     """Read messages and commands from stdin until it ends, and write the answers.
 
     Args:
@@ -368,7 +368,7 @@ def talk(session: ChatSession, write: Callable[[str], Any]) -> None:
             _reply(session, text, write)
 
 
-def _run_command(session: ChatSession, text: str, write: Callable[[str], Any]) -> None:
+def _run_command(session: ChatSession, text: str, write: Callable[[str], None]) -> None:
     command, _, rest = text.partition(" ")
     system = rest.strip()
     if command == "/help":
@@ -383,7 +383,7 @@ def _run_command(session: ChatSession, text: str, write: Callable[[str], Any]) -
         write(f"There is no command {command}. {HELP}")
 
 
-def _reply(session: ChatSession, text: str, write: Callable[[str], Any]) -> None:
+def _reply(session: ChatSession, text: str, write: Callable[[str], None]) -> None:
     try:
         session.reply(text, write)
     except DataError as error:
@@ -393,7 +393,7 @@ def _reply(session: ChatSession, text: str, write: Callable[[str], Any]) -> None
     write("\n")
 
 
-def _next_line(prompt: str, write: Callable[[str], Any]) -> str | None:
+def _next_line(prompt: str, write: Callable[[str], None]) -> str | None:
     """Return the next line of stdin, or None at its end."""
     try:
         return input(prompt)

@@ -148,13 +148,13 @@ def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size
     kind = task_graft.graft.config.kind
     row = Row(id=kind, label=task_graft.graft.config.label, metrics=dict(summary_metrics(scores)))
     by_task = {name: score.to_json() for name, score in scores.items()}
-    details: dict[str, Any] = {"tasks": {kind: {"test": by_task}}}
+    details = {"tasks": {kind: {"test": by_task}}}
     return Results.here("eval", [row], details=details)
 
 
 def predict_rows(
     task_graft: TaskGraft, name: str, rows: Iterable[LabelledRow], *, batch_size: int = 64
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yield the predictions of a task's head as JSON values, in the order of the rows.
 
     Args:
@@ -230,7 +230,7 @@ def _lines_of(source: str) -> Iterator[str]:
         raise DataError(f"There is no file {source}: name an existing file, or - for stdin.")
 
 
-def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> list[Any]:
+def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> Sequence[object]:
     """Return the texts of a line."""
     if columns:
         try:
@@ -246,7 +246,7 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
     return [line]
 
 
-def read_question(config: LabelledConfig, values: Sequence[Any], names: Sequence[str], where: str) -> LabelledRow:
+def read_question(config: LabelledConfig, values: Sequence[object], names: Sequence[str], where: str) -> LabelledRow:
     """Return a row without a label.
 
     Args:

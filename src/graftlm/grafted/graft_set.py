@@ -126,7 +126,7 @@ class MultiGraftModel:
         self,
         graft_sets: GraftSet | Sequence[GraftSet],
         prompts: Sequence[Sequence[int]],
-        tags: Sequence[Any],
+        tags: Sequence[object],
         pasts: Sequence[Cache] = (),
     ) -> tuple[MixedBatch, Tensor]:
         """Read prompts.
@@ -183,7 +183,7 @@ class MultiGraftModel:
         inputs = left_padded(prompts, 0, self._device)
         return inputs["input_ids"], inputs["attention_mask"]
 
-    def _new_batch(self, owners: Sequence[GraftSet], tags: Sequence[Any], pasts: Sequence[Cache]) -> MixedBatch:
+    def _new_batch(self, owners: Sequence[GraftSet], tags: Sequence[object], pasts: Sequence[Cache]) -> MixedBatch:
         """Return a batch whose rows have the tokens of `pasts`, or none."""
         new = [owner for owner in dict.fromkeys(owners) if owner not in self.wired]
         self.wire([*self.wired, *new])
@@ -227,7 +227,7 @@ class MultiGraftModel:
     def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> CausalLMOutputWithPast:
         assert self._tap_hooks is not None, "prefill connects the taps"
         batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
-        inputs: dict[str, Any] = dict(options)
+        inputs: dict[str, object] = dict(options)
         if not bool(batch.mask.all()):
             positions = self._sites.positions(batch.mask)
             inputs["attention_mask"] = batch.mask
@@ -339,6 +339,6 @@ def _snapshot(cache: Cache) -> Callable[[], None]:
     return restore
 
 
-def _state(layer: object) -> dict[str, Any]:
+def _state(layer: object) -> dict[str, object]:
     """Return the attributes of a cache layer; everything except tensors is copied."""
     return {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in vars(layer).items()}

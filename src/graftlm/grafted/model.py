@@ -216,7 +216,7 @@ class GraftedModel(TrainerSupport):
         token_mask: Tensor | None = None,
         totals: Tensor | None = None,
         prompt: Tensor | None = None,
-        extras: Mapping[str, Any] | None = None,
+        extras: Mapping[str, object] | None = None,
         targets: Sequence[Tensor] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
@@ -277,9 +277,9 @@ class GraftedModel(TrainerSupport):
     def _forward_heads(
         self,
         targets: Sequence[Tensor],
-        extras: Mapping[str, Any] | None,
-        call_values: Mapping[str, Any],
-        inputs: Mapping[str, Any],
+        extras: Mapping[str, object] | None,
+        call_values: Mapping[str, object],
+        inputs: Mapping[str, object],
     ) -> GraftedOutput:
         """Run one forward pass without the output layer, and compute the loss of the heads."""
         heads = self._graft_with_heads()
@@ -287,7 +287,7 @@ class GraftedModel(TrainerSupport):
         loss = heads.target_loss(call, hidden, targets)
         return GraftedOutput(**loss_parts(loss, self._auxiliary_loss(call)))
 
-    def _set_cache(self, options: dict[str, Any]) -> None:
+    def _set_cache(self, options: dict[str, object]) -> None:
         """Set `use_cache`, and make a new cache here rather than in the model, so that grafts receive it."""
         cache = options.get("past_key_values")
         options.setdefault("use_cache", cache is not None)
@@ -324,7 +324,7 @@ class GraftedModel(TrainerSupport):
                 total = loss if total is None else total + loss
         return total
 
-    def _keep_documents(self, inputs: dict[str, Any]) -> None:
+    def _keep_documents(self, inputs: dict[str, object]) -> None:
         """Make no new cache for several documents in a row: with a new one, transformers ignores where they begin."""
         if inputs.get("position_ids") is not None and self.backbone.sites.family.causal:
             inputs.setdefault("use_cache", inputs.get("past_key_values") is not None)
@@ -343,7 +343,7 @@ class GraftedModel(TrainerSupport):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        extras: Mapping[str, Any] | None = None,
+        extras: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> list[Tensor]:
         """Predict each row with the heads of a graft, see `grafts.heads`; gradients are kept.
@@ -365,7 +365,7 @@ class GraftedModel(TrainerSupport):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        extras: Mapping[str, Any] | None = None,
+        extras: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Compute the last hidden states, which heads read; gradients are kept.
@@ -384,8 +384,8 @@ class GraftedModel(TrainerSupport):
 
     def _last_hidden(
         self,
-        extras: Mapping[str, Any] | None,
-        call_values: Mapping[str, Any] | None = None,
+        extras: Mapping[str, object] | None,
+        call_values: Mapping[str, object] | None = None,
         **inputs: Any,
     ) -> tuple[Call, Tensor]:
         """Run one pass without the output layer, and return its call and the last hidden states (B, T, d)."""
@@ -419,7 +419,7 @@ class GraftedModel(TrainerSupport):
         return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mix-in's method
 
     @torch.no_grad()
-    def observe(self, **inputs: Any) -> dict[str, dict[str, Tensor]]:
+    def observe(self, **inputs: object) -> dict[str, dict[str, Tensor]]:
         """Return the statistics of one pass, see `Graft.observe`.
 
         Args:
@@ -438,7 +438,7 @@ class GraftedModel(TrainerSupport):
         """Return what each graft did at each token of the generation that a cache belongs to, by the graft's name."""
         return cache_traces(self._by_name, cache)
 
-    def forward_traces(self, **inputs: Any) -> tuple[Any, dict[str, Trace]]:
+    def forward_traces(self, **inputs: object) -> tuple[Any, dict[str, Trace]]:
         """Run one pass, and return the model's output and what each graft did at each token, by the graft's name.
 
         Args:

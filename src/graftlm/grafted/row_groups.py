@@ -106,7 +106,7 @@ class LayerView(DynamicLayer):
         first = max(0, start - self._span.offset)
         return stop - first, first
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(self, *args: object, **kwargs: object) -> Any:
         """Raise GraftError: only the backbone appends to its own layers."""
         raise GraftError(
             "A graft appends to a layer of the backbone's cache, which only the backbone may fill: use slots."
@@ -224,7 +224,7 @@ class MixedBatch:
     cache: Cache
     mask: Tensor
     groups: list[RowGroup]
-    tags: list[Any] = field(default_factory=list)
+    tags: list[object] = field(default_factory=list)
     separate: bool = False
     calls: list[Call] = field(default_factory=list)
 

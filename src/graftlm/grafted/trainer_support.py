@@ -226,7 +226,7 @@ class TrainerSupport(PreTrainedModel):
         """Raise `GraftError`, because a graft is the adapter."""
         self.add_adapter()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise GraftError(
             "A GraftedModel can't be copied, because its taps act on its own backbone: load the backbone a second "
             "time, and attach a copy of the graft to it."

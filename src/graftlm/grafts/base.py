@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -97,7 +97,7 @@ class Graft(nn.Module):
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "Config" not in cls.__dict__:
             return
@@ -126,7 +126,7 @@ class Graft(nn.Module):
         """Return statistics of a pass by name, as means over its tokens, (layers,)."""
         return {}
 
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, object]:
         """Return statistics of the parameters as plain numbers and lists, without any text."""
         return {}
 
@@ -160,7 +160,7 @@ class HasHeads(ABC):
             The sum over rows divided by `call.totals[0]`, or the mean over rows without totals.
         """
 
-    def start_tasks(self, model: nn.Module, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def start_tasks(self, model: nn.Module, rows: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
         """Choose the initial values of tasks that were added to a trained graft.
 
         Args:
@@ -177,7 +177,7 @@ class FitsOnText(ABC):
     """A graft that learns from texts without gradients, before training."""
 
     @abstractmethod
-    def sources(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
         """Return the sources of the texts, in the form of a recipe's data, by names that the graft chooses."""
 
     @abstractmethod
@@ -264,7 +264,7 @@ class ReadsPeft(ABC):
 
     @classmethod
     @abstractmethod
-    def adapter_section(cls, name: str, folder: Path) -> dict[str, Any]:
+    def adapter_section(cls, name: str, folder: Path) -> dict[str, object]:
         """Return a recipe's `graft` section with the adapter of a folder. No backbone is loaded.
 
         Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
 
 from graftlm.backbone import Backbone, need_backbone
 from graftlm.errors import GraftError, RecipeError, did_you_mean
@@ -107,7 +106,7 @@ def _import(kind: str, path: str) -> type[Graft]:
     return _check_class(kind, graft)
 
 
-def graft_config(values: dict[str, Any], where: str = "graft") -> GraftConfig:
+def graft_config(values: dict[str, object], where: str = "graft") -> GraftConfig:
     """Parse a recipe's `graft` section.
 
     Args:

@@ -89,7 +89,7 @@ class GraftRun(TrainingRun):
             del settings["training"]
         return settings
 
-    def model_post_init(self, _context: Any) -> None:
+    def model_post_init(self, _context: object) -> None:
         if self.graft is not None and self.training.steps and not self.data.stream:
             self.graft.check_rows(self.data.length)
 
@@ -189,10 +189,10 @@ class GraftRun(TrainingRun):
         backbone: Backbone,
         batches: Mixture | None,
         context: RunContext,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return what a resumed run must share, as plain JSON values."""
         assert self.graft is not None, "a bare backbone is not trained"
-        identity: dict[str, Any] = {
+        identity: dict[str, object] = {
             "graft": self.graft.model_dump(mode="json"),
             "backbone": backbone.fingerprint.id,
             "data": None if batches is None else batches.fingerprint(),
@@ -296,7 +296,7 @@ def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:
                     parameter.requires_grad_(False)
 
 
-def _recorded_statistics(statistics: Mapping[str, Any]) -> dict[str, Any]:
+def _recorded_statistics(statistics: Mapping[str, object]) -> dict[str, object]:
     """Return the statistics of a graft that its manifest records."""
     return {
         "observed": {name: value for name, value in statistics.items() if _is_per_layer(value)},

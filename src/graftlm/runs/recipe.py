@@ -209,13 +209,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """
     where = str(path)
 
-    def parse(values: dict[str, Any]) -> AnyRecipe:
+    def parse(values: dict[str, object]) -> AnyRecipe:
         return parse_recipe(values, where)
 
     return parse_overridden(parse, read_yaml(path), overrides, where)
 
 
-def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
+def parse_recipe(values: dict[str, object], where: str) -> AnyRecipe:
     """Validate the plain values of a recipe.
 
     | key | form |
@@ -249,7 +249,7 @@ def parse_recipe(values: dict[str, Any], where: str) -> AnyRecipe:
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema of recipes, for editors: every form, and every kind of graft with its own keys."""
     forms = {recipe: recipe.model_json_schema() for recipe in (Recipe, LanguageModelRecipe, TaskRecipe, GrowthRecipe)}
-    definitions: dict[str, Any] = {}
+    definitions: dict[str, object] = {}
     for form in forms.values():
         definitions.update(form.pop("$defs"))
     _require_kind(forms[LanguageModelRecipe])

@@ -129,7 +129,7 @@ class Trainee(Generic[ModelT, EvaluationT]):
 
     model: ModelT
     batches: Batches | None
-    identity: dict[str, Any]
+    identity: dict[str, object]
     evaluation: EvaluationT
 
 

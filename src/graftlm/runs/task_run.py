@@ -209,7 +209,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             metrics[f"{name}_validation"] = value
         metrics["data_share"] = _labelled_mixture(trainee).sampler.report()["data_share"]
         metrics.update(_parameter_metrics(model))
-        details: dict[str, Any] = {"tasks": {split: _scores_as_json(by_task) for split, by_task in scores.items()}}
+        details: dict[str, object] = {"tasks": {split: _scores_as_json(by_task) for split, by_task in scores.items()}}
         if trainee.evaluation.starts:
             details["statistics"] = {"started": trainee.evaluation.starts}
         row = Row(id=self.graft.kind, label=self.label or self.graft.label, metrics=metrics)
@@ -245,9 +245,9 @@ class TaskRun(_TaskSettings, TrainingRun):
         }
         save_graft(graft, model.backbone, context.folder / "graft", training=training)
 
-    def _recorded_tasks(self) -> dict[str, Any]:
+    def _recorded_tasks(self) -> dict[str, object]:
         """Return how rows of each task are read, including the tasks of a graft that this one extends."""
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, object] = {}
         extended = getattr(self.graft, "extends", None)
         if extended:
             earlier = read_manifest(extended).training.get("tasks")
@@ -284,7 +284,7 @@ def _parameter_metrics(model: GraftedModel) -> dict[str, float]:
     }
 
 
-def _scores_as_json(scores: Mapping[str, TaskScore]) -> dict[str, Any]:
+def _scores_as_json(scores: Mapping[str, TaskScore]) -> dict[str, object]:
     return {name: score.to_json() for name, score in scores.items()}
 
 

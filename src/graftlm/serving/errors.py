@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -92,7 +92,7 @@ def _invalid_request(request: Request, error: RequestValidationError) -> Serving
     return _invalid_body(model, error.body)
 
 
-def _invalid_body(model: type[Config], body: dict[str, Any]) -> ServingError:
+def _invalid_body(model: type[Config], body: dict[str, object]) -> ServingError:
     """Validate a body again, for an error with all that `explain` needs."""
     try:
         model.model_validate(body)

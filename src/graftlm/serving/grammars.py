@@ -22,7 +22,7 @@ from llguidance.hf import from_tokenizer
 from graftlm.errors import did_you_mean
 from graftlm.serving.protocol import EngineError, ServingError
 
-Schema = Mapping[str, Any] | bool
+Schema = Mapping[str, object] | bool
 
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The white space of `json.dumps`. Weak models that may write any white space often write nothing else."""

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -17,7 +17,7 @@ from graftlm.serving.openapi import ERRORS, STREAM
 from graftlm.serving.protocol import Finish, RequestStream, TokenOutput
 from graftlm.serving.request_parsing import ParsedRequest, parse_chat, parse_completion, parse_embedding
 from graftlm.serving.request_schema import ApiRequest, ChatRequest, CompletionRequest, EmbeddingRequest
-from graftlm.serving.response_builders import ChatBuilder, CompletionBuilder, EmbeddingBuilder, ResponseBuilder
+from graftlm.serving.response_builders import ChatBuilder, CompletionBuilder, EmbeddingBuilder
 from graftlm.serving.response_schema import Chat, Embeddings, ModelCard, ModelList, TextCompletion
 from graftlm.serving.service import Service
 from graftlm.serving.streaming import EventStream, run_until_disconnect
@@ -118,7 +118,7 @@ async def _respond(
     service: Service,
     request: Request,
     parsed: ParsedRequest,
-    builder: ResponseBuilder[Any],
+    builder: CompletionBuilder | ChatBuilder,
 ) -> BaseModel | Response:
     """Generate a whole response or a stream; generation ends when the client disconnects."""
     stream = service.engine.submit(parsed.requests)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from graftlm.serving.errors import ErrorResponse
 
-Responses = dict[int | str, dict[str, Any]]
+Responses = dict[int | str, dict[str, object]]
 _DESCRIPTIONS = {
     400: "A value of the request is invalid.",
     401: "The API key is missing or wrong.",

@@ -69,7 +69,7 @@ class NeutralValue:
 
 
 Ignored = Annotated[object, WithJsonSchema({"description": "Accepted and ignored."})]
-_NEUTRAL_KEYS: dict[str, list[dict[str, Any]]] = read_yaml(Path(__file__).with_name("neutral_keys.yaml"))
+_NEUTRAL_KEYS = read_yaml(Path(__file__).with_name("neutral_keys.yaml"))
 
 
 def accepts_neutral_keys(body: type[_Body]) -> type[_Body]:
@@ -175,7 +175,7 @@ class RequestBody(StrictBody):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check_unicode(cls, values: Any, handler: ModelWrapValidatorHandler[RequestBody]) -> RequestBody:
+    def _check_unicode(cls, values: object, handler: ModelWrapValidatorHandler[RequestBody]) -> RequestBody:
         body = handler(values)
         try:
             json.dumps(values, ensure_ascii=False, default=str).encode()

@@ -181,7 +181,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
 
 
 def _changed_config(config: GraftConfig, changes: Sequence[str]) -> GraftConfig:
-    def parse(values: dict[str, Any]) -> GraftConfig:
+    def parse(values: dict[str, object]) -> GraftConfig:
         return graft_config(values, where=JSON_NAME)
 
     return parse_overridden(parse, config.model_dump(mode="json"), changes, JSON_NAME)

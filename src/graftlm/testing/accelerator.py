@@ -52,7 +52,7 @@ def decode_step_waits(model: GraftedModel, *, static: bool, rows: int = 20) -> l
             for _ in range(2):
                 full_mask = torch.cat([full_mask, torch.ones_like(new)], 1)
                 positions = positions_of(full_mask)[:, -1:]
-                given: Any = full_mask
+                given: object = full_mask
                 if static:  # `generate` prepares the masks of a static cache.
                     embedded = torch.empty(rows, 1, 1, device=DEVICE)
                     given = create_masks_for_generate(model.config, embedded, full_mask, cache, positions)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graftlm.backbone import Backbone
 from graftlm.grafted.model import GraftedModel
@@ -43,7 +43,7 @@ def tiny_backbone_of(family: str) -> Backbone:
     return Backbone.wrap(model, tiny_tokenizer(), family)
 
 
-def attach_graft(backbone: Backbone, config: Mapping[str, Any]) -> GraftedModel:
+def attach_graft(backbone: Backbone, config: Mapping[str, object]) -> GraftedModel:
     """Attach a fresh, untrained graft to a backbone. Its random values are always the same.
 
     Args:
@@ -76,7 +76,7 @@ def randomise(model: GraftedModel, spread: float, seed: int = 1) -> GraftedModel
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+def logits(model: nn.Module, ids: Tensor, **inputs: object) -> Tensor:
     """Return the logits (B, T, V) of one pass without a cache.
 
     Args:
@@ -110,7 +110,7 @@ def losses_of(model: GraftedModel, ids: Tensor) -> Iterator[Tensor]:
             yield torch.stack([prediction.square().sum() for prediction in predictions]).sum()
 
 
-def gradients(model: GraftedModel, **inputs: Any) -> dict[str, Tensor]:
+def gradients(model: GraftedModel, **inputs: object) -> dict[str, Tensor]:
     """Return the gradients of the training loss of one pass by parameter, without parameters that it does not reach."""
     model.zero_grad(set_to_none=True)
     model(**inputs).loss.backward()
@@ -179,7 +179,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor | None, **decoding: Any) -> A
     )
 
 
-def recompute(model: Any, sequences: Tensor, mask: Tensor) -> Tensor:
+def recompute(model: nn.Module, sequences: Tensor, mask: Tensor) -> Tensor:
     """Compute the logits of generated tokens again, in one pass over full sequences.
 
     Args:

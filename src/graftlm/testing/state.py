@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -33,7 +36,7 @@ def _bytes(tensor: Tensor) -> Any:
     return buffer.getvalue()
 
 
-def state_of(model: Any) -> dict[str, Any]:
+def state_of(model: PreTrainedModel) -> dict[str, object]:
     """Return everything about a model that a graft must restore, by what it is.
 
     Args:
@@ -59,7 +62,7 @@ def state_of(model: Any) -> dict[str, Any]:
     }
 
 
-def _hooks(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, list[Any]]]:
+def _hooks(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, list[object]]]:
     for key, module in modules.items():
         for name, value in vars(module).items():
             if "hooks" in name and value:

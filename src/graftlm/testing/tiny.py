@@ -80,7 +80,7 @@ FAMILY_CONFIGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert", "xlm-roberta", "deberta-v2", "electra", "eurobert")
 
 
-def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def tiny_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """Make a random float32 model in evaluation mode.
 
     Args:

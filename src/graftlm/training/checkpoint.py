@@ -103,7 +103,7 @@ class TrainingState:
     batches: Batches
     config: TrainingConfig
     out: Path
-    identity: Mapping[str, Any]
+    identity: Mapping[str, object]
     parameters: dict[str, nn.Parameter]
     optimizer: AdamW
     counts: TrainingCounts = field(default_factory=TrainingCounts)
@@ -117,7 +117,7 @@ class TrainingState:
         """Return the live tensors that a checkpoint contains, without recurrent state."""
         return {**self.parameters, **graft_buffers(self.context.model)}
 
-    def run_identity(self) -> dict[str, Any]:
+    def run_identity(self) -> dict[str, object]:
         """Return what a resumed run must share with the run that wrote a checkpoint."""
         return {"training": self.config.model_dump(mode="json", exclude=FREE_ON_RESUME), **self.identity}
 

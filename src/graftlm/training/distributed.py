@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -48,7 +47,7 @@ class LossModule(nn.Module):
         self.model = model
         self.tie = tie
 
-    def forward(self, inputs: Mapping[str, Any], totals: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Mapping[str, object], totals: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses.
 
         Args:

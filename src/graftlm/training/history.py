@@ -38,7 +38,7 @@ class History:
             draft.replace(path)
             self._file = path.open("a", encoding="utf-8")
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         """Write the values of a step."""
         with write_errors(self.path, TrainingError, _REMEDY):
             self._file.write(json.dumps(line) + "\n")

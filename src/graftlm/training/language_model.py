@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -57,7 +58,7 @@ class LanguageModel(nn.Module):
         totals: Tensor | None = None,
         stream: Tensor | None = None,
         starts: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> GraftedOutput:
         """Run one pass.
 
@@ -129,7 +130,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
 
 
-def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
+def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """Make a float32 model with random weights.
 
     Args:
@@ -149,7 +150,7 @@ def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, see
 
 
 @contextmanager
-def _config_errors(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterator[None]:
+def _config_errors(values: Mapping[str, object], *kinds: type[Exception]) -> Iterator[None]:
     """Convert errors of the given classes, which transformers raises for unsuitable values, to `RecipeError`."""
     try:
         yield
@@ -162,7 +163,7 @@ def _config_errors(values: Mapping[str, Any], *kinds: type[Exception]) -> Iterat
         ) from None
 
 
-def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Load a pretrained model in float32.
 
     Args:
@@ -226,7 +227,7 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
     check_boundaries(model, boundaries)
 
 
-def check_stream(model: Any, config: TrainingConfig) -> None:
+def check_stream(model: PreTrainedModel, config: TrainingConfig) -> None:
     """Check that a model can continue its rows from step to step.
 
     Args:
@@ -248,7 +249,7 @@ def check_stream(model: Any, config: TrainingConfig) -> None:
         )
 
 
-def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model and its tokenizer. On an error, the folder is left unchanged.
 
     Args:

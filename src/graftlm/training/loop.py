@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -67,7 +66,7 @@ def train(
     config: TrainingConfig,
     out: str | Path,
     *,
-    identity: Mapping[str, Any] | None = None,
+    identity: Mapping[str, object] | None = None,
     progress: bool = True,
     resume: bool = True,
 ) -> TrainingSummary:

@@ -82,7 +82,7 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
         epoch_iterator: Iterator[Any],
         num_batches: int,
         device: torch.device,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[list[object], Any]:
         """Draw the batches of one optimiser step, and count their tokens by domain."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
@@ -96,7 +96,7 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, object],
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -48,7 +47,7 @@ def audit(
     *,
     texts: Mapping[str, Text] | None = None,
     progress: bool = True,
-    **settings: Any,
+    **settings: object,
 ) -> Audit:
     """Compare a tuned model with the one that it was made from.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone, default_device, load_backbone
@@ -251,7 +251,7 @@ def _adapted_model(model: nn.Module, folder: Path, name: str) -> PeftModel:
     return adapted.eval()
 
 
-def _drop_prompt(_: nn.Module, __: tuple[object, ...], inputs: Mapping[str, Any], output: Any) -> Any:
+def _drop_prompt(_: nn.Module, __: tuple[object, ...], inputs: Mapping[str, Tensor], output: Any) -> object:
     """Drop the logits of a learned prompt, which precedes the text."""
     length = inputs["input_ids"].shape[1]
     output.logits = output.logits[:, -length:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graftlm.errors import BackboneError, first_line
+
+if TYPE_CHECKING:
+    from peft import PeftType
 
 _ADAPTER = "graft"
 _PREFIX = "base_model."  # precedes every name of a `PeftModel`
@@ -30,7 +33,7 @@ class AdaptedModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, config: PeftConfig) -> None:
         super().__init__()
-        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[cast("Any", config.peft_type)]
+        tuner = PEFT_TYPE_TO_TUNER_MAPPING[cast("PeftType", config.peft_type)]
         self.base_model: BaseTuner = tuner(model, copy.deepcopy(config), _ADAPTER)
         self.peft_config = self.base_model.peft_config
         # PEFT trains in float32 on half-precision models.

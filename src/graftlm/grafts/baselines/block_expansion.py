@@ -147,7 +147,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         for name, weight in own.items():
             weight.copy_(tensors[name])
 
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, object]:
         return {"copied_layers": list(self._copied)}
 
 
@@ -224,7 +224,7 @@ def _cast_inputs(
     args: tuple[object, ...],
     kwargs: dict[str, object],
     dtype: torch.dtype,
-) -> tuple[Any, dict[str, object]]:
+) -> tuple[object, dict[str, object]]:
     return _cast(args, dtype), {name: _cast(value, dtype) for name, value in kwargs.items()}
 
 

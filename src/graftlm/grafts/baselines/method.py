@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from peft import PeftConfig
@@ -55,7 +55,7 @@ class LoRABaseline(PeftGraft):
         peft_config = PeftGraftConfig(method="LORA", options=options)
         return peft_config.peft_config(**default_targets("LORA", backbone))
 
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, object]:
         return {"rank": self._rank}
 
 

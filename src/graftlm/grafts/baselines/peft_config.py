@@ -18,7 +18,7 @@ from graftlm.errors import did_you_mean, first_line
 from graftlm.grafts.base import GraftConfig
 
 # A name that is accepted in addition to PEFT's own: the method, and the fields that the name fixes.
-_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"DORA": ("LORA", {"use_dora": True})}
+_ALIASES: dict[str, tuple[str, dict[str, bool]]] = {"DORA": ("LORA", {"use_dora": True})}
 _LIMITS = read_yaml(Path(__file__).with_name("peft.yaml"))
 _PROMPT = "it puts trained states before the text, so that positions and cache would differ from the backbone's"
 _BOOKKEEPING = {field.name for field in dataclasses.fields(PeftConfig)}  # fields in which PEFT stores files and tasks
@@ -81,7 +81,7 @@ def _limit(key: str, value: object) -> tuple[tuple[object, ...], str]:
     return (value,), ""
 
 
-def config_class(method: str) -> tuple[type[PeftConfig], dict[str, Any]]:
+def config_class(method: str) -> tuple[type[PeftConfig], dict[str, bool]]:
     """Return PEFT's config class of a method, and the fields that an alias fixes.
 
     Raises:

@@ -150,7 +150,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
             self._pending = dict(tensors)
 
 
-def default_targets(method: str, backbone: Backbone) -> dict[str, Any]:
+def default_targets(method: str, backbone: Backbone) -> dict[str, object]:
     """Return PEFT's fields for the Linears of the FFNs, by full names; for LN_TUNING those for the layers' norms."""
     sites = backbone.sites
     layers = range(sites.n_layers)

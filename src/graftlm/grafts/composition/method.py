@@ -221,13 +221,13 @@ class Composition(Graft, ReadsModels):
                 means[f"{name}_gate"] = shares[index : index + 1]
         return means
 
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, object]:
         """Return the pairs, and the number of parameters next to the formula of the paper, which omits W_O.
 
         Args:
             backbone: the anchor.
         """
-        description: dict[str, Any] = {}
+        description: dict[str, object] = {}
         d = backbone.sites.width
         for name, model in self._models.items():
             pairs = self.pairs(name)

@@ -302,7 +302,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         count = len(losses) if call.totals is None else call.totals[0].clamp(min=1)
         return torch.stack(losses).sum() / count
 
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, object]:
         """Return `embedding_cosines`, the cosines between the tasks' embeddings in their order.
 
         Without a module that reads the embeddings, the result is empty.
@@ -389,7 +389,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             lora.b[len(self._fixed) :].requires_grad_(True)
 
     @torch.no_grad()
-    def start_tasks(self, model: nn.Module, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def start_tasks(self, model: nn.Module, rows: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
         """Start each added task from the best trained task of equal specification, if that is better than chance.
 
         The best task is the one with the lowest loss on the added task's rows. Nothing changes if the config sets
@@ -406,7 +406,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         trained = self._fixed or list(self.config.tasks)
         was_training = model.training
         model.eval()
-        choices: dict[str, Any] = {}
+        choices: dict[str, object] = {}
         for name, rows_of_task in rows.items():
             if name in trained:
                 continue
@@ -436,7 +436,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             losses[task] = float(model(**{**rows, "extras": extras}).loss)
         return losses
 
-    def _choose(self, name: str, losses: Mapping[str, float]) -> dict[str, Any]:
+    def _choose(self, name: str, losses: Mapping[str, float]) -> dict[str, object]:
         """Start a task like the candidate with the lowest loss, if that is below the loss at chance."""
         best = min(losses, key=losses.__getitem__)
         chance = 1.0 if self.config.scaled_losses else self.config.tasks[name].chance_loss

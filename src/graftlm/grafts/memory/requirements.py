@@ -40,7 +40,7 @@ def _problem(sites: Sites) -> str | None:
         return "has layers with sliding windows or recurrent states"
     if not hasattr(getattr(sites.body, "rotary_emb", None), "inv_freq"):
         return "has no rotary positions"
-    rope: Any = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return "has rotary positions that change with the length of the text"
     if getattr(config, "kv_lora_rank", None) or not rotates_halves(sites):
@@ -56,7 +56,7 @@ def rotates_halves(sites: Sites) -> bool:
     """
     attention = sites.module(Site("attention", 0))[0]
     module = sys.modules[type(attention).__module__]
-    rotate: Any = getattr(module, "apply_rotary_pos_emb", None)
+    rotate = getattr(module, "apply_rotary_pos_emb", None)
     if rotate is None:
         return False
     rotation: Any = sites.body.rotary_emb

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         shares_N = torch.stack(is_open).mean(0)
         return Trace(["open"], shares_N.view(*call.input_ids.shape, 1))
 
-    def describe(self, backbone: Backbone) -> dict[str, Any]:
+    def describe(self, backbone: Backbone) -> dict[str, object]:
         """Return `spectrum`: the relative singular values of each gating matrix, of the graft and of the backbone."""
         graft_spectra = []
         for block in self._adapters():

@@ -38,7 +38,7 @@ def _by_name(remedies: Mapping[str, str]) -> dict[str, str]:
     return {name: remedy for remedy, names in remedies.items() for name in names.split()}
 
 
-_ADAPTERS: dict[str, Any] = read_yaml(Path(__file__).with_name("adapters.yaml"))
+_ADAPTERS = read_yaml(Path(__file__).with_name("adapters.yaml"))
 PLAIN_FIELDS = frozenset(_ADAPTERS["plain_fields"].split())
 """Fields of `LoraConfig` that may have any value."""
 _PLAIN_INITS = frozenset(_ADAPTERS["plain_inits"].split())
@@ -152,7 +152,7 @@ def _patterns(values: Mapping[str, Any]) -> list[dict[str, object]]:
     return [dict(values.get(key) or {}) for key in ("rank_pattern", "alpha_pattern")]
 
 
-def _check_types(name: str, folder: Path, values: Mapping[str, Any]) -> None:
+def _check_types(name: str, folder: Path, values: Mapping[str, object]) -> None:
     """Raise `ArtifactError` if a value that determines the factors' weights has a wrong type or size."""
     numbers = [values.get("r", 8), values.get("lora_alpha", 8)]
     for patterns in _patterns(values):
@@ -387,7 +387,7 @@ def _scale(name: str, path: str, rank: int, peft_config: LoraConfig) -> float:
     return alpha / (rank**0.5 if peft_config.use_rslora else rank)
 
 
-def _value_for(path: str, patterns: Mapping[str, Any] | None, default: object) -> object:
+def _value_for(path: str, patterns: Mapping[str, object] | None, default: object) -> object:
     """Return the value of the first pattern that matches a module's path, as PEFT does."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):

@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens of this pass, S tokens so far, d embedding widt
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -289,7 +289,7 @@ class SentenceEmbedder:
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
         library = import_extra("routing", "sentence_transformers", "A sentence embedder")
         try:
-            self._model: Any = library.SentenceTransformer(
+            self._model = library.SentenceTransformer(
                 config.name,
                 device=str(backbone.device),
                 trust_remote_code=config.trust_remote_code,

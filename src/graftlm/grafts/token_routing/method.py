@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             yield key.replace("/", "."), mixture
 
     @classmethod
-    def adapter_section(cls, name: str, folder: Path) -> dict[str, Any]:
+    def adapter_section(cls, name: str, folder: Path) -> dict[str, object]:
         expert = ExpertConfig(path=str(folder))
         config = TokenRoutingConfig(experts={name: expert})
         read_adapter(name, expert, None)
@@ -295,7 +295,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
     # The centroids
 
-    def sources(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
         return {name: expert.sources for name, expert in self.config.experts.items() if expert.sources}
 
     def fit(self, texts: Mapping[str, Sequence[str]]) -> None:

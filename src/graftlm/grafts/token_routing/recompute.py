@@ -138,7 +138,7 @@ class Recompute:
         self._forced.weights = weights_B1E
         try:
             body = cast("nn.Module", call.model).base_model
-            return cast("Any", body)(input_ids=ids, attention_mask=mask, **inputs)
+            return cast("nn.Module", body)(input_ids=ids, attention_mask=mask, **inputs)
         finally:
             self._forced.weights = outer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -109,7 +109,7 @@ class BlockStateConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         for name in _LAYERS:
             layers = getattr(self, name)
             if isinstance(layers, tuple | range):

@@ -10,7 +10,7 @@ Shape suffixes: B rows, T columns of a pass, V tokens of the vocabulary, d hidde
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -260,7 +260,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BaseModelOutputWithPast:
         """Compute the hidden states of a pass.
 
@@ -412,7 +412,7 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> CausalLMOutputWithPast:
         """Compute next-token logits, and the loss if there are labels.
 
@@ -467,7 +467,7 @@ class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> SequenceClassifierOutput:
         """Compute the logits of the classes, and the loss if there are labels.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedConfig
 
@@ -70,7 +70,7 @@ class SentenceSelectorConfig(PreTrainedConfig):
     beam_size: int = 4
     extract_size: int = 10
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         for problem in self._problems():
             raise RecipeError(problem)
         super().__post_init__(**kwargs)

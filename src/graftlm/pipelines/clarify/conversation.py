@@ -18,7 +18,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -333,7 +333,7 @@ class Conversation(Config):
             if isinstance(turn, AskedTurn) and isinstance(reply, AnsweredTurn):
                 yield turn, reply
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return counts of questions, their gains in bits, the output and the cost, as JSON values.
 
         `gained_bits` has one value per answer: None if the gain was not estimated, or the answer is not a candidate.
@@ -354,7 +354,7 @@ class Conversation(Config):
             "cost": self.cost.model_dump(),
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the conversation, its next step, its open question and its summary, as JSON values."""
         question = self.open_question
         return {
@@ -436,7 +436,7 @@ def _gained_bits(turn: AskedTurn, answer: str) -> float | None:
     return by_answer.get(answer)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     if not path.exists():
         raise DataError(f"There is no conversation {path}: name an existing file, or start a new conversation.")
     try:
@@ -469,7 +469,7 @@ def _check_language(text: str, source: str) -> None:
         )
 
 
-def _other_language(text: str, source: str, languages: Mapping[str, Any]) -> str | None:
+def _other_language(text: str, source: str, languages: Mapping[str, Mapping[str, str]]) -> str | None:
     """Describe the language of a text if it is not the source language.
 
     It is another language if most letters are not Latin, or if the text has at least two more of its frequent words.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,7 +131,7 @@ class Endpoint:
             options["stream_options"] = {"include_usage": True}
         return {key: value for key, value in options.items() if key not in self._rejected}
 
-    def _read_completion(self, response: Any) -> Reply:
+    def _read_completion(self, response: object) -> Reply:
         choices = getattr(response, "choices", None)
         text = None
         if choices and getattr(choices[0], "message", None):
@@ -141,7 +141,7 @@ class Endpoint:
             raise self._protocol_error(content)
         return _reply(text, getattr(response, "usage", None), choices[0].finish_reason)
 
-    def _read_stream(self, response: Any, on_text: Callable[[str], None] | None) -> Reply | None:
+    def _read_stream(self, response: Iterable[object], on_text: Callable[[str], None] | None) -> Reply | None:
         """Return the streamed reply, or None if the stream contains no reply."""
         text = ""
         usage = None
@@ -213,7 +213,7 @@ def _is_event_stream(response: object) -> bool:
     return isinstance(response, str) and response.lstrip().startswith("data:")
 
 
-def _reply(text: str, usage: Any, finish: str | None) -> Reply:
+def _reply(text: str, usage: object, finish: str | None) -> Reply:
     """Return a reply without its reasoning."""
     cost = Cost(
         calls=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -251,7 +251,7 @@ class LocalModel:
         """Return a prompt as the text that the model reads."""
         if not self._is_chat:
             return prompt.text()
-        messages: Any = prompt.messages()
+        messages = prompt.messages()
         chat = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         # Many chat templates start with the BOS token that the tokenizer adds itself.
         if leading_bos(self._tokenizer) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from graftlm.errors import DataError, RecipeError, shorten
 from graftlm.generation.generate import load_model
@@ -23,7 +22,7 @@ def open_model(
     device: str | None = None,
     trust_remote_code: bool = False,
     max_new_tokens: int = 256,
-    **connection: Any,
+    **connection: object,
 ) -> ChatModel:
     """Open a model on a server or on this machine.
 

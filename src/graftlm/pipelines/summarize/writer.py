@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -26,6 +26,9 @@ from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.prompt_layout import CHAT_LAYOUT, PromptLayout, read_layout
 from graftlm.pipelines.summarize.selection import Extract
 from graftlm.pipelines.summarize.text import split_sentences, split_words
+
+if TYPE_CHECKING:
+    from graftlm.evaluation.inference import LanguageModel
 
 _DEFAULT_WINDOW = 4096  # limit of the window of models that can read more
 _PASSAGES = "\ue000"  # placeholder for the passages of a document while the chat template is filled
@@ -84,7 +87,7 @@ class _NoRepetition(NoRepeatNGramLogitsProcessor):
         super().__init__(ngram_size)
         self._start = prompt_length
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
         return super().__call__(input_ids[:, self._start :], scores)
 
 
@@ -140,7 +143,7 @@ class LanguageModelWriter:
 
     def __init__(
         self,
-        model: Any,
+        model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         name: str = "a language model",
         layout: PromptLayout | None = None,

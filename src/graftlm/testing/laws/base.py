@@ -125,7 +125,9 @@ class LawsBase:
         model = attach_graft(self.backbone(family), self.config).eval()
         return randomise(model, self.spread) if trained else model
 
-    def assert_close(self, family: str, actual: Tensor, expected: Tensor, name: str = "The two", **limits: Any) -> None:
+    def assert_close(
+        self, family: str, actual: Tensor, expected: Tensor, name: str = "The two", **limits: object
+    ) -> None:
         """Compare two computations of the same values.
 
         Args:

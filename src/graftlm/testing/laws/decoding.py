@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from graftlm.testing.passes import (
 )
 from graftlm.testing.tiny import WINDOW
 
-DECODING: dict[str, dict[str, Any]] = {
+DECODING: dict[str, dict[str, object]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "num_return_sequences": 2, "temperature": 1.5},
     "beam": {"do_sample": False, "num_beams": 3},

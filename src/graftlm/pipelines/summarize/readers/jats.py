@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 from xml.parsers import expat
 
 import numpy as np
@@ -44,7 +43,7 @@ class _JatsBlockParser:
         self._characters = _character_positions(text, self._source)
         self._collector = BlockCollector()
         # The text is decoded already: UTF-8 replaces the encoding of the XML declaration.
-        parser: Any = expat.ParserCreate("utf-8")
+        parser = expat.ParserCreate("utf-8")
         # Entities of a DTD are skipped, because the DTD is not read.
         parser.UseForeignDTD(True)
         parser.StartElementHandler = self._start_element
