@@ -150,7 +150,8 @@ class FixedMixtureRun(PromptedRun):
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee]:
         with super().build(context) as trainee:
-            gate = trainee.model.grafts["graft"].readout.linear
+            graft: Any = trainee.model.grafts["graft"]
+            gate = graft.readout.linear
             share_of_anchor = 1 - self.share * gate.out_features
             with torch.no_grad():
                 gate.bias.fill_(math.log1p(self.share / share_of_anchor))

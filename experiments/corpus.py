@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from graftlm.data import SourceConfig, build_documents
 from graftlm.training.language_model import new_model, train_tokenizer
@@ -19,7 +19,7 @@ def random_llama(
     heads: int,
     length: int,
     seed: int,
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """Build a Llama with random weights and tied embeddings.
 
     Args:

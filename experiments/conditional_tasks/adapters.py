@@ -154,7 +154,7 @@ class TaskAdapters(ConditionalTasks):
     def _of_task(self, pair: nn.Module, call: Call) -> Weights:
         key = (self, "number")
         if key not in call.scratch:
-            task_B = call.extras.get("task", torch.zeros(1, dtype=torch.long))
+            task_B: Any = call.extras.get("task", torch.zeros(1, dtype=torch.long))
             call.scratch[key] = task_B.to(self._embeddings().device, non_blocking=True)
         return pair(call.scratch[key])
 

@@ -170,7 +170,7 @@ def _draw(rows: Sequence[LearningRow], names: Sequence[str], exponent: float, se
     scaler = StandardScaler().fit(features_NF)
     targets = targets_N[drawn]
     return _TrainingSet(
-        inputs=scaler.transform(features_NF[drawn]),
+        inputs=np.asarray(scaler.transform(features_NF[drawn])),
         targets=(targets - targets.mean()) / targets.std(),
         mean=np.asarray(scaler.mean_),
         scale=np.asarray(scaler.scale_),

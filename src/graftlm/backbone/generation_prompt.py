@@ -68,7 +68,8 @@ class PromptMarking:
     ) -> None:
         self._model = model
         self._generation = generation
-        self._original_generate: Callable[..., Any] = model.generate
+        live: Any = model  # `generate` comes from a mix-in that not every model has.
+        self._original_generate = live.generate
         self._replaced: dict[str, object] = {}
         self._replace("generate", self._generate)
         self._replace("init_continuous_batching", _refuse_continuous_batching)

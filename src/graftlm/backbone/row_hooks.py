@@ -117,7 +117,8 @@ class RowScopedHooks(TapHooks):
         return call.scratch.get(self, [])
 
     def _prepare_scopes(self, call: Call) -> None:
-        call.scratch[self] = [(scope, _scoped_call(scope, call)) for scope in call.row_scopes]
+        scopes = [scope for scope in call.row_scopes if isinstance(scope, RowScope)]
+        call.scratch[self] = [(scope, _scoped_call(scope, call)) for scope in scopes]
         for scope, scoped in self.calls(call):
             self._act(scope, self._prepare_owner, scope.owner, scoped)
 

@@ -80,8 +80,10 @@ def decode_speed(
         "pad_token_id": padding_id(tokenizer),
     }
 
+    live: Any = model  # `generate` comes from a mix-in.
+
     def decode(ids: Tensor, count: int) -> None:
-        model.generate(
+        live.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             min_new_tokens=count,

@@ -123,7 +123,7 @@ def _generate_batch(
     criteria = StoppingCriteriaList()
     if criterion is not None:
 
-        def stops(ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        def stops(ids: Any, scores: Any, **_: object) -> Tensor:
             return criterion(ids[:, longest:], scores)  # Stop strings in prompts don't count.
 
         criteria.append(stops)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def _decode_answer(
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def score_answers(

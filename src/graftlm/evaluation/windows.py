@@ -176,7 +176,7 @@ def _ends_from_decoding(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, tex
     byte_counts = []
     for token in ids:
         # A token that is part of a character decodes to a replacement mark, which counts as one byte.
-        decoded = tokenizer.decode([int(token)]).replace("\ufffd", "?")
+        decoded = str(tokenizer.decode([int(token)])).replace("\ufffd", "?")
         byte_counts.append(len(decoded.encode()))
     ends = np.cumsum(byte_counts)
     total = len(text.encode())

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import JsonValue
@@ -112,7 +112,7 @@ def inspect_graft(
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     graft = load_graft(folder, loaded, changes)
     described = dict(graft.describe(loaded))
-    spectra = described.pop("spectrum", {})
+    spectra: Any = described.pop("spectrum", {})
     layers = {key: dict(values) for key, values in inspection.layers.items()}
     _add_effective_ranks(layers, spectra)
     if texts:

@@ -94,7 +94,7 @@ class MultiGraftModel:
         """
         if set(graft_sets) == set(self.wired):
             return
-        taps = {graft_set: self._taps(graft_set) for graft_set in graft_sets}
+        taps: dict[Hashable, Sequence[Tap]] = {graft_set: self._taps(graft_set) for graft_set in graft_sets}
         self._unwire()
         self._tap_hooks = RowScopedHooks(self._model, self._sites, taps, _prepare)
         self.wired = tuple(graft_sets)

@@ -245,7 +245,11 @@ class GraftedModel(TrainerSupport):
                 loss, or a row of several documents that the backbone can't keep separate.
         """
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
         self._check_documents(Call(**inputs, cache=kwargs.get("past_key_values")))
         if targets is not None:
             return self._forward_heads(targets, extras, call_values, {**inputs, **kwargs})

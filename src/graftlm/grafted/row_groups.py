@@ -224,7 +224,7 @@ class MixedBatch:
     cache: Cache
     mask: Tensor
     groups: list[RowGroup]
-    tags: list[object] = field(default_factory=list)
+    tags: list[Any] = field(default_factory=list)
     separate: bool = False
     calls: list[Call] = field(default_factory=list)
 

@@ -313,7 +313,7 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
 
 
 def row_scorer(
-    model: nn.Module,
+    model: GraftedModel,
     specs: Sequence[TaskSpec],
     precision: Precision = "fp32",
 ) -> Score:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graftlm.pipelines.clarify import Cost, Reply
 from graftlm.pipelines.summarize import Extract, LanguageModelWriter, PromptLayout, SummaryDecoding
@@ -67,7 +67,8 @@ class SummaryWriter(LanguageModelWriter):
         on_event: OnEvent,
     ) -> None:
         decoding = SummaryDecoding(max_new_tokens=max_tokens)
-        super().__init__(None, tokenizer.tokenizer, client.model, layout, decoding)
+        no_model: Any = None  # The engine has it.
+        super().__init__(no_model, tokenizer.tokenizer, client.model, layout, decoding)
         self._client = client
         self._context = context
         self._on_event = on_event

@@ -108,7 +108,7 @@ class DistributedContext:
             return nullcontext()
         return nullcontext() if now else self.accelerator.no_sync(self.losses)
 
-    def attention(self, length: int) -> AbstractContextManager[None]:
+    def attention(self, length: int) -> AbstractContextManager[object]:
         """Use plain attention in the block for short rows in half precision on a CPU.
 
         Its backward pass is faster there than that of fused attention.

@@ -125,7 +125,8 @@ class StatefulModel(GraftedModel):
         tensors: dict[str, Tensor] = {}
         for key, cache in self._caches.items():
             tensors[f"{key}/tokens"] = torch.tensor(cache.get_seq_length())
-            for number, layer in enumerate(cache.layers):
+            layers: list[Any] = list(cache.layers)
+            for number, layer in enumerate(layers):
                 tensors[f"{key}/{number}/keys"] = layer.keys.contiguous()
                 tensors[f"{key}/{number}/values"] = layer.values.contiguous()
         return tensors

@@ -69,7 +69,7 @@ def own_questions(samples: Sequence[OwnText], tokenizer: PreTrainedTokenizerBase
         if not sample.is_chat:
             continue
         (start, stop), (answer, _) = sample.turns[:2]
-        text = tokenizer.decode(sample.ids[start:stop], skip_special_tokens=True).strip()
+        text = str(tokenizer.decode(sample.ids[start:stop], skip_special_tokens=True)).strip()
         questions.append(ChatQuestion(sample.ids[:answer], text))
     return questions[:count]
 
@@ -134,7 +134,7 @@ def answer_questions(
             options: dict[str, Any] = {**GREEDY, **_UNSET}
             rows = generate_rows(model, tokenizer, prompts, ends, max_new_tokens=max_new_tokens, **options)
             for question, row in zip(batch, rows, strict=True):
-                text = tokenizer.decode(row, skip_special_tokens=True).strip()
+                text = str(tokenizer.decode(row, skip_special_tokens=True)).strip()
                 answer = ChatAnswer(
                     text=text,
                     stops=bool(row) and row[-1] in ends,

@@ -106,7 +106,7 @@ def _passage(span: _Span, length: int, tokenizer: PreTrainedTokenizerBase) -> Pa
     return Passage(
         source=span.source,
         kl=float(each.kl[span.start : span.start + length].mean()),
-        before=tokenizer.decode(ids[max(0, first - length) : first]),
+        before=str(tokenizer.decode(ids[max(0, first - length) : first])),
         tokens=tokens,
     )
 

@@ -244,7 +244,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def _tasks(self, call: Call) -> modules.RowTasks:
         key = (self, "tasks")
         if key not in call.scratch:
-            call.scratch[key] = self._read_tasks(call.extras.get("task"))
+            task_B: Any = call.extras.get("task")
+            call.scratch[key] = self._read_tasks(task_B)
         return call.scratch[key]
 
     def _read_tasks(self, task_B: Tensor | None) -> modules.RowTasks:
@@ -292,7 +293,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
         predictions = self.predict(call, hidden)
-        task_B = call.extras.get("task")
+        task_B: Any = call.extras.get("task")
         losses = self.heads.losses(
             predictions,
             targets,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from graftlm.pipelines.clarify.chain import HumanUser
 from graftlm.pipelines.clarify.conversation import (
@@ -99,7 +99,7 @@ class TerminalPrinter(StreamPrinter):
 def summary_lines(conversation: Conversation) -> list[str]:
     """Describe the questions, answers and cost of a conversation as lines of text."""
     lines = _turn_lines(conversation)
-    summary = conversation.summary()
+    summary: dict[str, Any] = dict(conversation.summary())
     if summary["asked"] == conversation.budget > 1:
         lines.append(f"the budget of {conversation.budget} questions is used up (--budget)")
     counts = f"{summary['asked']} asked, {summary['answered']} answered, {summary['saved']} saved"
