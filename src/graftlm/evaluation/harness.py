@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.errors import EvaluationError, did_you_mean, first_line
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
 from graftlm.files.extras import import_extra
-from graftlm.grafted.model import GraftedModel
 
 _PURPOSE = "Running academic tasks"
 
@@ -76,6 +75,8 @@ def run_lm_eval(
 def _adapter(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> object:
     """Return a model of the harness that wraps a live model."""
     adapters = import_extra("harness", "graftlm.evaluation.lm_eval_model", _PURPOSE)
+    from graftlm.grafted.model import GraftedModel  # takes seconds to import
+
     tokenizer = copy.deepcopy(tokenizer)
     if isinstance(model, GraftedModel):
         return adapters.GraftedHFLM(model, tokenizer=tokenizer, batch_size=batch_size)

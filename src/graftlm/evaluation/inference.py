@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from graftlm.errors import EvaluationError
-from graftlm.grafted.model import GraftedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Precision = Literal["fp32", "bf16"]
-LanguageModel = PreTrainedModel | GraftedModel
+LanguageModel: TypeAlias = "PreTrainedModel"
+"""A model of transformers, or a `GraftedModel`, which is one too. Importing the class takes seconds."""
 
 
 def device_of(model: nn.Module) -> torch.device:

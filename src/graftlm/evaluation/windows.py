@@ -23,7 +23,6 @@ from graftlm.data.boundaries import window_bounds
 from graftlm.data.chats import ChatExample, chat_tokens, render_chat
 from graftlm.data.own_text import OwnText
 from graftlm.evaluation.inference import LanguageModel, device_of
-from graftlm.grafted.model import GraftedModel
 
 
 @dataclass(frozen=True)
@@ -213,6 +212,8 @@ def window_batch(
         "use_cache": False,
     }
     graft_inputs = {}
+    from graftlm.grafted.model import GraftedModel  # takes seconds to import
+
     if prompt.any() and isinstance(model, GraftedModel):
         graft_inputs["prompt"] = prompt.to(device)
     return inputs, graft_inputs, labels.to(device)
