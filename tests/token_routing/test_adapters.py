@@ -31,7 +31,6 @@ from token_routing.tools import change_config
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::RuntimeWarning"
 )  # PEFT's, and on names of bases
-PAGE = Path(__file__).parents[2] / "docs" / "methods" / "token-routing.md"
 MERGE, CONVERT, SUBTRACT, TRAIN = "merge", "convert", "subtract", "train"
 SENTENCE = {
     MERGE: r"merge it into a backbone of its own \(PeftModel.from_pretrained\(model, '(.+)'\).merge_and_unload\(\)",
@@ -550,29 +549,3 @@ def test_the_baseline_refuses_targets_by_name() -> None:
         with pytest.raises(RecipeError) as caught:
             graft_config({"kind": "lora", "rank": 2, key: ["lm_head"]})
         assert key in str(caught.value)
-
-
-IN_WORDS = {
-    MERGE: "merge it",
-    CONVERT: "convert it",
-    SUBTRACT: "convert it, with START",
-    TRAIN: "train it as plain LoRA",
-}
-
-
-def page_rows() -> list[str]:
-    """The rows of the tables of the page, in their order."""
-    rows = [f"| {row} | {ACTS[row].family} |" for row in ACTS]
-    rows += [f"| {row} | {IN_WORDS[remedy]} |" for row, (_, remedy) in REFUSED.items()]
-    rows += [f"| {row} | {IN_WORDS.get(remedy, remedy)} |" for row, (_, remedy) in REFUSED_BY_CONFIG.items()]
-    kinds = {CONVERT: CONVERTED, MERGE: MERGED, TRAIN: TRAINED_ANEW.split()}
-    rows += [f"| methods {', '.join(names)} | {IN_WORDS[remedy]} |" for remedy, names in kinds.items()]
-    return [*rows, "| method XLORA | name the LoRA adapters that it mixes as experts |"]
-
-
-def test_the_page_has_the_tables_of_these_tests() -> None:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    assert page_rows() == [line for line in lines if line in page_rows()]
-    listed = lines[lines.index("## Which adapters") : lines.index("## What is refused")]
-    headings = {"| adapter | tested on |", "| adapter | what to do |", "|---|---|"}
-    assert {line for line in listed if line.startswith("|")} - headings == set(page_rows())
