@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import rich
+from rich.console import Console
 
 import graftlm.progress
 from graftlm.progress import progress_bar
+
+
+@pytest.fixture(autouse=True)
+def console(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console of stdout, where other tests have directed rich's console to stderr."""
+    monkeypatch.setattr(rich, "_console", Console())
 
 
 @pytest.fixture
