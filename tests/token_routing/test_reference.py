@@ -197,7 +197,7 @@ def test_updated_weights_do_not_depend_on_the_interval(
 
 
 def test_left_padding_changes_no_route() -> None:
-    graft = graft_of({"every": 3})
+    graft = graft_of({"every": 3, "temperature": 1.0})
     ids, mask = tiny_ids(2, 9, 5), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     with GraftedModel(backbone("llama"), {"graft": graft}) as model:
