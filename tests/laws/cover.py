@@ -1,4 +1,4 @@
-"""Which cases of the laws run when: by default, in every check (`slow`), or in the full matrix alone.
+"""Which cases of the laws run when: by default, in slow runs (`slow`), or in the full matrix alone.
 
 A case is a law on an example of a graft and a backbone. The full matrix has more than ten thousand. A default run has
 each law with each kind of graft once. The cases that are not `matrix` are a pairwise cover: each law meets each

@@ -44,7 +44,7 @@ class ExampleLaws(GraftLaws):
         super().pytest_generate_tests(metafunc)
 
     def _is_checked(self, law: str, family: str) -> bool:
-        """Whether a case runs by default or in every check."""
+        """Whether a case runs by default or with `-m slow`."""
         return pytest.mark.matrix not in self._tier(law, family)
 
     def _tier(self, law: str, family: str) -> list[Any]:
