@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from graftlm.backbone import Backbone
@@ -68,7 +67,6 @@ def test_models_write_side_by_side(page: Page, engine: ScriptedEngine) -> None:
     }
 
 
-@pytest.mark.slow  # asserts wording of the page that has changed
 def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))
@@ -77,7 +75,7 @@ def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Pa
     expect(page.get_by_role("button", name="Add a model")).to_be_disabled()
     page.get_by_label("Text to continue").fill("Hello. ")
     page.keyboard.press("Control+Enter")
-    expect(page.locator("#compare-error")).to_contain_text("has not said yet what it serves")
+    expect(page.locator("#compare-error")).to_contain_text("still loading")
     for name, asks in {"Clarify": "Begin", "Summarize": "Summarize"}.items():
         view(page, name)
         expect(page.get_by_role("button", name=asks)).to_be_disabled()
@@ -194,7 +192,6 @@ def test_a_chat_has_a_system_prompt_and_enter_sends(page: Page, engine: Scripted
     expect(page.get_by_label("Your message")).to_have_value("half a word")
 
 
-@pytest.mark.slow  # asserts wording of the page that has changed
 def test_an_empty_prompt_and_a_server_that_is_gone_are_told_in_a_sentence(page: Page, complaints: list[str]) -> None:
     page.get_by_role("button", name="Generate").click()
     expect(page.locator("#compare-error")).to_have_text("The text is empty: write one first.")
@@ -207,7 +204,7 @@ def test_an_empty_prompt_and_a_server_that_is_gone_are_told_in_a_sentence(page: 
     begun = 'data: {"choices": [{"text": "Be", "index": 0}]}\n\n'
     page.route("**/v1/completions", lambda route: route.fulfill(body=begun, content_type="text/event-stream"))
     page.get_by_role("button", name="Generate").click()
-    expect(column(page, "danish").get_by_role("alert")).to_contain_text("broke off")
+    expect(column(page, "danish").get_by_role("alert")).to_contain_text("is incomplete")
     assert all("ERR_FAILED" in one for one in complaints)
     complaints.clear()
 
@@ -262,7 +259,7 @@ def test_a_real_model_writes_on_the_page(browser: Browser, tmp_path: Path, compl
         page.get_by_role("spinbutton", name="Tokens at most").fill("12")
         generate(page, "The quick brown fox")
         for name in ("bare backbone", "danish"):
-            expect(column(page, name).get_by_role("status")).to_contain_text(re.compile("It (ended|reached)"))
+            expect(column(page, name).get_by_role("status")).to_contain_text(re.compile("ended the text|length was reached"))
             expect(column(page, name).locator(".tokens")).to_contain_text(
                 re.compile("^The quick brown fox.+", re.DOTALL)
             )

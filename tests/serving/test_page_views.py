@@ -18,7 +18,7 @@ from graftlm.evaluation.audit import Audit
 from graftlm.evaluation.audit.answers import ChatAnswer, ChatQuestion
 from graftlm.evaluation.audit.passages import Passage, PassageToken
 from graftlm.evaluation.results import Row
-from graftlm.serving import extensions
+from graftlm.serving import clarification
 from graftlm.serving.service import Service
 from graftlm.serving.settings import ApiKeys
 from serving.browsing import QUERY, TEA, begin, column, generate, opened, view
@@ -41,7 +41,7 @@ def test_a_conversation_goes_to_its_end_over_reloads(page: Page) -> None:
     page.get_by_text("What would be written under each answer").click()
     expect(page.get_by_role("row", name="a stranger")).to_contain_text(FRENCH["a stranger"])
     page.get_by_role("button", name="Answer", exact=True).click()
-    expect(page.locator("#clarify-error")).to_contain_text("There is no answer yet")
+    expect(page.locator("#clarify-error")).to_contain_text("The answer is missing")
     page.get_by_label("a stranger").check()
     page.get_by_role("button", name="Answer", exact=True).click()
     result = page.get_by_role("article", name="The result")
@@ -272,8 +272,8 @@ def test_fields_take_what_the_server_takes(page: Page, service: Service, complai
         expect(page.locator(f"#{name}")).to_have_attribute("max", most)
     expect(page.locator("#summary-most")).to_have_value(most)  # 160 at first
     view(page, "Clarify")
-    expect(page.get_by_label("Questions at most")).to_have_attribute("max", str(extensions.MAX_QUESTIONS))
-    page.get_by_label("Your text").fill("🍵" * (extensions.MAX_QUERY + 1))
+    expect(page.get_by_label("Questions at most")).to_have_attribute("max", str(clarification.MAX_QUESTIONS))
+    page.get_by_label("Your text").fill("🍵" * (clarification.MAX_QUERY + 1))
     page.get_by_role("button", name="Begin", exact=True).click()
     expect(page.locator("#clarify-error")).to_have_text(
         "The text has 20,001 characters, and 20,000 are the most: shorten it."
@@ -411,7 +411,7 @@ def test_a_server_with_keys_gets_one_that_stays_in_the_tab(
         expect(page.locator("#key-note")).to_contain_text("The API key is missing")
         page.get_by_label("API key").fill("another-key-of-some-length")
         page.keyboard.press("Enter")
-        expect(page.locator("#key-note")).to_contain_text("is not one that this server knows")
+        expect(page.locator("#key-note")).to_contain_text("The API key is unknown")
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
         expect(column(page, "danish")).to_be_visible()
@@ -433,7 +433,7 @@ def test_a_late_answer_to_an_old_key_does_not_ask_again(
         page.route("**/v1/models", lambda route: held.append(route), times=1)
         page.get_by_label("API key").fill("another-key-of-some-length")
         page.keyboard.press("Enter")
-        expect(page.locator("#key-note")).to_contain_text("is not one that this server knows")
+        expect(page.locator("#key-note")).to_contain_text("The API key is unknown")
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
         expect(column(page, "danish")).to_be_visible()
