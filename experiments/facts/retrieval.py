@@ -56,24 +56,3 @@ class Lexicon:
 
 def _dot(left: dict[str, float], right: dict[str, float]) -> float:
     return sum(weight * right[word] for word, weight in left.items() if word in right)
-
-
-def threshold_between(inside: Sequence[float], outside: Sequence[float]) -> float:
-    """Return the threshold with the fewest errors: `inside` should reach it, and `outside` should not.
-
-    Of several, it is the one in the middle of the widest gap between neighbouring values.
-    """
-    values = sorted({*inside, *outside, 0.0})
-    upper = np.array([*values, values[-1] + 1.0])
-    lower = np.array([-1.0, *values])
-    candidates = (upper + lower) / 2
-    errors = [_errors(candidate, inside, outside) for candidate in candidates]
-    widths = upper - lower
-    best = min(range(len(candidates)), key=lambda number: (errors[number], -widths[number]))
-    return float(candidates[best])
-
-
-def _errors(threshold: float, inside: Sequence[float], outside: Sequence[float]) -> int:
-    missed = sum(value < threshold for value in inside)
-    false = sum(value >= threshold for value in outside)
-    return missed + false

@@ -1,0 +1,588 @@
+"""Invented facts are taught to a chat model by conversation: which method learns them, and which keeps the rest?
+
+Rates are searched on 16 facts, which no main row learns. The main rows learn 120 facts for three seeds of names and of
+weights. The results are written after every row, from the rows that are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import Options
+from experiments.facts.answering import AnsweringRun, Asked, answers_of
+from experiments.facts.generator import FactSet, Question
+from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
+from experiments.facts.metrics import Answers, Items, is_right, judge, shares
+from experiments.facts.routing import QuestionRouter
+from experiments.facts.rows import (
+    AIMS,
+    DECLARED,
+    EVERY_ROW,
+    MAIN,
+    MAX_SECONDS,
+    MAX_SPILL,
+    PROMPTED,
+    ROUTED,
+    SCALED,
+    STRENGTHS,
+    TRAINED,
+    label_of,
+    trained_rows,
+)
+from experiments.protocol import BigramTable, Evidence, RateSearch, conditions, crossed_bootstrap, decide, search_rate
+from experiments.study import Study, aim, check_files, write_lines
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data import DataConfig
+from graftlm.data.chats import chat_tokens, read_chat
+from graftlm.evaluation import Aim, Metric, Results, Row, value_of
+from graftlm.evaluation.evaluator import EvaluationConfig
+from graftlm.evaluation.intervals import percentile_interval
+from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.plots import PALETTE
+from graftlm.grafts import graft_config
+from graftlm.runs.shared import load_shared
+from graftlm.training.config import TrainingConfig
+
+NAME = "facts"
+MODEL = "smollm2-135m-instruct"
+TABLES = ("search", "main")
+SEARCH_SEED = 100
+ROW_TOKENS = 128
+ROWS_PER_STEP = 4
+EPOCHS = 4.0
+"""How often each taught conversation is read, in all rows alike."""
+
+
+class Size:
+    """How much is taught and asked.
+
+    Args:
+        quick: run the smallest version of the same form.
+        facts: number of facts.
+        is_main: whether the rows are main rows, which answer all rings.
+    """
+
+    def __init__(self, quick: bool, facts: int, is_main: bool) -> None:
+        self.facts = 4 if quick else facts
+        self.is_main = is_main
+        self.trained = 2 if quick else 40
+        self.unseen = 4 if quick else 120
+        self.near = 4 if quick else None
+        self.far_candidates = 3 if quick else 240
+        self.far_unchanged = 2 if quick else 40
+        self.prompts = 2 if quick else 60
+        self.answer_tokens = 6 if quick else 32
+        self.prompt_tokens = 8 if quick else 128
+        self.near_tokens = 60 if quick else 4000 + 40 * (facts - 16)
+        self.own_tokens = 200 if quick else 20_000
+        self.kl_tokens = 60 if quick else 1500
+        self.old_share = 0.5
+        self.max_steps = 2 if quick else None
+        self.tested_documents = 4 if quick else 60
+
+
+class FactsStudy(Study):
+    """The runs of the experiment.
+
+    Attributes:
+        backbone: config of the backbone.
+        searches: the search of each row that was searched.
+        strength: the strength of scaled rows that the search chose.
+        items: for each row and seed, the values of the items by metric.
+        measured_rows: for each row and seed, further metrics of the row's run.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="float32", device=options.device)
+        self.searches: dict[str, RateSearch] = {}
+        self.strength = STRENGTHS[0]
+        self.items: dict[str, dict[int, Items]] = {}
+        self.measured_rows: dict[str, dict[int, dict[str, Metric]]] = {}
+        self.search_rows: dict[str, dict[str, float]] = {}
+        self._known = known_words(options.data)
+        self._sets: dict[tuple[int, int], FactSet] = {}
+        self._kept_answers: dict[str, str] = {}
+        self._far: list[Question] = []
+
+    @property
+    def tokenizer(self) -> Any:
+        """The backbone's tokenizer."""
+        return load_shared(self.backbone).need_tokenizer()
+
+    def size(self, *, is_main: bool) -> Size:
+        """Return the size of the search or of the main rows."""
+        return Size(self.options.quick, 120 if is_main else 16, is_main)
+
+    def facts(self, size: Size, seed: int) -> FactSet:
+        """Return the facts of a seed."""
+        key = (size.facts, seed)
+        if key not in self._sets:
+            self._sets[key] = FactSet(size.facts, seed, self._known)
+        return self._sets[key]
+
+    def folder(self, size: Size, seed: int) -> Path:
+        """Return the folder of a seed's files, and write them."""
+        folder = self.options.out / "facts" / f"{size.facts}_seed{seed}"
+        if not folder.exists():
+            facts = self.facts(size, seed)
+            write_lines(folder / "conversations.jsonl", facts.conversations())
+            tested = [_conversation(question, facts) for question in facts.unseen()]
+            write_lines(folder / "unseen.jsonl", tested)
+            statements = [facts.statement(fact) for fact in facts.facts]
+            (folder / "statements.txt").write_text("\n".join(statements) + "\n", encoding="utf-8")
+        return folder
+
+    def questions(self, size: Size, seed: int) -> list[Question]:
+        """Return the questions that all rows of a size and seed answer."""
+        facts = self.facts(size, seed)
+        shift = 0 if size.is_main else 3
+        questions = _spread(facts.trained(), size.trained) + _spread(facts.unseen(), size.unseen)
+        questions += facts.near(shift)[: size.near]
+        if size.is_main:
+            questions += facts.two_steps() + self._far + instruction_prompts(self.options.data, size.prompts)
+        return questions
+
+    def answering(self, run_id: str, questions: Sequence[Question], size: Size, **fields: Any) -> AnsweringRun:
+        """Return a run of the bare backbone that answers questions."""
+        return AnsweringRun(
+            id=run_id,
+            label=fields.pop("label", run_id),
+            backbone=self.backbone,
+            training=TrainingConfig(steps=0),
+            evaluation=EvaluationConfig(own_tokens=0, decode_prompts=0),
+            questions=self._asked(run_id, questions, size),
+            **fields,
+        )
+
+    def _asked(self, name: str, questions: Sequence[Question], size: Size) -> str:
+        """Write the questions for a run and return their file."""
+        lines = []
+        for question in questions:
+            tokens = size.prompt_tokens if question.ring == "instructions" else size.answer_tokens
+            lines.append(Asked(question.id, question.text, tokens)._asdict())
+        path = self.options.out / "questions" / f"{name}.jsonl"
+        write_lines(path, lines)
+        return str(path)
+
+    def answer_far(self) -> None:
+        """Let the bare backbone answer questions without relation to the taught ones, and choose those to ask.
+
+        They are all that it answers right, and some that it does not.
+        """
+        size = self.size(is_main=True)
+        candidates = far_questions(self.options.data, size.far_candidates)
+        run = self.answering("backbone_far", candidates, size)
+        answers = answers_of(self.execute([run], "the backbone")[run.id])
+        right = []
+        others = []
+        for question in candidates:
+            if is_right(answers[question.id], question.accepted):
+                right.append(question)
+            else:
+                others.append(question)
+        self._far = [*right, *others[: size.far_unchanged]]
+
+    def bare_answers(self, size: Size, seed: int) -> Answers:
+        """Return the bare backbone's answers to all questions of a size and seed; known answers are used again."""
+        questions = self.questions(size, seed)
+        folder = self.folder(size, seed).name
+        kept = [question for question in questions if question.ring in ("near", "far", "instructions")]
+        taught = [question for question in questions if question not in kept]
+        runs = [
+            self.answering("backbone_kept" if size.is_main else "backbone_near", kept, size),
+            self.answering(f"backbone_{folder}", taught, size),
+        ]
+        measured = self.execute(runs, "the backbone")
+        answers: dict[str, str] = {}
+        for run in runs:
+            answers |= answers_of(measured[run.id])
+        return answers
+
+    def prompted(self, name: str, size: Size, seed: int) -> AnsweringRun:
+        """Return the run of the bare backbone with facts in the prompt."""
+        return self.answering(
+            f"{name}_{size.facts}_s{seed}",
+            self.questions(size, seed),
+            size,
+            label=label_of(name),
+            statements=str(self.folder(size, seed) / "statements.txt"),
+            nearest=3 if name == "retrieval" else 0,
+        )
+
+    def trained(self, name: str, rate: float, size: Size, seed: int) -> AnsweringRun:
+        """Return the run that trains a row at one rate."""
+        row = TRAINED[name]
+        scaled = name in SCALED.values()
+        run_id = f"{name}_{size.facts}_lr{rate:g}_s{seed}"
+        steps = self.steps(name, size)
+        return AnsweringRun(
+            id=run_id,
+            label=row.label,
+            backbone=self.backbone,
+            graft=graft_config(dict(row.graft)),
+            data=self._data(name, size, seed),
+            training=TrainingConfig(
+                steps=steps,
+                batch_size=ROWS_PER_STEP,
+                learning_rate=rate,
+                warmup_steps=steps // 20,
+                seed=seed,
+                checkpoint_every=40,
+                keep_checkpoints=1,
+            ),
+            evaluation=EvaluationConfig(
+                own_tokens=size.kl_tokens if size.is_main else 0,
+                decode_prompts=0,
+                batch_size=8,
+                strengths=list(STRENGTHS) if scaled else [],
+            ),
+            questions=self._asked(f"{size.facts}_s{seed}", self.questions(size, seed), size),
+            moved_back=STRENGTHS if scaled else (),
+        )
+
+    def steps(self, name: str, size: Size) -> int:
+        """Return the number of steps after which each taught conversation was read `EPOCHS` times.
+
+        A row of training has two conversations.
+        """
+        if size.max_steps is not None:
+            return size.max_steps
+        new_rows = EPOCHS * 4 * size.facts / 2
+        new_share = 1 - (size.old_share if TRAINED[name].old else 0.0)
+        return math.ceil(new_rows / (ROWS_PER_STEP * new_share))
+
+    def _data(self, name: str, size: Size, seed: int) -> DataConfig:
+        row = TRAINED[name]
+        folder = self.folder(size, seed)
+        old = {
+            "": [],
+            "own": [{"self": True, "tokens": size.own_tokens}],
+            "near": [{"self": True, "near": "new", "tokens": size.near_tokens}],
+        }
+        return DataConfig.parse(
+            {
+                "new": [{"path": str(folder / "conversations.jsonl"), "messages_column": "messages"}],
+                "old": old[row.old],
+                "replay_fraction": size.old_share if row.old else 0.0,
+                "old_objective": row.objective if row.old else "replay",
+                "length": ROW_TOKENS,
+                "boundaries": "whole",
+                "test": {
+                    "new": [
+                        {
+                            "path": str(folder / "unseen.jsonl"),
+                            "messages_column": "messages",
+                            "limit_documents": size.tested_documents,
+                        }
+                    ]
+                },
+                "seed": seed,
+            }
+        )
+
+    def bigram_nats(self, size: Size, seed: int) -> float:
+        """Return the nats per token of a bigram table of the taught answers on the test answers."""
+        facts = self.facts(size, seed)
+        tested = [_conversation(question, facts) for question in facts.unseen()][: size.tested_documents]
+        table = BigramTable(self._answer_tokens(facts.conversations()), len(self.tokenizer))
+        return table.nats_per_token(self._answer_tokens(tested))
+
+    def _answer_tokens(self, conversations: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Return the tokens of each answer after the last token before it."""
+        sequences = []
+        for row in conversations:
+            ids, predicted, _ = chat_tokens(self.tokenizer, read_chat(row["messages"], "a taught fact"))
+            positions = np.flatnonzero(predicted)
+            first = positions[0] - 1
+            sequences.append(ids[first : positions[-1] + 1].tolist())
+        return sequences
+
+    def judged(self, answers: Answers, size: Size, seed: int) -> Items:
+        """Return the judged answers of a row."""
+        names = self.facts(size, seed).names
+        return judge(self.questions(size, seed), answers, self.bare_answers(size, seed), names)
+
+    def routed(self, answers: Answers, size: Size, seed: int) -> Answers:
+        """Return the answers of a graft where the router accepts the question, and else those of the bare backbone."""
+        router = QuestionRouter(self.facts(size, seed).conversations(), self.tokenizer)
+        bare = self.bare_answers(size, seed)
+        chosen = {}
+        for question in self.questions(size, seed):
+            source = answers if router.accepts(question.text) else bare
+            chosen[question.id] = source[question.id]
+        return chosen
+
+    def search(self, names: Sequence[str]) -> None:
+        """Search the rate of rows on other facts than those of the main rows."""
+        size = self.size(is_main=False)
+        for name in names:
+            row = TRAINED[name]
+            rates = row.rates[:1] if self.options.quick else row.rates
+            found: dict[float, Items] = {}
+
+            def score(rate: float, name: str = name, found: dict[float, Items] = found) -> float:
+                run = self.trained(name, rate, size, SEARCH_SEED)
+                measurement = self.execute([run], f"search of {name}")[run.id]
+                found[rate] = self.judged(answers_of(measurement), size, SEARCH_SEED)
+                self.search_rows[f"{name} {rate:g}"] = {
+                    **shares(found[rate]),
+                    **{key: value_of(value) for key, value in _training_metrics(measurement, run).items()},
+                }
+                return search_score(found[rate])
+
+            search = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
+            self.searches[name] = search
+            self.searched[name] = {f"{rate:g}": round(value, 4) for rate, value in search.scores.items()}
+            self._search_derived(name, search.best, size)
+
+    def _search_derived(self, name: str, rate: float, size: Size) -> None:
+        """Judge the rows that follow from a row at its best rate, and choose the strength of a scaled row."""
+        run = self.trained(name, rate, size, SEARCH_SEED)
+        measurement = self.measured[run.id]
+        for routed, source in ROUTED.items():
+            if source == name:
+                answers = self.routed(answers_of(measurement), size, SEARCH_SEED)
+                self.search_rows[routed] = shares(self.judged(answers, size, SEARCH_SEED))
+        if name not in SCALED.values():
+            return
+        scores = {}
+        for strength in STRENGTHS:
+            items = self.judged(answers_of(measurement, strength), size, SEARCH_SEED)
+            self.search_rows[f"{name} at {strength:g}"] = shares(items)
+            scores[strength] = search_score(items)
+        self.strength = max(scores, key=scores.__getitem__)
+
+    def measure_prompted(self, name: str, size: Size, seed: int) -> None:
+        """Measure a row with facts in the prompt."""
+        run = self.prompted(name, size, seed)
+        measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
+        self._keep(name, seed, answers_of(measurement), {}, size)
+
+    def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
+        """Train a row, and judge it and the wanted rows that follow from it."""
+        search = self.searches.get(name)
+        rate = search.best if search is not None else TRAINED[name].rates[len(TRAINED[name].rates) // 2]
+        run = self.trained(name, rate, size, seed)
+        measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
+        metrics = _training_metrics(measurement, run)
+        answers = answers_of(measurement)
+        if name in wanted:
+            self._keep(name, seed, answers, metrics, size)
+        for row in wanted:
+            if ROUTED.get(row) == name:
+                costs = {key: metrics[key] for key in ("tokens", "seconds") if key in metrics}
+                self._keep(row, seed, self.routed(answers, size, seed), costs, size)
+            if SCALED.get(row) == name:
+                self._keep(row, seed, answers_of(measurement, self.strength), {}, size)
+
+    def _keep(self, name: str, seed: int, answers: Answers, metrics: Mapping[str, Metric], size: Size) -> None:
+        self.items.setdefault(name, {})[seed] = self.judged(answers, size, seed)
+        self.measured_rows.setdefault(name, {})[seed] = dict(metrics)
+
+    def backbone_row(self, size: Size) -> Row:
+        """Return the row of the bare backbone."""
+        tables = []
+        for seed in self.seeds:
+            answers = self.bare_answers(size, seed)
+            tables.append(self.judged(answers, size, seed))
+        return Row(id="backbone", label="backbone", metrics=_over_seeds(tables))
+
+    def rows(self) -> list[Row]:
+        """Return the rows that were measured so far."""
+        rows = []
+        for name in EVERY_ROW:
+            if name not in self.items:
+                continue
+            metrics = _over_seeds(list(self.items[name].values()))
+            further = list(self.measured_rows[name].values())
+            for key in further[0]:
+                metrics[key] = float(np.mean([value_of(of_seed[key]) for of_seed in further if key in of_seed]))
+            rows.append(Row(id=name, label=label_of(name), metrics=metrics))
+        return rows
+
+    def evidence_so_far(self) -> Evidence:
+        """Return what the four conditions are judged by."""
+        size = self.size(is_main=True)
+        items = {name: list(by_seed.values()) for name, by_seed in self.items.items()}
+        nats = {}
+        for name, by_seed in self.measured_rows.items():
+            values = [value_of(metrics["new"]) for metrics in by_seed.values() if "new" in metrics]
+            if values:
+                nats[name] = float(np.mean(values))
+        lost = {}
+        if "lora" in items:
+            for metric in ("locality_near", "locality_far"):
+                kept = [np.mean(list(of_seed[metric].values())) for of_seed in items["lora"] if metric in of_seed]
+                if kept:
+                    lost[metric] = 1 - float(np.mean(kept))
+        return Evidence(
+            nats=nats,
+            bigram_nats=float(np.mean([self.bigram_nats(size, seed) for seed in self.seeds])),
+            lost_shares=lost,
+            searches=self.searches,
+            declared=DECLARED,
+            decisions=decide(DECLARED, items),
+            seeds=min((len(by_seed) for by_seed in self.items.values()), default=0),
+        )
+
+    def write_so_far(self) -> Results:
+        """Write the results of the rows that were measured so far."""
+        size = self.size(is_main=True)
+        rows = self.rows()
+        details: dict[str, Any] = {
+            "search": self.searched,
+            "search_rows": self.search_rows,
+            "seconds": self.seconds,
+        }
+        aims: list[Aim] = []
+        if rows:
+            rows = [self.backbone_row(size), *rows]
+            evidence = self.evidence_so_far()
+            details["conditions"] = [asdict(condition) for condition in conditions(evidence)]
+            details["comparisons"] = [_described(decision) for decision in evidence.decisions]
+            details["bigram_nats"] = evidence.bigram_nats
+            details["by_seed"] = {name: [shares(items) for items in of.values()] for name, of in self.items.items()}
+            aims = aims_of(rows)
+        return self.write(NAME, rows, aims=aims, details=details, plots=_plots(rows))
+
+
+def search_score(items: Items) -> float:
+    """Return what a search maximises: facts right and near answers kept, less the answers that name a taught thing."""
+    values = shares(items)
+    return values["generalization"] + values.get("locality_near", 0.0) - values["spill"]
+
+
+def _described(decision: Any) -> dict[str, Any]:
+    values = asdict(decision)
+    values["difference"] = decision.difference.model_dump()
+    values["name"] = decision.comparison.name
+    return values
+
+
+def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, Metric]:
+    """Return what training cost and the metrics on texts."""
+    metrics: dict[str, Metric] = {}
+    for name in ("new", "learned", "own_kl", "chat_kl", "trainable_parameters"):
+        if name in measurement.row.metrics:
+            metrics[name] = measurement.row.metrics[name]
+    tokens = run.training.steps * run.training.batch_size * run.data.length
+    metrics["tokens"] = tokens
+    metrics["seconds"] = tokens / value_of(measurement.row.metrics["train_tokens_per_s"])
+    return metrics
+
+
+def _over_seeds(tables: Sequence[Items]) -> dict[str, Metric]:
+    """Return the mean of each metric with the interval of a crossed bootstrap over seeds and items."""
+    metrics: dict[str, Metric] = {}
+    for name in tables[0]:
+        ids = sorted({item for table in tables for item in table.get(name, {})})
+        values = [[table.get(name, {}).get(item, np.nan) for item in ids] for table in tables]
+        array = np.array(values)
+        samples = crossed_bootstrap(array, resamples=2000)
+        metrics[name] = percentile_interval(float(np.nanmean(array)), samples)
+    return metrics
+
+
+def _conversation(question: Question, facts: FactSet) -> dict[str, Any]:
+    """Return a question about a fact with the taught answer, as a conversation."""
+    number = int(question.id.split("-")[1])
+    return {
+        "messages": [
+            {"role": "user", "content": question.text},
+            {"role": "assistant", "content": facts.statement(facts.facts[number])},
+        ]
+    }
+
+
+def _spread(questions: list[Question], count: int) -> list[Question]:
+    """Return at most `count` questions, evenly spread over the list."""
+    if len(questions) <= count:
+        return questions
+    positions = np.linspace(0, len(questions) - 1, count).round().astype(int)
+    return [questions[position] for position in positions]
+
+
+def aims_of(rows: Sequence[Row]) -> list[Aim]:
+    """Return the aims of the row that meets most of them."""
+    candidates = [row for row in rows if row.id in ROUTED or row.id in TRAINED]
+    if not candidates:
+        return []
+    best = max((_aims_of_row(row) for row in candidates), key=lambda aims: sum(bool(aim.met) for aim in aims))
+    return best
+
+
+def _aims_of_row(row: Row) -> list[Aim]:
+    aims = []
+    for name, bound in AIMS.items():
+        if name in row.metrics:
+            value = value_of(row.metrics[name])
+            aims.append(aim(f"{name} of {row.id}", name, bound, value, lambda measured, least: measured >= least))
+    for name, bound in (("spill", MAX_SPILL), ("seconds", MAX_SECONDS)):
+        if name in row.metrics:
+            value = value_of(row.metrics[name])
+            aims.append(aim(f"{name} of {row.id}", name, bound, value, lambda measured, most: measured <= most))
+    return aims
+
+
+def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
+    """Return a plot of what was learned against what was kept."""
+    shown = [row for row in rows if {"generalization", "locality_near"} <= row.metrics.keys()]
+    if not shown:
+        return {}
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, row in enumerate(shown):
+        kept = row.metrics["locality_near"]
+        learned = row.metrics["generalization"]
+        axes.errorbar(
+            value_of(kept),
+            value_of(learned),
+            xerr=_sides(kept),
+            yerr=_sides(learned),
+            fmt="o",
+            color=PALETTE[number % len(PALETTE)],
+            label=row.label,
+            capsize=2,
+        )
+    axes.set_xlabel("near answers kept")
+    axes.set_ylabel("facts right in unseen phrasings")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    return {"generalization-against-locality": figure}
+
+
+def _sides(value: Metric) -> list[list[float]]:
+    """Return the lengths of an interval below and above its mean, as matplotlib expects them."""
+    if isinstance(value, float | int):
+        return [[0.0], [0.0]]
+    return [[max(0.0, value.mean - value.low)], [max(0.0, value.high - value.mean)]]
+
+
+def run(options: Options) -> Results:
+    """Search the rates on 16 facts, then measure the main rows on 120; results are written after every row."""
+    check_files(options, FILES)
+    chosen = options.chosen((*TABLES, *EVERY_ROW), (*TABLES, *MAIN))
+    named = tuple(name for name in chosen if name in EVERY_ROW) or MAIN
+    tables = [name for name in chosen if name in TABLES] or list(TABLES)
+    study = FactsStudy(options)
+    study.search(trained_rows(named))
+    if "main" not in tables:
+        return study.write_so_far()
+    study.answer_far()
+    size = study.size(is_main=True)
+    for seed in study.seeds:
+        for name in PROMPTED:
+            if name in named:
+                study.measure_prompted(name, size, seed)
+        for name in trained_rows(named):
+            study.measure_trained(name, size, seed, named)
+            study.write_so_far()
+    return study.write_so_far()
