@@ -56,7 +56,7 @@ TABLES = ("search", "main")
 SEARCH_SEED = 100
 ROW_TOKENS = 128
 ROWS_PER_STEP = 4
-EPOCHS = 4.0
+EPOCHS = 3.0
 """How often each taught conversation is read, in all rows alike."""
 
 
@@ -70,7 +70,7 @@ class Size:
     """
 
     def __init__(self, quick: bool, facts: int, is_main: bool) -> None:
-        self.facts = 4 if quick else facts
+        self.facts = 4 + is_main if quick else facts
         self.is_main = is_main
         self.trained = 2 if quick else 40
         self.unseen = 4 if quick else 120
@@ -109,13 +109,16 @@ class FactsStudy(Study):
         self.search_rows: dict[str, dict[str, float]] = {}
         self._known = known_words(options.data)
         self._sets: dict[tuple[int, int], FactSet] = {}
-        self._kept_answers: dict[str, str] = {}
+        self._tokenizer: Any = None
+        self._bare: dict[tuple[int, int], Answers] = {}
         self._far: list[Question] = []
 
     @property
     def tokenizer(self) -> Any:
         """The backbone's tokenizer."""
-        return load_shared(self.backbone).need_tokenizer()
+        if self._tokenizer is None:
+            self._tokenizer = load_shared(self.backbone).need_tokenizer()
+        return self._tokenizer
 
     def size(self, *, is_main: bool) -> Size:
         """Return the size of the search or of the main rows."""
@@ -191,7 +194,10 @@ class FactsStudy(Study):
         self._far = [*right, *others[: size.far_unchanged]]
 
     def bare_answers(self, size: Size, seed: int) -> Answers:
-        """Return the bare backbone's answers to all questions of a size and seed; known answers are used again."""
+        """Return the bare backbone's answers to all questions of a size and seed."""
+        key = (size.facts, seed)
+        if key in self._bare:
+            return self._bare[key]
         questions = self.questions(size, seed)
         folder = self.folder(size, seed).name
         kept = [question for question in questions if question.ring in ("near", "far", "instructions")]
@@ -204,6 +210,7 @@ class FactsStudy(Study):
         answers: dict[str, str] = {}
         for run in runs:
             answers |= answers_of(measured[run.id])
+        self._bare[key] = answers
         return answers
 
     def prompted(self, name: str, size: Size, seed: int) -> AnsweringRun:
