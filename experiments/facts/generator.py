@@ -19,8 +19,8 @@ TRAINED_PHRASINGS = 4  # of six; the others are held out
 
 Ring = Literal["trained", "unseen", "two-steps", "near", "far", "instructions"]
 
-_ONSETS = "b b d d f g h j k l l m m n n p r r s t t v v w z br dr fl gr kl pl st tr".split()
-_VOWELS = "a e i o u".split()
+_ONSETS = [*"bbddfghjkllmmnnprrsttvvwz", "br", "dr", "fl", "gr", "kl", "pl", "st", "tr"]
+_VOWELS = "aeiou"
 _CODAS = ["l", "m", "n", "r", "s"]
 _CODA_SHARE = 0.35  # share of first syllables that end with a consonant
 _ENDINGS = {
