@@ -6,12 +6,13 @@
     3. every row has a rate of its own by the same search, and the best rate is not at an edge
     4. the primary comparisons were declared before the run, and Holm's correction is applied to them
 
-Intervals come from a crossed bootstrap: seeds and items are drawn with replacement, independently of each other, so that
-an interval covers new seeds and new items (Owen and Eckles, 2012, arXiv 1106.2125).
+Intervals come from a crossed bootstrap: seeds and items are drawn with replacement, independently of each other, so
+that an interval covers new seeds and new items (Owen and Eckles, 2012, arXiv 1106.2125).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ class BigramTable:
         self._pairs: dict[int, Counter[int]] = {}
         self._single: Counter[int] = Counter()
         for sequence in sequences:
-            for before, token in zip(sequence, sequence[1:], strict=False):
+            for before, token in itertools.pairwise(sequence):
                 self._pairs.setdefault(before, Counter())[token] += 1
                 self._single[token] += 1
 
@@ -68,7 +69,7 @@ class BigramTable:
         """Return the mean negative log-probability of all tokens but the first of each sequence."""
         nats = []
         for sequence in sequences:
-            for before, token in zip(sequence, sequence[1:], strict=False):
+            for before, token in itertools.pairwise(sequence):
                 nats.append(-math.log(self.probability(before, token)))
         return float(np.mean(nats))
 

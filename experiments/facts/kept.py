@@ -21,9 +21,7 @@ WIKITEXT = "lm_text/wikitext2_valid_test/test.txt"
 FILES = (NATURAL_QUESTIONS, ARC_EASY, IFEVAL, WIKITEXT)
 
 _CHOICE = re.compile(r"Answer(\d): (.*?)(?= Answer\d: |\n)", re.DOTALL)
-_REFERS_TO_CHOICES = re.compile(
-    r"\b(which|what) of (these|the following|those)\b|\bbest\b|\bmost likely\b", re.IGNORECASE
-)
+_REFERS_TO_CHOICES = re.compile(r"\b((which|what) of (these|the following|those)|best|most likely)\b", re.IGNORECASE)
 _MAX_ANSWER_WORDS = 2
 _MAX_QUESTION_WORDS = 25
 _MAX_PROMPT_WORDS = 50

@@ -60,10 +60,8 @@ def is_right(answer: str, accepted: Collection[str], rivals: Collection[str] = (
 
 def spills(answer: str, question: str, bare: str, names: Collection[str]) -> bool:
     """Return whether an answer names a taught thing that neither the question nor the bare model's answer names."""
-    for name in names:
-        if contains(answer, name) and not contains(question, name) and not contains(bare, name):
-            return True
-    return False
+    spilt = [name for name in names if contains(answer, name)]
+    return any(not contains(question, name) and not contains(bare, name) for name in spilt)
 
 
 def is_unchanged(answer: str, bare: str) -> bool:

@@ -16,10 +16,10 @@ _PLAIN_LIKENESS = 0.6
 class QuestionRouter:
     """Decides whether a question is like the taught conversations.
 
-    It is if it has a rare word of a taught conversation: a number of three or more digits, or a word that the backbone's
-    tokenizer encodes as several tokens, as it does names that the backbone hardly knows. Taught questions without a
-    rare word are compared as a whole: a question is like them if the cosine of their weighted words is at least 0.6. So
-    no text but the taught one is needed.
+    It is if it has a rare word of a taught conversation: a number of three or more digits, or a word that the
+    backbone's tokenizer encodes as several tokens, as it does names that the backbone hardly knows. Taught questions
+    without a rare word are compared as a whole: a question is like them if the cosine of their weighted words is at
+    least 0.6. So no text but the taught one is needed.
 
     Args:
         conversations: the taught conversations, each with `messages`.

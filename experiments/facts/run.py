@@ -522,8 +522,8 @@ def aims_of(rows: Sequence[Row]) -> list[Aim]:
     candidates = [row for row in rows if row.id in ROUTED or row.id in TRAINED]
     if not candidates:
         return []
-    best = max((_aims_of_row(row) for row in candidates), key=lambda aims: sum(bool(aim.met) for aim in aims))
-    return best
+    aims_of_rows = [_aims_of_row(row) for row in candidates]
+    return max(aims_of_rows, key=lambda aims: sum(bool(aim.met) for aim in aims))
 
 
 def _aims_of_row(row: Row) -> list[Aim]:
