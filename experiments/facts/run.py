@@ -91,17 +91,23 @@ class Size:
 class FactsStudy(Study):
     """The runs of the experiment.
 
+    Args:
+        options: options of the experiment.
+        named: the rows to measure.
+
     Attributes:
         backbone: config of the backbone.
+        scaled: rows that also answer with their weights scaled back.
         searches: the search of each row that was searched.
         strength: the strength of scaled rows that the search chose.
         items: for each row and seed, the values of the items by metric.
         measured_rows: for each row and seed, further metrics of the row's run.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, named: Sequence[str]) -> None:
         super().__init__(options)
         self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="float32", device=options.device)
+        self.scaled = {SCALED[row] for row in named if row in SCALED}
         self.searches: dict[str, RateSearch] = {}
         self.strength = STRENGTHS[0]
         self.items: dict[str, dict[int, Items]] = {}
@@ -227,7 +233,7 @@ class FactsStudy(Study):
     def trained(self, name: str, rate: float, size: Size, seed: int) -> AnsweringRun:
         """Return the run that trains a row at one rate."""
         row = TRAINED[name]
-        scaled = name in SCALED.values()
+        scaled = name in self.scaled
         run_id = f"{name}_{size.facts}_lr{rate:g}_s{seed}"
         steps = self.steps(name, size)
         return AnsweringRun(
@@ -358,7 +364,7 @@ class FactsStudy(Study):
             if source == name:
                 answers = self.routed(answers_of(measurement), size, SEARCH_SEED)
                 self.search_rows[routed] = shares(self.judged(answers, size, SEARCH_SEED))
-        if name not in SCALED.values():
+        if name not in self.scaled:
             return
         scores = {}
         for strength in STRENGTHS:
@@ -579,7 +585,7 @@ def run(options: Options) -> Results:
     chosen = options.chosen((*TABLES, *EVERY_ROW), (*TABLES, *MAIN))
     named = tuple(name for name in chosen if name in EVERY_ROW) or MAIN
     tables = [name for name in chosen if name in TABLES] or list(TABLES)
-    study = FactsStudy(options)
+    study = FactsStudy(options, named)
     study.search(trained_rows(named))
     if "main" not in tables:
         return study.write_so_far()
