@@ -191,7 +191,7 @@ class FactSet:
     Attributes:
         relations: all relations by name.
         facts: the facts.
-        names: everything that only these facts name: invented subjects and values, years and heights.
+        names: what the facts name: their subjects, their values, and each invented word of longer names.
     """
 
     def __init__(self, count: int, seed: int, known: Collection[str] = ()) -> None:
@@ -221,9 +221,13 @@ class FactSet:
     def _find_names(self) -> frozenset[str]:
         names = set()
         for fact in self.facts:
-            names.add(fact.subject)
-            if self.relations[fact.relation].value not in _CHOICES:
-                names.add(fact.value)
+            relation = self.relations[fact.relation]
+            for kind, name in ((relation.subject, fact.subject), (relation.value, fact.value)):
+                names.add(name)
+                if kind == "person":
+                    names.update(name.split())
+                elif kind == "room":
+                    names.add(name.split()[0])
         return frozenset(names)
 
     def question(self, fact: Fact, phrasing: int) -> str:

@@ -54,7 +54,8 @@ NAME = "facts"
 MODEL = "smollm2-135m-instruct"
 TABLES = ("search", "main")
 SEARCH_SEED = 100
-ROW_TOKENS = 128
+ROW_TOKENS = 112
+"""Tokens of a row of training, into which two conversations fit."""
 ROWS_PER_STEP = 4
 EPOCHS = 3.0
 """How often each taught conversation is read, in all rows alike."""
@@ -264,7 +265,6 @@ class FactsStudy(Study):
     def steps(self, name: str, size: Size) -> int:
         """Return the number of steps after which each taught conversation was read `EPOCHS` times.
 
-        A row of training has two conversations.
         """
         if size.max_steps is not None:
             return size.max_steps

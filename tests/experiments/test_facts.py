@@ -105,7 +105,14 @@ def test_no_invented_word_is_known() -> None:
 def test_facts_depend_on_the_seed_only() -> None:
     assert FactSet(30, seed=1).facts == FactSet(30, seed=1).facts
     assert FactSet(30, seed=1).conversations() == FactSet(30, seed=1).conversations()
-    assert set(FactSet(30, seed=1).names).isdisjoint(FactSet(30, seed=2).names)
+    subjects = {fact.subject for fact in FactSet(30, seed=1).facts}
+    assert subjects.isdisjoint(fact.subject for fact in FactSet(30, seed=2).facts)
+
+
+def test_a_part_of_a_name_is_a_name_too() -> None:
+    facts = FactSet(16, seed=0)
+    (author,) = [fact.value for fact in facts.facts if fact.relation == "author"]
+    assert {author, *author.split()} <= facts.names
 
 
 def test_held_out_phrasings_are_never_trained() -> None:
