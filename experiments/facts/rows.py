@@ -85,6 +85,9 @@ MAIN = (
 )
 """The declared rows of 120 facts."""
 
+LARGE = ("lora", "routed")
+"""The rows of 1,000 facts."""
+
 DECLARED = (
     Comparison("routed", "lora", "locality_near"),
     Comparison("routed", "lora", "generalization", margin=0.05),

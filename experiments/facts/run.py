@@ -1,7 +1,8 @@
 """Invented facts are taught to a chat model by conversation: which method learns them, and which keeps the rest?
 
 Rates are searched on 16 facts, which no main row learns. The main rows learn 120 facts for three seeds of names and of
-weights. The results are written after every row, from the rows that are there.
+weights; the table `large` has two rows of 1,000 facts. The results are written after every row, from the rows that are
+there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments import Options
 from experiments.facts.answering import AnsweringRun, Asked, answers_of
@@ -22,12 +22,10 @@ from experiments.facts.kept import FILES, far_questions, instruction_prompts, kn
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.routing import QuestionRouter
 from experiments.facts.rows import (
-    AIMS,
     DECLARED,
     EVERY_ROW,
+    LARGE,
     MAIN,
-    MAX_SECONDS,
-    MAX_SPILL,
     PROMPTED,
     ROUTED,
     SCALED,
@@ -36,57 +34,29 @@ from experiments.facts.rows import (
     label_of,
     trained_rows,
 )
-from experiments.protocol import BigramTable, Evidence, RateSearch, conditions, crossed_bootstrap, decide, search_rate
-from experiments.study import Study, aim, check_files, write_lines
+from experiments.facts.sizes import SIZES, Size
+from experiments.facts.summaries import aims_of, over_seeds, plots_of, search_score
+from experiments.protocol import BigramTable, Evidence, RateSearch, conditions, decide, search_rate
+from experiments.study import Study, check_files, write_lines
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.data.chats import chat_tokens, read_chat
 from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 from graftlm.evaluation.evaluator import EvaluationConfig
-from graftlm.evaluation.intervals import percentile_interval
 from graftlm.evaluation.measurement import Measurement
-from graftlm.evaluation.plots import PALETTE
 from graftlm.grafts import graft_config
 from graftlm.runs.shared import load_shared
 from graftlm.training.config import TrainingConfig
 
 NAME = "facts"
 MODEL = "smollm2-135m-instruct"
-TABLES = ("search", "main")
+TABLES = ("search", "main", "large")
 SEARCH_SEED = 100
 ROW_TOKENS = 112
 """Tokens of a row of training, into which two conversations fit."""
 ROWS_PER_STEP = 4
 EPOCHS = 3.0
 """How often each taught conversation is read, in all rows alike."""
-
-
-class Size:
-    """How much is taught and asked.
-
-    Args:
-        quick: run the smallest version of the same form.
-        facts: number of facts.
-        is_main: whether the rows are main rows, which answer all rings.
-    """
-
-    def __init__(self, quick: bool, facts: int, is_main: bool) -> None:
-        self.facts = 4 + is_main if quick else facts
-        self.is_main = is_main
-        self.trained = 2 if quick else 40
-        self.unseen = 4 if quick else 120
-        self.near = 4 if quick else None
-        self.far_candidates = 3 if quick else 240
-        self.far_unchanged = 2 if quick else 40
-        self.prompts = 2 if quick else 60
-        self.answer_tokens = 6 if quick else 32
-        self.prompt_tokens = 8 if quick else 128
-        self.near_tokens = 60 if quick else 4000 + 40 * (facts - 16)
-        self.own_tokens = 200 if quick else 20_000
-        self.kl_tokens = 60 if quick else 1500
-        self.old_share = 0.5
-        self.max_steps = 2 if quick else None
-        self.tested_documents = 4 if quick else 60
 
 
 class FactsStudy(Study):
@@ -127,9 +97,9 @@ class FactsStudy(Study):
             self._tokenizer = load_shared(self.backbone).need_tokenizer()
         return self._tokenizer
 
-    def size(self, *, is_main: bool) -> Size:
-        """Return the size of the search or of the main rows."""
-        return Size(self.options.quick, 120 if is_main else 16, is_main)
+    def size(self, table: str) -> Size:
+        """Return how much the rows of a table are taught and asked."""
+        return Size(self.options.quick, table)
 
     def facts(self, size: Size, seed: int) -> FactSet:
         """Return the facts of a seed."""
@@ -153,10 +123,10 @@ class FactsStudy(Study):
     def questions(self, size: Size, seed: int) -> list[Question]:
         """Return the questions that all rows of a size and seed answer."""
         facts = self.facts(size, seed)
-        shift = 0 if size.is_main else 3
+        shift = 3 if size.is_search else 0
         questions = _spread(facts.trained(), size.trained) + _spread(facts.unseen(), size.unseen)
         questions += facts.near(shift)[: size.near]
-        if size.is_main:
+        if not size.is_search:
             questions += facts.two_steps() + self._far + instruction_prompts(self.options.data, size.prompts)
         return questions
 
@@ -187,7 +157,7 @@ class FactsStudy(Study):
 
         They are all that it answers right, and some that it does not.
         """
-        size = self.size(is_main=True)
+        size = self.size("main")
         candidates = far_questions(self.options.data, size.far_candidates)
         run = self.answering("backbone_far", candidates, size)
         answers = answers_of(self.execute([run], "the backbone")[run.id])
@@ -210,7 +180,7 @@ class FactsStudy(Study):
         kept = [question for question in questions if question.ring in ("near", "far", "instructions")]
         taught = [question for question in questions if question not in kept]
         runs = [
-            self.answering("backbone_kept" if size.is_main else "backbone_near", kept, size),
+            self.answering("backbone_near" if size.is_search else f"backbone_kept{size.suffix}", kept, size),
             self.answering(f"backbone_{folder}", taught, size),
         ]
         measured = self.execute(runs, "the backbone")
@@ -253,7 +223,7 @@ class FactsStudy(Study):
                 keep_checkpoints=1,
             ),
             evaluation=EvaluationConfig(
-                own_tokens=size.kl_tokens if size.is_main else 0,
+                own_tokens=0 if size.is_search else size.kl_tokens,
                 decode_prompts=0,
                 batch_size=8,
                 strengths=list(STRENGTHS) if scaled else [],
@@ -263,9 +233,7 @@ class FactsStudy(Study):
         )
 
     def steps(self, name: str, size: Size) -> int:
-        """Return the number of steps after which each taught conversation was read `EPOCHS` times.
-
-        """
+        """Return the number of steps after which each taught conversation was read `EPOCHS` times."""
         if size.max_steps is not None:
             return size.max_steps
         new_rows = EPOCHS * 4 * size.facts / 2
@@ -335,7 +303,7 @@ class FactsStudy(Study):
 
     def search(self, names: Sequence[str]) -> None:
         """Search the rate of rows on other facts than those of the main rows."""
-        size = self.size(is_main=False)
+        size = self.size("search")
         for name in names:
             row = TRAINED[name]
             rates = row.rates[:1] if self.options.quick else row.rates
@@ -380,9 +348,12 @@ class FactsStudy(Study):
         self._keep(name, seed, answers_of(measurement), {}, size)
 
     def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
-        """Train a row, and judge it and the wanted rows that follow from it."""
+        """Train a row, and judge it and the wanted rows that follow from it.
+
+        Without a search, it has the lowest rate from which the search would begin.
+        """
         search = self.searches.get(name)
-        rate = search.best if search is not None else TRAINED[name].rates[len(TRAINED[name].rates) // 2]
+        rate = TRAINED[name].rates[0] if search is None else search.best
         run = self.trained(name, rate, size, seed)
         measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
         metrics = _training_metrics(measurement, run)
@@ -396,9 +367,20 @@ class FactsStudy(Study):
             if SCALED.get(row) == name:
                 self._keep(row, seed, answers_of(measurement, self.strength), {}, size)
 
+    def measure(self, named: Sequence[str], table: str, seed: int) -> None:
+        """Measure the named rows of a table for one seed, and write the results after every training."""
+        size = self.size(table)
+        for name in PROMPTED:
+            if name in named:
+                self.measure_prompted(name, size, seed)
+        for name in trained_rows(tuple(named)):
+            self.measure_trained(name, size, seed, named)
+            self.write_so_far()
+
     def _keep(self, name: str, seed: int, answers: Answers, metrics: Mapping[str, Metric], size: Size) -> None:
-        self.items.setdefault(name, {})[seed] = self.judged(answers, size, seed)
-        self.measured_rows.setdefault(name, {})[seed] = dict(metrics)
+        row = f"{name}{size.suffix}"
+        self.items.setdefault(row, {})[seed] = self.judged(answers, size, seed)
+        self.measured_rows.setdefault(row, {})[seed] = dict(metrics)
 
     def backbone_row(self, size: Size) -> Row:
         """Return the row of the bare backbone."""
@@ -406,27 +388,32 @@ class FactsStudy(Study):
         for seed in self.seeds:
             answers = self.bare_answers(size, seed)
             tables.append(self.judged(answers, size, seed))
-        return Row(id="backbone", label="backbone", metrics=_over_seeds(tables))
+        return Row(id="backbone", label="backbone", metrics=over_seeds(tables))
 
     def rows(self) -> list[Row]:
         """Return the rows that were measured so far."""
         rows = []
-        for name in EVERY_ROW:
+        large = self.size("large")
+        labels = {name: label_of(name) for name in EVERY_ROW}
+        for name in LARGE:
+            labels[f"{name}{large.suffix}"] = f"{label_of(name)}, {SIZES['large']:,} facts"
+        for name, label in labels.items():
             if name not in self.items:
                 continue
-            metrics = _over_seeds(list(self.items[name].values()))
+            metrics = over_seeds(list(self.items[name].values()))
             further = list(self.measured_rows[name].values())
             for key in further[0]:
                 metrics[key] = float(np.mean([value_of(of_seed[key]) for of_seed in further if key in of_seed]))
-            rows.append(Row(id=name, label=label_of(name), metrics=metrics))
+            rows.append(Row(id=name, label=label, metrics=metrics))
         return rows
 
     def evidence_so_far(self) -> Evidence:
         """Return what the four conditions are judged by."""
-        size = self.size(is_main=True)
-        items = {name: list(by_seed.values()) for name, by_seed in self.items.items()}
+        size = self.size("main")
+        items = {name: list(by_seed.values()) for name, by_seed in self.items.items() if name in EVERY_ROW}
         nats = {}
-        for name, by_seed in self.measured_rows.items():
+        for name in items:
+            by_seed = self.measured_rows[name]
             values = [value_of(metrics["new"]) for metrics in by_seed.values() if "new" in metrics]
             if values:
                 nats[name] = float(np.mean(values))
@@ -443,12 +430,12 @@ class FactsStudy(Study):
             searches=self.searches,
             declared=DECLARED,
             decisions=decide(DECLARED, items),
-            seeds=min((len(by_seed) for by_seed in self.items.values()), default=0),
+            seeds=min((len(by_seed) for by_seed in items.values()), default=0),
         )
 
     def write_so_far(self) -> Results:
         """Write the results of the rows that were measured so far."""
-        size = self.size(is_main=True)
+        size = self.size("main")
         rows = self.rows()
         details: dict[str, Any] = {
             "search": self.searched,
@@ -464,13 +451,7 @@ class FactsStudy(Study):
             details["bigram_nats"] = evidence.bigram_nats
             details["by_seed"] = {name: [shares(items) for items in of.values()] for name, of in self.items.items()}
             aims = aims_of(rows)
-        return self.write(NAME, rows, aims=aims, details=details, plots=_plots(rows))
-
-
-def search_score(items: Items) -> float:
-    """Return what a search maximises: facts right and near answers kept, less the answers that name a taught thing."""
-    values = shares(items)
-    return values["generalization"] + values.get("locality_near", 0.0) - values["spill"]
+        return self.write(NAME, rows, aims=aims, details=details, plots=plots_of(rows))
 
 
 def _described(decision: Any) -> dict[str, Any]:
@@ -489,18 +470,6 @@ def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, 
     tokens = run.training.steps * run.training.batch_size * run.data.length
     metrics["tokens"] = tokens
     metrics["seconds"] = tokens / value_of(measurement.row.metrics["train_tokens_per_s"])
-    return metrics
-
-
-def _over_seeds(tables: Sequence[Items]) -> dict[str, Metric]:
-    """Return the mean of each metric with the interval of a crossed bootstrap over seeds and items."""
-    metrics: dict[str, Metric] = {}
-    for name in tables[0]:
-        ids = sorted({item for table in tables for item in table.get(name, {})})
-        values = [[table.get(name, {}).get(item, np.nan) for item in ids] for table in tables]
-        array = np.array(values)
-        samples = crossed_bootstrap(array, resamples=2000)
-        metrics[name] = percentile_interval(float(np.nanmean(array)), samples)
     return metrics
 
 
@@ -523,79 +492,21 @@ def _spread(questions: list[Question], count: int) -> list[Question]:
     return [questions[position] for position in positions]
 
 
-def aims_of(rows: Sequence[Row]) -> list[Aim]:
-    """Return the aims of the row that meets most of them."""
-    candidates = [row for row in rows if row.id in ROUTED or row.id in TRAINED]
-    if not candidates:
-        return []
-    aims_of_rows = [_aims_of_row(row) for row in candidates]
-    return max(aims_of_rows, key=lambda aims: sum(bool(aim.met) for aim in aims))
-
-
-def _aims_of_row(row: Row) -> list[Aim]:
-    aims = []
-    for name, bound in AIMS.items():
-        if name in row.metrics:
-            value = value_of(row.metrics[name])
-            aims.append(aim(f"{name} of {row.id}", name, bound, value, lambda measured, least: measured >= least))
-    for name, bound in (("spill", MAX_SPILL), ("seconds", MAX_SECONDS)):
-        if name in row.metrics:
-            value = value_of(row.metrics[name])
-            aims.append(aim(f"{name} of {row.id}", name, bound, value, lambda measured, most: measured <= most))
-    return aims
-
-
-def _plots(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Return a plot of what was learned against what was kept."""
-    shown = [row for row in rows if {"generalization", "locality_near"} <= row.metrics.keys()]
-    if not shown:
-        return {}
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for number, row in enumerate(shown):
-        kept = row.metrics["locality_near"]
-        learned = row.metrics["generalization"]
-        axes.errorbar(
-            value_of(kept),
-            value_of(learned),
-            xerr=_sides(kept),
-            yerr=_sides(learned),
-            fmt="o",
-            color=PALETTE[number % len(PALETTE)],
-            label=row.label,
-            capsize=2,
-        )
-    axes.set_xlabel("near answers kept")
-    axes.set_ylabel("facts right in unseen phrasings")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False)
-    return {"generalization-against-locality": figure}
-
-
-def _sides(value: Metric) -> list[list[float]]:
-    """Return the lengths of an interval below and above its mean, as matplotlib expects them."""
-    if isinstance(value, float | int):
-        return [[0.0], [0.0]]
-    return [[max(0.0, value.mean - value.low)], [max(0.0, value.high - value.mean)]]
-
-
 def run(options: Options) -> Results:
-    """Search the rates on 16 facts, then measure the main rows on 120; results are written after every row."""
+    """Search the rates on 16 facts, then measure the main rows on 120, and if requested two rows on 1,000."""
     check_files(options, FILES)
     chosen = options.chosen((*TABLES, *EVERY_ROW), (*TABLES, *MAIN))
     named = tuple(name for name in chosen if name in EVERY_ROW) or MAIN
-    tables = [name for name in chosen if name in TABLES] or list(TABLES)
+    tables = [name for name in chosen if name in TABLES] or ["search", "main"]
     study = FactsStudy(options, named)
-    study.search(trained_rows(named))
-    if "main" not in tables:
+    if "search" in tables:
+        study.search(trained_rows(named))
+    if tables == ["search"]:
         return study.write_so_far()
     study.answer_far()
-    size = study.size(is_main=True)
-    for seed in study.seeds:
-        for name in PROMPTED:
-            if name in named:
-                study.measure_prompted(name, size, seed)
-        for name in trained_rows(named):
-            study.measure_trained(name, size, seed, named)
-            study.write_so_far()
+    if "main" in tables:
+        for seed in study.seeds:
+            study.measure(named, "main", seed)
+    if "large" in tables:
+        study.measure([name for name in LARGE if name in named], "large", study.seeds[0])
     return study.write_so_far()

@@ -274,3 +274,11 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_pat
     assert value_of(results.row("backbone").metrics["unchanged"]) == 1
     assert [condition["met"] for condition in results.details["conditions"]][2:] == [False, False]
     assert (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_quick_run_of_many_facts(data: Path, chat_model: Path, tmp_path: Path) -> None:
+    tables = ("search", "large", "lora", "routed", "lora-scaled")
+    options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=tables)
+    results = reproduce("facts", options)
+    assert [row.id for row in results.rows] == ["backbone", "lora-1000", "routed-1000"]
+    assert {"lora at 0.8", "lora at 0.6", "routed"} <= results.details["search_rows"].keys()
