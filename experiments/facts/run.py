@@ -89,6 +89,7 @@ class FactsStudy(Study):
         self._tokenizer: Any = None
         self._bare: dict[tuple[int, int], Answers] = {}
         self._far: list[Question] = []
+        self._far_answers: Answers = {}
 
     @property
     def tokenizer(self) -> Any:
@@ -169,6 +170,7 @@ class FactsStudy(Study):
             else:
                 others.append(question)
         self._far = [*right, *others[: size.far_unchanged]]
+        self._far_answers = answers
 
     def bare_answers(self, size: Size, seed: int) -> Answers:
         """Return the bare backbone's answers to all questions of a size and seed."""
@@ -177,14 +179,14 @@ class FactsStudy(Study):
             return self._bare[key]
         questions = self.questions(size, seed)
         folder = self.folder(size, seed).name
-        kept = [question for question in questions if question.ring in ("near", "far", "instructions")]
-        taught = [question for question in questions if question not in kept]
+        kept = [question for question in questions if question.ring in ("near", "instructions")]
+        taught = [question for question in questions if question.ring in ("trained", "unseen", "two-steps")]
         runs = [
             self.answering("backbone_near" if size.is_search else f"backbone_kept{size.suffix}", kept, size),
             self.answering(f"backbone_{folder}", taught, size),
         ]
         measured = self.execute(runs, "the backbone")
-        answers: dict[str, str] = {}
+        answers = dict(self._far_answers)
         for run in runs:
             answers |= answers_of(measured[run.id])
         self._bare[key] = answers
@@ -350,10 +352,10 @@ class FactsStudy(Study):
     def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
         """Train a row, and judge it and the wanted rows that follow from it.
 
-        Without a search, it has the lowest rate from which the search would begin.
+        Without a search, it has the second of the rates with which the search would begin.
         """
         search = self.searches.get(name)
-        rate = TRAINED[name].rates[0] if search is None else search.best
+        rate = TRAINED[name].rates[1] if search is None else search.best
         run = self.trained(name, rate, size, seed)
         measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
         metrics = _training_metrics(measurement, run)
