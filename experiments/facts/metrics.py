@@ -24,6 +24,11 @@ from experiments.facts.generator import Question
 from experiments.facts.instructions import follows
 
 KEPT_RINGS = ("near", "far")
+METRIC_OF_RING = {
+    "trained": "efficacy",
+    "unseen": "generalization",
+    "two-steps": "portability",
+}
 Answers = Mapping[str, str]
 """Answers by the id of their question."""
 
@@ -53,9 +58,9 @@ def is_right(answer: str, accepted: Collection[str], rivals: Collection[str] = (
         accepted: answers of which one must occur.
         rivals: taught values that must not occur.
     """
-    if not any(contains(answer, phrase) for phrase in accepted):
-        return False
-    return not any(contains(answer, rival) for rival in rivals)
+    has_accepted = any(contains(answer, phrase) for phrase in accepted)
+    has_rival = any(contains(answer, rival) for rival in rivals)
+    return has_accepted and not has_rival
 
 
 def spills(answer: str, question: str, bare: str, names: Collection[str]) -> bool:
@@ -78,31 +83,38 @@ def judge(questions: Sequence[Question], answers: Answers, bare: Answers, names:
         bare: the bare model's answers.
         names: names of taught things.
     """
-    simple = {"trained": "efficacy", "unseen": "generalization", "two-steps": "portability"}
     items: Items = {}
     for question in questions:
         if question.id not in answers:
             continue
         answer = answers[question.id]
         if question.ring == "instructions":
-            _add(items, "ifeval", question, follows(answer, question))
-            continue
-        right = is_right(answer, question.accepted, question.rivals)
-        if question.ring in simple:
-            _add(items, simple[question.ring], question, right)
-            continue
-        bare_answer = bare[question.id]
-        if is_right(bare_answer, question.accepted, question.rivals):
-            _add(items, f"locality_{question.ring}", question, right)
-        _add(items, "unchanged", question, is_unchanged(answer, bare_answer))
-        _add(items, "spill", question, spills(answer, question.text, bare_answer, names))
+            judgements = {"ifeval": follows(answer, question)}
+        elif question.ring in KEPT_RINGS:
+            judgements = _judge_kept(question, answer, bare[question.id], names)
+        else:
+            metric = METRIC_OF_RING[question.ring]
+            judgements = {metric: is_right(answer, question.accepted, question.rivals)}
+        for metric, value in judgements.items():
+            of_metric = items.setdefault(metric, {})
+            of_metric[question.id] = float(value)
     return items
 
 
-def _add(items: Items, metric: str, question: Question, value: bool) -> None:
-    items.setdefault(metric, {})[question.id] = float(value)
+def _judge_kept(question: Question, answer: str, bare: str, names: Collection[str]) -> dict[str, bool]:
+    """Judge the answer to a question that has nothing to do with the taught facts."""
+    judgements = {
+        "unchanged": is_unchanged(answer, bare),
+        "spill": spills(answer, question.text, bare, names),
+    }
+    if is_right(bare, question.accepted, question.rivals):
+        judgements[f"locality_{question.ring}"] = is_right(answer, question.accepted, question.rivals)
+    return judgements
 
 
 def shares(items: Items) -> dict[str, float]:
     """Return the mean of each metric."""
-    return {metric: float(np.mean(list(values.values()))) for metric, values in items.items()}
+    means = {}
+    for metric, values in items.items():
+        means[metric] = float(np.mean(list(values.values())))
+    return means

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+Vector = dict[str, float]
 
 
 def words(text: str) -> list[str]:
@@ -24,35 +26,45 @@ class Lexicon:
 
     Args:
         texts: the texts.
-        background: texts that are only counted, so that words which are common in them weigh less.
     """
 
-    def __init__(self, texts: Sequence[str], background: Sequence[str] = ()) -> None:
-        counts: Counter[str] = Counter()
-        for text in (*texts, *background):
-            counts.update(set(words(text)))
-        self._total = len(texts) + len(background)
-        self._counts = counts
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._total = len(texts)
+        self._texts_with: Counter[str] = Counter()
+        for text in texts:
+            self._texts_with.update(set(words(text)))
         self._vectors = [self._vector(text) for text in texts]
 
     def likeness(self, question: str) -> np.ndarray:
         """Return the cosine of a question and each text, (texts,)."""
         vector = self._vector(question)
-        return np.array([_dot(vector, other) for other in self._vectors])
+        cosines = [_product(vector, other) for other in self._vectors]
+        return np.array(cosines)
 
     def nearest(self, question: str, count: int) -> list[int]:
         """Return the numbers of the texts that are most like a question, the most alike first."""
-        order = np.argsort(-self.likeness(question), kind="stable")
+        distances = -self.likeness(question)
+        order = np.argsort(distances, kind="stable")
         return order[:count].tolist()
 
-    def _vector(self, text: str) -> dict[str, float]:
+    def _vector(self, text: str) -> Vector:
+        """Return the weights of a text's words, as a vector of length 1."""
         weights = {}
         for word, count in Counter(words(text)).items():
-            rarity = math.log((1 + self._total) / (1 + self._counts[word])) + 1
-            weights[word] = count * rarity
-        norm = math.sqrt(sum(weight * weight for weight in weights.values())) or 1.0
-        return {word: weight / norm for word, weight in weights.items()}
+            weights[word] = count * self._rarity(word)
+        length = math.hypot(*weights.values())
+        if length == 0:
+            return {}
+        return {word: weight / length for word, weight in weights.items()}
+
+    def _rarity(self, word: str) -> float:
+        ratio = (1 + self._total) / (1 + self._texts_with[word])
+        return math.log(ratio) + 1
 
 
-def _dot(left: dict[str, float], right: dict[str, float]) -> float:
-    return sum(weight * right[word] for word, weight in left.items() if word in right)
+def _product(left: Mapping[str, float], right: Mapping[str, float]) -> float:
+    """Return the scalar product of two vectors."""
+    total = 0.0
+    for word, weight in left.items():
+        total += weight * right.get(word, 0.0)
+    return total
