@@ -54,23 +54,27 @@ class BigramTable:
         self._single: Counter[int] = Counter()
         for sequence in sequences:
             for before, token in itertools.pairwise(sequence):
-                self._pairs.setdefault(before, Counter())[token] += 1
+                followers = self._pairs.setdefault(before, Counter())
+                followers[token] += 1
                 self._single[token] += 1
 
     def probability(self, before: int, token: int) -> float:
         """Return the probability of a token after another."""
         alone = (self._single[token] + 1) / (self._single.total() + self._vocabulary)
         followers = self._pairs.get(before)
-        if not followers:
+        if followers is None:
             return alone
-        return (followers[token] + len(followers) * alone) / (followers.total() + len(followers))
+        different = len(followers)
+        expected = followers[token] + different * alone
+        return expected / (followers.total() + different)
 
     def nats_per_token(self, sequences: Sequence[Sequence[int]]) -> float:
         """Return the mean negative log-probability of all tokens but the first of each sequence."""
         nats = []
         for sequence in sequences:
             for before, token in itertools.pairwise(sequence):
-                nats.append(-math.log(self.probability(before, token)))
+                probability = self.probability(before, token)
+                nats.append(-math.log(probability))
         return float(np.mean(nats))
 
 
@@ -175,25 +179,39 @@ def crossed_bootstrap(differences: np.ndarray, *, resamples: int = RESAMPLES, se
     """
     n_seeds, n_items = differences.shape
     generator = np.random.default_rng(seed)
-    seed_weights = generator.multinomial(n_seeds, np.full(n_seeds, 1 / n_seeds), size=resamples)
-    item_weights = generator.multinomial(n_items, np.full(n_items, 1 / n_items), size=resamples)
+    seed_weights = _draws(generator, n_seeds, resamples)
+    item_weights = _draws(generator, n_items, resamples)
     is_there = ~np.isnan(differences)
     values = np.where(is_there, differences, 0.0)
-    sums = np.einsum("rs,si,ri->r", seed_weights, values, item_weights, optimize=True)
-    counts = np.einsum("rs,si,ri->r", seed_weights, is_there.astype(float), item_weights, optimize=True)
+    sums = _weighted_sums(values, seed_weights, item_weights)
+    counts = _weighted_sums(is_there.astype(float), seed_weights, item_weights)
     with np.errstate(invalid="ignore"):
         return sums / counts
 
 
+def _draws(generator: np.random.Generator, units: int, resamples: int) -> np.ndarray:
+    """Return how often each unit is drawn in each sample, (resamples, units)."""
+    probabilities = np.full(units, 1 / units)
+    return generator.multinomial(units, probabilities, size=resamples)
+
+
+def _weighted_sums(values: np.ndarray, seed_weights: np.ndarray, item_weights: np.ndarray) -> np.ndarray:
+    """Return the sum of (seeds, items) values for each sample, (resamples,)."""
+    over_seeds = seed_weights @ values
+    return (over_seeds * item_weights).sum(axis=1)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's corrected p-values, in the order of the given ones (Holm, 1979)."""
-    order = sorted(range(len(p_values)), key=lambda number: p_values[number])
-    corrected = [0.0] * len(p_values)
+    order = np.argsort(p_values, kind="stable")
+    corrected = [1.0] * len(p_values)
+    remaining = len(p_values)
     largest = 0.0
-    for rank, number in enumerate(order):
-        value = min(1.0, (len(p_values) - rank) * p_values[number])
+    for number in order:
+        value = min(1.0, remaining * p_values[number])
         largest = max(largest, value)
         corrected[number] = largest
+        remaining -= 1
     return corrected
 
 
@@ -235,31 +253,44 @@ def decide(
 
 def _is_measured(comparison: Comparison, items: Mapping[str, Sequence[Mapping[str, Items]]]) -> bool:
     for name in (comparison.row, comparison.rival):
-        if not items.get(name) or any(comparison.metric not in of_seed for of_seed in items[name]):
+        by_seed = items.get(name, ())
+        has_metric = [comparison.metric in of_seed for of_seed in by_seed]
+        if not has_metric or not all(has_metric):
             return False
     return True
 
 
 def _differences(comparison: Comparison, items: Mapping[str, Sequence[Mapping[str, Items]]]) -> np.ndarray:
     """Return the differences of two rows, (seeds, items), of the items that both rows have for a seed."""
-    pairs = []
+    by_seed = []
     for row, rival in zip(items[comparison.row], items[comparison.rival], strict=False):
-        pairs.append((row[comparison.metric], rival[comparison.metric]))
-    ids = sorted({name for row, rival in pairs for name in row.keys() & rival.keys()})
-    table = np.full((len(pairs), len(ids)), np.nan)
-    for number, (row, rival) in enumerate(pairs):
-        for column, name in enumerate(ids):
-            if name in row and name in rival:
-                table[number, column] = row[name] - rival[name]
+        values = row[comparison.metric]
+        rival_values = rival[comparison.metric]
+        shared = values.keys() & rival_values.keys()
+        by_seed.append({name: values[name] - rival_values[name] for name in shared})
+    return as_table(by_seed)
+
+
+def as_table(by_seed: Sequence[Items]) -> np.ndarray:
+    """Return the values of all seeds as a table, (seeds, items), with NaN where a seed lacks an item."""
+    ids: set[str] = set()
+    for items in by_seed:
+        ids.update(items)
+    table = np.full((len(by_seed), len(ids)), np.nan)
+    for row, items in enumerate(by_seed):
+        for column, name in enumerate(sorted(ids)):
+            table[row, column] = items.get(name, np.nan)
     return table
 
 
 def _p_value(samples: np.ndarray) -> float:
     """Return the two-sided p-value of a bootstrap of a difference: twice the smaller share on one side of zero."""
     valid = samples[~np.isnan(samples)]
-    below = (np.sum(valid <= 0) + 1) / (len(valid) + 1)
-    above = (np.sum(valid >= 0) + 1) / (len(valid) + 1)
-    return float(min(1.0, 2 * min(below, above)))
+    total = len(valid) + 1
+    below = (np.count_nonzero(valid <= 0) + 1) / total
+    above = (np.count_nonzero(valid >= 0) + 1) / total
+    smaller = min(below, above)
+    return min(1.0, 2 * smaller)
 
 
 def _verdict(difference: Interval, samples: np.ndarray, corrected: float, margin: float | None) -> Verdict:
@@ -322,9 +353,10 @@ def _learned(evidence: Evidence) -> Condition:
     name = "every trained row beats a bigram table of its training text"
     if not evidence.nats:
         return Condition(name, None, "no trained row was measured")
-    worse = sorted(row for row, nats in evidence.nats.items() if nats >= evidence.bigram_nats)
-    best = min(evidence.nats, key=evidence.nats.__getitem__)
-    figures = f"bigram table {evidence.bigram_nats:.2f} nats per token, {best} {evidence.nats[best]:.2f}"
+    worse = [row for row, nats in evidence.nats.items() if nats >= evidence.bigram_nats]
+    lowest = min(evidence.nats.values())
+    highest = max(evidence.nats.values())
+    figures = f"bigram table {evidence.bigram_nats:.2f} nats per token, rows {lowest:.2f} to {highest:.2f}"
     if worse:
         return Condition(name, False, f"{figures}; not better: {', '.join(worse)}")
     return Condition(name, True, figures)
@@ -332,13 +364,17 @@ def _learned(evidence: Evidence) -> Condition:
 
 def _lost(evidence: Evidence) -> Condition:
     name = "the reference row loses 0.1 nats, or 5 points of a retained skill"
-    losses = [f"{text} {nats:.2f} nats" for text, nats in evidence.lost_nats.items()]
-    losses += [f"{skill} {100 * share:.0f} points" for skill, share in evidence.lost_shares.items()]
+    losses = []
+    has_lost = False
+    for text, nats in evidence.lost_nats.items():
+        losses.append(f"{text} {nats:.2f} nats")
+        has_lost = has_lost or nats >= LOST_NATS
+    for skill, share in evidence.lost_shares.items():
+        losses.append(f"{skill} {100 * share:.0f} points")
+        has_lost = has_lost or share >= LOST_SHARE
     if not losses:
         return Condition(name, None, "no loss was measured")
-    has_lost_nats = any(nats >= LOST_NATS for nats in evidence.lost_nats.values())
-    has_lost_skill = any(share >= LOST_SHARE for share in evidence.lost_shares.values())
-    return Condition(name, has_lost_nats or has_lost_skill, f"lost: {', '.join(losses)}")
+    return Condition(name, has_lost, f"lost: {', '.join(losses)}")
 
 
 def _searched(evidence: Evidence) -> Condition:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments.facts.metrics import Items, shares
 from experiments.facts.rows import AIMS, MAX_SECONDS, MAX_SPILL, ROUTED, TRAINED
-from experiments.protocol import crossed_bootstrap
+from experiments.protocol import as_table, crossed_bootstrap
 from experiments.study import aim
 from graftlm.evaluation import Aim, Metric, Row, value_of
 from graftlm.evaluation.intervals import percentile_interval
@@ -26,9 +26,7 @@ def over_seeds(tables: Sequence[Items]) -> dict[str, Metric]:
     """Return the mean of each metric with the interval of a crossed bootstrap over seeds and items."""
     metrics: dict[str, Metric] = {}
     for name in tables[0]:
-        ids = sorted({item for table in tables for item in table.get(name, {})})
-        values = [[table.get(name, {}).get(item, np.nan) for item in ids] for table in tables]
-        array = np.array(values)
+        array = as_table([table[name] for table in tables if name in table])
         samples = crossed_bootstrap(array, resamples=2000)
         metrics[name] = percentile_interval(float(np.nanmean(array)), samples)
     return metrics
