@@ -15,6 +15,14 @@ NEUTRAL = {"kind": "neutral-residues", "capacity": 0.1, "init": "he"}
 GATED = {**NEUTRAL, "alpha": 10.0}
 UNGATED = {**NEUTRAL, "gate": "none", "local_loss": "l1", "alpha": 10.0}
 GATE_ONLY = {**NEUTRAL, "alpha": 0.0}
+ROUTED_GRAFT = {
+    "kind": "token-routing",
+    "experts": {"facts": {"rank": 71, "alpha": 142.0, "targets": ["ffn"]}},  # as LoRA with 10% more weights
+    "embedder": {"name": "words", "centroids": "all"},
+    "threshold": 0.25,
+    "reads": "prompt",
+}
+"""A LoRA expert that acts where the prompt has a rare word of the taught conversations."""
 
 LORA_RATES = (5e-4, 1e-3, 2e-3)
 ADAPTER_RATES = (2e-3, 4e-3, 8e-3)
@@ -57,6 +65,7 @@ TRAINED = {
     "neutral-near": FactsRow("neutral residues, near own text", GATED, NEUTRAL_RATES, "near"),
     "neutral-near-ungated": FactsRow("local loss without gate, near own text", UNGATED, NEUTRAL_RATES, "near"),
     "neutral-near-gate-only": FactsRow("gate without local loss, near own text", GATE_ONLY, NEUTRAL_RATES, "near"),
+    "default": FactsRow("LoRA behind a router of rare words", ROUTED_GRAFT, LORA_RATES),
 }
 PROMPTED = {
     "prompt": "all facts in the prompt",

@@ -213,7 +213,7 @@ class FactsStudy(Study):
             id=run_id,
             label=row.label,
             backbone=self.backbone,
-            graft=graft_config(dict(row.graft)),
+            graft=graft_config(self._graft(row.graft, size, seed)),
             data=self._data(name, size, seed),
             training=TrainingConfig(
                 steps=steps,
@@ -241,6 +241,18 @@ class FactsStudy(Study):
         new_rows = EPOCHS * 4 * size.facts / 2
         new_share = 1 - (size.old_share if TRAINED[name].old else 0.0)
         return math.ceil(new_rows / (ROWS_PER_STEP * new_share))
+
+    def _graft(self, graft: Mapping[str, Any], size: Size, seed: int) -> dict[str, Any]:
+        """Return the config of a row's graft; experts get the taught conversations as examples."""
+        config = dict(graft)
+        if "experts" in config:
+            conversations = str(self.folder(size, seed) / "conversations.jsonl")
+            source = {"path": conversations, "messages_column": "messages"}
+            experts = {}
+            for name, expert in config["experts"].items():
+                experts[name] = {**expert, "sources": [source]}
+            config["experts"] = experts
+        return config
 
     def _data(self, name: str, size: Size, seed: int) -> DataConfig:
         row = TRAINED[name]

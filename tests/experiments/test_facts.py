@@ -264,7 +264,7 @@ def test_a_question_without_rare_words_is_compared_as_a_whole(chat_model: Path) 
 
 
 def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_path: Path) -> None:
-    names = ("prompt", "retrieval", "lora-near", "neutral-near", "routed-near")
+    names = ("prompt", "retrieval", "lora-near", "neutral-near", "default", "routed-near")
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=names)
     results = reproduce("facts", options)
     assert {row.id for row in results.rows} == {"backbone", *names}
