@@ -158,18 +158,36 @@ def reasons(texts: list[OwnText]) -> Counter[str]:
 
 
 def test_texts_depend_on_their_seed_and_go_on_where_they_were_interrupted(tmp_path: Path, model: Backbone) -> None:
-    whole = sample(tmp_path, model, TAUGHT)
+    settings = {"tokens": 60, "answer_tokens": 12, "question_tokens": 8}
+    whole = sample(tmp_path, model, TAUGHT, **settings)
     used = [text for text in whole if not text.left_out]
-    assert sum(text.tokens for text in used) >= 300
+    assert sum(text.tokens for text in used) >= 60
     file = tmp_path / "samples.jsonl"
     assert read_own_text(file) == used
     assert len(used) < len(whole), "some questions of a random model do not end"
     lines = file.read_bytes().splitlines(keepends=True)
-    assert len(lines) > 3
-    for kept in (b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2], b"".join(lines[:-1]), b'{"key', b""):
+    assert len(lines) > 2
+    for kept in (b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2], b'{"key'):
         file.write_bytes(kept)
-        assert sample(tmp_path, model, TAUGHT) == whole
-    assert sample(tmp_path / "other", model, TAUGHT, seed=1) != whole
+        assert sample(tmp_path, model, TAUGHT, **settings) == whole
+    assert sample(tmp_path / "other", model, TAUGHT, seed=1, **settings) != whole
+
+
+def test_repeated_questions_are_the_same_after_an_interruption(tmp_path: Path, model: Backbone, script: Script) -> None:
+    """Also those of texts that were left out for their answers. The script draws from the seeded random numbers."""
+
+    def pick(*texts: str) -> str:
+        return texts[int(torch.randint(len(texts), ()))]
+
+    script.rest = lambda _: f" of {pick('red', 'blue', 'sea')} {pick('house', 'city')} {pick('it', 'a')} is?{OUT}"
+    script.answer = lambda _: pick("", f"It is red.{OUT}")
+    whole = sample(tmp_path, model, TAUGHT, tokens=200)
+    assert {"", "no answer", "repeated question"} <= reasons(whole).keys()
+    file = tmp_path / "samples.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    for count in range(1, len(lines)):
+        file.write_bytes(b"".join(lines[:count]))
+        assert sample(tmp_path, model, TAUGHT, tokens=200) == whole
 
 
 def test_conversations_begin_with_one_to_four_words_of_a_new_question(
@@ -358,7 +376,8 @@ def test_settings_are_written_with_near_only() -> None:
     plain = SelfSourceConfig(self=True)
     assert not {"near", "question_tokens", "answer_tokens", "answer_temperature"} & plain.model_dump().keys()
     near = SelfSourceConfig(self=True, near="new", answer_tokens=12)
-    for config in (plain, near):
+    assert (plain.top_p, near.top_p) == (1.0, 0.9)
+    for config in (plain, near, SelfSourceConfig(self=True, near="new", top_p=1.0)):
         assert SelfSourceConfig.parse(config.model_dump()) == config
         assert SelfSourceConfig.parse(config.model_dump(exclude_defaults=True)) == config
 
