@@ -259,7 +259,9 @@ def test_a_real_model_writes_on_the_page(browser: Browser, tmp_path: Path, compl
         page.get_by_role("spinbutton", name="Tokens at most").fill("12")
         generate(page, "The quick brown fox")
         for name in ("bare backbone", "danish"):
-            expect(column(page, name).get_by_role("status")).to_contain_text(re.compile("ended the text|length was reached"))
+            expect(column(page, name).get_by_role("status")).to_contain_text(
+                re.compile("ended the text|length was reached")
+            )
             expect(column(page, name).locator(".tokens")).to_contain_text(
                 re.compile("^The quick brown fox.+", re.DOTALL)
             )
