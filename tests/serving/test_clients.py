@@ -70,6 +70,7 @@ def test_calls_of_tools(scripted: tuple[ScriptedEngine, Any]) -> None:
     assert "sunny in Rome" in str(answer)
 
 
+@pytest.mark.slow
 def test_structured_outputs_of_a_model() -> None:
     backbone = Backbone.wrap(tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer(), "tiny")
     with running(open_service(backbone, limits=EngineLimits(batch_size=4, max_tokens=400))) as address:

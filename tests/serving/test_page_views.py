@@ -26,6 +26,8 @@ from serving.scripted import ENDLESS, FRENCH, HOSTILE, ScriptedEngine
 from serving.web import changed, running
 from summarize.tools import write_pdf
 
+pytestmark = pytest.mark.slow  # a browser, and processes that read documents
+
 SCHEMES = {"light": (1280, 900), "dark": (320, 640)}
 
 
@@ -458,7 +460,7 @@ def test_colours_follow_the_system_and_the_switch(browser: Browser, address: str
     assert complaints == []
 
 
-@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_every_view_passes_axe_and_fits_the_screen(
     browser: Browser, address: str, complaints: list[str], scheme: Any
 ) -> None:

@@ -184,6 +184,7 @@ def test_two_experts_of_one_name_are_refused(recipe: Path) -> None:
     assert '"one"' in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) -> None:
     results = run_recipe(load_recipe(recipe), progress=False, log=lambda text: None)
     row = results.row("token-routing")
