@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -40,7 +40,6 @@ def several_passes(variant: str, ids: Tensor, mask: Tensor, splits: list[int]) -
 
 
 @pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
-@settings(max_examples=25)
 @given(data=st.data())
 def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -> None:
     splits = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=8)))
@@ -56,7 +55,6 @@ def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 @given(right=st.integers(0, LENGTH - 1), left=st.integers(0, LENGTH - 1))
-@settings(max_examples=15)
 def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: int) -> None:
     ids = tools.ids(3, LENGTH)
     mask = torch.ones(3, LENGTH, dtype=torch.long)

@@ -15,7 +15,6 @@ import httpx
 import jsonschema_rs
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
@@ -70,6 +69,8 @@ def test_openai_s_client_parses_a_model_of_pydantic(client: openai.OpenAI) -> No
 
 
 def test_langchain_s_client_writes_structured_output_and_calls(address: str) -> None:
+    from langchain_openai import ChatOpenAI  # takes seconds to import
+
     chat = ChatOpenAI(model="tiny", base_url=f"{address}/v1", api_key="unused", seed=1)  # type: ignore[arg-type]
     assert isinstance(chat.with_structured_output(Animal).invoke("the fox"), Animal)
     called = chat.bind_tools([WEATHER], tool_choice="weather").invoke("the fox")
