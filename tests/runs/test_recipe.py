@@ -181,6 +181,7 @@ def test_changed_text_is_not_mistaken_for_the_finished_run(recipe: Recipe, tmp_p
     assert value_of(row.metrics["new"]) > 0
 
 
+@pytest.mark.slow
 def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_backbone) -> None:
     methods = {
         "lora": {"graft": {"kind": "lora", "rank": 2}, "label": "LoRA, rank 2"},
