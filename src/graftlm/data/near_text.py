@@ -370,14 +370,12 @@ class NearTextSampler:
 
     def _answered(self, text: OwnText, answer: list[int]) -> OwnText:
         """Return a conversation with its answer."""
-        assert text.question is not None, "conversations near the new text have a question"
-        start, stop = text.question
         answer = answer[: self._length - len(text.ids)]
         written = self._decode(answer)
         reason = ""
         if not normalised(written) or _loops(answer):
             reason = "no answer"
-        elif self._names.leave_out(self._decode(text.ids[start:stop]), written):
+        elif self._names.leave_out("", written):
             reason = "new name"
         begin = len(text.ids)
         ids = text.ids + answer
