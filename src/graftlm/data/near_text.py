@@ -146,7 +146,7 @@ class NewOpenings:
             DataError: no document has an opening.
         """
         for _ in range(_DRAWS):
-            document = self._documents[generator.integers(len(self._documents))]
+            document = self._documents[int(generator.integers(len(self._documents)))]
             opening = self._opening(document, generator)
             if opening is not None:
                 return opening
@@ -166,7 +166,8 @@ class NewOpenings:
         ends = self._ends(text)
         if not ends:
             return None
-        opening = text[: ends[generator.integers(len(ends))]].strip()
+        end = ends[int(generator.integers(len(ends)))]
+        opening = text[:end].strip()
         ids = self._tokenizer(opening, add_special_tokens=False)["input_ids"]
         if not ids or len(ids) > _MAX_OPENING_TOKENS:
             return None
@@ -335,21 +336,17 @@ class NearTextSampler:
             top_p=self._config.top_p,
         )
         texts = []
-        asked = []
         for opening, prompt, turn in zip(openings, prompts, turns, strict=True):
-            text = self._asked(opening, prompt, turn)
-            texts.append(text)
-            if not text.left_out:
-                asked.append(text)
+            texts.append(self._asked(opening, prompt, turn))
         answers = self._sampler.sample(
-            [text.ids for text in asked],
+            [text.ids for text in texts if not text.left_out],
             self._ends,
             self._config.answer_tokens,
             temperature=self._config.answer_temperature,
             top_p=self._config.top_p,
         )
-        answered = {id(text): self._answered(text, answer) for text, answer in zip(asked, answers, strict=True)}
-        return [answered.get(id(text), text) for text in texts]
+        remaining = iter(answers)
+        return [text if text.left_out else self._answered(text, next(remaining)) for text in texts]
 
     def _asked(self, opening: Opening, prompt: list[int], turn: list[int]) -> OwnText:
         """Return a conversation up to its answer, left out if its question can't be used."""
@@ -433,7 +430,7 @@ class NearTextSampler:
         start, stop = sample.question or (0, len(sample.ids))
         return frozenset(normalised(self._decode(sample.ids[start:stop])))
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -91,7 +91,7 @@ class NewNames:
         for run, at_beginning in _runs(sentence):
             names.extend(self._names_of_run(run, at_beginning))
         if any(self._is_unknown(name) for name in names):
-            return [name for name in names if len(name) > 1 or _is_number(name[0]) or self._is_unknown(name)]
+            return [name for name in names if len(name) > 1 or _is_number(" ".join(name)) or self._is_unknown(name)]
         return names
 
     def _is_unknown(self, name: Name) -> bool:
