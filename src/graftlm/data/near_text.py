@@ -45,10 +45,11 @@ _MAX_OPENING_TOKENS = 16
 _RARE_WORD_TOKENS = 3
 _MIN_ANSWER = 8
 _DRAWS = 200
-_RECENT_BATCHES = 5
+_RECENT_TEXTS = 128
 _MIN_SHARE = 0.02
 _SIMILAR = 0.8
 _LOOP = 4
+_LOOP_TIMES = 4
 _REMEDY = "leave near out of the backbone's own text"
 # A word with what is attached to it; in scripts without spaces, a character.
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -145,7 +146,7 @@ class NewOpenings:
             DataError: no document has an opening.
         """
         for _ in range(_DRAWS):
-            document = self._documents[generator.integers(len(self._documents))]
+            document = self._documents[int(generator.integers(len(self._documents)))]
             opening = self._opening(document, generator)
             if opening is not None:
                 return opening
@@ -165,7 +166,8 @@ class NewOpenings:
         ends = self._ends(text)
         if not ends:
             return None
-        opening = text[: ends[generator.integers(len(ends))]].strip()
+        end = ends[int(generator.integers(len(ends)))]
+        opening = text[:end].strip()
         ids = self._tokenizer(opening, add_special_tokens=False)["input_ids"]
         if not ids or len(ids) > _MAX_OPENING_TOKENS:
             return None
@@ -238,8 +240,11 @@ class NearTextSampler:
             if document.chat is not None:
                 self._template(_system_message(document))
         self._openings.draw(np.random.default_rng(config.seed))
-        self._earlier: list[frozenset[str]] = []  # the words of the questions of the texts in use
-        self._n_read = 0  # the number of texts whose questions were added to them
+        # The words of the questions of used texts, those of the questions in the present batch, and the number of
+        # texts whose questions were read. An interrupted sampling goes on with the same words.
+        self._earlier: list[frozenset[str]] = []
+        self._in_batch: list[frozenset[str]] = []
+        self._n_read = 0
 
     def names_line(self) -> str:
         """Return a line for people about the names of the new text."""
@@ -279,6 +284,7 @@ class NearTextSampler:
             if not sample.left_out:
                 self._earlier.append(self._question_words(sample))
         self._n_read = len(samples)
+        self._in_batch = []
         generator = np.random.default_rng([self._config.seed, number])
         openings = [self._openings.draw(generator) for _ in range(self._config.batch_size)]
         with self._sampler.seeded(number):
@@ -299,11 +305,10 @@ class NearTextSampler:
         Raises:
             DataError: no text at all is used.
         """
-        recent = [text for batch in batches[-_RECENT_BATCHES:] for text in batch]
-        used = sum(not text.left_out for text in recent)
-        if len(batches) < _RECENT_BATCHES or used > _MIN_SHARE * len(recent):
-            return True
         texts = [text for batch in batches for text in batch]
+        used = sum(not text.left_out for text in texts[-_RECENT_TEXTS:])
+        if len(texts) < _RECENT_TEXTS or used > _MIN_SHARE * _RECENT_TEXTS:
+            return True
         if any(not text.left_out for text in texts):
             return False
         reasons = Counter(text.left_out for text in texts).most_common()
@@ -331,21 +336,17 @@ class NearTextSampler:
             top_p=self._config.top_p,
         )
         texts = []
-        asked = []
         for opening, prompt, turn in zip(openings, prompts, turns, strict=True):
-            text = self._asked(opening, prompt, turn)
-            texts.append(text)
-            if not text.left_out:
-                asked.append(text)
+            texts.append(self._asked(opening, prompt, turn))
         answers = self._sampler.sample(
-            [text.ids for text in asked],
+            [text.ids for text in texts if not text.left_out],
             self._ends,
             self._config.answer_tokens,
             temperature=self._config.answer_temperature,
             top_p=self._config.top_p,
         )
-        answered = {id(text): self._answered(text, answer) for text, answer in zip(asked, answers, strict=True)}
-        return [answered.get(id(text), text) for text in texts]
+        remaining = iter(answers)
+        return [text if text.left_out else self._answered(text, next(remaining)) for text in texts]
 
     def _asked(self, opening: Opening, prompt: list[int], turn: list[int]) -> OwnText:
         """Return a conversation up to its answer, left out if its question can't be used."""
@@ -356,27 +357,22 @@ class NearTextSampler:
         ids = prompt + turn + after[1:]
         asked = self._decode(ids[question[0] : question[1]])
         reason = ""
-        words = frozenset(normalised(asked))
         if normalised(asked) in self._new_questions:
             reason = "new question"
         elif self._names.leave_out(asked):
             reason = "new name"
-        elif any(_similar(words, other) for other in self._earlier):
+        elif self._is_repeated(asked):
             reason = "repeated question"
-        else:
-            self._earlier.append(words)
         return OwnText(ids, [], question, reason)
 
     def _answered(self, text: OwnText, answer: list[int]) -> OwnText:
         """Return a conversation with its answer."""
-        assert text.question is not None, "conversations near the new text have a question"
-        start, stop = text.question
         answer = answer[: self._length - len(text.ids)]
         written = self._decode(answer)
         reason = ""
         if not normalised(written) or _loops(answer):
             reason = "no answer"
-        elif self._names.leave_out(self._decode(text.ids[start:stop]), written):
+        elif self._names.leave_out("", written):
             reason = "new name"
         begin = len(text.ids)
         ids = text.ids + answer
@@ -406,7 +402,6 @@ class NearTextSampler:
     def _free_text(self, start: list[int], new: list[int]) -> OwnText:
         ids = start + new
         written = self._decode(ids)
-        words = frozenset(normalised(written))
         reason = ""
         if not normalised(self._decode(new)) or _loops(new):
             reason = "no answer"
@@ -414,12 +409,18 @@ class NearTextSampler:
             reason = "new question"
         elif self._names.leave_out(written):
             reason = "new name"
-        elif any(_similar(words, other) for other in self._earlier):
+        elif self._is_repeated(written):
             reason = "repeated question"
-        else:
-            self._earlier.append(words)
         turns = [] if reason else [(len(start), len(ids))]
         return OwnText(ids, turns, left_out=reason)
+
+    def _is_repeated(self, text: str) -> bool:
+        """Return whether a question or text is like an earlier one. If it is not, later ones are compared with it."""
+        words = frozenset(normalised(text))
+        if any(_similar(words, other) for other in (*self._earlier, *self._in_batch)):
+            return True
+        self._in_batch.append(words)
+        return False
 
     def _begins_with_new_question(self, words: Name) -> bool:
         sizes = {len(question) for question in self._new_questions}
@@ -429,7 +430,7 @@ class NearTextSampler:
         start, stop = sample.question or (0, len(sample.ids))
         return frozenset(normalised(self._decode(sample.ids[start:stop])))
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -439,6 +440,7 @@ def _similar(words: frozenset[str], other: frozenset[str]) -> bool:
 
 
 def _loops(ids: Sequence[int]) -> bool:
-    """Return whether a sequence of tokens occurs three times."""
+    """Return whether the repetitions of some four tokens make up a third of a sequence."""
     counts = Counter(tuple(ids[start : start + _LOOP]) for start in range(len(ids) - _LOOP + 1))
-    return any(count >= 3 for count in counts.values())
+    most = max(counts.values(), default=0)
+    return most >= _LOOP_TIMES and 3 * _LOOP * most >= len(ids)

@@ -1,16 +1,20 @@
-"""The names of the new text: what tells a text about a thing that the new text is about from others.
+"""The names of the new text, by which texts about the same things are recognised.
 
-A name is a run of words with capital letters inside a sentence, such as France or Velmora Coffee; of a longer run, every
-word that is not common is a name as well, such as Velmora. At the beginning of a sentence, common words and those that
-begin many sentences are not names. Numbers of three or more digits and words that contain digits are names.
+A name is a run of words with capital letters inside a sentence, such as France or Velmora Coffee, or a number of at
+least three digits. If a sentence has a name that the backbone's tokenizer has no token for, such as Velmora, the known
+words of that sentence, such as Paris or CEO, are not names on its account: the sentence is about Velmora.
 
-A sentence that has a name which the backbone hardly knows is about that one: its single words that the tokenizer encodes
-as one token, such as CEO or Paris in a sentence about Velmora, are not names on account of that sentence.
+In detail:
 
-A word is common if the new text also has it in lower case, or if the backbone's tokenizer encodes it in lower case as a
-single token: university is one, france is not. Names are compared as they are written, so that a Turkey does not leave
-out a turkey. Languages that capitalise all nouns have more names than needed, and scripts without capital letters have
-only numbers.
+- Of a run of several words, each word that is not common is a name as well: Velmora, but not Coffee. A word is common
+  if the new text also has it in lower case, or if the tokenizer has a token for it in lower case: it has one for
+  university, and none for france.
+- The first word of a sentence is part of a name unless it is common or begins many new questions.
+- Words that contain both letters and digits are names.
+- Names are compared as they are written, so that the Turkey of a new text does not leave out a turkey.
+
+Languages that capitalise all nouns have more names than needed. In scripts without capital letters only numbers are
+recognised. A well-known thing that the new text names only at the beginning of sentences (Apple) is not recognised.
 """
 
 from __future__ import annotations
@@ -31,12 +35,11 @@ _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"[.!?:;…。！？|\n]\W*$")
 _SENTENCE_BREAK = re.compile(r"(?<=[.!?])\s+|\n+")
 _INSIDE_NAME = re.compile(r"[ \u00a0’'.&-]{1,2}$")  # what may be between two words of a name
-_JOINING = frozenset(
-    ["of", "de", "di", "du", "da", "del", "von", "van", "der", "des"]
-)  # words in lower case inside a name
+# Words in lower case that may be inside a name.
+_JOINING = frozenset(["of", "de", "di", "du", "da", "del", "von", "van", "der", "des"])
 _LONGEST_NAME = 6
 _DIGITS_OF_NUMBER = 3
-_LEAST_BEGINNINGS = 8
+_LEAST_BEGINNINGS = 4
 _FREQUENT_BEGINNING = 0.05
 
 
@@ -70,17 +73,11 @@ class NewNames:
         self._lower: set[str] = set()
         self._beginnings: Counter[str] = Counter()
         for text in (*asked, *told):
-            self._count_words(text)
+            self._lower.update(word for word in words_of(text) if word[0].islower())
+        for text in asked or told:
+            self._beginnings.update(_first_words(text))
         self.asked = self._names(asked)
         self.told = self.asked | self._names(told)
-
-    def _count_words(self, text: str) -> None:
-        for match in _WORD.finditer(text):
-            word = match.group()
-            if word[0].islower():
-                self._lower.add(word)
-            if _begins_sentence(text, match.start()):
-                self._beginnings[word] += 1
 
     def _names(self, texts: Iterable[str]) -> set[Name]:
         names: set[Name] = set()
@@ -94,7 +91,7 @@ class NewNames:
         for run, at_beginning in _runs(sentence):
             names.extend(self._names_of_run(run, at_beginning))
         if any(self._is_unknown(name) for name in names):
-            return [name for name in names if len(name) > 1 or _is_number(name[0]) or self._is_unknown(name)]
+            return [name for name in names if len(name) > 1 or _is_number(" ".join(name)) or self._is_unknown(name)]
         return names
 
     def _is_unknown(self, name: Name) -> bool:
@@ -187,6 +184,14 @@ def _is_number(word: str) -> bool:
 
 def _is_capitalised(word: str) -> bool:
     return any(character.isupper() for character in word)
+
+
+def _first_words(text: str) -> Iterator[str]:
+    """Yield the first word of each sentence."""
+    for sentence in _SENTENCE_BREAK.split(text):
+        match = _WORD.search(sentence)
+        if match is not None:
+            yield match.group()
 
 
 def _begins_sentence(text: str, position: int) -> bool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 _NEAR_KEYS = ("question_tokens", "answer_tokens", "answer_temperature")  # settings of own text near the new text
+_NEAR_TOP_P = 0.9
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files of a folder that are read by default
 
@@ -150,22 +151,29 @@ class SelfSourceConfig(Config):
     )
     answer_temperature: float = Field(0.7, ge=0.01, le=100, description="With near: the temperature of answers.")
     temperature: float = Field(
-        1.0, ge=0.01, le=100, description="Divides the logits; 1 samples from the unmodified distribution."
+        1.0,
+        ge=0.01,
+        le=100,
+        description="Divides the logits; 1 samples from the unmodified distribution. Answers with near have their own.",
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="Total probability of the tokens to sample from.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Total probability of the tokens to sample from. With near the default is 0.9."
+    )
     batch_size: int = Field(32, ge=1, description="Number of texts that are sampled together.")
     seed: int = Field(0, ge=0, description="Seed of the sampling.")
 
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
         keys_of_sources = SourceConfig.model_fields.keys() - cls.model_fields.keys()
-        if isinstance(values, dict):
-            unexpected = sorted(keys_of_sources & values.keys())
-            if unexpected:
-                raise ValueError(
-                    f"a source with self: true reads no files, but it has {unexpected[0]}: write two sources"
-                )
+        unexpected = sorted(keys_of_sources & values.keys())
+        if unexpected:
+            raise ValueError(f"a source with self: true reads no files, but it has {unexpected[0]}: write two sources")
+        if values.get("near") is not None:
+            # Small models finish few questions sensibly if all tokens may be drawn.
+            return {"top_p": _NEAR_TOP_P} | values
         return values
 
     def _problems(self) -> Iterator[str]:
@@ -186,9 +194,10 @@ class SelfSourceConfig(Config):
     def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Serialise the marker `self`, and leave out settings of `near` without it, so that earlier runs keep keys."""
         values = {"self": True} | serialise(self)
-        if self.near is None:
-            for key in ("near", *_NEAR_KEYS):
-                values.pop(key, None)
+        if self.near is not None:
+            return values | {"top_p": self.top_p}
+        for key in ("near", *_NEAR_KEYS):
+            values.pop(key, None)
         return values
 
     @property

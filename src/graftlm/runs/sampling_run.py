@@ -81,7 +81,8 @@ class SamplingRun(Run):
 
     def measure(self, context: RunContext) -> Measurement:
         backbone = load_shared(self.backbone)
-        context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s own text.")
+        kind = "own text" if self.source.near is None else "own text near the new text"
+        context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s {kind}.")
         started = perf_counter()
         with PartialState().main_process_first():  # The other processes read its file.
             drawn = self._sample(backbone, context)
@@ -97,8 +98,7 @@ class SamplingRun(Run):
         }
         if self.source.near is not None:
             reasons = Counter(sample.left_out for sample in drawn if sample.left_out)
-            counts = [f"{count:,} ({reason})" for reason, count in reasons.most_common()]
-            context.log(f"{len(samples):,} of {len(drawn):,} texts are used; left out: {', '.join(counts) or 'none'}.")
+            _log_reasons(reasons, len(drawn), context)
             metrics["left_out"] = reasons.total()
             for reason in LEFT_OUT:
                 metrics[f"left_out_{reason.replace(' ', '_')}"] = reasons[reason]
@@ -130,3 +130,11 @@ class SamplingRun(Run):
     @classmethod
     def release(cls) -> None:
         release_shared()
+
+
+def _log_reasons(reasons: Counter[str], drawn: int, context: RunContext) -> None:
+    """Log how many texts are used, and how many are left out for each reason."""
+    used = drawn - reasons.total()
+    counts = [f"{count:,} ({reason})" for reason, count in reasons.most_common()]
+    left_out = ", ".join(counts) or "none"
+    context.log(f"{used:,} of {drawn:,} texts are used. Left out: {left_out}.")
