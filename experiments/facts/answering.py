@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from experiments.facts.retrieval import Lexicon
 from graftlm.backbone import Backbone, end_ids, left_padded, padding_id
 from graftlm.data.chats import render_question
-from graftlm.evaluation import Row
+from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.strengths import weights_moved_back
 from graftlm.runs.graft_run import GraftRun
@@ -65,7 +65,7 @@ class AnsweringRun(GraftRun):
         backbone = load_shared(self.backbone)
         started = time.perf_counter()
         answers = self._bare_answers(backbone)
-        metrics = {"answer_seconds": time.perf_counter() - started}
+        metrics: dict[str, Metric] = {"answer_seconds": time.perf_counter() - started}
         return Measurement(Row(id=self.id, label=self.label, metrics=metrics), {"answers": answers})
 
     def evaluate(self, trainee: Trainee[Any, Any]) -> Measurement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -272,7 +273,8 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_pat
         assert {"efficacy", "generalization", "unchanged", "spill", "ifeval"} <= row.metrics.keys()
     assert {"new", "tokens", "seconds", "own_kl"} <= results.row("lora-near").metrics.keys()
     assert value_of(results.row("backbone").metrics["unchanged"]) == 1
-    assert [condition["met"] for condition in results.details["conditions"]][2:] == [False, False]
+    judged: Any = results.details["conditions"]
+    assert [condition["met"] for condition in judged][2:] == [False, False]
     assert (tmp_path / "out" / "results.json").exists()
 
 
@@ -281,4 +283,5 @@ def test_a_quick_run_of_many_facts(data: Path, chat_model: Path, tmp_path: Path)
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=tables)
     results = reproduce("facts", options)
     assert [row.id for row in results.rows] == ["backbone", "lora-1000", "routed-1000"]
-    assert {"lora at 0.8", "lora at 0.6", "routed"} <= results.details["search_rows"].keys()
+    search_rows: Any = results.details["search_rows"]
+    assert {"lora at 0.8", "lora at 0.6", "routed"} <= search_rows.keys()

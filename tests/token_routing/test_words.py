@@ -42,11 +42,14 @@ def generated(prompt: str, graft: TokenRouting | None) -> list[int]:
     """Return ten greedy tokens after a prompt."""
     host = backbone("llama")
     inputs = host.need_tokenizer()(prompt, return_tensors="pt")
-    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     if graft is None:
-        return host.model.generate(**inputs, **options)[0].tolist()
+        return greedy(host.model, inputs)[0].tolist()
     with GraftedModel(host, {"facts": graft}) as model:
-        return model.generate(**inputs, **options)[0].tolist()
+        return greedy(model, inputs)[0].tolist()
+
+
+def greedy(model: Any, inputs: Any) -> torch.Tensor:
+    return model.generate(**inputs, max_new_tokens=10, do_sample=False)
 
 
 def test_rare_words_are_names_and_numbers() -> None:
@@ -89,10 +92,9 @@ def test_the_rows_of_a_batch_are_routed_separately() -> None:
     tokenizer.padding_side = "left"
     prompts = ["a b Vorlia", "a b c d e f g h"]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    bare = host.model.generate(**inputs, **options)
+    bare = greedy(host.model, inputs)
     with GraftedModel(host, {"facts": graft}) as model:
-        grafted = model.generate(**inputs, **options)
+        grafted = greedy(model, inputs)
     assert not torch.equal(grafted[0], bare[0])
     assert torch.equal(grafted[1], bare[1])
 
