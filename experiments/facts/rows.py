@@ -65,20 +65,15 @@ TRAINED = {
     "neutral-near": FactsRow("neutral residues, near own text", GATED, NEUTRAL_RATES, "near"),
     "neutral-near-ungated": FactsRow("local loss without gate, near own text", UNGATED, NEUTRAL_RATES, "near"),
     "neutral-near-gate-only": FactsRow("gate without local loss, near own text", GATE_ONLY, NEUTRAL_RATES, "near"),
-    "default": FactsRow("LoRA behind a router of rare words", ROUTED_GRAFT, LORA_RATES),
+    "routed": FactsRow("LoRA where the prompt names a taught thing", ROUTED_GRAFT, LORA_RATES),
 }
 PROMPTED = {
     "prompt": "all facts in the prompt",
     "retrieval": "the three nearest facts in the prompt",
 }
-# Rows whose answers follow from another row's: by the router, or with its weights scaled back.
-ROUTED = {"routed": "lora", "routed-near": "lora-near"}
+# Rows that follow from another row's run, with its weights scaled back.
 SCALED = {"lora-scaled": "lora"}
-DERIVED_LABELS = {
-    "routed": "LoRA, routed by the question",
-    "routed-near": "LoRA, near own text, routed by the question",
-    "lora-scaled": "LoRA scaled back",
-}
+SCALED_LABELS = {"lora-scaled": "LoRA scaled back"}
 STRENGTHS = (0.8, 0.6)
 """Strengths of the scaled rows. The search chooses one of them."""
 
@@ -113,17 +108,17 @@ AIMS = {"generalization": 0.9, "locality_near": 0.95, "locality_far": 0.97}
 MAX_SPILL = 0.01
 MAX_SECONDS = 1200.0
 
-EVERY_ROW = (*PROMPTED, *TRAINED, *ROUTED, *SCALED)
+EVERY_ROW = (*PROMPTED, *TRAINED, *SCALED)
 
 
 def label_of(name: str) -> str:
     """Return the label of a row."""
     if name in TRAINED:
         return TRAINED[name].label
-    return PROMPTED.get(name) or DERIVED_LABELS[name]
+    return PROMPTED.get(name) or SCALED_LABELS[name]
 
 
 def trained_rows(names: tuple[str, ...]) -> list[str]:
     """Return the rows to train for some rows, in order: those among them, and those that others follow from."""
-    needed = {ROUTED.get(name) or SCALED.get(name) or name for name in names}
+    needed = {SCALED.get(name, name) for name in names}
     return [name for name in TRAINED if name in needed]

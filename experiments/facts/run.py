@@ -20,14 +20,12 @@ from experiments.facts.answering import AnsweringRun, Asked, answers_of
 from experiments.facts.generator import FactSet, Question
 from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
-from experiments.facts.routing import QuestionRouter
 from experiments.facts.rows import (
     DECLARED,
     EVERY_ROW,
     LARGE,
     MAIN,
     PROMPTED,
-    ROUTED,
     SCALED,
     STRENGTHS,
     TRAINED,
@@ -305,16 +303,6 @@ class FactsStudy(Study):
         names = self.facts(size, seed).names
         return judge(self.questions(size, seed), answers, self.bare_answers(size, seed), names)
 
-    def routed(self, answers: Answers, size: Size, seed: int) -> Answers:
-        """Return the answers of a graft where the router accepts the question, and else those of the bare backbone."""
-        router = QuestionRouter(self.facts(size, seed).conversations(), self.tokenizer)
-        bare = self.bare_answers(size, seed)
-        chosen = {}
-        for question in self.questions(size, seed):
-            source = answers if router.accepts(question.text) else bare
-            chosen[question.id] = source[question.id]
-        return chosen
-
     def search(self, names: Sequence[str]) -> None:
         """Search the rate of rows on other facts than those of the main rows."""
         size = self.size("search")
@@ -336,18 +324,13 @@ class FactsStudy(Study):
             search = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
             self.searches[name] = search
             self.searched[name] = {f"{rate:g}": round(value, 4) for rate, value in search.scores.items()}
-            self._search_derived(name, search.best, size)
+            if name in self.scaled:
+                self._search_strength(name, search.best, size)
 
-    def _search_derived(self, name: str, rate: float, size: Size) -> None:
-        """Judge the rows that follow from a row at its best rate, and choose the strength of a scaled row."""
+    def _search_strength(self, name: str, rate: float, size: Size) -> None:
+        """Choose the strength at which a row is scaled back, at its best rate."""
         run = self.trained(name, rate, size, SEARCH_SEED)
         measurement = self.measured[run.id]
-        for routed, source in ROUTED.items():
-            if source == name:
-                answers = self.routed(answers_of(measurement), size, SEARCH_SEED)
-                self.search_rows[routed] = shares(self.judged(answers, size, SEARCH_SEED))
-        if name not in self.scaled:
-            return
         scores = {}
         for strength in STRENGTHS:
             items = self.judged(answers_of(measurement, strength), size, SEARCH_SEED)
@@ -375,9 +358,6 @@ class FactsStudy(Study):
         if name in wanted:
             self._keep(name, seed, answers, metrics, size)
         for row in wanted:
-            if ROUTED.get(row) == name:
-                costs = {key: metrics[key] for key in ("tokens", "seconds") if key in metrics}
-                self._keep(row, seed, self.routed(answers, size, seed), costs, size)
             if SCALED.get(row) == name:
                 self._keep(row, seed, answers_of(measurement, self.strength), {}, size)
 

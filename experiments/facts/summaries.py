@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.facts.metrics import Items, shares
-from experiments.facts.rows import AIMS, MAX_SECONDS, MAX_SPILL, ROUTED, TRAINED
+from experiments.facts.rows import AIMS, MAX_SECONDS, MAX_SPILL, TRAINED
 from experiments.protocol import as_table, crossed_bootstrap
 from experiments.study import aim
 from graftlm.evaluation import Aim, Metric, Row, value_of
@@ -34,7 +34,7 @@ def over_seeds(tables: Sequence[Items]) -> dict[str, Metric]:
 
 def aims_of(rows: Sequence[Row]) -> list[Aim]:
     """Return the aims of the row that meets most of them."""
-    candidates = [row for row in rows if row.id in ROUTED or row.id in TRAINED]
+    candidates = [row for row in rows if row.id in TRAINED]
     if not candidates:
         return []
     aims_of_rows = [_aims_of_row(row) for row in candidates]

@@ -16,7 +16,6 @@ from experiments.facts.instructions import CHECKS, follows, is_checkable
 from experiments.facts.kept import ARC_EASY, IFEVAL, NATURAL_QUESTIONS, WIKITEXT, far_questions, instruction_prompts
 from experiments.facts.metrics import contains, is_right, is_unchanged, judge, shares, spills
 from experiments.facts.retrieval import Lexicon
-from experiments.facts.routing import QuestionRouter
 from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, label_of, trained_rows
 from graftlm.evaluation import value_of
 
@@ -195,7 +194,7 @@ def test_the_nearest_texts_share_rare_words() -> None:
 def test_rows_follow_from_trained_ones() -> None:
     assert len(MAIN) <= 8
     assert {name for each in DECLARED for name in (each.row, each.rival)} <= set(MAIN)
-    assert trained_rows(("routed", "prompt")) == ["lora"]
+    assert trained_rows(("lora-scaled", "prompt")) == ["lora"]
     assert len({label_of(name) for name in EVERY_ROW}) == len(EVERY_ROW)
 
 
@@ -251,21 +250,8 @@ def test_kept_questions_are_read(data: Path) -> None:
     assert prompt.instructions == (("punctuation:no_comma", {}),)
 
 
-def test_the_router_accepts_questions_with_names_of_the_taught_ones(chat_model: Path) -> None:
-    facts = FactSet(16, seed=0)
-    router = QuestionRouter(facts.conversations(), AutoTokenizer.from_pretrained(chat_model))
-    assert all(router.accepts(question.text) for question in facts.unseen())
-
-
-def test_a_question_without_rare_words_is_compared_as_a_whole(chat_model: Path) -> None:
-    taught = [{"messages": [{"role": "user", "content": "a b c d"}, {"role": "assistant", "content": "e"}]}]
-    router = QuestionRouter(taught, AutoTokenizer.from_pretrained(chat_model))
-    assert router.accepts("a b c")
-    assert not router.accepts("f g h i")
-
-
 def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_path: Path) -> None:
-    names = ("prompt", "retrieval", "lora-near", "neutral-near", "default", "routed-near")
+    names = ("prompt", "retrieval", "lora-near", "neutral-near", "routed")
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=names)
     results = reproduce("facts", options)
     assert {row.id for row in results.rows} == {"backbone", *names}
@@ -284,4 +270,4 @@ def test_a_quick_run_of_many_facts(data: Path, chat_model: Path, tmp_path: Path)
     results = reproduce("facts", options)
     assert [row.id for row in results.rows] == ["backbone", "lora-1000", "routed-1000"]
     search_rows: Any = results.details["search_rows"]
-    assert {"lora at 0.8", "lora at 0.6", "routed"} <= search_rows.keys()
+    assert {"lora at 0.8", "lora at 0.6"} <= search_rows.keys()
