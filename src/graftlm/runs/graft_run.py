@@ -115,7 +115,7 @@ class GraftRun(TrainingRun):
         if not (self.training.steps and self.data.replay_fraction):
             return []
         sources = [source for source in self.data.old if isinstance(source, SelfSourceConfig)]
-        return [SamplingRun.of(self.backbone, source, self.data.length) for source in sources]
+        return [SamplingRun.of(self.backbone, source, self.data.length, self.data.new) for source in sources]
 
     def _test_samples(self) -> list[SamplingRun]:
         """Return the run that samples the text on which the divergence is measured.
