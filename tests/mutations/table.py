@@ -148,7 +148,7 @@ MUTATIONS = [
         ("closed gate gives log-probabilities", "composition", _READOUT, "torch.where(closed_BK1, same_BKV, mixed_BKV)", "mixed_BKV"),
         ("tokens that a model lacks are likely", "composition", _READOUT, 'value=float("-inf")', "value=0.0"),
         ("exponents without a floor", "composition", _READOUT, "_FLOOR = -80.0", "_FLOOR = -1e9"),
-        ("first tokens for the last ones", "composition", "grafts/composition/method.py", "].last[:, -columns:]", "].last[:, :columns]"),
+        ("first tokens for the last ones", "composition", "grafts/composition/method.py", "call.at_head(call.scratch[self, name].last, columns)", "call.scratch[self, name].last[:, :columns]"),
         ("states of pairs in another order", "composition", "grafts/composition/augmenting.py", '["states", layer] for layer in self._layers]', '["states", layer] for layer in sorted(self._layers)]'),
         # Token routing
         ("cosines times temperature", "routing", _POLICY, "cosines / (config.temperature or", "cosines * (config.temperature or"),
