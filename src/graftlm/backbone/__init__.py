@@ -11,6 +11,7 @@ from graftlm.backbone.load import load_backbone
 from graftlm.backbone.sites import Site, Sites
 from graftlm.backbone.taps import Tap, TapHooks
 from graftlm.backbone.token_count import TokenCount, may_read
+from graftlm.backbone.token_selection import TokenSelection
 from graftlm.backbone.tokens import (
     UNLIMITED,
     end_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -184,7 +185,7 @@ def clone_without_hooks(module: _Module, name: str) -> _Module:
         )
     clone = object.__new__(type(module))
     for key, value in vars(module).items():
-        vars(clone)[key] = {} if _holds_hooks(key, value) else value
+        vars(clone)[key] = OrderedDict() if _holds_hooks(key, value) else value
     vars(clone).pop("_compiled_call_impl", None)  # It would call the original module.
     children: dict[str, nn.Module | None] = {}
     for key, child in module._modules.items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from graftlm.backbone.token_count import TokenCount
+from graftlm.backbone.token_selection import TokenSelection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,6 +57,7 @@ class Call:
         row_scopes: which owner's taps act on which rows; see `row_hooks.py`.
         count: the number of tokens in the cache before this pass, which `past` reads.
         model: the live model of this pass, which may be a copy of the backbone.
+        selection: the tokens whose logits are needed; None for all, or for the last ones. See `at_head`.
     """
 
     input_ids: Tensor | None = None
@@ -73,6 +75,7 @@ class Call:
     row_scopes: tuple[object, ...] = ()
     count: TokenCount | None = None
     model: PreTrainedModel | None = None
+    selection: TokenSelection | None = None
 
     def past(self) -> int:
         """Return the number of tokens in the cache before this pass."""
@@ -93,6 +96,23 @@ class Call:
             else:
                 self.scratch[key] = weight.dtype
         return self.scratch[key]
+
+    def at_head(self, values: Tensor, count: int) -> Tensor:
+        """Return the values of the tokens whose states the output layer receives.
+
+        Taps of the output layer that declare `takes_selection` need it, as these may be some tokens of every row, in
+        the shape of a single row.
+
+        Args:
+            values: (B, T, ...) values of all tokens of the pass.
+            count: number of tokens in each row of the output layer's input.
+
+        Returns:
+            (B, count, ...) for the last tokens, or (1, count, ...) for selected ones.
+        """
+        if self.selection is not None and self.selection.is_applied:
+            return self.selection.take(values)[None]
+        return values[:, -count:]
 
     def document_numbers(self) -> Tensor | None:
         """Number the documents in each row.

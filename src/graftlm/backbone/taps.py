@@ -53,12 +53,15 @@ class Tap:
             scores of an attention, (B or 1, H or 1, T, S) for S keys; it acts `before`, and several grafts may add a
             bias at one site. None changes nothing, bit for bit.
         function: `before`: f(call, inputs); `after`: f(call, inputs, outputs); hidden states are (B, T, d).
+        takes_selection: whether an `after` tap of the output layer accepts some tokens of all rows, (1, N, d), and
+            finds their other values by `Call.at_head`. Without it, training computes the logits of all tokens.
     """
 
     site: Site
     when: Literal["before", "after"]
     act: Literal["add", "replace", "bias"]
     function: Callable[..., Tensor | None]
+    takes_selection: bool = False
 
 
 class _CallStack(threading.local):
@@ -90,8 +93,12 @@ class TapHooks:
     Raises:
         TapError: a tap uses a site that the model does not have.
         TapConflictError: two owners replace at one site.
+
+    Attributes:
+        takes_selection: whether the output layer may receive some tokens only.
     """
 
+    takes_selection = True
     _replaces_once = True
 
     def __init__(
@@ -260,10 +267,11 @@ class TapHooks:
 
     def _watch_head(self, sites: Sites, taps: Sequence[Tap]) -> None:
         """If a tap acts on a module that runs after the body, keep the call of a pass open until the model returns."""
-        modules = [module for tap in taps for module in sites.module(tap.site)]
         inside = set(sites.body.modules())
-        if all(module in inside for module in modules):
+        outside = [tap for tap in taps if not inside.issuperset(sites.module(tap.site))]
+        if not outside:
             return
+        self.takes_selection = all(tap.when == "before" or tap.takes_selection for tap in outside)
         self._handles.append(self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
         self._handles.append(self._model.register_forward_hook(self._leave_model, always_call=True))
 

@@ -1,6 +1,6 @@
 """The language-modelling loss, and the distillation of old rows.
 
-Shape suffixes: B rows, T tokens, V in the vocabulary.
+Shape suffixes: B rows, T tokens, N targets, V in the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,10 +11,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graftlm.backbone import TokenSelection
+
 IGNORED = -100
 """The label of tokens that are not predicted."""
 
 OLD_DOMAIN = 0
+
+
+class Targets(TokenSelection):
+    """The targets of a batch; its selected tokens are those before them.
+
+    Args:
+        labels: (B, T), aligned with the inputs; -100 for tokens that are not predicted.
+
+    Attributes:
+        labels: (N,) the targets, row by row.
+        rows: (N,) the row of each target.
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        is_target = labels[:, 1:] != IGNORED
+        super().__init__(functional.pad(is_target, (0, 1)))
+        self.labels = labels.flatten()[self.positions + 1]
+        self.rows = self.positions // labels.shape[1]
 
 
 def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | None = None) -> Tensor:
@@ -27,32 +47,40 @@ def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | Non
         labels: (B, T), aligned with the inputs; -100 for tokens that are not predicted.
         totals: the first entry is the divisor; None counts the targets of `labels`.
     """
-    targets = labels[:, 1:].reshape(-1)
-    predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    nats = functional.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
+    predictions = logits[:, :-1].reshape(-1, logits.shape[-1])
+    return target_loss(predictions, labels[:, 1:].reshape(-1), totals)
+
+
+def target_loss(logits: Tensor, targets: Tensor, totals: Tensor | None = None) -> Tensor:
+    """Compute the sum of -log p(target) in nats, divided by the number of targets.
+
+    Args:
+        logits: (N, V)
+        targets: (N,); -100 for tokens that are not predicted.
+        totals: the first entry is the divisor; None counts the targets.
+    """
+    nats = functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
     count = (targets != IGNORED).sum() if totals is None else totals[0]
     return nats / count.clamp(min=1)
 
 
-def distillation_loss(logits: Tensor, taught: Tensor, labels: Tensor, totals: Tensor) -> Tensor:
-    """Compute the sum of KL(teacher || model) over the targets in nats, divided by the number of targets.
+def distillation_loss(logits: Tensor, taught: Tensor, totals: Tensor) -> Tensor:
+    """Compute the sum of KL(teacher || model) over targets in nats, divided by the number of targets.
 
     Args:
-        logits: (B, T, V), of the model.
-        taught: (B, T, V), of the teacher.
-        labels: (B, T), aligned with the inputs; the position before each label other than -100 is a target.
+        logits: (N, V), of the model before each target.
+        taught: (N, V), of the teacher.
         totals: the first entry is the divisor.
     """
-    targets = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
-    own = logits[:, :-1][targets].float().log_softmax(-1)
-    other = taught[:, :-1][targets].float().log_softmax(-1)
+    own = logits.float().log_softmax(-1)
+    other = taught.float().log_softmax(-1)
     divergence = functional.kl_div(own, other, reduction="sum", log_target=True)
     return divergence / totals[0].clamp(min=1)
 
 
 def loss_with_distilled_rows(
     logits: Tensor,
-    labels: Tensor,
+    targets: Targets,
     domain: Tensor,
     totals: Tensor | None,
     teach: Callable[[Tensor], Tensor],
@@ -60,21 +88,23 @@ def loss_with_distilled_rows(
     """Compute a loss in which rows of the old domain follow a teacher's distributions instead of their labels.
 
     Args:
-        logits: (B, T, V), of the model.
-        labels: (B, T), aligned with the inputs; -100 for tokens that are not predicted.
+        logits: (N, V), of the model before each target.
+        targets: the targets.
         domain: (B,), 0 for the old domain.
-        totals: the first entry is the divisor; None counts the targets of `labels`.
-        teach: returns the teacher's logits (rows, T, V) of rows with these indices; not called without old rows.
+        totals: the first entry is the divisor; None counts the targets.
+        teach: returns the teacher's logits before all targets of the rows with these indices; not called without old
+            rows.
     """
     if totals is None:
-        totals = (labels[:, 1:] != IGNORED).sum()[None]
-    old = (domain == OLD_DOMAIN).nonzero().squeeze(-1)
-    new_labels = labels.index_fill(0, old, IGNORED)
-    loss = language_modelling_loss(logits, new_labels, totals)
+        totals = torch.full((1,), len(targets.labels), device=logits.device)
+    is_old_row = domain == OLD_DOMAIN
+    old = is_old_row.nonzero().squeeze(-1)
+    is_old = is_old_row[targets.rows]
+    loss = target_loss(logits, targets.labels.masked_fill(is_old, IGNORED), totals)
     if len(old):
         with torch.no_grad():
             taught = teach(old)
-        loss = loss + distillation_loss(logits[old], taught, labels[old], totals)
+        loss = loss + distillation_loss(logits[is_old], taught, totals)
     return loss
 
 

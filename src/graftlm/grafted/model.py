@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from graftlm.backbone import Backbone, Call, Sites, TapHooks, need_backbone
+from graftlm.backbone import Backbone, Call, Sites, TapHooks, TokenSelection, need_backbone
 from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafted.backbone_state import BackboneState
 from graftlm.grafted.checkpointing import LayerCheckpoints
-from graftlm.grafted.losses import language_modelling_loss, loss_parts, loss_with_distilled_rows
+from graftlm.grafted.losses import Targets, language_modelling_loss, loss_parts, loss_with_distilled_rows, target_loss
 from graftlm.grafted.traces import cache_traces, forward_traces
 from graftlm.grafted.trainer_support import TrainerSupport, is_frozen
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace
@@ -32,7 +32,7 @@ class GraftedOutput(ModelOutput):
 
     Attributes:
         loss: `lm_loss` + `auxiliary_loss`; only this sum has gradients.
-        logits: (B, T, V)
+        logits: (B, T, V); None in a pass with `return_logits=False`.
         lm_loss: the loss of the labels, or of the heads' targets.
         auxiliary_loss: the loss of the grafts; None without one.
         past_key_values: the cache.
@@ -91,6 +91,8 @@ class GraftedModel(TrainerSupport):
     can_generate = _live_attribute("can_generate")
     prepare_inputs_for_generation = _live_attribute("prepare_inputs_for_generation")
     _supports_logits_to_keep = _live_attribute("_supports_logits_to_keep")  # Assisted generation calls it.
+    can_omit_logits: ClassVar[bool] = True
+    """Whether `forward` takes `return_logits`, for the training loop, which needs only the loss."""
     _with_grafts: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
 
     def __init__(
@@ -219,6 +221,7 @@ class GraftedModel(TrainerSupport):
         extras: Mapping[str, object] | None = None,
         targets: Sequence[Tensor] | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        return_logits: bool = True,
         **kwargs: Any,
     ) -> GraftedOutput:
         """Run one forward pass.
@@ -237,6 +240,8 @@ class GraftedModel(TrainerSupport):
             targets: the target of each row for the heads of a graft. The output layer does not run then, and `lm_loss`
                 is the loss of the heads.
             num_items_in_batch: number of targets of the whole optimiser step, which trainers pass instead of `totals`.
+            return_logits: False returns only the loss of `labels`, and the output layer runs only for the tokens before
+                targets.
             kwargs: passed to the model. By default, `use_cache` is true only if the caller passes a cache, because
                 transformers ignores where documents begin if it makes a new cache.
 
@@ -255,8 +260,10 @@ class GraftedModel(TrainerSupport):
             return self._forward_heads(targets, extras, call_values, {**inputs, **kwargs})
         as_tuple = kwargs.pop("return_dict", None) is False
         self._set_cache(kwargs)
-        with self._tap_hooks.announce(**call_values, extras=dict(extras or {})) as calls:
-            output = self.model(**inputs, **kwargs)
+        selection = None
+        if labels is not None and not return_logits:
+            selection = Targets(labels)
+        output, calls = self._run(selection, {**inputs, **kwargs}, {**call_values, "extras": dict(extras or {})})
         auxiliary_loss = None
         if labels is not None and calls:
             auxiliary_loss = self._auxiliary_loss(calls[0])
@@ -265,18 +272,31 @@ class GraftedModel(TrainerSupport):
             totals = torch.as_tensor(num_items_in_batch, device=output.logits.device).reshape(1)
         lm_loss = None
         if labels is not None:
-            lm_loss = self._lm_loss(output.logits, labels, inputs, domain, totals)
+            lm_loss = self._lm_loss(output.logits, labels, inputs, domain, totals, selection)
         losses = loss_parts(lm_loss, auxiliary_loss)
         if num_items_in_batch is not None:  # A trainer uses all other fields as predictions.
             losses = {"loss": losses["loss"]}
         grafted = GraftedOutput(
             **losses,
-            logits=output.get("logits"),
+            logits=output.get("logits") if return_logits else None,
             past_key_values=output.get("past_key_values"),
             hidden_states=output.get("hidden_states"),
             attentions=output.get("attentions"),
         )
         return grafted.to_tuple() if as_tuple else grafted  # type: ignore[return-value]  # as transformers' models
+
+    def _run(
+        self,
+        selection: TokenSelection | None,
+        inputs: Mapping[str, Any],
+        call_values: Mapping[str, Any],
+    ) -> tuple[Any, list[Call]]:
+        """Run the live model, with logits of the selected tokens only; returns its output and its calls."""
+        if selection is None or not self._tap_hooks.takes_selection:
+            with self._tap_hooks.announce(**call_values) as calls:
+                return self.model(**inputs), calls
+        with self._tap_hooks.announce(**call_values, selection=selection) as calls, selection.before_head(self.model):
+            return self.model(**inputs), calls
 
     def _forward_heads(
         self,
@@ -305,19 +325,36 @@ class GraftedModel(TrainerSupport):
         inputs: Mapping[str, Tensor | None],
         domain: Tensor | None,
         totals: Tensor | None,
+        targets: Targets | None,
     ) -> Tensor:
-        """Compute the loss of all targets. If the model distils, old rows follow the backbone's distributions."""
+        """Compute the loss of all targets. If the model distils, old rows follow the backbone's distributions.
+
+        Args:
+            logits: the model's logits, of all tokens or of those before the targets.
+            labels: (B, T)
+            inputs: the inputs of the pass.
+            domain: (B,)
+            totals: see `forward`.
+            targets: the targets by which the pass selected; None if it selected nothing.
+        """
         if not self._distils or not self.training:
-            return language_modelling_loss(logits, labels, totals)
+            if targets is None:
+                return language_modelling_loss(logits, labels, totals)
+            return target_loss(targets.logits(logits), targets.labels, totals)
         if domain is None:
             self._refuse_auxiliary_loss("the batches have no `domain`")
         assert domain is not None, "refused"
 
         def teach(rows: Tensor) -> Tensor:
             selected = {name: None if value is None else value[rows] for name, value in inputs.items()}
-            return self.backbone.bare_model(**selected, use_cache=False).logits
+            teacher = self.backbone.bare_model
+            selection = Targets(labels[rows])
+            with selection.before_head(teacher):
+                output = teacher(**selected, use_cache=False)
+            return selection.logits(output.logits)
 
-        return loss_with_distilled_rows(logits, labels, domain, totals, teach)
+        targets = targets or Targets(labels)
+        return loss_with_distilled_rows(targets.logits(logits), targets, domain, totals, teach)
 
     def _auxiliary_loss(self, call: Call) -> Tensor | None:
         """Return the sum of the auxiliary losses of the grafts that train; None without one."""

@@ -46,6 +46,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.tie = tie
+        self._options = {"return_logits": False} if getattr(model, "can_omit_logits", False) else {}
 
     def forward(self, inputs: Mapping[str, object], totals: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses.
@@ -57,7 +58,7 @@ class LossModule(nn.Module):
         Returns:
             The loss to differentiate, a scalar, and (3,) detached: total, language-modelling and auxiliary loss.
         """
-        output = self.model(**inputs, totals=totals)
+        output = self.model(**inputs, totals=totals, **self._options)
         loss = output.loss
         zero = loss.new_zeros(())
         components = [zero if part is None else part for part in (loss, output.lm_loss, output.auxiliary_loss)]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,7 +26,7 @@ from graftlm.backbone import leading_bos, max_sequence_length
 from graftlm.data.boundaries import Boundaries, check_boundaries
 from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean, first_line
 from graftlm.files.writing import staged_folder
-from graftlm.grafted.losses import language_modelling_loss
+from graftlm.grafted.losses import Targets, language_modelling_loss, target_loss
 from graftlm.grafted.model import GraftedOutput
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
@@ -41,6 +41,9 @@ class LanguageModel(nn.Module):
         model: a transformers model with a language-modelling head. For stateful batches it also needs the methods
             `cache_tensors` and `cache_from_tensors`.
     """
+
+    can_omit_logits: ClassVar[bool] = True
+    """Whether `forward` takes `return_logits`, for the training loop, which needs only the loss."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -58,6 +61,7 @@ class LanguageModel(nn.Module):
         totals: Tensor | None = None,
         stream: Tensor | None = None,
         starts: Tensor | None = None,
+        return_logits: bool = True,
         **_: object,
     ) -> GraftedOutput:
         """Run one pass.
@@ -71,6 +75,7 @@ class LanguageModel(nn.Module):
                 `labels`.
             stream: (B,) index of the text that each row continues; None where rows are independent.
             starts: (B,) whether a row is the first of its text. Either all rows start or none does.
+            return_logits: False returns only the loss, and the output layer runs only for the tokens before targets.
         """
         optional = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in optional.items() if value is not None}
@@ -78,11 +83,20 @@ class LanguageModel(nn.Module):
         cache = None
         if key is not None and starts is not None and not starts.any():
             cache = self._caches[key]
-        output = self.model(input_ids=input_ids, use_cache=key is not None, past_key_values=cache, **given)
+        inputs = {"input_ids": input_ids, "use_cache": key is not None, "past_key_values": cache, **given}
+        logits = None
+        if return_logits:
+            output = self.model(**inputs)
+            logits = output.logits
+            loss = language_modelling_loss(logits, labels, totals)
+        else:
+            targets = Targets(labels)
+            with targets.before_head(self.model):
+                output = self.model(**inputs)
+            loss = target_loss(targets.logits(output.logits), targets.labels, totals)
         if key is not None:
             self._caches[key] = output.past_key_values
-        loss = language_modelling_loss(output.logits, labels, totals)
-        return GraftedOutput(loss=loss, logits=output.logits, lm_loss=loss.detach())
+        return GraftedOutput(loss=loss, logits=logits, lm_loss=loss.detach())
 
     def recurrent_state(self) -> dict[str, Tensor]:
         """Return the caches that the next step continues, as tensors by name."""

@@ -128,6 +128,7 @@ class Composition(Graft, ReadsModels):
                 when="after",
                 act="replace",
                 function=self._read_out,
+                takes_selection=True,
             )
             taps.append(tap)
         return taps
@@ -177,15 +178,15 @@ class Composition(Graft, ReadsModels):
         return update_BTD
 
     def _read_out(self, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Return log-probabilities of the mixture for the last tokens, those with logits of the output layer."""
+        """Return log-probabilities of the mixture for the tokens that the output layer receives."""
         assert self.readout is not None
         columns = outputs.shape[1]
         dtype = call.working_dtype(self)
-        last = {name: call.scratch[self, name].last[:, -columns:] for name in self._models}
+        last = {name: call.at_head(call.scratch[self, name].last, columns) for name in self._models}
         gate_inputs = [states.to(dtype) for states in (inputs, *last.values())]
         shares_BKN = self.readout(gate_inputs)
         if call.observing:
-            real = slice(None) if call.token_mask is None else call.token_mask[:, -columns:]
+            real = slice(None) if call.token_mask is None else call.at_head(call.token_mask, columns)
             call.scratch[self, "shares"] = shares_BKN[real].flatten(0, -2).mean(0)
         others = [model.logits(last[name]) for name, model in self._models.items()]
         return mix(outputs, others, shares_BKN)

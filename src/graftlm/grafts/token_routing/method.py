@@ -166,6 +166,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                 when="after",
                 act="add",
                 function=partial(self._add, mixture, key),
+                takes_selection=True,
             )
             taps.append(tap)
         if self._recomputes:
@@ -183,6 +184,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         routes: RouteWeights | None = call.scratch.get(key)
         if routes is None:
             return None
+        if key is not self and call.selection is not None and call.selection.is_applied:
+            assert call.input_ids is not None, "`prepare` refuses embeddings"
+            weights_BTE = routes.weights.expand(*call.input_ids.shape, -1)
+            routes = RouteWeights(call.at_head(weights_BTE, inputs.shape[1]), routes.active)
         delta = mixture(inputs, routes)
         if delta is None:
             return None

@@ -1,0 +1,67 @@
+"""Logits of some tokens only, because the output layer is much of the work and of the memory of a training step.
+
+Shape suffixes: B rows, T tokens, N selected tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TokenSelection:
+    """The tokens of one pass whose logits are needed.
+
+    A hook on the output layer passes only their hidden states on. What models do with logits after the output layer,
+    such as scaling and soft caps, acts on each logit alone, so this works for every family. The option
+    `logits_to_keep` of transformers would select the same columns in every row.
+
+    Args:
+        is_selected: bool (B, T).
+
+    Attributes:
+        positions: (N,) indices of the selected tokens in the flattened (B * T), in order.
+        is_applied: whether the output layer has received the selected tokens only.
+    """
+
+    def __init__(self, is_selected: Tensor) -> None:
+        self._shape = is_selected.shape
+        self.positions = is_selected.flatten().nonzero().squeeze(-1)
+        self.is_applied = False
+
+    @contextmanager
+    def before_head(self, model: PreTrainedModel) -> Iterator[None]:
+        """Select before the model's output layer in one pass.
+
+        Args:
+            model: the model. If its output layer is never called with states of all tokens, nothing is selected.
+        """
+        head = model.get_output_embeddings()
+        if head is None:
+            yield
+            return
+        handle = head.register_forward_pre_hook(self._select)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _select(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not args or args[0].shape[:-1] != self._shape:
+            return None
+        self.is_applied = True
+        return (self.take(args[0])[None], *args[1:])
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the values (N, ...) of the selected tokens from those of all tokens, (B, T, ...)."""
+        return values.flatten(0, 1).index_select(0, self.positions.to(values.device))
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """Return the logits (N, V) of the selected tokens from the output of the pass."""
+        return logits.squeeze(0) if self.is_applied else self.take(logits)
