@@ -135,9 +135,11 @@ def answer(model: Any, backbone: Backbone, questions: Sequence[Asked], system: s
     cache = _read_prefix(model, prefix) if prefix else None
     for start in range(0, len(ordered), size):
         batch = ordered[start : start + size]
-        texts = _generate(model, backbone, [prompts[question.id] for question in batch], batch[-1].tokens, cache)
-        for question, text in zip(batch, texts, strict=True):
-            answers[question.id] = text
+        longest = max(question.tokens for question in batch)
+        rows = _generate(model, backbone, [prompts[question.id] for question in batch], longest, cache)
+        for question, row in zip(batch, rows, strict=True):
+            text = tokenizer.decode(row[: question.tokens], skip_special_tokens=True)
+            answers[question.id] = str(text).strip()
     return {question.id: answers[question.id] for question in questions}
 
 
@@ -163,8 +165,8 @@ def _generate(
     prompts: Sequence[list[int]],
     tokens: int,
     read: tuple[list[int], Any] | None,
-) -> list[str]:
-    """Return the greedy answers to a batch of prompts, which are padded on the left."""
+) -> list[list[int]]:
+    """Return the tokens of greedy answers to a batch of prompts, which are padded on the left, without their ends."""
     tokenizer = backbone.need_tokenizer()
     prefix: list[int] = []
     options: dict[str, Any] = {}
@@ -186,7 +188,7 @@ def _generate(
         **options,
     )
     width = inputs["input_ids"].shape[1]
-    return [_decode(tokenizer, row[width:].tolist(), ends) for row in output]
+    return [_until_end(row[width:].tolist(), ends) for row in output]
 
 
 def _repeated(cache: Any, rows: int) -> DynamicCache:
@@ -198,13 +200,12 @@ def _repeated(cache: Any, rows: int) -> DynamicCache:
     return DynamicCache(layers)
 
 
-def _decode(tokenizer: Any, tokens: list[int], ends: Sequence[int]) -> str:
-    """Return the text of an answer up to its first end."""
+def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Return the tokens before the first end."""
     for position, token in enumerate(tokens):
         if token in ends:
-            tokens = tokens[:position]
-            break
-    return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+            return tokens[:position]
+    return tokens
 
 
 def answers_of(measurement: Measurement, strength: float = 1.0) -> Mapping[str, str]:
