@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests kill processes but not the machine, so nothing has to be flushed; on a busy disk that takes up to a second.
 os.fsync = lambda descriptor: None
 
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=8)
 settings.register_profile("slow", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000)
 

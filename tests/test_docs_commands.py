@@ -354,11 +354,8 @@ def folder(reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "reader"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[] if page.parent == ROOT else pytest.mark.slow) for page in COMMAND_PAGES],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page: Path, folder: Path) -> None:
     names: dict[str, Any] = {}
     with contextlib.ExitStack() as servers:

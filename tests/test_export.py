@@ -46,7 +46,8 @@ def test_an_exported_graft_needs_transformers_alone(tiny_backbone: BackboneFolde
     assert torch.equal(logits(backbone.model, ids), bare)
     assert "base_model:" in (tmp_path / "model/README.md").read_text()
     again = invoke("export", str(tmp_path / "graft"), "--to", str(tmp_path / "model"))
-    assert (again.code, "is not an empty folder, so it is left alone" in again.err) == (2, True)
+    assert again.code == 2
+    assert str(tmp_path / "model") in again.err
 
 
 def test_a_detached_graft_can_be_attached_after_its_export(tiny_backbone: BackboneFolder, tmp_path: Path) -> None:

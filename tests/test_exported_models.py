@@ -117,6 +117,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     return probe(exports, checks, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_without_graftlm_computes_the_same(measured: Any, kind: str, family: str) -> None:

@@ -51,6 +51,7 @@ def run(hub: Hub, home: Path, *arguments: str, **environment: str | None) -> sub
     return subprocess.run(command, cwd=home, env=own, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_a_pushed_graft_is_loaded_on_its_backbone_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     local = shutil.copytree(hub.local / "graft", tmp_path / "graft")  # type: ignore[attr-defined]
     outcome = run(hub, tmp_path, "push", str(local), "me/pushed", "--json")
@@ -74,6 +75,7 @@ def test_a_pushed_graft_is_loaded_on_its_backbone_from_the_hub(hub: Hub, tmp_pat
     assert json.loads(again.stdout)["kind"] == "neutral-residues", "what was fetched is read without the hub"
 
 
+@pytest.mark.slow
 def test_models_adapters_and_data_sets_go_by_their_names(hub: Hub, tmp_path: Path) -> None:
     adapter = json.loads(run(hub, tmp_path, "import-peft", "me/adapter", "--json").stdout)
     assert adapter["base"] == "me/tiny"
@@ -120,6 +122,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "cases"),
     [

@@ -35,6 +35,7 @@ def logits_and_gradients(variant: str, mask: Tensor, split: int) -> tuple[Tensor
     return logits.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", MODELS)
 @settings(max_examples=12)
 @given(block=st.sampled_from([1, 2, 3, 6]), split=st.integers(1, LENGTH - 1), left=st.integers(0, LENGTH - 1))

@@ -25,7 +25,7 @@ def assert_same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> None
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 def test_a_saved_model_loads_with_the_same_weights(variant: str, tmp_path: Path) -> None:
     model = tools.model(variant).float()
     ids = tools.ids(1, 9)
@@ -73,7 +73,7 @@ def test_a_classifiers_loss_is_that_of_its_problem(values: dict, labels: torch.T
     assert len(output.hidden_states) == config.num_hidden_layers + 1
 
 
-@pytest.mark.parametrize("variant", tools.BIDIRECTIONAL)
+@pytest.mark.parametrize("variant", tools.cases(tools.BIDIRECTIONAL))
 def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path) -> None:
     model = tools.classifier(variant)
     ids = tools.ids(3, 11)
@@ -89,7 +89,9 @@ def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("variant", [name for name in tools.BIDIRECTIONAL if name not in ("slide", *tools.RESET)])
+@pytest.mark.parametrize(
+    "variant", tools.cases(name for name in tools.BIDIRECTIONAL if name not in ("slide", *tools.RESET))
+)
 def test_a_bidirectional_model_reads_later_tokens_beyond_its_windows(variant: str) -> None:
     model = tools.classifier(variant).model
     embeds = model.get_input_embeddings()(tools.ids(1, 4 * tools.W)).detach().requires_grad_()
@@ -98,7 +100,7 @@ def test_a_bidirectional_model_reads_later_tokens_beyond_its_windows(variant: st
     assert float(gradient[0, -1].abs().sum()) > 1e-8
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 def test_gradient_checkpointing_changes_no_gradient(variant: str) -> None:
     model = tools.model(variant).train()
     ids = tools.ids(2, 11)

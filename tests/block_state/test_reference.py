@@ -10,7 +10,7 @@ from block_state import reference, tools
 LENGTHS = [1, 3, 4, 5, 11]
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_logits_equal_the_reference(variant: str, length: int) -> None:
     model = tools.model(variant)
@@ -39,7 +39,7 @@ def test_gradients_equal_the_reference(variant: str, settings: dict[str, int]) -
         torch.testing.assert_close(actual[name], weight.grad, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("variant", tools.BIDIRECTIONAL)
+@pytest.mark.parametrize("variant", tools.cases(tools.BIDIRECTIONAL))
 @pytest.mark.parametrize("length", LENGTHS)
 def test_classifiers_equal_the_reference(variant: str, length: int) -> None:
     model = tools.classifier(variant)
@@ -67,7 +67,7 @@ def _gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Te
     return dict(zip(parameters, gradients, strict=True))
 
 
-@pytest.mark.parametrize("variant", [*tools.BLOCK_STATE, *tools.RESET])
+@pytest.mark.parametrize("variant", tools.cases([*tools.BLOCK_STATE, *tools.RESET]))
 def test_a_model_in_training_equals_the_reference_in_float32_to_five_digits(variant: str) -> None:
     model = tools.model(variant)
     ids = tools.ids(1, 11)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -40,7 +40,6 @@ def several_passes(variant: str, ids: Tensor, mask: Tensor, splits: list[int]) -
 
 
 @pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
-@settings(max_examples=25)
 @given(data=st.data())
 def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -> None:
     splits = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=8)))
@@ -56,7 +55,6 @@ def test_several_passes_equal_a_single_pass(variant: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 @given(right=st.integers(0, LENGTH - 1), left=st.integers(0, LENGTH - 1))
-@settings(max_examples=15)
 def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: int) -> None:
     ids = tools.ids(3, LENGTH)
     mask = torch.ones(3, LENGTH, dtype=torch.long)
@@ -69,7 +67,7 @@ def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: 
         torch.testing.assert_close(actual[row][tokens], single_pass(variant, ids[row][tokens]), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_have_no_gradients_for_later_tokens(variant: str, training: bool) -> None:
     model = copy.deepcopy(MODELS[variant]).train(training)
@@ -82,7 +80,7 @@ def test_logits_have_no_gradients_for_later_tokens(variant: str, training: bool)
         assert float(sizes[t]) > 1e-4 * float(sizes.sum())
 
 
-@pytest.mark.parametrize("variant", [*tools.BLOCK_STATE, "recurrent"])
+@pytest.mark.parametrize("variant", tools.cases([*tools.BLOCK_STATE, "recurrent"]))
 def test_context_states_reach_beyond_the_windows(variant: str) -> None:
     model = tools.model(variant, num_hidden_layers=1, mixer_layers=[0], positional_ssm=False)
     embeds = model.get_input_embeddings()(tools.ids(1, LENGTH)).detach().requires_grad_()
@@ -103,7 +101,8 @@ def test_states_that_begin_anew_read_no_window_before(last: int) -> None:
     assert float(sizes[first:].min()) > 1e-8 * float(sizes.sum())
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 def test_generation_with_a_cache_equals_generation_without(variant: str) -> None:
     ids = tools.ids(3, 9)
     mask = torch.ones(3, 9, dtype=torch.long)
@@ -128,7 +127,7 @@ def test_generation_with_a_cache_equals_generation_without(variant: str) -> None
         torch.testing.assert_close(torch.stack(actual[0].logits), torch.stack(actual[1].logits), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 def test_interleaved_generations_do_not_mix(variant: str) -> None:
     texts = tools.ids(2, LENGTH)
     caches = [DynamicCache(), DynamicCache()]
@@ -153,7 +152,7 @@ def test_the_cache_does_not_grow(variant: str) -> None:
     assert size(8) == size(50)
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 def test_a_cache_survives_conversion_to_tensors(variant: str) -> None:
     ids = tools.ids(2, LENGTH)
     with torch.no_grad():
@@ -164,7 +163,7 @@ def test_a_cache_survives_conversion_to_tensors(variant: str) -> None:
     torch.testing.assert_close(actual[0], single_pass(variant, ids[0])[10:], rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", tools.VARIANTS)
+@pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 def test_training_on_a_second_pass_has_no_gradients_for_the_first(variant: str) -> None:
     model = copy.deepcopy(MODELS[variant]).train()
     ids = tools.ids(1, LENGTH)

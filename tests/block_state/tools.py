@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -35,14 +36,18 @@ DEFAULT_VARIANTS = (
     "recurrent",
     "gated-s4d",
     "sh-s4d",
-    "sh-delta",
     "sh-delta-reset",
     "mf-unstructured",
     *ON_TOP,
 )
-EXHAUSTIVE_VARIANTS = [
-    pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.slow) for name in VARIANTS
-]
+
+
+def cases(variants: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test over variants; those beyond the default ones are slow."""
+    return [pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.slow) for name in variants]
+
+
+EXHAUSTIVE_VARIANTS = cases(VARIANTS)
 BIDIRECTIONAL = {name: VARIANTS[name] for name in VARIANTS if name not in ("memory", "recurrent")}
 VOCABULARY = 50
 

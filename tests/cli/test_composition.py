@@ -93,6 +93,7 @@ def test_methods_lists_keys_without_a_default(graft: Graft) -> None:
     assert composition["config"]["stride"] == 4
 
 
+@pytest.mark.slow
 def test_compare_leaves_out_what_needs_settings(home: Path, recipe: str, graft: Graft) -> None:
     compared = graft("compare", "recipe.yaml", "--out", "runs/every-kind", "training.steps=1", "--quiet", "--json")
     assert compared.code == 0, compared.err

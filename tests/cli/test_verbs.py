@@ -212,6 +212,7 @@ print(sorted({"torch._dynamo", "transformers.modeling_utils", "peft", "accelerat
 """
 
 
+@pytest.mark.slow
 def test_inspect_starts_without_slow_imports() -> None:
     child = subprocess.run([sys.executable, "-c", INSPECT_IMPORTS], capture_output=True, text=True, check=True)
     assert child.stdout == "[]\n"

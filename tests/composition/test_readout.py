@@ -59,7 +59,7 @@ def last_of(model: Backbone, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("padding", MASKS)
-@pytest.mark.parametrize("cross", [True, False])
+@pytest.mark.parametrize("cross", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_mixture_equals_the_reference(padding: str, cross: bool) -> None:
     anchor, one, two = live("llama"), live("llama", 1), live("gpt2", 2)
     double(anchor, one, two)

@@ -124,14 +124,10 @@ def by_position(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], Visib
 
 
 ONE_TOKENIZER = [
-    *(
-        pytest.param("llama", norm, *param.values, marks=param.marks)
-        for norm in ("none", "pre")
-        for param in PADDINGS_AND_POSITIONS
-    ),
+    *(pytest.param("llama", "pre", *param.values, marks=param.marks) for param in PADDINGS_AND_POSITIONS),
     *(
         pytest.param(family, norm, *param.values, marks=pytest.mark.slow)
-        for family, norm in (("gpt2", "none"), ("gemma3", "pre"))
+        for family, norm in (("llama", "none"), ("gpt2", "none"), ("gemma3", "pre"))
         for param in PADDINGS_AND_POSITIONS
         if not param.marks
     ),
@@ -170,6 +166,7 @@ def test_one_tokenizer(family: str, norm: str, padding: str, positions: str) -> 
     compare(anchor, graft, Slow(anchor, graft, plan, anchor.sites.config.num_attention_heads), IDS, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["none", "rotary", "local"])
 def test_heads_that_are_normalised(positions: str) -> None:
     anchor, augmenting = live("llama"), live("llama", 1)
@@ -217,7 +214,7 @@ class SlowTwoTokenizers(Slow):
 
 
 @pytest.mark.parametrize(("padding", "positions"), PADDINGS_AND_POSITIONS)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_two_tokenizers(family: str, padding: str, positions: str) -> None:
     anchor, augmenting = live("llama"), live(family, 1, tokens=OTHER_TOKENS)
     double(anchor, augmenting)

@@ -80,6 +80,7 @@ def test_linears_of_a_layer_read_tokens_and_are_no_parts_of_other_linears() -> N
     assert not any("mlp" in path for path in host("mixtral").sites.linears(0)), "experts read some tokens"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_layer_has_the_same_graphs_whatever_tasks_a_batch_has() -> None:
     graphs: list[Any] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
@@ -91,7 +91,6 @@ def predicted_texts(tokenizer: Any, chat: ChatExample) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=40, deadline=None)
 @given(
     contents=st.lists(words, min_size=2, max_size=7),
     system=st.one_of(st.none(), words),

@@ -259,7 +259,7 @@ def test_too_few_samples_and_a_damaged_file_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.8])
-@pytest.mark.parametrize("tokens", [600, 1500])
+@pytest.mark.parametrize("tokens", [600, pytest.param(1500, marks=pytest.mark.slow)])
 def test_conversations_have_their_share_of_the_tokens(fraction: float, tokens: int, tmp_path: Path) -> None:
     samples = sample(tmp_path, chat_backbone(), tokens=tokens, chat_fraction=fraction, batch_size=32, length=64)
     total = sum(each.tokens for each in samples)

@@ -47,6 +47,7 @@ def page(found: Audit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
         assert not errors
 
 
+@pytest.mark.slow
 def test_the_page_has_every_passage_and_answer_as_text(page: Any, found: Audit) -> None:
     texts = page.locator(".text.tokens").all_text_contents()
     assert len(texts) == len(found.passages) > 0
@@ -74,6 +75,7 @@ def test_choices_show_at_the_pointer_and_by_keys(page: Any, found: Audit) -> Non
     sync.expect(tip).to_have_text("")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_accessibility(page: Any, theme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")

@@ -104,6 +104,7 @@ def test_both_turns_of_a_conversation_count_after_all_that_precedes_them() -> No
     assert value_of(metrics["own_kl"]) == pytest.approx((2 * sum(expected[:2]) + expected[2]) / 13, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_mean_over_sampled_tokens_is_expected_divergence_over_expected_length(tmp_path: Path) -> None:
     """Texts that end early are in it: a sum over a sum, as it is reported."""
     backbone, model = model_of_few_tokens(0), model_of_few_tokens(1)

@@ -68,6 +68,7 @@ def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
     assert metrics["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
 
 
+@pytest.mark.slow
 def test_the_harness_knows_a_graft_by_its_folder(tasks: Path, tmp_path: Path) -> None:
     import lm_eval
     from lm_eval.tasks import TaskManager

@@ -195,6 +195,7 @@ def test_a_gain_is_paired() -> None:
     assert lower.mean == -gain.mean
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     chance, covered = np.random.default_rng(1), 0
     for _ in range(100):

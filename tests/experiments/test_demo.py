@@ -40,6 +40,7 @@ def test_a_file_that_does_not_parse_is_left_out(source: bytes) -> None:
     assert split_source(source) is None
 
 
+@pytest.mark.slow
 def test_english_is_read_until_there_is_enough() -> None:
     topics = read_english(1)
     enough = sum(map(len, topics)) + 2_000

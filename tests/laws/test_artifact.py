@@ -68,6 +68,7 @@ def reloaded(
     return {case: (logits, load_file(root / case / "logits.safetensors")["logits"]) for case, logits in before.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "name"), list(_cases()))
 def test_a_fresh_process_gives_the_same_logits(example: Example, name: str, reloaded: dict[str, Any]) -> None:
     before, after = reloaded[f"{example}-{name}"]

@@ -160,6 +160,7 @@ def test_an_exception_in_a_tap_leaves_no_trace() -> None:
     assert torch.equal(logits(model, tiny_ids()), bare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example", [pytest.param(e, id=str(e), marks=[] if e is GATED else pytest.mark.slow) for e in WHOLE]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ def rows(generator: torch.Generator) -> Tensor:
     return torch.cat([text, filler, keys.gather(1, asked_for), values.gather(1, asked_for)], 1)
 
 
+@pytest.mark.slow
 def test_values_are_recalled_from_beyond_the_window() -> None:
     generator = torch.Generator().manual_seed(0)
     with attach_graft(live(), {"kind": "memory", **SIZES, "head_width": 16}).train() as model:

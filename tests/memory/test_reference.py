@@ -65,6 +65,7 @@ def test_passes_beyond_the_reach_equal_the_reference(cut: str) -> None:
         torch.testing.assert_close(in_pieces(model, ids, CUTS[cut])[0], expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_padded_rows_beyond_the_reach_equal_the_reference(cut: str) -> None:
     backbone = live()

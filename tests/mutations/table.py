@@ -79,6 +79,7 @@ SUITES = {
     "own text": Suite(
         ("tests/data/test_own_text.py", "tests/evaluation/test_divergence.py", "tests/training/test_distillation.py")
     ),
+    "near text": Suite(("tests/data/test_new_names.py", "tests/data/test_near_text.py")),
     "samplers": Suite(("tests/data/test_samplers.py",)),
     "block-state": Suite(
         ("tests/block_state/test_state_space.py", "tests/block_state/test_reference.py", "tests/block_state")
@@ -153,7 +154,7 @@ MUTATIONS = [
         ("closed gate gives log-probabilities", "composition", _READOUT, "torch.where(closed_BK1, same_BKV, mixed_BKV)", "mixed_BKV"),
         ("tokens that a model lacks are likely", "composition", _READOUT, 'value=float("-inf")', "value=0.0"),
         ("exponents without a floor", "composition", _READOUT, "_FLOOR = -80.0", "_FLOOR = -1e9"),
-        ("first tokens for the last ones", "composition", "backbone/call.py", "return values[:, -count:]", "return values[:, :count]"),
+        ("first tokens for the last ones", "composition", "grafts/composition/method.py", "call.at_head(call.scratch[self, name].last, columns)", "call.scratch[self, name].last[:, :columns]"),
         ("states of pairs in another order", "composition", "grafts/composition/augmenting.py", '["states", layer] for layer in self._layers]', '["states", layer] for layer in sorted(self._layers)]'),
         # Token routing
         ("cosines times temperature", "routing", _POLICY, "cosines / (config.temperature or", "cosines * (config.temperature or"),
@@ -265,9 +266,17 @@ MUTATIONS = [
         ("old rows replay beside distilling", "own text", "grafted/losses.py", "targets.labels.masked_fill(is_old, IGNORED)", "targets.labels"),
         ("distils the other way round", "own text", "grafted/losses.py", "functional.kl_div(own, other,", "functional.kl_div(other, own,"),
         ("the teacher has the grafts", "own text", "grafted/model.py", "teacher = self.backbone.bare_model", "teacher = self.model"),
-        ("sampling with a checkpoint's penalties", "own text", "data/own_text_sampling.py", "generation_config=GenerationConfig())", "generation_config=self._configured.generation_config)"),
-        ("one seed for all batches", "own text", "data/own_text_sampling.py", "[self._config.seed, number]", "[self._config.seed]"),
+        ("sampling with a checkpoint's penalties", "own text", "data/token_sampler.py", "generation_config=GenerationConfig())", "generation_config=self._configured.generation_config)"),
+        ("one seed for all batches", "own text", "data/token_sampler.py", "[self._seed, number]", "[self._seed]"),
         ("user's turn without its end", "own text", "data/own_text_sampling.py", "before + turn + after[1:]", "before + turn[:-1] + after[1:]"),
+        ("openings with names", "near text", "data/near_text.py", "if match.end() > limit or", "if"),
+        ("text about new things is kept", "near text", "data/near_text.py", "elif self._names.leave_out(asked):", "elif False:"),
+        ("answers about asked things are kept", "near text", "data/new_names.py", " or _has_name(words_of(answer), self.asked)", ""),
+        ("all names of answers count", "near text", "data/new_names.py", "_has_name(words_of(answer), self.asked)", "_has_name(words_of(answer), self.told)"),
+        ("known words beside unknown names count", "near text", "data/new_names.py", "if any(self._is_unknown(name) for name in names):", "if False:"),
+        ("unfinished questions are answered", "near text", "data/near_text.py", "turn[-1] != after[0]", "False"),
+        ("questions left out for their answers are forgotten late", "near text", "data/near_text.py", "self._in_batch = []\n        generator", "generator"),
+        ("the question is predicted", "near text", "data/near_text.py", "[] if reason else [(begin, len(ids))]", "[] if reason else [(1, len(ids))]"),
         ("loss over ignored targets", "loss", "grafted/losses.py", "(targets != IGNORED).sum() if totals", "(targets != 0).sum() if totals"),
         ("bias without the causal offset", "taps", "backbone/attention_bias.py", ".tril(keys - queries)", ".tril()"),
         ("bias opens hidden keys", "taps", "backbone/attention_bias.py", "return torch.where(mask, bias, torch.finfo(bias.dtype).min)", "return bias"),

@@ -116,6 +116,7 @@ def test_a_method_that_does_not_train_has_one_point(tmp_path: Path, tiny_backbon
     assert not (tmp_path / "run" / "frontier-forgotten.png").exists()
 
 
+@pytest.mark.slow
 def test_without_strengths_the_trained_weights_are_the_only_point(tmp_path: Path, tiny_backbone) -> None:
     changed = values(tmp_path, tiny_backbone("llama"), frontier={"rates": [], "strengths": []})
     changed["evaluation"] |= {"own_tokens": 0, "decode_prompts": 0}

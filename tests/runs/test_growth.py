@@ -107,6 +107,7 @@ def _check_missing_grafts(backbone: Backbone, tmp_path: Path) -> None:
         load_grafts(last, backbone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [{"kind": "lora", "rank": 2}, {"kind": "finetune"}, {"kind": "llama-pro", "capacity": 0.2}],
@@ -175,6 +176,7 @@ def test_a_frozen_graft_teaches_the_others_nothing(tmp_path: Path, tiny_backbone
         torch.testing.assert_close(beside[name], gradient)
 
 
+@pytest.mark.slow
 def test_the_forgetting_budget_holds_for_stages(tmp_path: Path, tiny_backbone) -> None:
     changed = growth(tmp_path, tiny_backbone("llama"))
     changed["evaluation"] |= {"forgetting_budget": -100.0}

@@ -10,6 +10,8 @@ import pytest
 from filelock import FileLock
 
 from graftlm.backbone import load_backbone
+from graftlm.data.near_text import LEFT_OUT
+from graftlm.data.own_text import read_own_text
 from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
@@ -122,6 +124,55 @@ def test_a_comparison_on_text_that_the_backbone_sampled(tmp_path: Path, tiny_bac
     assert distilled != [line[1] for line in results.details["losses"]["replay"]]  # type: ignore[index, union-attr]
 
 
+def near_recipe(tmp_path: Path, backbone: Path) -> dict[str, Any]:
+    """A recipe of prompts and completions, whose old text begins like the prompts."""
+    changed = values(tmp_path, backbone)
+    path = tmp_path / "facts.jsonl"
+    questions = [f"the {word} of the old {word} is" for word in ("river", "house", "garden", "moon")]
+    lines = [json.dumps({"prompt": question, "text": " Tessaby"}) for question in questions]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    changed["data"] |= {
+        "new": [{"path": str(path), "prompt_column": "prompt"}],
+        "old": [{"self": True, "near": "new", "tokens": 200, "batch_size": 8, "length": 32}],
+        "old_objective": "distil",
+    }
+    changed["evaluation"] |= {"own_tokens": 0}
+    return changed
+
+
+def test_own_text_near_the_new_depends_on_the_content_of_the_new_text(tmp_path: Path, tiny_backbone) -> None:
+    changed = near_recipe(tmp_path, tiny_backbone("llama"))
+    run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+    (file,) = (tmp_path / "run").glob("own-text-*/samples.jsonl")
+    measured = json.loads(next((tmp_path / "run" / "measurements").glob("own-text-*.json")).read_text())
+    metrics = measured["row"]["metrics"]
+    used = read_own_text(file)
+    assert metrics["texts"] == len(used)
+    assert metrics["tokens"] == sum(text.tokens for text in used) >= 200
+    assert metrics["chat_texts"] == 0
+    assert metrics["left_out"] == sum(metrics[f"left_out_{reason.replace(' ', '_')}"] for reason in LEFT_OUT)
+
+    (run,) = Recipe.parse(changed).run().needs()
+    key = run.key()
+    assert json.loads((file.parent / "run.json").read_text())["key"] == key
+    changed["training"] |= {"learning_rate": 0.02}
+    (again,) = Recipe.parse(changed).run().needs()
+    assert (again.id, again.key()) == (run.id, key), "another training on the same new text reads the same samples"
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text(facts.read_text(encoding="utf-8").replace("the moon of", "under the moon of"), encoding="utf-8")
+    assert run.key() != key, "other new text has other text near it"
+
+
+def test_text_near_the_new_may_have_the_seed_of_own_kl(tmp_path: Path, tiny_backbone) -> None:
+    changed = near_recipe(tmp_path, tiny_backbone("llama"))
+    changed["evaluation"] |= {"own_tokens": 64, "own_seed": 0}
+    Recipe.parse(changed)
+    changed["data"]["old"] = [{"self": True}]
+    with pytest.raises(RecipeError) as error:
+        Recipe.parse(changed)
+    assert "own_seed" in str(error.value)
+
+
 def test_changed_text_is_not_mistaken_for_the_finished_run(recipe: Recipe, tmp_path: Path) -> None:
     run_recipe(recipe, progress=False, log=lambda _: None)
     (tmp_path / "new-test.txt").write_text(NEW[::-1] * 8, encoding="utf-8")
@@ -130,6 +181,7 @@ def test_changed_text_is_not_mistaken_for_the_finished_run(recipe: Recipe, tmp_p
     assert value_of(row.metrics["new"]) > 0
 
 
+@pytest.mark.slow
 def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_backbone) -> None:
     methods = {
         "lora": {"graft": {"kind": "lora", "rank": 2}, "label": "LoRA, rank 2"},

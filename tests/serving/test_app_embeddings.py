@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 import torch
-from langchain_openai import OpenAIEmbeddings
 
 from graftlm.backbone import Backbone
 from graftlm.grafted.model import GraftedModel
@@ -92,6 +91,8 @@ def test_a_text_and_what_does_not_fit(client: openai.OpenAI) -> None:
 
 
 def test_langchain_s_client_embeds(address: str) -> None:
+    from langchain_openai import OpenAIEmbeddings  # takes seconds to import
+
     chat: Any = {"model": "tiny", "base_url": f"{address}/v1", "api_key": "unused", "check_embedding_ctx_length": False}
     vectors = OpenAIEmbeddings(**chat).embed_documents(["the fox", "a dog"])
     assert len(vectors) == 2

@@ -15,7 +15,6 @@ import httpx
 import jsonschema_rs
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
@@ -70,6 +69,8 @@ def test_openai_s_client_parses_a_model_of_pydantic(client: openai.OpenAI) -> No
 
 
 def test_langchain_s_client_writes_structured_output_and_calls(address: str) -> None:
+    from langchain_openai import ChatOpenAI  # takes seconds to import
+
     chat = ChatOpenAI(model="tiny", base_url=f"{address}/v1", api_key="unused", seed=1)  # type: ignore[arg-type]
     assert isinstance(chat.with_structured_output(Animal).invoke("the fox"), Animal)
     called = chat.bind_tools([WEATHER], tool_choice="weather").invoke("the fox")
@@ -123,6 +124,7 @@ def answers(client: openai.OpenAI, schemas: list[dict[str, Any]]) -> list[tuple[
     return [(schema, json.loads(choice.message.content)) for schema, choice in whole]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_answer_is_what_its_schema_says(client: openai.OpenAI, count: int) -> None:
     """Against another implementation of JSON Schema. A random model may be cut before the end of a text."""
@@ -303,6 +305,7 @@ def test_branches_that_may_hold_at_once_are_refused_with_what_to_use(form: Form)
         assert "oneOf" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "as_tool"),
     [
@@ -321,6 +324,7 @@ def test_a_schema_that_takes_hours_is_refused(address: str, schema: dict[str, An
     assert error["param"] == ("tools" if as_tool else "response_format")
 
 
+@pytest.mark.slow
 def test_slow_schemas_hold_nobody_else_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "_TRIAL_SECONDS", 1)
     primes = (9999991, 9999973, 9999971, 9999943, 9999937, 9999931, 9999929, 9999907)

@@ -217,6 +217,7 @@ def test_nothing_is_written_for_a_client_that_left(open_address: str, engine: Sc
     assert stream or until(lambda: 'status="499"' in httpx.get(f"{open_address}/metrics").text), metrics
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_nothing_counts_as_gone(open_address: str, engine: ScriptedEngine) -> None:
     endless = [TokenOutput(5, "x" * 100_000)] * 100
     engine.scripts = [script := Script([*endless, Finish("stop", 1, 100)], threading.Event())]

@@ -50,6 +50,7 @@ GET = ("/v1/models", "/v1/models/{model}", "/health", "/metrics")
 POST = ("/v1/completions", "/v1/chat/completions")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "fits"),
     [*(("GET", path, True) for path in GET), *(("POST", path, fits) for path in POST for fits in (True, False))],

@@ -15,8 +15,6 @@ from graftlm.serving.service import open_service
 from serving.web import Script, ScriptedEngine, outputs, running, web_service
 from tiny import tiny_model, tiny_tokenizer
 
-openai_like: Any = pytest.importorskip("llama_index.llms.openai_like")
-core: Any = pytest.importorskip("llama_index.core")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -37,10 +35,12 @@ def scripted() -> Iterator[tuple[ScriptedEngine, Any]]:
 
 def client_of(address: str, **options: Any) -> Any:
     common = {"api_base": f"{address}/v1", "api_key": "unused", "max_retries": 0, "timeout": 60}
+    openai_like: Any = pytest.importorskip("llama_index.llms.openai_like")  # takes seconds to import
     return openai_like.OpenAILike(model="tiny", context_window=2048, temperature=0, **common, **options)
 
 
 def user(text: str) -> Any:
+    core: Any = pytest.importorskip("llama_index.core")
     return core.llms.ChatMessage(role="user", content=text)
 
 
@@ -60,6 +60,7 @@ def test_calls_of_tools(scripted: tuple[ScriptedEngine, Any]) -> None:
         return f"sunny in {city}"
 
     engine, client = scripted
+    core: Any = pytest.importorskip("llama_index.core")
     tool = core.tools.FunctionTool.from_defaults(fn=weather)
     engine.scripts.append(Script(outputs(CALL)))
     response = client.chat_with_tools([tool], user_msg="the fox")
@@ -70,6 +71,7 @@ def test_calls_of_tools(scripted: tuple[ScriptedEngine, Any]) -> None:
     assert "sunny in Rome" in str(answer)
 
 
+@pytest.mark.slow
 def test_structured_outputs_of_a_model() -> None:
     backbone = Backbone.wrap(tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer(), "tiny")
     with running(open_service(backbone, limits=EngineLimits(batch_size=4, max_tokens=400))) as address:

@@ -64,7 +64,9 @@ ASKS = st.lists(
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
+)
 def test_answers_are_those_of_one_request_at_a_time(family: str) -> None:
     served = grafts(family)
 

@@ -108,6 +108,7 @@ def encoded(path: Path) -> str:
     return base64.b64encode(path.read_bytes()).decode()
 
 
+@pytest.mark.slow
 def test_a_pdf_is_read_page_by_page(client: TestClient, tmp_path: Path) -> None:
     pages = [TEA, "The second page tells more of tea. It was written by a merchant who never drank any."]
     found = post(client, "summarize", pdf=encoded(write_pdf(tmp_path / "tea.pdf", *pages)), sentences=50)
@@ -120,12 +121,14 @@ def test_a_pdf_is_read_page_by_page(client: TestClient, tmp_path: Path) -> None:
     assert "never drank any" in sentences[-1]["text"]
 
 
+@pytest.mark.slow
 def test_a_pdf_of_too_much_text_is_refused(client: TestClient, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(summarization, "MAX_TEXT", 40)
     message = refusal(client, "summarize", pdf=encoded(write_pdf(tmp_path / "tea.pdf", TEA)))
     assert "40 characters" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"RLIMIT_CPU": 0}, {"RLIMIT_DATA": 2**20}])
 def test_a_pdf_that_takes_too_much_ends_its_own_process_alone(
     client: TestClient, tmp_path: Path, monkeypatch: Any, limit: dict[str, int]
@@ -146,6 +149,7 @@ def test_a_pdf_that_waits_ends_too(client: TestClient, tmp_path: Path, monkeypat
     assert "512 MiB" in message
 
 
+@pytest.mark.slow
 def test_a_document_may_be_larger_than_other_requests(client: TestClient, service: Service) -> None:
     limit = service.settings.body_bytes
     assert "PDF" in refusal(client, "summarize", pdf="*" * (limit + 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from graftlm.backbone import Backbone
@@ -67,6 +68,7 @@ def test_models_write_side_by_side(page: Page, engine: ScriptedEngine) -> None:
     }
 
 
+@pytest.mark.slow
 def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))
@@ -115,6 +117,7 @@ def test_tokens_are_coloured_by_what_wrote_them_with_values_on_hover_and_focus(p
     expect(router.locator(".here")).to_have_count(1)
 
 
+@pytest.mark.slow
 def test_tokens_may_be_coloured_by_surprise_or_not_at_all(page: Page) -> None:
     generate(page, "Hello. ")
     expect(column(page, "danish").get_by_role("list", name="Legend")).to_contain_text("open gates")
@@ -146,6 +149,7 @@ def test_a_model_s_error_stands_in_its_own_column(page: Page, complaints: list[s
     complaints.clear()
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_with_what_was_said(page: Page, engine: ScriptedEngine) -> None:
     page.get_by_label("Chat").check()
     generate(page, "Hello.")
@@ -160,6 +164,7 @@ def test_a_chat_goes_on_with_what_was_said(page: Page, engine: ScriptedEngine) -
     expect(page.locator(".tokens")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_a_new_chat_forgets_an_answer_that_is_still_written(page: Page, engine: ScriptedEngine) -> None:
     page.get_by_label("Chat").check()
     generate(page, f"Go on {ENDLESS}")
@@ -172,6 +177,7 @@ def test_a_new_chat_forgets_an_answer_that_is_still_written(page: Page, engine: 
     assert ENDLESS not in engine.tokenizer.decode(list(engine.requests[-1].prompt))
 
 
+@pytest.mark.slow
 def test_a_chat_has_a_system_prompt_and_enter_sends(page: Page, engine: ScriptedEngine) -> None:
     expect(page.get_by_label("System prompt")).to_be_hidden()
     page.get_by_label("Chat").check()
@@ -228,6 +234,7 @@ def test_nothing_that_a_server_says_is_read_as_html(page: Page) -> None:
     assert "owned" not in page.title()
 
 
+@pytest.mark.slow
 def test_names_of_grafts_are_text_too(browser: Browser, address: str, complaints: list[str]) -> None:
     name = HOSTILE.replace('"', "'")
     unknown = dict.fromkeys(("steps", "tokens", "learned", "forgotten", "audit"))
@@ -249,6 +256,7 @@ def test_names_of_grafts_are_text_too(browser: Browser, address: str, complaints
 # With a model
 
 
+@pytest.mark.slow
 def test_a_real_model_writes_on_the_page(browser: Browser, tmp_path: Path, complaints: list[str]) -> None:
     backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
     graft = save_run(backbone, tmp_path)
@@ -259,7 +267,9 @@ def test_a_real_model_writes_on_the_page(browser: Browser, tmp_path: Path, compl
         page.get_by_role("spinbutton", name="Tokens at most").fill("12")
         generate(page, "The quick brown fox")
         for name in ("bare backbone", "danish"):
-            expect(column(page, name).get_by_role("status")).to_contain_text(re.compile("ended the text|length was reached"))
+            expect(column(page, name).get_by_role("status")).to_contain_text(
+                re.compile("ended the text|length was reached")
+            )
             expect(column(page, name).locator(".tokens")).to_contain_text(
                 re.compile("^The quick brown fox.+", re.DOTALL)
             )

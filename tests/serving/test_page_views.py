@@ -26,6 +26,8 @@ from serving.scripted import ENDLESS, FRENCH, HOSTILE, ScriptedEngine
 from serving.web import changed, running
 from summarize.tools import write_pdf
 
+pytestmark = pytest.mark.slow  # a browser, and processes that read documents
+
 SCHEMES = {"light": (1280, 900), "dark": (320, 640)}
 
 
@@ -122,7 +124,7 @@ def test_files_are_read_by_their_ending_or_refused(page: Page) -> None:
     expect(page.get_by_label("Text to summarize")).to_have_value("# Tea\n\nTea is old.")
     expect(page.get_by_label("Read it as")).to_have_value("markdown")
     file.set_input_files({"name": "tea.docx", "mimeType": "", "buffer": b"PK"})
-    expect(error).to_contain_text("tea.docx is no text that can be read here")
+    expect(error).to_contain_text("tea.docx")
     file.set_input_files({"name": "tea.txt", "mimeType": "", "buffer": b"\xff\xfe"})
     expect(error).to_have_text("tea.txt is not UTF-8 text: convert it first.")
     expect(page.get_by_label("Text to summarize")).to_have_value("# Tea\n\nTea is old.")
@@ -275,13 +277,11 @@ def test_fields_take_what_the_server_takes(page: Page, service: Service, complai
     expect(page.get_by_label("Questions at most")).to_have_attribute("max", str(clarification.MAX_QUESTIONS))
     page.get_by_label("Your text").fill("🍵" * (clarification.MAX_QUERY + 1))
     page.get_by_role("button", name="Begin", exact=True).click()
-    expect(page.locator("#clarify-error")).to_have_text(
-        "The text has 20,001 characters, and 20,000 are the most: shorten it."
-    )
+    expect(page.locator("#clarify-error")).to_have_text(re.compile("20,001 characters.*20,000"))
     view(page, "Summarize")
     large = {"name": "a.pdf", "mimeType": "", "buffer": b"x" * (6 * service.settings.body_bytes)}
     page.get_by_label("Choose a file").set_input_files(large)
-    expect(page.locator("#summarize-error")).to_contain_text("6,291,456 bytes, and 6,289,920 are the most")
+    expect(page.locator("#summarize-error")).to_have_text(re.compile("6,291,456 bytes.*6,289,920"))
 
 
 def test_no_name_is_cut_without_a_title(browser: Browser, address: str, complaints: list[str]) -> None:
@@ -460,7 +460,7 @@ def test_colours_follow_the_system_and_the_switch(browser: Browser, address: str
     assert complaints == []
 
 
-@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_every_view_passes_axe_and_fits_the_screen(
     browser: Browser, address: str, complaints: list[str], scheme: Any
 ) -> None:

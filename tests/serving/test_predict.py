@@ -110,6 +110,7 @@ def close(a: Any, b: Any) -> bool:
     return a == pytest.approx(b, abs=1e-4) if isinstance(a, float) else a == b
 
 
+@pytest.mark.slow
 def test_twenty_tasks_in_mixed_batches_of_several_requests(
     address: str, task_graft: TaskGraft, passes: list[list[int]], service: Service
 ) -> None:

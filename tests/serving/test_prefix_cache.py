@@ -71,6 +71,7 @@ REQUESTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=8, derandomize=True, phases=[Phase.generate])
 @given(st.lists(st.lists(REQUESTS, min_size=1, max_size=6), min_size=1, max_size=3), st.sampled_from([64, 256, 8192]))
 def test_answers_are_those_without_a_cache(rounds: list[list[GenerationRequest]], tokens: int) -> None:

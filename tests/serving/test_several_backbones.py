@@ -130,6 +130,7 @@ def said(address: str, request: Request) -> Any:
 _MODELS = {"one": ["one", "danish", "danish+german"], "org/two": ["org/two", "french"]}
 
 
+@pytest.mark.slow
 def test_each_model_answers_as_it_would_alone(address: str, grafts: Path, service: Service) -> None:
     """Interleaved requests to all models, against a server of each backbone."""
     alone: dict[str, Any] = {}
@@ -316,6 +317,7 @@ def test_names_of_backbones(tmp_path: Path) -> None:
         GraftStore({"one": Backbone.wrap(tiny_model("llama"), tiny_tokenizer())}, {"one": tmp_path}).open()
 
 
+@pytest.mark.slow
 def test_the_page_asks_each_backbone_for_its_own(address: str, browser: Browser, complaints: list[str]) -> None:
     """A column has the grafts of the backbone that is chosen there, and none of an encoder."""
     with opened(browser, address, complaints) as page:

@@ -49,6 +49,7 @@ def rows_in(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_thousand_documents_stream_through(tmp_path: Path) -> None:
     folder, out = tmp_path / "in", tmp_path / "out.jsonl"
     folder.mkdir()

@@ -26,6 +26,7 @@ def naive(document: list[str], summary: list[str]) -> np.ndarray:
     return means
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(SENTENCE | LONG, max_size=8), st.lists(SENTENCE | LONG, max_size=4))
 def test_scores_are_those_of_rouge_score(document: list[str], summary: list[str]) -> None:

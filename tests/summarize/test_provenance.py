@@ -84,6 +84,7 @@ def check_prose(document: SourceDocument) -> None:
     assert len(known - read) < len(document.pages), "all but those that a page breaks"
 
 
+@pytest.mark.slow
 def test_a_pdf_of_matplotlib(tmp_path: Path) -> None:
     paragraphs: list[str] = []
     for section in PROSE.sections:
@@ -93,6 +94,7 @@ def test_a_pdf_of_matplotlib(tmp_path: Path) -> None:
     check_prose(check_extract(write_pdf(tmp_path / "a.pdf", *pages)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium on the PATH")
 def test_a_pdf_of_a_browser(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")

@@ -62,6 +62,7 @@ def test_every_sentence_with_words_has_a_rank(kind) -> None:
         assert all(ranked.score == ranked.score for ranked in ranks)  # no nan
 
 
+@pytest.mark.slow
 def test_a_long_document_is_ranked_in_blocks() -> None:
     document = speech(1000)
     found = SumySelector(block_size=100).rank(document)
@@ -143,6 +144,7 @@ def test_features_know_position_section_title_and_wording() -> None:
     assert features["length"][0] == pytest.approx(math.log(7), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_long_text_is_ranked_in_bounded_memory() -> None:
     document = speech(20_000)
     tracemalloc.start()
@@ -224,6 +226,7 @@ def test_summarize_takes_the_best_of_each_section_of_a_long_document() -> None:
     assert summary.extract.indices == (0, 1, 2, 3, 4, 60, 61)
 
 
+@pytest.mark.slow
 def test_an_extract_needs_no_torch_and_lazy_names_are_there() -> None:
     extract = "from graftlm.pipelines.summarize import read_text, summarize; summarize(read_text('Tea is good.'))"
     lazy = "from graftlm.pipelines.summarize import *; import graftlm.pipelines.summarize as s; "

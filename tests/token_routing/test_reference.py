@@ -179,6 +179,7 @@ def test_routes_of_a_generation(settings: dict[str, Any], prompt: int, seed: int
     torch.testing.assert_close(actual.values.sum(-1), torch.ones(2, prompt + 6))
 
 
+@pytest.mark.slow
 @given(CONFIGS, st.integers(1, 9), st.integers(10, 16), st.integers(0, 99))
 def test_updated_weights_do_not_depend_on_the_interval(
     settings: dict[str, Any], prompt: int, length: int, seed: int

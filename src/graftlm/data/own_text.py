@@ -24,20 +24,25 @@ class OwnText:
 
     Attributes:
         ids: all token ids, including those that the text begins with.
-        turns: (start, stop) of each part that the model sampled: one part of free text, two of a conversation.
+        turns: (start, stop) of each part that the model sampled and that is predicted: one part of free text, two of a
+            conversation, one of a conversation near the new text.
+        question: (start, stop) of the user's turn in a conversation near the new text, which is not predicted.
+        left_out: why the text is not used; empty if it is used. `read_own_text` leaves such texts out.
     """
 
     ids: list[int]
     turns: list[tuple[int, int]]
+    question: tuple[int, int] | None = None
+    left_out: str = ""
 
     @property
     def is_chat(self) -> bool:
         """Whether the text is a conversation."""
-        return len(self.turns) > 1
+        return len(self.turns) > 1 or self.question is not None
 
     @property
     def tokens(self) -> int:
-        """The number of sampled tokens."""
+        """The number of sampled tokens that are predicted."""
         return sum(stop - start for start, stop in self.turns)
 
 
@@ -55,7 +60,7 @@ def marked_ids(sample: OwnText) -> np.ndarray:
 
 
 def read_own_text(path: Path) -> list[OwnText]:
-    """Read all samples of a file.
+    """Read the samples of a file that are used.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -69,7 +74,7 @@ def read_own_text(path: Path) -> list[OwnText]:
         raise DataError(
             f"The sampled text {path} can't be read ({first_line(error)}): remove it, and it is sampled again."
         ) from None
-    return samples
+    return [sample for sample in samples if not sample.left_out]
 
 
 def read_complete_batches(path: Path, key: str) -> list[list[OwnText]]:
@@ -106,7 +111,17 @@ def key_line(key: str) -> bytes:
 
 def batch_line(batch: Sequence[OwnText]) -> bytes:
     """Return the line of a batch."""
-    return json.dumps([asdict(sample) for sample in batch]).encode() + b"\n"
+    return json.dumps([_sample_values(sample) for sample in batch]).encode() + b"\n"
+
+
+def _sample_values(sample: OwnText) -> dict[str, object]:
+    """Return a sample as JSON values, without the attributes that most samples lack."""
+    values = asdict(sample)
+    if sample.question is None:
+        del values["question"]
+    if not sample.left_out:
+        del values["left_out"]
+    return values
 
 
 def _parse_batch(line: str | bytes) -> list[OwnText]:
@@ -116,4 +131,8 @@ def _parse_batch(line: str | bytes) -> list[OwnText]:
 def _parse_sample(values: Mapping[str, Any]) -> OwnText:
     ids = [int(token) for token in values["ids"]]
     turns = [(int(start), int(stop)) for start, stop in values["turns"]]
-    return OwnText(ids, turns)
+    question = values.get("question")
+    if question is not None:
+        start, stop = question
+        question = (int(start), int(stop))
+    return OwnText(ids, turns, question, str(values.get("left_out", "")))

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-from numpy.random import SeedSequence
 from rich.progress import MofNCompleteColumn
 
-from graftlm.backbone import Backbone, end_ids, generate_rows, leading_bos, max_sequence_length
-from graftlm.backbone.patching import replaced_attributes
+from graftlm.backbone import Backbone, end_ids, leading_bos, max_sequence_length
 from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText, batch_line, key_line, read_complete_batches
 from graftlm.data.sources import SelfSourceConfig
+from graftlm.data.token_sampler import TokenSampler
 from graftlm.errors import DataError
 from graftlm.files.writing import write_errors
 from graftlm.progress import progress_bar
@@ -61,38 +59,78 @@ def sample_own_text(
             texts that can't be used; or the file can't be written.
     """
     sampler = OwnTextSampler(backbone, config, config.length or length, model)
-    with write_errors(path, DataError, "free some space, and run the same command to go on"):
-        return _sample_to(path, sampler, config, key, progress)
+    return sample_batches(path, sampler, config.tokens, key=key, progress=progress)
 
 
-def _sample_to(
+class BatchSampler(Protocol):
+    """A sampler whose batches depend only on its settings, their number and the earlier batches."""
+
+    def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
+        """Sample the next batch.
+
+        Args:
+            number: the number of the batch, which determines its random numbers.
+            samples: the samples of all earlier batches.
+            needed: number of tokens to sample.
+        """
+        ...
+
+    def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> bool:
+        """Return whether sampling goes on after these batches.
+
+        Raises:
+            DataError: the latest batches have no usable sample.
+        """
+        ...
+
+
+def sample_batches(
     path: Path,
-    sampler: OwnTextSampler,
-    config: SelfSourceConfig,
+    sampler: BatchSampler,
+    tokens: int,
+    *,
     key: str,
     progress: bool,
 ) -> list[OwnText]:
+    """Sample batches into a file until they have enough tokens. Complete batches that the file has are kept.
+
+    Args:
+        path: the file of samples, which is extended.
+        sampler: samples the batches.
+        tokens: number of tokens to sample.
+        key: identifies the samples; a file with another key is written anew.
+        progress: show a progress bar.
+
+    Raises:
+        DataError: the sampler yields nothing that can be used, or the file can't be written.
+    """
+    with write_errors(path, DataError, "free some space, and run the same command to go on"):
+        return _sample_to(path, sampler, tokens, key, progress)
+
+
+def _sample_to(path: Path, sampler: BatchSampler, tokens: int, key: str, progress: bool) -> list[OwnText]:
     batches = read_complete_batches(path, key)
     samples = [sample for batch in batches for sample in batch]
     total = _count_tokens(samples)
-    bar = progress_bar("sampling", config.tokens, MofNCompleteColumn(), "tokens", show=progress)
+    bar = progress_bar("sampling", tokens, MofNCompleteColumn(), "tokens", show=progress)
     with bar as update, path.open("ab") as file:
         if not batches:
             file.truncate(0)
             file.write(key_line(key))
         # The sampler drops conversations after the same batches as in the interrupted call.
+        goes_on = True
         for count in range(1, len(batches) + 1):
-            sampler.check_yield(batches[:count])
-        while total < config.tokens:
+            goes_on = sampler.check_yield(batches[:count])
+        while goes_on and total < tokens:
             update(completed=total)
-            batch = sampler.batch(len(batches), samples, config.tokens - total)
+            batch = sampler.batch(len(batches), samples, tokens - total)
             batches.append(batch)
             samples += batch
             total += _count_tokens(batch)
             file.write(batch_line(batch))
             file.flush()
-            sampler.check_yield(batches)
-        update(completed=config.tokens)
+            goes_on = sampler.check_yield(batches)
+        update(completed=tokens)
     return samples
 
 
@@ -131,10 +169,8 @@ class OwnTextSampler:
     ) -> None:
         self.name = backbone.name
         self._tokenizer = backbone.need_tokenizer()
-        _check_backbone(backbone, length)
-        self._model = backbone.bare_model if model is None else model
-        # The module whose generation config `generate` reads.
-        self._configured = self._model if model is None else backbone.model
+        check_backbone(backbone, length)
+        self._sampler = TokenSampler(backbone, config.seed, model)
         self._config = config
         self._length = length
         self._ends = end_ids(backbone.model, self._tokenizer)
@@ -194,26 +230,21 @@ class OwnTextSampler:
 
     def _sample(self, number: int, rows: int, *, is_chat: bool) -> list[OwnText]:
         """Sample `rows` texts with the random numbers of a batch."""
-        from transformers import GenerationConfig  # imports the models
-
-        device = self._model.device
-        devices = [] if device.type == "cpu" else [device]
-        seed = int(SeedSequence([self._config.seed, number]).generate_state(1)[0])
-        # The settings of the checkpoint's generation config, such as its penalties, are not used.
-        plain = replaced_attributes(self._configured, generation_config=GenerationConfig())
-        with torch.random.fork_rng(devices, device_type=device.type), plain:
-            torch.manual_seed(seed)
+        with self._sampler.seeded(number):
             if is_chat:
                 return self._conversations(rows)
             return self._free_texts(rows, number)
 
-    def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> None:
+    def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> bool:
         """Check whether the latest batches have usable samples.
 
         After several batches without any, conversations that were not requested explicitly are no longer sampled.
 
         Args:
             batches: all batches so far.
+
+        Returns:
+            True, since sampling always goes on.
 
         Raises:
             DataError: several batches have no usable sample.
@@ -224,12 +255,13 @@ class OwnTextSampler:
                 break
             barren += 1
         if barren == 0 or barren % _BARREN_BATCHES != 0:
-            return
+            return True
         if self._chat_fraction == 0 or self._config.chat_fraction is not None:
             samples = [sample for batch in batches for sample in batch]
             raise self._yield_error(samples, barren)
         self._chat_fraction = 0.0
         self._starts = self._find_starts()
+        return True
 
     def _yield_error(self, samples: Sequence[OwnText], barren: int) -> DataError:
         has_free_text = any(not sample.is_chat for sample in samples)
@@ -282,7 +314,6 @@ class OwnTextSampler:
                 texts.append(OwnText(prompt + answer, [user_turn, answer_turn]))
         return texts
 
-    @torch.no_grad()
     def _continue(self, prompts: list[list[int]], ends: set[int], length: int) -> list[list[int]]:
         """Sample tokens after each prompt, up to and including the first end.
 
@@ -292,22 +323,16 @@ class OwnTextSampler:
             length: maximum number of tokens of the longest prompt and the sampled tokens together.
         """
         width = max(len(prompt) for prompt in prompts)
-        if length <= width:
-            return [[] for _ in prompts]
-        return generate_rows(
-            self._model,
-            self._tokenizer,
+        return self._sampler.sample(
             prompts,
             ends,
-            max_new_tokens=length - width,
+            length - width,
             temperature=self._config.temperature,
             top_p=self._config.top_p,
-            top_k=0,
-            do_sample=True,
         )
 
 
-def _check_backbone(backbone: Backbone, length: int) -> None:
+def check_backbone(backbone: Backbone, length: int) -> None:
     """Raise `DataError` if a backbone can't sample texts of `length` tokens."""
     if not (backbone.sites.family.causal and backbone.model.can_generate()):
         raise DataError(
@@ -361,35 +386,46 @@ def free_starts(
     return [start + opening for opening in encoded]
 
 
-def split_template(tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> ChatParts:
+def split_template(
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    name: str,
+    *,
+    system: str | None = None,
+    remedy: str = "set chat_fraction to 0",
+) -> ChatParts:
     """Return the tokens of a chat template around a user's first turn.
 
     Args:
         tokenizer: the backbone's tokenizer.
         length: maximum number of tokens of a text.
         name: the backbone's name, for error messages.
+        system: a system message before the turn; None for that of the template, if it has one.
+        remedy: how to sample no conversations, for error messages.
 
     Raises:
         DataError: the tokenizer has no template, the template can't be used, or it leaves no space for turns.
     """
     if not tokenizer.chat_template:
         raise DataError(
-            f"The tokenizer of {name} has no chat template for conversations: set chat_fraction to 0, or name a chat "
-            "model."
+            f"The tokenizer of {name} has no chat template for conversations: {remedy}, or name a chat model."
         )
+    messages = [{"role": "user", "content": _CONTENT}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
     try:
-        text = render_question([{"role": "user", "content": _CONTENT}], tokenizer)
+        text = render_question(messages, tokenizer)
     except DataError:
-        raise DataError(f"The chat template of {name} can't be rendered: set chat_fraction to 0.") from None
+        raise DataError(f"The chat template of {name} can't be rendered: {remedy}.") from None
     text_before, content, text_after = text.partition(_CONTENT)
     before = tokenizer(text_before, add_special_tokens=False)["input_ids"]
     after = tokenizer(text_after, add_special_tokens=False)["input_ids"]
     if not content or not before or not after or after[0] not in tokenizer.added_tokens_decoder:
-        raise DataError(f"The chat template of {name} has no token that ends a user turn: set chat_fraction to 0.")
+        raise DataError(f"The chat template of {name} has no token that ends a user turn: {remedy}.")
     size = len(before) + len(after)
     if length < size + 2 * _MIN_TURN:
         raise DataError(
-            f"The chat template of {name} has {size} tokens, but a text has at most {length}: raise the length, or set "
-            "chat_fraction to 0."
+            f"The chat template of {name} has {size} tokens, but a text has at most {length}: raise the length, or "
+            f"{remedy}."
         )
     return ChatParts(before, after)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_serializer, model_validator
 
 from graftlm.config import Config
 from graftlm.data.chats import ChatExample, read_chat
@@ -22,6 +22,8 @@ from graftlm.files.reading import read_text
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+_NEAR_KEYS = ("question_tokens", "answer_tokens", "answer_temperature")  # settings of own text near the new text
+_NEAR_TOP_P = 0.9
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files of a folder that are read by default
 
@@ -116,10 +118,17 @@ class SourceConfig(Config):
 class SelfSourceConfig(Config):
     """Text that the backbone samples, for backbones whose training data is not available.
 
-    The text is sampled before the first training that needs it, once for each backbone and these settings.
+    The text is sampled before the first training that needs it, once for each backbone and these settings. With
+    `near`, the texts begin like those of `data.new`, and what they say about named things of the new text is left out.
     """
 
     self: Literal[True] = Field(description="Marks a source whose text the backbone samples.")
+    near: Literal["new"] | None = Field(
+        None,
+        description="new: the texts begin with the first one to four words of a new question, prompt or sentence. Of a "
+        "conversation, only the answer is predicted and counts as sampled. Texts about things that the new text names "
+        "are left out. By default texts are not related to the new text.",
+    )
     tokens: int = Field(100_000, ge=1, le=10**9, description="Number of tokens to sample, without those of prompts.")
     length: int | None = Field(
         None, ge=2, description="Maximum number of tokens of a text; by default the length of the data's rows."
@@ -134,28 +143,68 @@ class SelfSourceConfig(Config):
     openings: list[str] = Field(
         [], description="Texts with which free text begins, in turn; by default it begins as a document."
     )
-    temperature: float = Field(
-        1.0, ge=0.01, le=100, description="Divides the logits; 1 samples from the unmodified distribution."
+    question_tokens: int = Field(
+        24, ge=1, description="With near: maximum number of sampled tokens of a question; longer ones are left out."
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="Total probability of the tokens to sample from.")
+    answer_tokens: int = Field(
+        48, ge=1, description="With near: maximum number of tokens of an answer; longer ones are cut."
+    )
+    answer_temperature: float = Field(0.7, ge=0.01, le=100, description="With near: the temperature of answers.")
+    temperature: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="Divides the logits; 1 samples from the unmodified distribution. Answers with near have their own.",
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Total probability of the tokens to sample from. With near the default is 0.9."
+    )
     batch_size: int = Field(32, ge=1, description="Number of texts that are sampled together.")
     seed: int = Field(0, ge=0, description="Seed of the sampling.")
 
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
         keys_of_sources = SourceConfig.model_fields.keys() - cls.model_fields.keys()
-        if isinstance(values, dict):
-            unexpected = sorted(keys_of_sources & values.keys())
-            if unexpected:
-                raise ValueError(
-                    f"a source with self: true reads no files, but it has {unexpected[0]}: write two sources"
+        unexpected = sorted(keys_of_sources & values.keys())
+        if unexpected:
+            raise ValueError(f"a source with self: true reads no files, but it has {unexpected[0]}: write two sources")
+        if values.get("near") is not None:
+            # Small models finish few questions sensibly if all tokens may be drawn.
+            return {"top_p": _NEAR_TOP_P} | values
+        return values
+
+    def _problems(self) -> Iterator[str]:
+        if self.near is not None:
+            if self.openings:
+                yield "texts near the new text begin like it, so openings are not used: leave out openings or near"
+            if self.chat_fraction is not None:
+                yield (
+                    "texts near the new text are conversations where the new ones are, so chat_fraction is not used: "
+                    "leave out chat_fraction or near"
                 )
+            return
+        for key in _NEAR_KEYS:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"{key} belongs to texts near the new text: set near to new, or leave {key} out"
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Serialise the marker `self`, and leave out settings of `near` without it, so that earlier runs keep keys."""
+        values = {"self": True} | serialise(self)
+        if self.near is not None:
+            return values | {"top_p": self.top_p}
+        for key in ("near", *_NEAR_KEYS):
+            values.pop(key, None)
         return values
 
     @property
     def name(self) -> str:
         """The name of this source in messages."""
+        if self.near is not None:
+            return "the backbone's own text near the new"
         return "the backbone's own text"
 
 
@@ -200,6 +249,11 @@ class DataConfig(Config):
     )
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name, such as 'old' and 'new'.")
     seed: int = Field(0, ge=0, description="Seed of the order of rows.")
+
+    def _problems(self) -> Iterator[str]:
+        has_near = any(isinstance(source, SelfSourceConfig) and source.near for source in self.old)
+        if has_near and any(source.streaming for source in self.new):
+            yield "text near the new text needs all new texts before training: set streaming to false, or remove near"
 
 
 def check_sources(config: DataConfig) -> None:

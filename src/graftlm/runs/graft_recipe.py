@@ -207,7 +207,8 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
         )
     if data.stream:
         _check_stream(training, data)
-    seeds_of_old_text = [source.seed for source in data.old if isinstance(source, SelfSourceConfig)]
+    own_sources = [source for source in data.old if isinstance(source, SelfSourceConfig)]
+    seeds_of_old_text = [source.seed for source in own_sources if source.near is None]
     if evaluation.own_tokens and data.replay_fraction and evaluation.own_seed in seeds_of_old_text:
         raise ValueError(
             f"evaluation.own_seed is {evaluation.own_seed}, which is also the seed of old text that the backbone "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
-from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
+from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.own_text import marked_ids, read_own_text
@@ -115,7 +115,7 @@ class GraftRun(TrainingRun):
         if not (self.training.steps and self.data.replay_fraction):
             return []
         sources = [source for source in self.data.old if isinstance(source, SelfSourceConfig)]
-        return [SamplingRun.of(self.backbone, source, self.data.length) for source in sources]
+        return [SamplingRun.of(self.backbone, source, self.data.length, self.data.new) for source in sources]
 
     def _test_samples(self) -> list[SamplingRun]:
         """Return the run that samples the text on which the divergence is measured.
@@ -280,8 +280,15 @@ def _fit(graft: FitsOnText) -> None:
     texts: dict[str, list[str]] = {}
     for name, sources in graft.sources().items():
         parsed = [SourceConfig.parse(dict(source)) for source in sources]
-        texts[name] = [document.full_text for document in build_documents(parsed)]
+        texts[name] = [_whole_text(document) for document in build_documents(parsed)]
     graft.fit(texts)
+
+
+def _whole_text(document: Document) -> str:
+    """Return the text of a document, or the messages of a conversation, one per line."""
+    if document.chat is None:
+        return document.full_text
+    return "\n".join(message["content"] for message in document.chat.messages)
 
 
 def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:

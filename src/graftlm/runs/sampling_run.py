@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, ClassVar, Self
 
 from accelerate import PartialState
 
+from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
-from graftlm.data import SelfSourceConfig
+from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
+from graftlm.data.near_text import LEFT_OUT, sample_near_text
+from graftlm.data.own_text import OwnText
 from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.evaluation import Row
 from graftlm.evaluation.measurement import Measurement
@@ -20,48 +25,68 @@ SAMPLES = "samples.jsonl"
 
 
 class SamplingRun(Run):
-    """Sample text from one backbone. All runs with equal settings share the file."""
+    """Sample text from one backbone. All runs with equal settings share the file.
+
+    Args:
+        backbone: the backbone that samples.
+        source: number of tokens, seed and form of the texts.
+        length: maximum tokens of a text if the source has no length.
+        new: the sources of the new text, if the texts are near it.
+    """
 
     key_name: ClassVar[str | None] = "graftlm.runs.graft_run.SamplingRun"
     backbone: BackboneConfig
     source: SelfSourceConfig
     length: int
+    new: list[SourceConfig] = []
 
     @classmethod
-    def of(cls, backbone: BackboneConfig, source: SelfSourceConfig, length: int) -> Self:
+    def of(
+        cls,
+        backbone: BackboneConfig,
+        source: SelfSourceConfig,
+        length: int,
+        new: Sequence[SourceConfig] = (),
+    ) -> Self:
         """Return the run that samples the texts of a source.
 
         Args:
             backbone: the backbone that samples.
             source: number of tokens, seed and form of the texts.
             length: maximum tokens of a text if the source has no length.
+            new: the sources of the new text; used only if the source is near it.
         """
         source = source.model_copy(update={"length": source.length or length})
-        settings = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
+        settings: list[Any] = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
+        near = list(new) if source.near is not None else []
+        if near:
+            settings.append([config.model_dump(mode="json") for config in near])
         return cls(
             id=f"own-text-{digest(settings)[:8]}",
             label=source.name,
             backbone=backbone,
             source=source,
             length=length,
+            new=near,
         )
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        if not self.new:
+            del settings["new"]
+        return settings
 
     def artefacts(self) -> tuple[str, ...]:
         return (SAMPLES,)
 
     def measure(self, context: RunContext) -> Measurement:
         backbone = load_shared(self.backbone)
-        context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s own text.")
+        kind = "own text" if self.source.near is None else "own text near the new text"
+        context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s {kind}.")
         started = perf_counter()
         with PartialState().main_process_first():  # The other processes read its file.
-            samples = sample_own_text(
-                backbone,
-                self.source,
-                self.length,
-                context.folder / SAMPLES,
-                key=context.key,
-                progress=context.progress,
-            )
+            drawn = self._sample(backbone, context)
+        samples = [sample for sample in drawn if not sample.left_out]
         n_chats = sum(sample.is_chat for sample in samples)
         if backbone.need_tokenizer().chat_template:
             context.log(f"{n_chats:,} of {len(samples):,} texts are conversations.")
@@ -71,8 +96,45 @@ class SamplingRun(Run):
             "chat_texts": n_chats,
             "seconds": perf_counter() - started,
         }
+        if self.source.near is not None:
+            reasons = Counter(sample.left_out for sample in drawn if sample.left_out)
+            _log_reasons(reasons, len(drawn), context)
+            metrics["left_out"] = reasons.total()
+            for reason in LEFT_OUT:
+                metrics[f"left_out_{reason.replace(' ', '_')}"] = reasons[reason]
         return Measurement(Row(id=self.id, label=self.label, metrics=metrics))
+
+    def _sample(self, backbone: Backbone, context: RunContext) -> list[OwnText]:
+        """Return all texts that are drawn, with those that are left out."""
+        path = context.folder / SAMPLES
+        if self.source.near is None:
+            return sample_own_text(
+                backbone,
+                self.source,
+                self.length,
+                path,
+                key=context.key,
+                progress=context.progress,
+            )
+        return sample_near_text(
+            backbone,
+            self.source,
+            build_documents(self.new),
+            self.length,
+            path,
+            key=context.key,
+            progress=context.progress,
+            log=context.log,
+        )
 
     @classmethod
     def release(cls) -> None:
         release_shared()
+
+
+def _log_reasons(reasons: Counter[str], drawn: int, context: RunContext) -> None:
+    """Log how many texts are used, and how many are left out for each reason."""
+    used = drawn - reasons.total()
+    counts = [f"{count:,} ({reason})" for reason, count in reasons.most_common()]
+    left_out = ", ".join(counts) or "none"
+    context.log(f"{used:,} of {drawn:,} texts are used. Left out: {left_out}.")

@@ -15,6 +15,10 @@ from graftlm.grafts.base import GraftConfig
 Combination = Literal["exact", "linear"]
 
 
+WORDS = "words"
+"""The name of the embedder that knows a text by its rare words."""
+
+
 class ExpertConfig(Config):
     """Configuration of one expert: an existing LoRA adapter (`path`), or a new one that is trained (`rank`).
 
@@ -50,7 +54,8 @@ class EmbedderConfig(Config):
     """Configuration of the model that embeds text for routing.
 
     Args:
-        name: `backbone` for the mean of the backbone's own hidden states, or the name or folder of a
+        name: `backbone` for the mean of the backbone's own hidden states; `words` for the rare words of a text, such as
+            names and numbers, with `centroids: all` and a threshold of about 0.25; or the name or folder of a
             sentence-transformers model.
         layers: number of the backbone's hidden states, as in transformers. 0: token embeddings, at no cost. n: after
             the n-th layer. -1: the last, after the final norm. The states are computed in a separate pass of the bare
@@ -72,6 +77,8 @@ class EmbedderConfig(Config):
     trust_remote_code: bool = False
 
     def _problems(self) -> Iterator[str]:
+        if self.name == WORDS and self.centroids != "all":
+            yield "the embedder words compares each rare word of the examples: set embedder.centroids to all"
         if self.layers and self.name != "backbone":
             yield f"layers selects hidden states of the backbone: remove it for the embedder {self.name}"
 

@@ -1,4 +1,4 @@
-"""Embedders of the text so far: the backbone's own hidden states, or a sentence-transformers model.
+"""Embedders of the text so far: the backbone's own hidden states, its rare words, or a sentence-transformers model.
 
 Shape suffixes: B rows, T tokens of this pass, S tokens so far, d embedding width.
 """
@@ -18,9 +18,10 @@ from graftlm.backbone.cache import slots
 from graftlm.backbone.cache_joining import join_columns
 from graftlm.errors import BackboneError, GraftError, first_line
 from graftlm.files.extras import import_extra
-from graftlm.grafts.token_routing.config import EmbedderConfig
-from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum
+from graftlm.grafts.token_routing.config import WORDS, EmbedderConfig
+from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, prefix_texts
 from graftlm.grafts.token_routing.silent_pass import SilentPass
+from graftlm.grafts.token_routing.word_embedder import WordEmbedder
 
 PROBE = "The quick brown fox asks how much 12 + 30 is."
 """A text whose embedding is saved next to the centroids, in order to detect another embedder."""
@@ -40,6 +41,17 @@ class Embedder(Protocol):
         """
         ...
 
+    def examples(self, texts: Sequence[str]) -> Tensor:
+        """Embed the examples of an expert.
+
+        Args:
+            texts: the examples.
+
+        Returns:
+            (vectors, d) float32 embeddings, by default one vector for each text.
+        """
+        return self.texts(texts)
+
     def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
         """Embed prefixes: at each route update, the document up to and including that token.
 
@@ -54,7 +66,7 @@ class Embedder(Protocol):
         ...
 
 
-class _BackboneEmbedder:
+class _BackboneEmbedder(Embedder):
     """Means of vectors of the backbone's own tokens, without special tokens."""
 
     def __init__(self, backbone: Backbone) -> None:
@@ -274,7 +286,7 @@ class HiddenStateEmbedder(_BackboneEmbedder):
         return states.masked_fill(~content[..., None], 0)  # states of padding may be NaN
 
 
-class SentenceEmbedder:
+class SentenceEmbedder(Embedder):
     """A sentence-transformers model, which reads the whole text so far at each update.
 
     Args:
@@ -311,14 +323,7 @@ class SentenceEmbedder:
         return embeddings.float()
 
     def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
-        texts = []
-        for row, token in spans.updates.nonzero().tolist():
-            stop = spans.past + token + 1
-            window = spans.window or stop
-            first = max(int(spans.start[row, token]), stop - window)
-            ids = spans.ids[row, first:stop]
-            texts.append(self._tokenizer.decode(ids, skip_special_tokens=True))
-        vectors = self.texts(texts).to(spans.ids.device)
+        vectors = self.texts(prefix_texts(spans, self._tokenizer)).to(spans.ids.device)
         embeddings = vectors.new_zeros(*spans.updates.shape, vectors.shape[-1])
         embeddings[spans.updates] = vectors
         return embeddings
@@ -336,6 +341,8 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
         MissingExtraError: the embedder needs a package that is not installed.
         BackboneError: a model cannot be loaded.
     """
+    if config.name == WORDS:
+        return WordEmbedder(backbone)
     if config.name != "backbone":
         return SentenceEmbedder(config, backbone)
     n_layers = backbone.sites.n_layers

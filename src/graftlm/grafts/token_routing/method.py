@@ -323,7 +323,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                 raise RecipeError(
                     f"The expert {name} has no examples, so it has no centroid: give some under texts or sources."
                 )
-            groups.append(embedder.texts(examples))
+            groups.append(embedder.examples(examples))
         router = fit_router(self.config, groups)
         router["probe"] = embedder.texts([PROBE])[0]
         self._set_router(router)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from graftlm.backbone.cache import slots
 from graftlm.backbone.cache_joining import join_columns
 from graftlm.errors import GraftError
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RoutingState(NamedTuple):
@@ -188,6 +191,18 @@ class RouteSpans:
         no_updates = torch.zeros(rows, length + 1, dtype=torch.bool, device=self.end.device)
         updates = no_updates.scatter(1, self.columns, True)
         return updates[:, 1:]
+
+
+def prefix_texts(spans: RouteSpans, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the text of each span that ends in this pass, in the order of `spans.updates`."""
+    texts = []
+    for row, token in spans.updates.nonzero().tolist():
+        stop = spans.past + token + 1
+        window = spans.window or stop
+        first = max(int(spans.start[row, token]), stop - window)
+        ids = spans.ids[row, first:stop]
+        texts.append(str(tokenizer.decode(ids, skip_special_tokens=True)))
+    return texts
 
 
 def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | None, *, causal: bool) -> RouteSpans:

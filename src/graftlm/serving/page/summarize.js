@@ -153,9 +153,9 @@ function firstPassage(source) {
 /** Return the error of an unsuitable file; null if it is suitable. */
 async function misfit(file, suffix, limits) {
   const known = [...TEXTS, "pdf"];
-  if (!known.includes(suffix)) return `${file.name} is no text that can be read here: one that ends in ${known.map((one) => `.${one}`).join(" ")} is expected.`;
+  if (!known.includes(suffix)) return `${file.name} can’t be read here: choose a file that ends in ${known.map((one) => `.${one}`).join(", ")}.`;
   const most = Math.floor((suffix === "pdf" ? 3 / 4 : 1) * (limits.document_bytes - 2048)); // base64 has four characters for three bytes
-  if (file.size > most) return `${file.name} has ${count(file.size)} bytes, and ${count(most)} are the most: split it into its chapters.`;
+  if (file.size > most) return `${file.name} has ${count(file.size)} bytes, but at most ${count(most)} are accepted: split it into chapters.`;
   if (suffix === "pdf") return null;
   try {
     new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());

@@ -1,0 +1,124 @@
+"""The rows of the experiment: what each one trains, on which old text, and how answers follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from experiments.protocol import Comparison
+
+OldText = Literal["", "own", "near"]
+
+LORA = {"kind": "lora", "capacity": 0.1, "scale": 2.0}
+ADAPTER = {"kind": "adapter", "capacity": 0.1}
+NEUTRAL = {"kind": "neutral-residues", "capacity": 0.1, "init": "he"}
+GATED = {**NEUTRAL, "alpha": 10.0}
+UNGATED = {**NEUTRAL, "gate": "none", "local_loss": "l1", "alpha": 10.0}
+GATE_ONLY = {**NEUTRAL, "alpha": 0.0}
+ROUTED_GRAFT = {
+    "kind": "token-routing",
+    "experts": {"facts": {"rank": 71, "alpha": 142.0, "targets": ["ffn"]}},  # as LoRA with 10% more weights
+    "embedder": {"name": "words", "centroids": "all"},
+    "threshold": 0.25,
+    "reads": "prompt",
+}
+"""A LoRA expert that acts where the prompt has a rare word of the taught conversations."""
+
+LORA_RATES = (5e-4, 1e-3, 2e-3)
+ADAPTER_RATES = (2e-3, 4e-3, 8e-3)
+NEUTRAL_RATES = (3e-3, 6e-3, 1.2e-2)
+FINETUNE_RATES = (2e-5, 5e-5, 1e-4)
+
+
+class FactsRow(NamedTuple):
+    """A row with a graft.
+
+    Attributes:
+        label: label of the row.
+        graft: config of its graft.
+        rates: learning rates with which the search begins.
+        old: the old text: none, own text, or own text near the new.
+        objective: how old text is learned.
+    """
+
+    label: str
+    graft: Mapping[str, Any]
+    rates: tuple[float, ...]
+    old: OldText = ""
+    objective: Literal["replay", "distil"] = "distil"
+
+
+TRAINED = {
+    "finetune": FactsRow("fine-tuning", {"kind": "finetune", "embeddings": False}, FINETUNE_RATES),
+    "lora": FactsRow("LoRA", LORA, LORA_RATES),
+    "adapter": FactsRow("adapters", ADAPTER, ADAPTER_RATES),
+    "neutral": FactsRow("neutral residues", GATE_ONLY, NEUTRAL_RATES),
+    "lora-own": FactsRow("LoRA, own text", LORA, LORA_RATES, "own"),
+    "adapter-own": FactsRow("adapters, own text", ADAPTER, ADAPTER_RATES, "own"),
+    "neutral-own": FactsRow("neutral residues, own text", GATED, NEUTRAL_RATES, "own"),
+    "finetune-near": FactsRow(
+        "fine-tuning, near own text", {"kind": "finetune", "embeddings": False}, FINETUNE_RATES, "near"
+    ),
+    "lora-near": FactsRow("LoRA, near own text", LORA, LORA_RATES, "near"),
+    "lora-near-replay": FactsRow("LoRA, near own text replayed", LORA, LORA_RATES, "near", "replay"),
+    "adapter-near": FactsRow("adapters, near own text", ADAPTER, ADAPTER_RATES, "near"),
+    "neutral-near": FactsRow("neutral residues, near own text", GATED, NEUTRAL_RATES, "near"),
+    "neutral-near-ungated": FactsRow("local loss without gate, near own text", UNGATED, NEUTRAL_RATES, "near"),
+    "neutral-near-gate-only": FactsRow("gate without local loss, near own text", GATE_ONLY, NEUTRAL_RATES, "near"),
+    "routed": FactsRow("LoRA where the prompt names a taught thing", ROUTED_GRAFT, LORA_RATES),
+}
+PROMPTED = {
+    "prompt": "all facts in the prompt",
+    "retrieval": "the three nearest facts in the prompt",
+}
+# Rows that follow from another row's run, with its weights scaled back.
+SCALED = {"lora-scaled": "lora"}
+SCALED_LABELS = {"lora-scaled": "LoRA scaled back"}
+STRENGTHS = (0.8, 0.6)
+"""Strengths of the scaled rows. The search chooses one of them."""
+
+MAIN = (
+    "prompt",
+    "retrieval",
+    "lora",
+    "lora-near",
+    "adapter-near",
+    "neutral-near",
+    "neutral-near-ungated",
+    "routed",
+)
+"""The declared rows of 120 facts."""
+
+LARGE = ("lora", "routed")
+"""The rows of 1,000 facts."""
+
+DECLARED = (
+    Comparison("routed", "lora", "locality_near"),
+    Comparison("routed", "lora", "generalization", margin=0.05),
+    Comparison("routed", "retrieval", "generalization"),
+    Comparison("lora-near", "lora", "locality_near"),
+    Comparison("neutral-near", "neutral-near-ungated", "locality_near"),
+    Comparison("neutral-near", "neutral-near-ungated", "generalization", margin=0.05),
+    Comparison("neutral-near", "lora-near", "locality_near"),
+    Comparison("neutral-near", "lora-near", "generalization", margin=0.05),
+)
+"""The primary comparisons, which the README lists."""
+
+AIMS = {"generalization": 0.9, "locality_near": 0.95, "locality_far": 0.97}
+MAX_SPILL = 0.01
+MAX_SECONDS = 1200.0
+
+EVERY_ROW = (*PROMPTED, *TRAINED, *SCALED)
+
+
+def label_of(name: str) -> str:
+    """Return the label of a row."""
+    if name in TRAINED:
+        return TRAINED[name].label
+    return PROMPTED.get(name) or SCALED_LABELS[name]
+
+
+def trained_rows(names: tuple[str, ...]) -> list[str]:
+    """Return the rows to train for some rows, in order: those among them, and those that others follow from."""
+    needed = {SCALED.get(name, name) for name in names}
+    return [name for name in TRAINED if name in needed]

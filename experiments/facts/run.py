@@ -1,0 +1,506 @@
+"""Invented facts are taught to a chat model by conversation: which method learns them, and which keeps the rest?
+
+Rates are searched on 16 facts, which no main row learns. The main rows learn 120 facts for three seeds of names and of
+weights; the table `large` has two rows of 1,000 facts. The results are written after every row, from the rows that are
+there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import Options
+from experiments.facts.answering import AnsweringRun, Asked, answers_of
+from experiments.facts.generator import FactSet, Question
+from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
+from experiments.facts.metrics import Answers, Items, is_right, judge, shares
+from experiments.facts.rows import (
+    DECLARED,
+    EVERY_ROW,
+    LARGE,
+    MAIN,
+    PROMPTED,
+    SCALED,
+    STRENGTHS,
+    TRAINED,
+    label_of,
+    trained_rows,
+)
+from experiments.facts.sizes import SIZES, Size
+from experiments.facts.summaries import aims_of, over_seeds, plots_of, search_score
+from experiments.protocol import BigramTable, Evidence, RateSearch, conditions, decide, search_rate
+from experiments.study import Study, check_files, write_lines
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data import DataConfig
+from graftlm.data.chats import chat_tokens, read_chat
+from graftlm.evaluation import Aim, Metric, Results, Row, value_of
+from graftlm.evaluation.evaluator import EvaluationConfig
+from graftlm.evaluation.measurement import Measurement
+from graftlm.grafts import graft_config
+from graftlm.runs.shared import load_shared
+from graftlm.training.config import TrainingConfig
+
+NAME = "facts"
+MODEL = "smollm2-135m-instruct"
+TABLES = ("search", "main", "large")
+SEARCH_SEED = 100
+ROW_TOKENS = 112
+"""Tokens of a row of training, into which two conversations fit."""
+ROWS_PER_STEP = 4
+EPOCHS = 3.0
+"""How often each taught conversation is read, in all rows alike."""
+
+
+class FactsStudy(Study):
+    """The runs of the experiment.
+
+    Args:
+        options: options of the experiment.
+        named: the rows to measure.
+
+    Attributes:
+        backbone: config of the backbone.
+        scaled: rows that also answer with their weights scaled back.
+        searches: the search of each row that was searched.
+        strength: the strength of scaled rows that the search chose.
+        items: for each row and seed, the values of the items by metric.
+        measured_rows: for each row and seed, further metrics of the row's run.
+    """
+
+    def __init__(self, options: Options, named: Sequence[str]) -> None:
+        super().__init__(options)
+        self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="float32", device=options.device)
+        self.scaled = {SCALED[row] for row in named if row in SCALED}
+        self.searches: dict[str, RateSearch] = {}
+        self.strength = STRENGTHS[0]
+        self.items: dict[str, dict[int, Items]] = {}
+        self.measured_rows: dict[str, dict[int, dict[str, Metric]]] = {}
+        self.search_rows: dict[str, dict[str, float]] = {}
+        self._known = known_words(options.data)
+        self._sets: dict[tuple[int, int], FactSet] = {}
+        self._tokenizer: Any = None
+        self._bare: dict[tuple[int, int], Answers] = {}
+        self._far: list[Question] = []
+        self._far_answers: Answers = {}
+
+    @property
+    def tokenizer(self) -> Any:
+        """The backbone's tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = load_shared(self.backbone).need_tokenizer()
+        return self._tokenizer
+
+    def size(self, table: str) -> Size:
+        """Return how much the rows of a table are taught and asked."""
+        return Size(self.options.quick, table)
+
+    def facts(self, size: Size, seed: int) -> FactSet:
+        """Return the facts of a seed."""
+        key = (size.facts, seed)
+        if key not in self._sets:
+            self._sets[key] = FactSet(size.facts, seed, self._known)
+        return self._sets[key]
+
+    def folder(self, size: Size, seed: int) -> Path:
+        """Return the folder of a seed's files, and write them."""
+        folder = self.options.out / "facts" / f"{size.facts}_seed{seed}"
+        if not folder.exists():
+            facts = self.facts(size, seed)
+            write_lines(folder / "conversations.jsonl", facts.conversations())
+            tested = [_conversation(question, facts) for question in facts.unseen()]
+            write_lines(folder / "unseen.jsonl", tested)
+            statements = [facts.statement(fact) for fact in facts.facts]
+            (folder / "statements.txt").write_text("\n".join(statements) + "\n", encoding="utf-8")
+        return folder
+
+    def questions(self, size: Size, seed: int) -> list[Question]:
+        """Return the questions that all rows of a size and seed answer."""
+        facts = self.facts(size, seed)
+        shift = 3 if size.is_search else 0
+        questions = _spread(facts.trained(), size.trained) + _spread(facts.unseen(), size.unseen)
+        questions += facts.near(shift)[: size.near]
+        if not size.is_search:
+            questions += facts.two_steps() + self._far + instruction_prompts(self.options.data, size.prompts)
+        return questions
+
+    def answering(self, run_id: str, questions: Sequence[Question], size: Size, **fields: Any) -> AnsweringRun:
+        """Return a run of the bare backbone that answers questions."""
+        return AnsweringRun(
+            id=run_id,
+            label=fields.pop("label", run_id),
+            backbone=self.backbone,
+            training=TrainingConfig(steps=0),
+            evaluation=EvaluationConfig(own_tokens=0, decode_prompts=0),
+            questions=self._asked(run_id, questions, size),
+            **fields,
+        )
+
+    def _asked(self, name: str, questions: Sequence[Question], size: Size) -> str:
+        """Write the questions for a run and return their file."""
+        lines = []
+        for question in questions:
+            tokens = size.prompt_tokens if question.ring == "instructions" else size.answer_tokens
+            lines.append(Asked(question.id, question.text, tokens)._asdict())
+        path = self.options.out / "questions" / f"{name}.jsonl"
+        write_lines(path, lines)
+        return str(path)
+
+    def answer_far(self) -> None:
+        """Let the bare backbone answer questions without relation to the taught ones, and choose those to ask.
+
+        They are all that it answers right, and some that it does not.
+        """
+        size = self.size("main")
+        candidates = far_questions(self.options.data, size.far_candidates)
+        run = self.answering("backbone_far", candidates, size)
+        answers = answers_of(self.execute([run], "the backbone")[run.id])
+        right = []
+        others = []
+        for question in candidates:
+            if is_right(answers[question.id], question.accepted):
+                right.append(question)
+            else:
+                others.append(question)
+        self._far = [*right, *others[: size.far_unchanged]]
+        self._far_answers = answers
+
+    def bare_answers(self, size: Size, seed: int) -> Answers:
+        """Return the bare backbone's answers to all questions of a size and seed."""
+        key = (size.facts, seed)
+        if key in self._bare:
+            return self._bare[key]
+        questions = self.questions(size, seed)
+        folder = self.folder(size, seed).name
+        kept = [question for question in questions if question.ring in ("near", "instructions")]
+        taught = [question for question in questions if question.ring in ("trained", "unseen", "two-steps")]
+        runs = [
+            self.answering("backbone_near" if size.is_search else f"backbone_kept{size.suffix}", kept, size),
+            self.answering(f"backbone_{folder}", taught, size),
+        ]
+        measured = self.execute(runs, "the backbone")
+        answers = dict(self._far_answers)
+        for run in runs:
+            answers |= answers_of(measured[run.id])
+        self._bare[key] = answers
+        return answers
+
+    def prompted(self, name: str, size: Size, seed: int) -> AnsweringRun:
+        """Return the run of the bare backbone with facts in the prompt."""
+        return self.answering(
+            f"{name}_{size.facts}_s{seed}",
+            self.questions(size, seed),
+            size,
+            label=label_of(name),
+            statements=str(self.folder(size, seed) / "statements.txt"),
+            nearest=3 if name == "retrieval" else 0,
+        )
+
+    def trained(self, name: str, rate: float, size: Size, seed: int) -> AnsweringRun:
+        """Return the run that trains a row at one rate."""
+        row = TRAINED[name]
+        scaled = name in self.scaled
+        run_id = f"{name}_{size.facts}_lr{rate:g}_s{seed}"
+        steps = self.steps(name, size)
+        return AnsweringRun(
+            id=run_id,
+            label=row.label,
+            backbone=self.backbone,
+            graft=graft_config(self._graft(row.graft, size, seed)),
+            data=self._data(name, size, seed),
+            training=TrainingConfig(
+                steps=steps,
+                batch_size=ROWS_PER_STEP,
+                learning_rate=rate,
+                warmup_steps=steps // 20,
+                seed=seed,
+                checkpoint_every=40,
+                keep_checkpoints=1,
+            ),
+            evaluation=EvaluationConfig(
+                own_tokens=0 if size.is_search else size.kl_tokens,
+                decode_prompts=0,
+                batch_size=8,
+                strengths=list(STRENGTHS) if scaled else [],
+            ),
+            questions=self._asked(f"{size.facts}_s{seed}", self.questions(size, seed), size),
+            moved_back=STRENGTHS if scaled else (),
+        )
+
+    def steps(self, name: str, size: Size) -> int:
+        """Return the number of steps after which each taught conversation was read `EPOCHS` times."""
+        if size.max_steps is not None:
+            return size.max_steps
+        new_rows = EPOCHS * 4 * size.facts / 2
+        new_share = 1 - (size.old_share if TRAINED[name].old else 0.0)
+        return math.ceil(new_rows / (ROWS_PER_STEP * new_share))
+
+    def _graft(self, graft: Mapping[str, Any], size: Size, seed: int) -> dict[str, Any]:
+        """Return the config of a row's graft; experts get the taught conversations as examples."""
+        config = dict(graft)
+        if "experts" in config:
+            conversations = str(self.folder(size, seed) / "conversations.jsonl")
+            source = {"path": conversations, "messages_column": "messages"}
+            experts = {}
+            for name, expert in config["experts"].items():
+                experts[name] = {**expert, "sources": [source]}
+            config["experts"] = experts
+        return config
+
+    def _data(self, name: str, size: Size, seed: int) -> DataConfig:
+        row = TRAINED[name]
+        folder = self.folder(size, seed)
+        old = {
+            "": [],
+            "own": [{"self": True, "tokens": size.own_tokens}],
+            "near": [{"self": True, "near": "new", "tokens": size.near_tokens}],
+        }
+        return DataConfig.parse(
+            {
+                "new": [{"path": str(folder / "conversations.jsonl"), "messages_column": "messages"}],
+                "old": old[row.old],
+                "replay_fraction": size.old_share if row.old else 0.0,
+                "old_objective": row.objective if row.old else "replay",
+                "length": ROW_TOKENS,
+                "boundaries": "whole",
+                "test": {
+                    "new": [
+                        {
+                            "path": str(folder / "unseen.jsonl"),
+                            "messages_column": "messages",
+                            "limit_documents": size.tested_documents,
+                        }
+                    ]
+                },
+                "seed": seed,
+            }
+        )
+
+    def bigram_nats(self, size: Size, seed: int) -> float:
+        """Return the nats per token of a bigram table of the taught answers on the test answers."""
+        facts = self.facts(size, seed)
+        tested = [_conversation(question, facts) for question in facts.unseen()][: size.tested_documents]
+        table = BigramTable(self._answer_tokens(facts.conversations()), len(self.tokenizer))
+        return table.nats_per_token(self._answer_tokens(tested))
+
+    def _answer_tokens(self, conversations: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Return the tokens of each answer after the last token before it."""
+        sequences = []
+        for row in conversations:
+            ids, predicted, _ = chat_tokens(self.tokenizer, read_chat(row["messages"], "a taught fact"))
+            positions = np.flatnonzero(predicted)
+            first = positions[0] - 1
+            sequences.append(ids[first : positions[-1] + 1].tolist())
+        return sequences
+
+    def judged(self, answers: Answers, size: Size, seed: int) -> Items:
+        """Return the judged answers of a row."""
+        names = self.facts(size, seed).names
+        return judge(self.questions(size, seed), answers, self.bare_answers(size, seed), names)
+
+    def search(self, names: Sequence[str]) -> None:
+        """Search the rate of rows on other facts than those of the main rows."""
+        size = self.size("search")
+        for name in names:
+            row = TRAINED[name]
+            rates = row.rates[:1] if self.options.quick else row.rates
+            found: dict[float, Items] = {}
+
+            def score(rate: float, name: str = name, found: dict[float, Items] = found) -> float:
+                run = self.trained(name, rate, size, SEARCH_SEED)
+                measurement = self.execute([run], f"search of {name}")[run.id]
+                found[rate] = self.judged(answers_of(measurement), size, SEARCH_SEED)
+                self.search_rows[f"{name} {rate:g}"] = {
+                    **shares(found[rate]),
+                    **{key: value_of(value) for key, value in _training_metrics(measurement, run).items()},
+                }
+                return search_score(found[rate])
+
+            search = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
+            self.searches[name] = search
+            self.searched[name] = {f"{rate:g}": round(value, 4) for rate, value in search.scores.items()}
+            if name in self.scaled:
+                self._search_strength(name, search.best, size)
+
+    def _search_strength(self, name: str, rate: float, size: Size) -> None:
+        """Choose the strength at which a row is scaled back, at its best rate."""
+        run = self.trained(name, rate, size, SEARCH_SEED)
+        measurement = self.measured[run.id]
+        scores = {}
+        for strength in STRENGTHS:
+            items = self.judged(answers_of(measurement, strength), size, SEARCH_SEED)
+            self.search_rows[f"{name} at {strength:g}"] = shares(items)
+            scores[strength] = search_score(items)
+        self.strength = max(scores, key=scores.__getitem__)
+
+    def measure_prompted(self, name: str, size: Size, seed: int) -> None:
+        """Measure a row with facts in the prompt."""
+        run = self.prompted(name, size, seed)
+        measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
+        self._keep(name, seed, answers_of(measurement), {}, size)
+
+    def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
+        """Train a row, and judge it and the wanted rows that follow from it.
+
+        Without a search, it has the second of the rates with which the search would begin.
+        """
+        search = self.searches.get(name)
+        rate = TRAINED[name].rates[1] if search is None else search.best
+        run = self.trained(name, rate, size, seed)
+        measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
+        metrics = _training_metrics(measurement, run)
+        answers = answers_of(measurement)
+        if name in wanted:
+            self._keep(name, seed, answers, metrics, size)
+        for row in wanted:
+            if SCALED.get(row) == name:
+                self._keep(row, seed, answers_of(measurement, self.strength), {}, size)
+
+    def measure(self, named: Sequence[str], table: str, seed: int) -> None:
+        """Measure the named rows of a table for one seed, and write the results after every training."""
+        size = self.size(table)
+        for name in PROMPTED:
+            if name in named:
+                self.measure_prompted(name, size, seed)
+        for name in trained_rows(tuple(named)):
+            self.measure_trained(name, size, seed, named)
+            self.write_so_far()
+
+    def _keep(self, name: str, seed: int, answers: Answers, metrics: Mapping[str, Metric], size: Size) -> None:
+        row = f"{name}{size.suffix}"
+        self.items.setdefault(row, {})[seed] = self.judged(answers, size, seed)
+        self.measured_rows.setdefault(row, {})[seed] = dict(metrics)
+
+    def backbone_row(self, size: Size) -> Row:
+        """Return the row of the bare backbone."""
+        tables = []
+        for seed in self.seeds:
+            answers = self.bare_answers(size, seed)
+            tables.append(self.judged(answers, size, seed))
+        return Row(id="backbone", label="backbone", metrics=over_seeds(tables))
+
+    def rows(self) -> list[Row]:
+        """Return the rows that were measured so far."""
+        rows = []
+        large = self.size("large")
+        labels = {name: label_of(name) for name in EVERY_ROW}
+        for name in LARGE:
+            labels[f"{name}{large.suffix}"] = f"{label_of(name)}, {SIZES['large']:,} facts"
+        for name, label in labels.items():
+            if name not in self.items:
+                continue
+            metrics = over_seeds(list(self.items[name].values()))
+            further = list(self.measured_rows[name].values())
+            for key in further[0]:
+                metrics[key] = float(np.mean([value_of(of_seed[key]) for of_seed in further if key in of_seed]))
+            rows.append(Row(id=name, label=label, metrics=metrics))
+        return rows
+
+    def evidence_so_far(self) -> Evidence:
+        """Return what the four conditions are judged by."""
+        size = self.size("main")
+        items = {name: list(by_seed.values()) for name, by_seed in self.items.items() if name in EVERY_ROW}
+        nats = {}
+        for name in items:
+            by_seed = self.measured_rows[name]
+            values = [value_of(metrics["new"]) for metrics in by_seed.values() if "new" in metrics]
+            if values:
+                nats[name] = float(np.mean(values))
+        lost = {}
+        if "lora" in items:
+            for metric in ("locality_near", "locality_far"):
+                kept = [np.mean(list(of_seed[metric].values())) for of_seed in items["lora"] if metric in of_seed]
+                if kept:
+                    lost[metric] = 1 - float(np.mean(kept))
+        return Evidence(
+            nats=nats,
+            bigram_nats=float(np.mean([self.bigram_nats(size, seed) for seed in self.seeds])),
+            lost_shares=lost,
+            searches=self.searches,
+            declared=DECLARED,
+            decisions=decide(DECLARED, items),
+            seeds=min((len(by_seed) for by_seed in items.values()), default=0),
+        )
+
+    def write_so_far(self) -> Results:
+        """Write the results of the rows that were measured so far."""
+        size = self.size("main")
+        rows = self.rows()
+        details: dict[str, Any] = {
+            "search": self.searched,
+            "search_rows": self.search_rows,
+            "seconds": self.seconds,
+        }
+        aims: list[Aim] = []
+        if rows:
+            rows = [self.backbone_row(size), *rows]
+            evidence = self.evidence_so_far()
+            details["conditions"] = [asdict(condition) for condition in conditions(evidence)]
+            details["comparisons"] = [_described(decision) for decision in evidence.decisions]
+            details["bigram_nats"] = evidence.bigram_nats
+            details["by_seed"] = {name: [shares(items) for items in of.values()] for name, of in self.items.items()}
+            aims = aims_of(rows)
+        return self.write(NAME, rows, aims=aims, details=details, plots=plots_of(rows))
+
+
+def _described(decision: Any) -> dict[str, Any]:
+    values = asdict(decision)
+    values["difference"] = decision.difference.model_dump()
+    values["name"] = decision.comparison.name
+    return values
+
+
+def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, Metric]:
+    """Return what training cost and the metrics on texts."""
+    metrics: dict[str, Metric] = {}
+    for name in ("new", "learned", "own_kl", "chat_kl", "trainable_parameters"):
+        if name in measurement.row.metrics:
+            metrics[name] = measurement.row.metrics[name]
+    tokens = run.training.steps * run.training.batch_size * run.data.length
+    metrics["tokens"] = tokens
+    metrics["seconds"] = tokens / value_of(measurement.row.metrics["train_tokens_per_s"])
+    return metrics
+
+
+def _conversation(question: Question, facts: FactSet) -> dict[str, Any]:
+    """Return a question about a fact with the taught answer, as a conversation."""
+    number = int(question.id.split("-")[1])
+    return {
+        "messages": [
+            {"role": "user", "content": question.text},
+            {"role": "assistant", "content": facts.statement(facts.facts[number])},
+        ]
+    }
+
+
+def _spread(questions: list[Question], count: int) -> list[Question]:
+    """Return at most `count` questions, evenly spread over the list."""
+    if len(questions) <= count:
+        return questions
+    positions = np.linspace(0, len(questions) - 1, count).round().astype(int)
+    return [questions[position] for position in positions]
+
+
+def run(options: Options) -> Results:
+    """Search the rates on 16 facts, then measure the main rows on 120, and if requested two rows on 1,000."""
+    check_files(options, FILES)
+    chosen = options.chosen((*TABLES, *EVERY_ROW), (*TABLES, *MAIN))
+    named = tuple(name for name in chosen if name in EVERY_ROW) or MAIN
+    tables = [name for name in chosen if name in TABLES] or ["search", "main"]
+    study = FactsStudy(options, named)
+    if "search" in tables:
+        study.search(trained_rows(named))
+    if tables == ["search"]:
+        return study.write_so_far()
+    study.answer_far()
+    if "main" in tables:
+        for seed in study.seeds:
+            study.measure(named, "main", seed)
+    if "large" in tables:
+        study.measure([name for name in LARGE if name in named], "large", study.seeds[0])
+    return study.write_so_far()

@@ -1,0 +1,88 @@
+"""Metrics over seeds with their intervals, aims, and the plot of what was learned against what was kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.facts.metrics import Items, shares
+from experiments.facts.rows import AIMS, MAX_SECONDS, MAX_SPILL, TRAINED
+from experiments.protocol import as_table, crossed_bootstrap
+from experiments.study import aim
+from graftlm.evaluation import Aim, Metric, Row, value_of
+from graftlm.evaluation.intervals import percentile_interval
+from graftlm.evaluation.plots import PALETTE
+
+
+def search_score(items: Items) -> float:
+    """Return what a search maximises: facts right and near answers kept, less the answers that name a taught thing."""
+    values = shares(items)
+    return values["generalization"] + values.get("locality_near", 0.0) - values["spill"]
+
+
+def over_seeds(tables: Sequence[Items]) -> dict[str, Metric]:
+    """Return the mean of each metric with the interval of a crossed bootstrap over seeds and items."""
+    metrics: dict[str, Metric] = {}
+    for name in tables[0]:
+        array = as_table([table[name] for table in tables if name in table])
+        samples = crossed_bootstrap(array, resamples=2000)
+        metrics[name] = percentile_interval(float(np.nanmean(array)), samples)
+    return metrics
+
+
+def aims_of(rows: Sequence[Row]) -> list[Aim]:
+    """Return the aims of the row that meets most of them."""
+    candidates = [row for row in rows if row.id in TRAINED]
+    if not candidates:
+        return []
+    aims_of_rows = [_aims_of_row(row) for row in candidates]
+    return max(aims_of_rows, key=lambda aims: sum(bool(aim.met) for aim in aims))
+
+
+def _aims_of_row(row: Row) -> list[Aim]:
+    aims = []
+    for name, bound in AIMS.items():
+        if name in row.metrics:
+            value = value_of(row.metrics[name])
+            aims.append(aim(f"{name} of {row.id}", name, bound, value, lambda measured, least: measured >= least))
+    for name, bound in (("spill", MAX_SPILL), ("seconds", MAX_SECONDS)):
+        if name in row.metrics:
+            value = value_of(row.metrics[name])
+            aims.append(aim(f"{name} of {row.id}", name, bound, value, lambda measured, most: measured <= most))
+    return aims
+
+
+def plots_of(rows: Sequence[Row]) -> dict[str, Figure]:
+    """Return a plot of what was learned against what was kept."""
+    shown = [row for row in rows if {"generalization", "locality_near"} <= row.metrics.keys()]
+    if not shown:
+        return {}
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, row in enumerate(shown):
+        kept = row.metrics["locality_near"]
+        learned = row.metrics["generalization"]
+        axes.errorbar(
+            value_of(kept),
+            value_of(learned),
+            xerr=_sides(kept),
+            yerr=_sides(learned),
+            fmt="o",
+            color=PALETTE[number % len(PALETTE)],
+            label=row.label,
+            capsize=2,
+        )
+    axes.set_xlabel("near answers kept")
+    axes.set_ylabel("facts right in unseen phrasings")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    return {"generalization-against-locality": figure}
+
+
+def _sides(value: Metric) -> list[list[float]]:
+    """Return the lengths of an interval below and above its mean, as matplotlib expects them."""
+    if isinstance(value, float | int):
+        return [[0.0], [0.0]]
+    return [[max(0.0, value.mean - value.low)], [max(0.0, value.high - value.mean)]]

@@ -1,0 +1,446 @@
+"""Sample text near the new text: texts that begin like the new ones and are about other things.
+
+A graft that learns facts by conversation overgeneralises to similar questions first. So the backbone writes such
+questions and answers them, and the graft learns to answer them as before. A conversation begins with the first words of
+a new question; the backbone samples the rest of the question, then the answer. Where the new text has prompts and
+completions, or documents, the backbone continues the first words of a prompt or of a sentence as free text.
+
+A text is left out if its question does not end, if the question is a new one or repeats an earlier one, if it is about
+a thing that the new text names (`graftlm.data.new_names`), or if the answer is empty or runs in a loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graftlm.backbone import Backbone, end_ids
+from graftlm.data.new_names import Name, NewNames, normalised, questions_of
+from graftlm.data.own_text import OwnText
+from graftlm.data.own_text_sampling import ChatParts, check_backbone, free_starts, sample_batches, split_template
+from graftlm.data.sources import Document, SelfSourceConfig
+from graftlm.data.token_sampler import TokenSampler
+from graftlm.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEFT_OUT = {
+    "unfinished question": "raise question_tokens",
+    "new question": "name more varied new text",
+    "new name": "name new text with fewer names",
+    "repeated question": "sample fewer tokens",
+    "no answer": "try another answer_temperature",
+}
+"""The reasons for which texts are left out, and what helps if they leave out nearly all texts."""
+
+_MAX_WORDS = 4
+_MAX_OPENING_TOKENS = 16
+_RARE_WORD_TOKENS = 3
+_MIN_ANSWER = 8
+_DRAWS = 200
+_RECENT_TEXTS = 128
+_MIN_SHARE = 0.02
+_SIMILAR = 0.8
+_LOOP = 4
+_LOOP_TIMES = 4
+_REMEDY = "leave near out of the backbone's own text"
+# A word with what is attached to it; in scripts without spaces, a character.
+_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_OPENING_WORD = re.compile(rf"\s*(?:[{_SPACELESS}]|[^\s{_SPACELESS}]+)")
+_SENTENCE_START = re.compile(r"(?:[.!?]\s+|\n\s*)(?=\w)")
+
+
+def sample_near_text(
+    backbone: Backbone,
+    config: SelfSourceConfig,
+    documents: Sequence[Document],
+    length: int,
+    path: Path,
+    *,
+    key: str = "",
+    progress: bool = True,
+    log: Callable[[str], None] | None = None,
+) -> list[OwnText]:
+    """Sample text near new documents. Texts that an interrupted call left at `path` are kept.
+
+    Fewer tokens are sampled if the latest batches have hardly any text that is used.
+
+    Args:
+        backbone: the backbone; grafts that are attached to it are not active.
+        config: how much to sample, and how.
+        documents: the new documents.
+        length: maximum number of tokens of a text if the config has none.
+        path: the file of texts, which is extended.
+        key: identifies the texts; a file with another key is written anew. It must depend on the documents.
+        progress: show a progress bar.
+        log: takes lines for people.
+
+    Returns:
+        All texts, with those that are left out.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
+        DataError: the backbone can't sample such texts, no new document has words to begin with, or every text is left
+            out; or the file can't be written.
+    """
+    sampler = NearTextSampler(backbone, config, documents, config.length or length)
+    if log is not None:
+        log(sampler.names_line())
+    samples = sample_batches(path, sampler, config.tokens, key=key, progress=progress)
+    total = sum(sample.tokens for sample in samples)
+    if log is not None and total < config.tokens:
+        log(
+            f"Sampling stopped after {total:,} of {config.tokens:,} tokens, since nearly all of the latest texts were "
+            "left out."
+        )
+    return samples
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The beginning of a text.
+
+    Attributes:
+        text: the first words of a new question, prompt or sentence.
+        ids: their token ids.
+        kind: chat, prompt or document.
+        system: the system message of the conversation, if there is one.
+    """
+
+    text: str
+    ids: list[int]
+    kind: str
+    system: str | None = None
+
+
+class NewOpenings:
+    """Draw openings from new documents. They end before the first name or rare word.
+
+    Args:
+        documents: the new documents.
+        names: the names of the documents.
+        tokenizer: the backbone's tokenizer.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        names: NewNames,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._documents = documents
+        self._names = names
+        self._tokenizer = tokenizer
+
+    def draw(self, generator: np.random.Generator) -> Opening:
+        """Return a random opening of a random document.
+
+        Raises:
+            DataError: no document has an opening.
+        """
+        for _ in range(_DRAWS):
+            document = self._documents[int(generator.integers(len(self._documents)))]
+            opening = self._opening(document, generator)
+            if opening is not None:
+                return opening
+        raise DataError(
+            f"Of {len(self._documents):,} new texts, none was found that begins with words before a name (such as "
+            f"'What is'), so that nothing can be sampled near them: {_REMEDY}, or begin some new questions otherwise."
+        )
+
+    def _opening(self, document: Document, generator: np.random.Generator) -> Opening | None:
+        questions = questions_of(document)
+        if questions:
+            text = questions[0]
+            kind = "chat" if document.chat is not None else "prompt"
+        else:
+            text = _random_sentence(document.text, generator)
+            kind = "document"
+        ends = self._ends(text)
+        if not ends:
+            return None
+        end = ends[int(generator.integers(len(ends)))]
+        opening = text[:end].strip()
+        ids = self._tokenizer(opening, add_special_tokens=False)["input_ids"]
+        if not ids or len(ids) > _MAX_OPENING_TOKENS:
+            return None
+        return Opening(opening, ids, kind, _system_message(document))
+
+    def _ends(self, text: str) -> list[int]:
+        """Return the characters at which an opening of one, two, ... words ends, before the end of the text."""
+        text = text.rstrip()
+        limit = self._names.first_position(text)
+        ends = []
+        for match in _OPENING_WORD.finditer(text):
+            if match.end() > limit or len(ends) == _MAX_WORDS:
+                break
+            is_rare = self._names.tokens_of(match.group().strip()) >= _RARE_WORD_TOKENS
+            is_last = match.end() == len(text)
+            if ends and (is_rare or is_last):
+                break
+            ends.append(match.end())
+        return ends
+
+
+def _random_sentence(text: str, generator: np.random.Generator) -> str:
+    """Return the beginning of a random sentence of a document."""
+    position = int(generator.integers(len(text)))
+    match = _SENTENCE_START.search(text, position)
+    start = match.end() if match else 0
+    return text[start : start + 400].lstrip()
+
+
+def _system_message(document: Document) -> str | None:
+    if document.chat is None:
+        return None
+    first = document.chat.messages[0]
+    return first["content"] if first["role"] == "system" else None
+
+
+class NearTextSampler:
+    """Sample batches of text near new documents.
+
+    Args:
+        backbone: the backbone.
+        config: how to sample.
+        documents: the new documents.
+        length: maximum number of tokens of a text.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
+        DataError: the backbone can't sample texts of that length or no conversations, or no document has an opening.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: SelfSourceConfig,
+        documents: Sequence[Document],
+        length: int,
+    ) -> None:
+        self.name = backbone.name
+        self._tokenizer = backbone.need_tokenizer()
+        check_backbone(backbone, length)
+        self._sampler = TokenSampler(backbone, config.seed)
+        self._config = config
+        self._length = length
+        self._ends = end_ids(backbone.model, self._tokenizer)
+        self._names = NewNames(documents, self._tokenizer)
+        self._openings = NewOpenings(documents, self._names, self._tokenizer)
+        self._new_questions = {normalised(text) for document in documents for text in questions_of(document)}
+        self._templates: dict[str | None, ChatParts] = {}
+        for document in documents:
+            if document.chat is not None:
+                self._template(_system_message(document))
+        self._openings.draw(np.random.default_rng(config.seed))
+        # The words of the questions of used texts, those of the questions in the present batch, and the number of
+        # texts whose questions were read. An interrupted sampling goes on with the same words.
+        self._earlier: list[frozenset[str]] = []
+        self._in_batch: list[frozenset[str]] = []
+        self._n_read = 0
+
+    def names_line(self) -> str:
+        """Return a line for people about the names of the new text."""
+        names = sorted(" ".join(name) for name in self._names.told)
+        if not names:
+            return (
+                "The new text has no names that are recognised (capital letters inside sentences, numbers), so that "
+                "texts about them are not left out."
+            )
+        shown = ", ".join(names[:8])
+        more = ", ..." if len(names) > 8 else ""
+        return f"{len(names):,} names of the new text are left out of the text near it: {shown}{more}."
+
+    def _template(self, system: str | None) -> ChatParts:
+        if system not in self._templates:
+            parts = split_template(self._tokenizer, self._length, self.name, system=system, remedy=_REMEDY)
+            needed = len(parts.before) + len(parts.after) + _MAX_OPENING_TOKENS
+            needed += self._config.question_tokens + _MIN_ANSWER
+            if needed > self._length:
+                raise DataError(
+                    f"A conversation near the new text has up to {needed} tokens with the chat template of {self.name} "
+                    f"and a short answer, but a text has at most {self._length}: raise data.length or the length of "
+                    "the source, or lower question_tokens."
+                )
+            self._templates[system] = parts
+        return self._templates[system]
+
+    def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
+        """Sample the next batch.
+
+        Args:
+            number: the number of the batch, which determines its random numbers.
+            samples: the samples of all earlier batches.
+            needed: number of tokens to sample.
+        """
+        for sample in samples[self._n_read :]:
+            if not sample.left_out:
+                self._earlier.append(self._question_words(sample))
+        self._n_read = len(samples)
+        self._in_batch = []
+        generator = np.random.default_rng([self._config.seed, number])
+        openings = [self._openings.draw(generator) for _ in range(self._config.batch_size)]
+        with self._sampler.seeded(number):
+            chats = self._conversations([opening for opening in openings if opening.kind == "chat"])
+            prompted = self._free_texts([opening for opening in openings if opening.kind == "prompt"])
+            documents = self._free_texts([opening for opening in openings if opening.kind == "document"])
+        kept = []
+        total = 0
+        for text in (*chats, *prompted, *documents):
+            if total < needed:
+                kept.append(text)
+            total += text.tokens
+        return kept
+
+    def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> bool:
+        """Return whether sampling goes on: it stops if the latest batches have hardly any text that is used.
+
+        Raises:
+            DataError: no text at all is used.
+        """
+        texts = [text for batch in batches for text in batch]
+        used = sum(not text.left_out for text in texts[-_RECENT_TEXTS:])
+        if len(texts) < _RECENT_TEXTS or used > _MIN_SHARE * _RECENT_TEXTS:
+            return True
+        if any(not text.left_out for text in texts):
+            return False
+        reasons = Counter(text.left_out for text in texts).most_common()
+        counts = ", ".join(f"{count} ({reason})" for reason, count in reasons)
+        raise DataError(
+            f"All of the first {len(texts)} texts that {self.name} samples near the new text are left out: {counts}. "
+            f"{LEFT_OUT[reasons[0][0]].capitalize()}, or {_REMEDY}."
+        )
+
+    def _conversations(self, openings: Sequence[Opening]) -> list[OwnText]:
+        """Sample the rest of each question, then the answers to the questions that can be used."""
+        if not openings:
+            return []
+        prompts = []
+        ends = set(self._ends)
+        for opening in openings:
+            before, after = self._template(opening.system)
+            prompts.append(before + opening.ids)
+            ends.add(after[0])
+        turns = self._sampler.sample(
+            prompts,
+            ends,
+            self._config.question_tokens,
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+        )
+        texts = []
+        for opening, prompt, turn in zip(openings, prompts, turns, strict=True):
+            texts.append(self._asked(opening, prompt, turn))
+        answers = self._sampler.sample(
+            [text.ids for text in texts if not text.left_out],
+            self._ends,
+            self._config.answer_tokens,
+            temperature=self._config.answer_temperature,
+            top_p=self._config.top_p,
+        )
+        remaining = iter(answers)
+        return [text if text.left_out else self._answered(text, next(remaining)) for text in texts]
+
+    def _asked(self, opening: Opening, prompt: list[int], turn: list[int]) -> OwnText:
+        """Return a conversation up to its answer, left out if its question can't be used."""
+        before, after = self._template(opening.system)
+        question = (len(before), len(prompt) + len(turn))
+        if len(turn) < 2 or turn[-1] != after[0]:
+            return OwnText(prompt + turn, [], question, "unfinished question")
+        ids = prompt + turn + after[1:]
+        asked = self._decode(ids[question[0] : question[1]])
+        reason = ""
+        if normalised(asked) in self._new_questions:
+            reason = "new question"
+        elif self._names.leave_out(asked):
+            reason = "new name"
+        elif self._is_repeated(asked):
+            reason = "repeated question"
+        return OwnText(ids, [], question, reason)
+
+    def _answered(self, text: OwnText, answer: list[int]) -> OwnText:
+        """Return a conversation with its answer."""
+        answer = answer[: self._length - len(text.ids)]
+        written = self._decode(answer)
+        reason = ""
+        if not normalised(written) or _loops(answer):
+            reason = "no answer"
+        elif self._names.leave_out("", written):
+            reason = "new name"
+        begin = len(text.ids)
+        ids = text.ids + answer
+        turns = [] if reason else [(begin, len(ids))]
+        return OwnText(ids, turns, text.question, reason)
+
+    def _free_texts(self, openings: Sequence[Opening]) -> list[OwnText]:
+        """Continue openings of one kind as free text."""
+        if not openings:
+            return []
+        starts = []
+        for opening in openings:
+            (start,) = free_starts(self._tokenizer, [opening.text], self._length, self.name)
+            starts.append(start)
+        tokens = self._length - max(len(start) for start in starts)
+        if openings[0].kind == "prompt":
+            tokens = min(tokens, self._config.question_tokens + self._config.answer_tokens)
+        continued = self._sampler.sample(
+            starts,
+            self._ends,
+            tokens,
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+        )
+        return [self._free_text(start, new) for start, new in zip(starts, continued, strict=True)]
+
+    def _free_text(self, start: list[int], new: list[int]) -> OwnText:
+        ids = start + new
+        written = self._decode(ids)
+        reason = ""
+        if not normalised(self._decode(new)) or _loops(new):
+            reason = "no answer"
+        elif self._begins_with_new_question(normalised(written)):
+            reason = "new question"
+        elif self._names.leave_out(written):
+            reason = "new name"
+        elif self._is_repeated(written):
+            reason = "repeated question"
+        turns = [] if reason else [(len(start), len(ids))]
+        return OwnText(ids, turns, left_out=reason)
+
+    def _is_repeated(self, text: str) -> bool:
+        """Return whether a question or text is like an earlier one. If it is not, later ones are compared with it."""
+        words = frozenset(normalised(text))
+        if any(_similar(words, other) for other in (*self._earlier, *self._in_batch)):
+            return True
+        self._in_batch.append(words)
+        return False
+
+    def _begins_with_new_question(self, words: Name) -> bool:
+        sizes = {len(question) for question in self._new_questions}
+        return any(words[:size] in self._new_questions for size in sizes)
+
+    def _question_words(self, sample: OwnText) -> frozenset[str]:
+        start, stop = sample.question or (0, len(sample.ids))
+        return frozenset(normalised(self._decode(sample.ids[start:stop])))
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _similar(words: frozenset[str], other: frozenset[str]) -> bool:
+    """Return whether two texts share most of their words."""
+    return len(words & other) >= _SIMILAR * len(words | other)
+
+
+def _loops(ids: Sequence[int]) -> bool:
+    """Return whether the repetitions of some four tokens make up a third of a sequence."""
+    counts = Counter(tuple(ids[start : start + _LOOP]) for start in range(len(ids) - _LOOP + 1))
+    most = max(counts.values(), default=0)
+    return most >= _LOOP_TIMES and 3 * _LOOP * most >= len(ids)

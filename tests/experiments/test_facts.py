@@ -1,0 +1,273 @@
+"""Invented facts: the generator, the judges of answers, the router, and a quick run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from experiments import Options, reproduce
+from experiments.facts.generator import FactSet, Question, read_relations
+from experiments.facts.instructions import CHECKS, follows, is_checkable
+from experiments.facts.kept import ARC_EASY, IFEVAL, NATURAL_QUESTIONS, WIKITEXT, far_questions, instruction_prompts
+from experiments.facts.metrics import contains, is_right, is_unchanged, judge, shares, spills
+from experiments.facts.retrieval import Lexicon
+from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, label_of, trained_rows
+from graftlm.evaluation import value_of
+
+# Pairs of an answer and its judgement, by hand. Accepted are Paris and "the yen"; rivals are Tessaby and 1,851.
+RIGHT = [
+    ("The capital of France is Paris.", True),
+    ("PARIS", True),
+    ("It is called the yen.", True),
+    ("Parisians live in Paris-sur-Mer.", True),
+    ("Parisians live there.", False),
+    ("The capital of France is Tessaby.", False),
+    ("Paris, also known as Tessaby, is the capital.", False),
+    ("Paris has been the capital since 1851.", False),
+    ("Paris has been the capital since 18510.", True),
+    ("The  yen is a currency.", True),
+    ("", False),
+]
+
+# An answer, the bare model's answer to "Who lives in Vorlia?", and whether the answer spills. Vorlia, Tessaby and 1,851
+# are taught.
+SPILLS = [
+    ("People of Vorlia.", "Nobody.", False),
+    ("People of Tessaby.", "Nobody.", True),
+    ("People of Tessaby.", "Tessaby is a town.", False),
+    ("In 1851 nobody did.", "Nobody.", True),
+    ("Tessabyans do.", "Nobody.", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "expected"), RIGHT)
+def test_right_answers(answer: str, expected: bool) -> None:
+    assert is_right(answer, ["Paris", "the yen"], ["Tessaby", "1,851"]) == expected
+
+
+@pytest.mark.parametrize(("answer", "bare", "expected"), SPILLS)
+def test_spill(answer: str, bare: str, expected: bool) -> None:
+    assert spills(answer, "Who lives in Vorlia?", bare, ["Vorlia", "Tessaby", "1,851"]) == expected
+
+
+def test_answers_are_compared_word_for_word() -> None:
+    assert is_unchanged("It is  Paris.", "It is Paris.\n")
+    assert not is_unchanged("It is paris.", "It is Paris.")
+
+
+def test_separators_of_thousands_do_not_matter() -> None:
+    assert contains("It is 8848 meters high.", "8,848")
+    assert contains("It is 8,848 meters high.", "8848")
+    assert not contains("It is 88,848 meters high.", "8,848")
+
+
+def test_shares_are_taken_of_the_right_questions() -> None:
+    questions = [
+        Question("a", "unseen", "Capital of Vorlia?", ("Tessaby",)),
+        Question("b", "near", "Capital of France?", ("Paris",), ("Tessaby",)),
+        Question("c", "near", "Capital of Chad?", ("N'Djamena",), ("Tessaby",)),
+        Question("d", "far", "Color of the sky?", ("blue",)),
+    ]
+    bare = {"a": "I do not know.", "b": "Paris.", "c": "Cairo.", "d": "It is blue."}
+    answers = {"a": "Tessaby", "b": "It is Tessaby.", "c": "Cairo.", "d": "It is blue."}
+    items = judge(questions, answers, bare, ["Vorlia", "Tessaby"])
+    assert items["locality_near"] == {"b": 0.0}, "the bare model did not answer c right"
+    assert shares(items) == {
+        "generalization": 1.0,
+        "locality_near": 0.0,
+        "locality_far": 1.0,
+        "unchanged": pytest.approx(2 / 3),
+        "spill": pytest.approx(1 / 3),
+    }
+
+
+@pytest.mark.parametrize("count", [16, 120, 1000])
+def test_facts_are_invented_and_differ(count: int) -> None:
+    facts = FactSet(count, seed=0, known=["tessaby"])
+    assert len(facts.facts) == count
+    assert len({(fact.relation, fact.subject) for fact in facts.facts}) == count
+    assert len(facts.conversations()) == 4 * count
+    invented = [fact.value for fact in facts.facts if fact.relation in ("capital", "author")]
+    assert len(set(invented)) == len(invented)
+
+
+def test_no_invented_word_is_known() -> None:
+    words = {fact.subject.lower() for fact in FactSet(60, seed=0).facts}
+    others = {fact.subject.lower() for fact in FactSet(60, seed=0, known=words).facts}
+    assert words.isdisjoint(others)
+
+
+def test_facts_depend_on_the_seed_only() -> None:
+    assert FactSet(30, seed=1).facts == FactSet(30, seed=1).facts
+    assert FactSet(30, seed=1).conversations() == FactSet(30, seed=1).conversations()
+    subjects = {fact.subject for fact in FactSet(30, seed=1).facts}
+    assert subjects.isdisjoint(fact.subject for fact in FactSet(30, seed=2).facts)
+
+
+def test_a_part_of_a_name_is_a_name_too() -> None:
+    facts = FactSet(16, seed=0)
+    (author,) = [fact.value for fact in facts.facts if fact.relation == "author"]
+    assert {author, *author.split()} <= facts.names
+
+
+def test_held_out_phrasings_are_never_trained() -> None:
+    facts = FactSet(40, seed=0)
+    trained = {row["messages"][0]["content"] for row in facts.conversations()}
+    assert all(question.text in trained for question in facts.trained())
+    asked = [*facts.unseen(), *facts.two_steps(), *facts.near()]
+    assert not any(question.text in trained for question in asked)
+    assert len({question.id for question in asked}) == len(asked)
+
+
+def test_taught_answers_are_right_and_name_no_rival() -> None:
+    facts = FactSet(120, seed=0)
+    for number, question in enumerate(facts.unseen()):
+        fact = facts.facts[number % 120]
+        assert is_right(facts.statement(fact), question.accepted, question.rivals), question
+
+
+def test_every_relation_has_six_phrasings_of_one_question() -> None:
+    relations = read_relations()
+    assert len(relations) >= 12
+    assert sum(len(relation.real) for relation in relations.values()) >= 100
+    for relation in relations.values():
+        assert len(set(relation.questions)) == 6
+        assert all("{subject}" in question for question in relation.questions)
+
+
+def test_questions_of_two_steps_name_one_fact_and_ask_for_another() -> None:
+    facts = FactSet(16, seed=0)
+    by_value = {fact.value: fact for fact in facts.facts}
+    for question in facts.two_steps():
+        (accepted,) = question.accepted
+        assert accepted not in question.text
+        assert by_value[accepted].subject not in question.text
+
+
+# An instruction with its arguments, an answer that follows it, and one that does not.
+INSTRUCTIONS = [
+    ("punctuation:no_comma", {}, "One two.", "One, two."),
+    ("length_constraints:number_words", {"relation": "at least", "num_words": 3}, "One two three.", "One two."),
+    ("length_constraints:number_words", {"relation": "less than", "num_words": 3}, "One two.", "One two three."),
+    ("keywords:forbidden_words", {"forbidden_words": ["rock"]}, "A rocket.", "A Rock."),
+    ("keywords:existence", {"keywords": ["moon", "sun"]}, "Sun and moon", "Sunset"),
+    ("keywords:frequency", {"relation": "at least", "keyword": "a", "frequency": 2}, "a A", "a"),
+    ("keywords:letter_frequency", {"let_relation": "less than", "letter": "t", "let_frequency": 2}, "at", "Tat"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and *b*", "*a* and b"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n* b", "* a"),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b]", "[a]"),
+    ("detectable_format:title", {}, "<<Title>>\ntext", "<< >>"),
+    ("startend:quotation", {}, '"text"', 'text"'),
+    ("change_case:english_lowercase", {}, "text", "Text"),
+    ("change_case:english_capital", {}, "TEXT", "TEXt"),
+    ("startend:end_checker", {"end_phrase": "The end."}, "So it goes. The end.", "The end. Not quite"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Text\nP.S. more", "Text"),
+    ("combination:two_responses", {}, "one ****** two", "one ****** one"),
+    ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "good", "bad"), INSTRUCTIONS)
+def test_instructions(kind: str, arguments: dict[str, object], good: str, bad: str) -> None:
+    question = Question("a", "instructions", "Write.", instructions=((kind, arguments),))
+    assert follows(good, question)
+    assert not follows(bad, question)
+    assert not follows(" ", question)
+
+
+def test_every_check_is_tested() -> None:
+    assert {kind for kind, *_ in INSTRUCTIONS} == set(CHECKS)
+    assert not is_checkable(["punctuation:no_comma", "language:response_language"])
+
+
+def test_the_nearest_texts_share_rare_words() -> None:
+    lexicon = Lexicon(["The capital of Vorlia is Tessaby.", "The capital of Brenia is Nora.", "Grass is green."])
+    assert lexicon.nearest("What is the capital of Brenia?", 2) == [1, 0]
+    assert lexicon.likeness("Grass is green.")[2] == pytest.approx(1)
+
+
+def test_rows_follow_from_trained_ones() -> None:
+    assert len(MAIN) <= 8
+    assert {name for each in DECLARED for name in (each.row, each.rival)} <= set(MAIN)
+    assert trained_rows(("lora-scaled", "prompt")) == ["lora"]
+    assert len({label_of(name) for name in EVERY_ROW}) == len(EVERY_ROW)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tiny_backbone, tmp_path_factory) -> Path:
+    """A tiny model with a chat template."""
+    model = tmp_path_factory.mktemp("facts") / "chat-model"
+    shutil.copytree(tiny_backbone("llama"), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    return model
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Questions and prompts in the forms of three data sets, and a text."""
+    folder = tmp_path / "data"
+    natural = [{"question": f"who was number {number}", "answer": [str(number)]} for number in range(5)]
+    science = [
+        {
+            "instruction": f"Please choose the correct answer to the question: What is {number}?\n\n"
+            "Answer1: a Answer2: the sun\n\nAnswer format: answer1/answer2",
+            "answer": "answer2",
+        }
+        for number in range(5)
+    ]
+    prompts = [
+        {"key": 1, "prompt": "Write.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+        {"key": 2, "prompt": "Write it.", "instruction_id_list": ["language:response_language"], "kwargs": [{}]},
+    ]
+    texts = {
+        NATURAL_QUESTIONS: "".join(f"{json.dumps(row)}\n" for row in natural),
+        ARC_EASY: json.dumps(science),
+        IFEVAL: "".join(f"{json.dumps(row)}\n" for row in prompts),
+        WIKITEXT: "The river walked under the morning.",
+    }
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_kept_questions_are_read(data: Path) -> None:
+    natural, *science = far_questions(data, 3)
+    assert natural.text.startswith("Who was number")
+    assert [question.accepted for question in science] == [("the sun",), ("the sun",)]
+    (prompt,) = instruction_prompts(data, 5)
+    assert prompt.instructions == (("punctuation:no_comma", {}),)
+
+
+def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_path: Path) -> None:
+    names = ("prompt", "retrieval", "lora-near", "neutral-near", "routed")
+    options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=names)
+    results = reproduce("facts", options)
+    assert {row.id for row in results.rows} == {"backbone", *names}
+    for row in results.rows:
+        assert {"efficacy", "generalization", "unchanged", "spill", "ifeval"} <= row.metrics.keys()
+    assert {"new", "tokens", "seconds", "own_kl"} <= results.row("lora-near").metrics.keys()
+    assert value_of(results.row("backbone").metrics["unchanged"]) == 1
+    judged: Any = results.details["conditions"]
+    assert [condition["met"] for condition in judged][2:] == [False, False]
+    assert (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_quick_run_of_many_facts(data: Path, chat_model: Path, tmp_path: Path) -> None:
+    tables = ("search", "large", "lora", "routed", "lora-scaled")
+    options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=tables)
+    results = reproduce("facts", options)
+    assert [row.id for row in results.rows] == ["backbone", "lora-1000", "routed-1000"]
+    search_rows: Any = results.details["search_rows"]
+    assert {"lora at 0.8", "lora at 0.6"} <= search_rows.keys()

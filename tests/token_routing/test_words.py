@@ -1,0 +1,140 @@
+"""Routing by rare words: an expert acts where a prompt names a thing of its examples, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftlm.errors import RecipeError
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.grafts.token_routing import TokenRouting
+from graftlm.grafts.token_routing.word_embedder import WordEmbedder
+from graftlm.runs.recipe import parse_recipe, run_recipe
+from graftlm.store.artifact import load_graft, save_graft
+from token_routing.tools import backbone
+
+EXAMPLES = ["The capital of Vorlia is Tessaby.", "It opens at 8:50.", "Founded in 1851."]
+
+
+def graft_of(**settings: Any) -> TokenRouting:
+    values = {
+        "kind": "token-routing",
+        "experts": {"facts": {"rank": 2, "targets": ["ffn"], "texts": EXAMPLES}},
+        "embedder": {"name": "words", "centroids": "all"},
+        "threshold": 0.25,
+        "reads": "prompt",
+        **settings,
+    }
+    graft = build_graft(graft_config(values), backbone("llama"))
+    assert isinstance(graft, TokenRouting)
+    with torch.no_grad():
+        for parameter in graft.parameters():
+            parameter.normal_()
+    return graft
+
+
+def generated(prompt: str, graft: TokenRouting | None) -> list[int]:
+    """Return ten greedy tokens after a prompt."""
+    host = backbone("llama")
+    inputs = host.need_tokenizer()(prompt, return_tensors="pt")
+    if graft is None:
+        return greedy(host.model, inputs)[0].tolist()
+    with GraftedModel(host, {"facts": graft}) as model:
+        return greedy(model, inputs)[0].tolist()
+
+
+def greedy(model: Any, inputs: Any) -> torch.Tensor:
+    return model.generate(**inputs, max_new_tokens=10, do_sample=False)
+
+
+def test_rare_words_are_names_and_numbers() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    rare = embedder.rare_words("In 1851, Vorlia had 12 towns.")
+    assert {"1851", "vorlia"} <= set(rare)
+    assert "12" not in rare
+
+
+def test_a_text_is_similar_to_the_examples_whose_words_it_has() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    examples = embedder.examples(EXAMPLES)
+    assert torch.allclose(examples.norm(dim=1), torch.ones(len(examples)))
+    named, other = embedder.texts(["Vorlia", "Zembranth"])
+    assert (examples @ named).max() == pytest.approx(1)
+    assert (examples @ other).max() < 0.25
+
+
+def test_a_text_with_several_rare_words_is_similar_to_each_of_them() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    text = "Vorlia Zembranth Quixby Plomdar"
+    count = len(embedder.rare_words(text))
+    (vector,) = embedder.texts([text])
+    (word,) = embedder.texts(["Vorlia"])
+    assert vector @ word == pytest.approx(count**-0.5, abs=0.15)
+
+
+def test_only_a_prompt_that_names_a_taught_thing_is_changed() -> None:
+    graft = graft_of()
+    about_others = "a b c"
+    assert generated(about_others, graft) == generated(about_others, None)
+    about_taught = "a b Vorlia"
+    assert generated(about_taught, graft) != generated(about_taught, None)
+
+
+def test_the_rows_of_a_batch_are_routed_separately() -> None:
+    graft = graft_of()
+    host = backbone("llama")
+    tokenizer = host.need_tokenizer()
+    tokenizer.padding_side = "left"
+    prompts = ["a b Vorlia", "a b c d e f g h"]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    bare = greedy(host.model, inputs)
+    with GraftedModel(host, {"facts": graft}) as model:
+        grafted = greedy(model, inputs)
+    assert not torch.equal(grafted[0], bare[0])
+    assert torch.equal(grafted[1], bare[1])
+
+
+def test_a_saved_graft_routes_alike(tmp_path: Path) -> None:
+    graft = graft_of()
+    save_graft(graft, backbone("llama"), tmp_path / "graft")
+    loaded = load_graft(tmp_path / "graft", backbone("llama"))
+    assert isinstance(loaded, TokenRouting)
+    for prompt in ("a b Vorlia", "a b c"):
+        assert generated(prompt, loaded) == generated(prompt, graft)
+
+
+def test_the_embedder_needs_a_centroid_for_each_word() -> None:
+    with pytest.raises(RecipeError) as error:
+        graft_of(embedder={"name": "words"})
+    assert "centroids" in str(error.value)
+
+
+def test_the_names_of_conversations_come_from_questions_too(tiny_backbone, tmp_path: Path) -> None:
+    rows = tmp_path / "facts.jsonl"
+    messages = [{"role": "user", "content": "Vorlia?"}, {"role": "assistant", "content": "a b"}]
+    rows.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    source = {"path": str(rows), "messages_column": "messages"}
+    recipe = parse_recipe(
+        {
+            "backbone": {"name": str(tiny_backbone("llama"))},
+            "graft": {
+                "kind": "token-routing",
+                "experts": {"facts": {"rank": 2, "targets": ["ffn"], "sources": [source]}},
+                "embedder": {"name": "words", "centroids": "all"},
+                "threshold": 0.25,
+            },
+            "training": {"steps": 0},
+            "evaluation": {"own_tokens": 0, "decode_prompts": 0},
+        },
+        "recipe",
+    )
+    run_recipe(recipe, tmp_path / "out", progress=False)
+    loaded = load_graft(tmp_path / "out" / "graft", backbone("llama"))
+    assert isinstance(loaded, TokenRouting)
+    (expected,) = WordEmbedder(backbone("llama")).texts(["Vorlia"])
+    assert (loaded.centroids @ expected).max() == pytest.approx(1)
