@@ -1,8 +1,9 @@
-"""Taps: the only code that changes what a live model computes.
+"""Taps: hooks by which grafts change what a live model computes.
 
-A tap is a forward hook on one of the backbone's own modules. Nothing is renamed, replaced or copied, and removing the
-hooks restores the bare backbone. A `Call` holds the state of one forward pass. Each thread has its own stack of calls,
-so interleaved generations and threads share no state.
+A tap is a forward hook on one of the backbone's own modules. It renames, replaces and copies nothing, and removing the
+hooks restores the bare backbone. Grafts that replace modules, such as LoRA, do so in `graftlm.grafted.model`. A `Call`
+holds the state of one forward pass. Each thread has its own stack of calls, so interleaved generations and threads
+share no state.
 """
 
 from __future__ import annotations
