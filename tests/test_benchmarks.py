@@ -16,6 +16,7 @@ LENGTHS = (128, 256, 512, 1024)
 ROWS = {
     "neutral_residues": ["train", "decode_closed", "decode_open"],
     "distillation": ["step", "memory"],
+    "target_logits": ["replay", "distil", "memory"],
     "composition": [
         "decode_step",
         "generate_256_vs_recompute",
@@ -63,6 +64,7 @@ ROWS = {
 AIMS = {
     "neutral_residues": ["ratio", "ratio", "ratio"],
     "distillation": [],
+    "target_logits": [],
     "composition": ["ratio", "ratio"],
     "token_routing": ["ratio", "ratio", "ratio", "ratio", "ratio_top2"],
     "block_state": ["ratio", "ratio", "ratio", "value", "value"],

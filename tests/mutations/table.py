@@ -69,7 +69,13 @@ SUITES = {
         ("tests/memory/test_initialisation.py", "tests/memory/test_reference.py", "tests/memory"),
         "Test_memory and llama",
     ),
-    "loss": Suite(("tests/neutral_residues/test_reference.py", "tests/training/test_loop.py")),
+    "loss": Suite(
+        (
+            "tests/neutral_residues/test_reference.py",
+            "tests/training/test_target_logits.py",
+            "tests/training/test_loop.py",
+        )
+    ),
     "own text": Suite(
         ("tests/data/test_own_text.py", "tests/evaluation/test_divergence.py", "tests/training/test_distillation.py")
     ),
@@ -250,6 +256,9 @@ MUTATIONS = [
         ("entropy sampling without beta", "samplers", "data/samplers.py", "self._entropy[task] ** self.config.beta", "self._entropy[task]"),
         # The training loss, and biases on attention
         ("loss on the token itself", "loss", "grafted/losses.py", "logits[:, :-1].reshape", "logits[:, 1:].reshape"),
+        ("logits of the targets themselves", "loss", "grafted/losses.py", "functional.pad(is_target, (0, 1))", "functional.pad(is_target, (1, 0))"),
+        ("logits of all tokens", "loss", "training/distributed.py", '{"return_logits": False} if', "{} if"),
+        ("other tokens' values at the output layer", "loss", "backbone/call.py", "self.selection.take(values)[None]", "self.selection.take(values.roll(1, 1))[None]"),
         ("divergence the other way round", "own text", "evaluation/scores.py", "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,"),
         ("divergence of padding", "own text", "evaluation/scores.py", "by_position.where(labels != -100, 0)", "by_position"),
         ("header of an answer scored as sampled", "own text", "evaluation/windows.py", "first=start,\n                bytes=np.zeros(stop - start", "first=start - 1,\n                bytes=np.zeros(stop - start + 1"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -52,7 +52,7 @@ class TokenSelection:
         finally:
             handle.remove()
 
-    def _select(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _select(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if not args or args[0].shape[:-1] != self._shape:
             return None
         self.is_applied = True

@@ -269,10 +269,10 @@ class GraftedModel(TrainerSupport):
             auxiliary_loss = self._auxiliary_loss(calls[0])
         if num_items_in_batch is not None and totals is None:
             self._check_trainer_batch(labels, domain, auxiliary_loss, num_items_in_batch)
-            totals = torch.as_tensor(num_items_in_batch, device=output.logits.device).reshape(1)
+            totals = torch.as_tensor(num_items_in_batch, device=output["logits"].device).reshape(1)
         lm_loss = None
         if labels is not None:
-            lm_loss = self._lm_loss(output.logits, labels, inputs, domain, totals, selection)
+            lm_loss = self._lm_loss(output["logits"], labels, inputs, domain, totals, selection)
         losses = loss_parts(lm_loss, auxiliary_loss)
         if num_items_in_batch is not None:  # A trainer uses all other fields as predictions.
             losses = {"loss": losses["loss"]}
@@ -288,9 +288,9 @@ class GraftedModel(TrainerSupport):
     def _run(
         self,
         selection: TokenSelection | None,
-        inputs: Mapping[str, Any],
-        call_values: Mapping[str, Any],
-    ) -> tuple[Any, list[Call]]:
+        inputs: Mapping[str, object],
+        call_values: Mapping[str, object],
+    ) -> tuple[ModelOutput, list[Call]]:
         """Run the live model, with logits of the selected tokens only; returns its output and its calls."""
         if selection is None or not self._tap_hooks.takes_selection:
             with self._tap_hooks.announce(**call_values) as calls:
