@@ -57,7 +57,7 @@ class SamplingRun(Run):
             new: the sources of the new text; used only if the source is near it.
         """
         source = source.model_copy(update={"length": source.length or length})
-        settings: list[Any] = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
+        settings: list[object] = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
         near = list(new) if source.near is not None else []
         if near:
             settings.append([config.model_dump(mode="json") for config in near])
@@ -70,7 +70,7 @@ class SamplingRun(Run):
             new=near,
         )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         settings = super().settings()
         if not self.new:
             del settings["new"]
