@@ -188,3 +188,11 @@ def test_the_turns_of_a_conversation_are_one_unit_of_the_interval() -> None:
     one, two = merged.interval("kl_per_token"), scores.interval("kl_per_token")
     assert one.mean == pytest.approx(two.mean)
     assert (one.high - one.low) / (two.high - two.low) == pytest.approx(2**0.5, rel=0.15)
+
+
+def test_no_logits_of_prompts_are_computed() -> None:
+    model = model_of_few_tokens(0)
+    counts: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: counts.append(output[..., 0].numel()))
+    scored(model, model, [OwnText([0, 1, 2, 3, 4], [(3, 5)]), OwnText([0, 1, 2], [(2, 3)])])
+    assert counts == [3, 3]

@@ -215,13 +215,13 @@ def test_a_graft_is_told_which_tokens_are_prompts(
 ) -> None:
     chosen = bos_tokenizer if bos else tokenizer
     seen: list[torch.Tensor | None] = []
-    forward = GraftedModel.forward
+    logits_at = GraftedModel.logits_at
 
     def watch(self: GraftedModel, *arguments: Any, prompt: torch.Tensor | None = None, **more: Any) -> Any:
         seen.append(prompt)
-        return forward(self, *arguments, prompt=prompt, **more)
+        return logits_at(self, *arguments, prompt=prompt, **more)
 
-    monkeypatch.setattr(GraftedModel, "forward", watch)
+    monkeypatch.setattr(GraftedModel, "logits_at", watch)
     with GraftedModel(Backbone.wrap(tiny_model("llama"))) as grafted:
         actual = score_answers(grafted, chosen, EXAMPLES)
         np.testing.assert_allclose(actual.nats, score_answers(model, chosen, EXAMPLES).nats, rtol=1e-5)

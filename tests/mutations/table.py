@@ -260,7 +260,7 @@ MUTATIONS = [
         ("logits of all tokens", "loss", "training/distributed.py", '{"return_logits": False} if', "{} if"),
         ("other tokens' values at the output layer", "loss", "backbone/call.py", "self.selection.take(values)[None]", "self.selection.take(values.roll(1, 1))[None]"),
         ("divergence the other way round", "own text", "evaluation/scores.py", "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,"),
-        ("divergence of padding", "own text", "evaluation/scores.py", "by_position.where(labels != -100, 0)", "by_position"),
+        ("divergence of padding", "own text", "evaluation/windows.py", "is_scored = labels != -100", "is_scored = labels >= -100"),
         ("header of an answer scored as sampled", "own text", "evaluation/windows.py", "first=start,\n                bytes=np.zeros(stop - start", "first=start - 1,\n                bytes=np.zeros(stop - start + 1"),
         ("new rows distil", "own text", "grafted/losses.py", "is_old_row = domain == OLD_DOMAIN", "is_old_row = domain != OLD_DOMAIN"),
         ("old rows replay beside distilling", "own text", "grafted/losses.py", "targets.labels.masked_fill(is_old, IGNORED)", "targets.labels"),

@@ -290,3 +290,18 @@ def test_a_caller_who_asks_for_logits_gets_all() -> None:
         assert model(**inputs).logits.shape[:2] == (5, 16)
         del inputs["labels"]
         assert model(**inputs, return_logits=False).logits is None
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+@torch.no_grad()
+def test_the_logits_of_some_tokens_are_those_of_all(graft: str) -> None:
+    inputs = batch()
+    is_selected = inputs["labels"] != IGNORED
+    with grafted(GRAFTS[graft]) as model:
+        model.eval()
+        texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        expected = model(**texts).logits[is_selected]
+        with head_inputs(model.model) as counts:
+            actual = model.logits_at(is_selected, **texts)
+    assert counts == [is_selected.sum()]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ Shape suffixes: B rows, T tokens, N selected tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -36,13 +36,15 @@ class TokenSelection:
         self.is_applied = False
 
     @contextmanager
-    def before_head(self, model: PreTrainedModel) -> Iterator[None]:
+    def before_head(self, model: PreTrainedModel | Callable[..., object]) -> Iterator[None]:
         """Select before the model's output layer in one pass.
 
         Args:
-            model: the model. If its output layer is never called with states of all tokens, nothing is selected.
+            model: the model. If it has no output layer that is called with the states of all tokens, nothing is
+                selected.
         """
-        head = model.get_output_embeddings()
+        find_head = getattr(model, "get_output_embeddings", None)
+        head = None if find_head is None else find_head()
         if head is None:
             yield
             return

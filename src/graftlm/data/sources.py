@@ -191,7 +191,7 @@ class SelfSourceConfig(Config):
                 yield f"{key} belongs to texts near the new text: set near to new, or leave {key} out"
 
     @model_serializer(mode="wrap")
-    def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _keep_tags(self, serialise: Callable[[object], dict[str, object]]) -> dict[str, object]:
         """Serialise the marker `self`, and leave out settings of `near` without it, so that earlier runs keep keys."""
         values = {"self": True} | serialise(self)
         if self.near is not None:

@@ -35,7 +35,7 @@ from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.inference import LanguageModel, Precision, autocast, evaluation_mode
 from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, resample_ratios
 from graftlm.evaluation.results import Interval
-from graftlm.evaluation.windows import Window, cut_windows, limit_scored, window_batch
+from graftlm.evaluation.windows import Window, cut_windows, limit_scored, scored_logits
 
 MetricName = Literal["nats_per_token", "bits_per_byte", "kl_per_token"]
 
@@ -306,12 +306,12 @@ def _score_batch(
 
     Divergences are 0 without a reference.
     """
-    inputs, graft_inputs, labels = window_batch(model, tokenizer, batch)
-    logits = model(**inputs, **graft_inputs).logits
+    logits, targets = scored_logits(model, tokenizer, batch)
     sums = torch.zeros(len(batch), 2, dtype=torch.float64)
-    sums[:, 0] = _token_losses(logits, labels).sum(dim=1)
+    sums[:, 0] = _sum_by_window(_token_losses(logits, targets), batch)
     if reference is not None:
-        sums[:, 1] = _token_divergences(reference(**inputs).logits, logits, labels).sum(dim=1)
+        reference_logits, _ = scored_logits(reference, tokenizer, batch)
+        sums[:, 1] = _sum_by_window(_token_divergences(reference_logits, logits), batch)
     if not sums.isfinite().all():
         raise EvaluationError(
             "The model predicts NaN or infinity on this text: its weights are broken or overflow in this precision "
@@ -320,35 +320,38 @@ def _score_batch(
     return sums.numpy()
 
 
-def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses (B, T) in float64, from float32 logits.
+def _sum_by_window(values: Tensor, batch: list[Window]) -> Tensor:
+    """Return the sum of the values (N,) of each window's scored tokens, (B,)."""
+    parts = values.split([window.tokens for window in batch])
+    return torch.stack([part.sum() for part in parts])
+
+
+def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses (N,) in float64, from float32 logits.
 
     Args:
-        logits: (B, T, V).
-        labels: (B, T), each at the position that predicts it; -100 has the loss 0.
+        logits: (N, V).
+        targets: (N,) the ids that they predict.
     """
     size = max(1, _CHUNK_VALUES // logits.shape[-1])
-    chunks = zip(logits.flatten(0, 1).split(size), labels.flatten().split(size), strict=True)
     losses = []
-    for chunk, targets in chunks:
-        losses.append(F.cross_entropy(chunk.float(), targets, reduction="none"))
-    return torch.cat(losses).view_as(labels).to("cpu", torch.float64)
+    for chunk, chunk_targets in zip(logits.split(size), targets.split(size), strict=True):
+        losses.append(F.cross_entropy(chunk.float(), chunk_targets, reduction="none"))
+    return torch.cat(losses).to("cpu", torch.float64)
 
 
-def _token_divergences(reference: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return KL(reference || model) at each position (B, T) in float64, from float32 logits.
+def _token_divergences(reference: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(reference || model) at each of N positions in float64, from float32 logits.
 
     Args:
-        reference: the reference's logits, (B, T, V).
-        logits: the model's logits, (B, T, V).
-        labels: (B, T); the divergence is 0 where the label is -100.
+        reference: the reference's logits, (N, V).
+        logits: the model's logits, (N, V).
     """
     size = max(1, _CHUNK_VALUES // logits.shape[-1])
-    chunks = zip(reference.flatten(0, 1).split(size), logits.flatten(0, 1).split(size), strict=True)
+    chunks = zip(reference.split(size), logits.split(size), strict=True)
     divergences = []
     for reference_chunk, chunk in chunks:
         log_p = reference_chunk.float().log_softmax(-1)
         log_q = chunk.float().log_softmax(-1)
         divergences.append(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
-    by_position = torch.cat(divergences).view_as(labels)
-    return by_position.where(labels != -100, 0).to("cpu", torch.float64)
+    return torch.cat(divergences).to("cpu", torch.float64)

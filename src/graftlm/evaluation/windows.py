@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import leading_bos, padding_id
+from graftlm.backbone import TokenSelection, leading_bos, padding_id
 from graftlm.data import Document
 from graftlm.data.boundaries import window_bounds
 from graftlm.data.chats import ChatExample, chat_tokens, render_chat
@@ -186,12 +186,12 @@ def _ends_from_decoding(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, tex
 
 def window_batch(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Window]
-) -> tuple[dict[str, object], dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, object], Tensor | None, Tensor]:
     """Turn windows into the inputs of a model, padded on the right.
 
     Returns:
-        Arguments of any model, (B, T); further arguments of a `GraftedModel`; and labels (B, T), each at the position
-        that predicts it, -100 where no token is scored.
+        Arguments of any model, (B, T); bool (B, T), True for tokens of prompts, or None if there is no prompt; and
+        labels (B, T), each at the position that predicts it, -100 where no token is scored.
     """
     shape = (len(batch), max(len(window.ids) for window in batch))
     ids = torch.full(shape, padding_id(tokenizer))
@@ -211,9 +211,23 @@ def window_batch(
         "attention_mask": mask.to(device),
         "use_cache": False,
     }
-    graft_inputs = {}
+    return inputs, prompt.to(device) if prompt.any() else None, labels.to(device)
+
+
+def scored_logits(
+    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Window]
+) -> tuple[Tensor, Tensor]:
+    """Return a model's logits (N, V) at the N scored positions of a batch, and the ids that they predict, (N,).
+
+    The positions are in the order of the windows, each of which has `Window.tokens` of them.
+    """
     from graftlm.grafted.model import GraftedModel  # takes seconds to import
 
-    if prompt.any() and isinstance(model, GraftedModel):
-        graft_inputs["prompt"] = prompt.to(device)
-    return inputs, graft_inputs, labels.to(device)
+    inputs, prompt, labels = window_batch(model, tokenizer, batch)
+    is_scored = labels != -100
+    if isinstance(model, GraftedModel):
+        return model.logits_at(is_scored, prompt=prompt, **inputs), labels[is_scored]
+    selection = TokenSelection(is_scored)
+    with selection.before_head(model):
+        output = model(**inputs)
+    return selection.logits(output.logits), labels[is_scored]

@@ -285,6 +285,19 @@ class GraftedModel(TrainerSupport):
         )
         return grafted.to_tuple() if as_tuple else grafted  # type: ignore[return-value]  # as transformers' models
 
+    def logits_at(self, is_selected: Tensor, prompt: Tensor | None = None, **inputs: object) -> Tensor:
+        """Return the logits (N, V) of some tokens of one pass, row by row, without those of other tokens.
+
+        Args:
+            is_selected: bool (B, T).
+            prompt: (B, T), True for the tokens of the prompt.
+            inputs: inputs of the model, such as `input_ids` and `attention_mask`.
+        """
+        selection = TokenSelection(is_selected)
+        self._set_cache(inputs)
+        output, _ = self._run(selection, inputs, {"prompt": prompt})
+        return selection.logits(output["logits"])
+
     def _run(
         self,
         selection: TokenSelection | None,

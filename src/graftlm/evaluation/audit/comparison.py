@@ -22,7 +22,7 @@ from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
 from graftlm.evaluation.results import Interval
 from graftlm.evaluation.scores import Scores, longest_first
-from graftlm.evaluation.windows import Window, window_batch
+from graftlm.evaluation.windows import Window, scored_logits
 
 CHOICES = 3
 _CHUNK_POSITIONS = 256
@@ -105,8 +105,8 @@ def compare_windows(
 def _compare_batch(
     base: LanguageModel, tuned: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: list[Window]
 ) -> list[TokenComparison]:
-    base_logits, targets = _scored_logits(base, tokenizer, batch)
-    tuned_logits, _ = _scored_logits(tuned, tokenizer, batch)
+    base_logits, targets = scored_logits(base, tokenizer, batch)
+    tuned_logits, _ = scored_logits(tuned, tokenizer, batch)
     tuned_logits = tuned_logits.to(base_logits.device)
     width = min(base_logits.shape[-1], tuned_logits.shape[-1])
     largest = int(targets.max())
@@ -126,16 +126,6 @@ def _compare_batch(
             "(--dtype float32)."
         )
     return _split_by_window(positions, batch)
-
-
-def _scored_logits(
-    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: list[Window]
-) -> tuple[Tensor, Tensor]:
-    """Return a model's logits (n, V) at the scored positions of a batch, and the ids that they predict, (n,)."""
-    inputs, graft_inputs, labels = window_batch(model, tokenizer, batch)
-    is_scored = labels != -100
-    logits = model(**inputs, **graft_inputs).logits
-    return logits[is_scored], labels[is_scored]
 
 
 def _compare_logits(base_logits: Tensor, tuned_logits: Tensor, targets: Tensor) -> _Positions:
