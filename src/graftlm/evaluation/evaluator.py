@@ -87,13 +87,13 @@ class BackboneEvaluator:
 
     @cached_property
     def backbone_scores(self) -> dict[str, Scores]:
-        """The scores of the backbone without grafts, computed on first access."""
-        return self._score_tests(self.backbone.bare_model)
+        """The scores of the backbone, computed on first access, which must come before a graft is attached."""
+        return self._score_tests(self.backbone.model)
 
     @cached_property
     def backbone_outcomes(self) -> dict[str, TaskResult]:
-        """The results of the backbone without grafts on the tasks, computed on first access."""
-        return self._measure_tasks(self.backbone.bare_model)
+        """The backbone's results on the tasks, computed on first access, which must come before a graft is attached."""
+        return self._measure_tasks(self.backbone.model)
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
         """Measure the bare backbone.
