@@ -488,3 +488,8 @@ def test_the_abbreviation_of_an_equation_ends_no_sentence() -> None:
         "We show in Eq. (2) that cats sleep.",
         "See Figs. 3 and 4.",
     ]
+
+
+def test_an_accent_on_a_question_mark_begins_no_sentence() -> None:
+    document = read_text(r"Hello \r? There.", ".tex")
+    check_spans(document)

@@ -41,18 +41,18 @@ def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
 
 
 def is_start(marked: np.ndarray) -> np.ndarray:
-    """Return which marked ids are the first of a document; bool, in the same shape."""
+    """Return which marked ids are the first of a document, as a boolean array of the same shape."""
     is_negative = marked < 0
     return is_negative & (marked != PADDING)
 
 
 def is_prompt(marked: np.ndarray) -> np.ndarray:
-    """Return which marked ids are before the first predicted token of their document; bool, in the same shape."""
+    """Return which marked ids belong to the prompt of their document, as a boolean array of the same shape."""
     return _has_any(marked, PROMPT)
 
 
 def is_unscored(marked: np.ndarray) -> np.ndarray:
-    """Return which marked ids belong to a prompt or to a turn that is not predicted; bool, in the same shape."""
+    """Return which marked ids are in a prompt or a turn that is not predicted, as a boolean array of the same shape."""
     return _has_any(marked, PROMPT | UNSCORED)
 
 

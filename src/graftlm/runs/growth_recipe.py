@@ -53,7 +53,10 @@ class GrowthRecipe(TextRecipe):
             yield "the stage name backbone is the id of the backbone's own row: choose another"
         for name in self.stages:
             if name == GRAFT_NAME or not name.replace("-", "_").isidentifier():
-                yield f"the stage name {name!r} can't be used: take letters, digits, _ and -, and not {GRAFT_NAME}"
+                yield (
+                    f"the stage name {name!r} can't be used: use letters, digits, _ and -, begin with a letter or _, "
+                    f"and choose another name than {GRAFT_NAME}"
+                )
         grafts = []
         for number, stage in enumerate(self._trained_stages()):
             yield from self._problems_of_stage(stage, is_first=number == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from accelerate import PartialState
 
@@ -15,7 +15,7 @@ from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
 from graftlm.data.near_text import LEFT_OUT, sample_near_text
 from graftlm.data.own_text import OwnText
 from graftlm.data.own_text_sampling import sample_own_text
-from graftlm.evaluation import Row
+from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.digests import digest
 from graftlm.runs.run import Run, RunContext
@@ -90,7 +90,7 @@ class SamplingRun(Run):
         n_chats = sum(sample.is_chat for sample in samples)
         if backbone.need_tokenizer().chat_template:
             context.log(f"{n_chats:,} of {len(samples):,} texts are conversations.")
-        metrics: dict[str, Any] = {
+        metrics: dict[str, Metric] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),
             "chat_texts": n_chats,

@@ -76,7 +76,7 @@ class TaskRecipe(_TaskSettings):
         for name in self.tasks:
             if not _NAME.fullmatch(name):
                 yield (
-                    f"the task name {name!r} can't be used: take letters, digits, - and _, and begin with a letter or "
+                    f"the task name {name!r} can't be used: use letters, digits, - and _, and begin with a letter or "
                     "digit"
                 )
             if _TAKEN.fullmatch(name):

@@ -63,10 +63,16 @@ class ModelRegistry:
         if right_kind and self.kind == "causal-lm":
             right_kind = backbone.sites.family.causal
         if not right_kind:
-            raise BackboneError(
-                f"The backbone {backbone.name} ({backbone.sites.model_type}) can't generate text: serve a causal "
-                "language model, or a graft that was trained on tasks."
-            )
+            raise BackboneError(self._kind_problem(backbone))
+
+    def _kind_problem(self, backbone: Backbone) -> str:
+        model = f"The backbone {backbone.name} ({backbone.sites.model_type})"
+        if self.kind == "causal-lm":
+            return f"{model} can't generate text: serve a causal language model, or a graft that was trained on tasks."
+        return (
+            f"{model} is a model of the kind {backbone.kind}, but this engine serves the kind {self.kind}: serve it "
+            "with an engine of its kind."
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -106,9 +106,9 @@ def check_language(code: str) -> str:
 def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]]:
     """Yield start and end of each sentence of a paragraph, without surrounding white space.
 
-    A boundary after `!` or `?` and before a lower-case letter, as in "await! is", is ignored, and so is one after
-    an abbreviation such as "Eq." or "Fig.". A sentence longer than `MAX_SENTENCE` is divided after a semicolon, comma
-    or space.
+    A boundary after `!` or `?` and before a lower-case letter, as in "await! is", is ignored. So is one after an
+    abbreviation such as "Eq." or "Fig.", and one before a combining mark. A sentence longer than `MAX_SENTENCE` is
+    divided after a semicolon, comma or space.
 
     Args:
         text: the paragraph.
@@ -138,6 +138,8 @@ def _continues_sentence(text: str, start: int, end: int) -> bool:
     after = text[start:end].lstrip()
     if _ABBREVIATION.search(before):
         return True
+    if after and unicodedata.combining(after[0]):
+        return True  # an accent on the last character before the boundary
     return before[-1:] in ("!", "?") and after[:1].islower()
 
 
