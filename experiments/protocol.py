@@ -1,9 +1,9 @@
 """The protocol of experiments: what an experiment needs so that it decides something.
 
     Four conditions make a comparison decisive:
-    1. something was learned: a row beats a table of bigrams counted on its own training text
+    1. something was learned: a row beats a table of bigrams, counted on the text that the row was trained on
     2. something was lost: the reference row loses at least 0.1 nats, or 5 points of a retained skill
-    3. every row has a rate of its own by the same search, and the best rate is not at an edge
+    3. the rate of every row was found by the same search, and the best rate is not at an edge
     4. the primary comparisons were declared before the run, and Holm's correction is applied to them
 
 Intervals come from a crossed bootstrap: seeds and items are drawn with replacement, independently of each other, so

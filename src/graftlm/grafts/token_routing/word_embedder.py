@@ -1,4 +1,4 @@
-"""An embedder that knows a text by its rare words, such as names, product codes and numbers.
+"""An embedder of texts by their rare words, such as names, product codes and numbers.
 
 A graft that learns facts about named things should act where one of them is named, and nowhere else. A word is rare if
 it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens, as it does names
@@ -35,7 +35,7 @@ class WordEmbedder:
     """Embeds a text by its rare words.
 
     Args:
-        backbone: the backbone, whose tokenizer tells which words are rare.
+        backbone: the backbone, whose tokenizer decides which words are rare.
     """
 
     def __init__(self, backbone: Backbone) -> None:
