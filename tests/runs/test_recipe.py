@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from graftlm.backbone import load_backbone
@@ -16,6 +17,7 @@ from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeE
 from graftlm.evaluation import Results, value_of
 from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
 from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.recipe import Recipe, compare_recipe, recipe_schema, run_recipe
 from graftlm.store.artifact import load_graft
 from graftlm.store.manifest import read_manifest
@@ -91,6 +93,25 @@ def test_a_run_leaves_graft_report_and_recipe_and_is_read_back(recipe: Recipe, t
     with GraftedModel(backbone, {"graft": load_graft(run / "graft", backbone)}) as model:
         measured = evaluator.measure(model, "loaded", "loaded")
     assert value_of(measured.row.metrics["new"]) == pytest.approx(value_of(row.metrics["new"]), abs=1e-5)
+
+
+def test_the_backbone_is_scored_without_an_attached_graft(tmp_path: Path, tiny_backbone) -> None:
+    recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), graft={"kind": "finetune"}))
+    backbone = load_backbone(recipe.backbone.name)
+    tests = load_tests(recipe.data.test)
+    settings = [backbone, tests, recipe.evaluation, recipe.data.length]
+    before = BackboneEvaluator(*settings).backbone_scores
+    for kind in ("finetune", "neutral-residues"):
+        graft = build_graft(graft_config({"kind": kind}), backbone)
+        with GraftedModel(backbone, {"graft": graft}) as model, torch.no_grad():
+            for weight in model.trainable_parameters().values():
+                weight.add_(0.1)
+            evaluator = BackboneEvaluator(*settings)
+            attached = evaluator.backbone_scores
+            scores = evaluator.measure(model, kind, kind).row.metrics
+        for name, expected in before.items():
+            assert attached[name].value("nats_per_token") == pytest.approx(expected.value("nats_per_token"), abs=1e-6)
+        assert abs(value_of(scores["learned"])) > 1e-3, "the graft changes the predictions"
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ _OWN_SEED = 2**31 - 1  # Seed of the text for own_kl; people choose small ones f
 class EvaluationConfig(Config):
     """What is measured after training, on test texts and on tasks."""
 
-    length: int | None = Field(None, ge=2, description="Tokens per window; the data's row length when absent.")
+    length: int | None = Field(None, ge=3, description="Tokens per window; the data's row length when absent.")
     batch_size: int = Field(16, ge=1)
     limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -87,13 +87,13 @@ class BackboneEvaluator:
 
     @cached_property
     def backbone_scores(self) -> dict[str, Scores]:
-        """The bare backbone's scores, measured once, while no graft is attached."""
-        return self._score_tests(self.backbone.model)
+        """The bare backbone's scores, measured once; grafts may be attached."""
+        return self._score_tests(self.backbone.bare_model)
 
     @cached_property
     def backbone_outcomes(self) -> dict[str, TaskResult]:
-        """The bare backbone's results on the tasks, measured once, while no graft is attached."""
-        return self._measure_tasks(self.backbone.model)
+        """The bare backbone's results on the tasks, measured once; grafts may be attached."""
+        return self._measure_tasks(self.backbone.bare_model)
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
         """Measure the bare backbone.
