@@ -47,7 +47,8 @@ def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
             padding in all rows.
 
     Raises:
-        JoinError: owners, layer types or numbers of columns differ.
+        JoinError: the owners or layer types differ, the numbers of columns differ after padding, or a layer class can't
+            be joined.
     """
     first = caches[0]
     for cache in caches:
@@ -100,7 +101,7 @@ def join_columns(layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> Dyn
         paddings: columns of padding to add on the left of each layer; a negative number removes columns.
 
     Raises:
-        JoinError: the layers have different numbers of columns then.
+        JoinError: the numbers of columns differ after padding.
     """
     keys = []
     values = []

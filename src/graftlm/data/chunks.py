@@ -45,10 +45,11 @@ class TextChunk:
 
 
 def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
-    """Split documents into chunks of at most `CHUNK_CHARACTERS`, which bounds the memory of tokenizers.
+    """Split documents into chunks of at most `CHUNK_CHARACTERS`; a conversation stays one chunk.
 
-    Chunks end at line breaks between two visible characters, where tokenizers split anyway. A tokenizer that marks the
-    start of a text may add one token per chunk.
+    This bounds the memory of tokenizers. A chunk ends after the last line break between two visible characters, where
+    tokenizers split anyway, or at the limit if there is none. A tokenizer that marks the start of a text may add one
+    token per chunk.
     """
     for document in documents:
         if not document.text:
@@ -106,7 +107,10 @@ def _best_cut(text: str, start: int, stop: int) -> int:
 
 
 def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
-    """Group chunks into lists of at least `characters` characters. No list ends with a prompt."""
+    """Group chunks into lists of at least `characters` characters, except the last.
+
+    A prompt is never separated from the chunk after it.
+    """
     group: list[TextChunk] = []
     size = 0
     for chunk in chunks:

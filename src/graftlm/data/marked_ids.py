@@ -41,23 +41,23 @@ def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
 
 
 def is_start(marked: np.ndarray) -> np.ndarray:
-    """Return which marked ids are the first of a document; bool, in the same shape."""
+    """Return a boolean array of the same shape, True where an id is the first of its document."""
     is_negative = marked < 0
     return is_negative & (marked != PADDING)
 
 
 def is_prompt(marked: np.ndarray) -> np.ndarray:
-    """Return which marked ids are before the first predicted token of their document; bool, in the same shape."""
+    """Return a boolean array of the same shape, True where an id belongs to its document's prompt."""
     return _has_any(marked, PROMPT)
 
 
 def is_unscored(marked: np.ndarray) -> np.ndarray:
-    """Return which marked ids belong to a prompt or to a turn that is not predicted; bool, in the same shape."""
+    """Return a boolean array of the same shape, True where an id belongs to a prompt or an unpredicted turn."""
     return _has_any(marked, PROMPT | UNSCORED)
 
 
 def _has_any(marked: np.ndarray, bits: int) -> np.ndarray:
-    """Return which marked ids have at least one of `bits`."""
+    """Return a boolean array of the same shape, True where an id has at least one of `bits`."""
     ids = _without_start(marked)
     has_bit = (ids & bits) != 0
     return has_bit & (marked != PADDING)

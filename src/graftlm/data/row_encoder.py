@@ -176,8 +176,8 @@ class RowEncoder:
             question = [number for number in columns["sequences"][index] if number != _CONTEXT]
             if len(question) >= self.length:
                 raise DataError(
-                    f"{task.rows[index].where} has a question of {len(question)} tokens, but question and context have "
-                    f"at most {self.length}: raise the length, or shorten the question."
+                    f"{task.rows[index].where} has a question of {len(question)} tokens, which leaves no room for "
+                    f"context in a row of {self.length}: raise the length, or shorten the question."
                 )
 
     def _truncate(

@@ -360,8 +360,10 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
         raise DataError(f"There is no file or folder {path}: check the source's path.")
     files = sorted(file for file in walk(path) if _matches(file.relative_to(path), pattern))
     if not files:
-        suffixes = " ".join(SEARCHED_SUFFIXES)
-        expected = f"files that match {pattern!r}" if pattern else f"files ending in {suffixes} (or .gz)"
+        suffixes = ", ".join(SEARCHED_SUFFIXES)
+        expected = (
+            f"files that match {pattern!r}" if pattern else f"files ending in {suffixes}, optionally followed by .gz"
+        )
         raise DataError(f"The folder {path} has no {expected}: put text there, or set the source's pattern.")
     return files
 

@@ -167,18 +167,18 @@ class StreamingBlocks:
         self._drawn = 0
 
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
-        """Return the next rows.
+        """Draw the next `count` rows from the buffer.
 
         Args:
-            first: the number of the first row, which must be the next one.
+            first: number of the first row, counted from 0; it must be the number of rows drawn so far.
             count: number of rows.
-            key: the seed and the domain.
+            key: the seed and the domain, which determine the draws.
 
         Returns:
             Marked ids, int32, (count, length).
 
         Raises:
-            DataError: `first` is not the next row, or see `RowPacker.next_row`.
+            DataError: `first` is not the next row; see also `RowPacker.next_row`.
         """
         if first != self._drawn:
             raise DataError(

@@ -101,8 +101,8 @@ def read_task(config: TaskConfig) -> Task:
         raise DataError(f"{path} has no examples: add some, one per row.")
     if len(examples) <= config.shots:
         raise DataError(
-            f"{path} has {len(examples)} examples, of which {config.shots} are shots that precede the others: "
-            "add examples, or lower the shots."
+            f"{path} has {len(examples)} examples, but {config.shots} shots need at least {config.shots + 1}: add "
+            "examples, or lower shots."
         )
     shots = ""
     for example in examples[: config.shots]:

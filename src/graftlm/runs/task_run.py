@@ -335,10 +335,14 @@ def row_scorer(
         with torch.no_grad():
             scores = uncertainty(predictions, row_specs, batch.targets)
             zero = torch.zeros((), device=device)
-            values = torch.stack([zero if score is None else score.to(device) for score in scores])
+            known = [zero if score is None else score.to(device) for score in scores]
+            values = torch.stack(known)
         if PartialState().num_processes > 1:
-            values = cast("Tensor", broadcast(values.to(PartialState().device)))
-        return [None if score is None else value for score, value in zip(scores, values.tolist(), strict=True)]
+            # Scores of one batch may differ between processes by rounding, so all take those of the main process.
+            values = values.to(PartialState().device)
+            values = cast("Tensor", broadcast(values))
+        numbers = values.tolist()
+        return [None if score is None else number for score, number in zip(scores, numbers, strict=True)]
 
     return score_rows
 

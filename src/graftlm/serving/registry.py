@@ -62,11 +62,17 @@ class ModelRegistry:
         right_kind = backbone.kind == self.kind
         if right_kind and self.kind == "causal-lm":
             right_kind = backbone.sites.family.causal
-        if not right_kind:
+        if right_kind:
+            return
+        if self.kind == "causal-lm":
             raise BackboneError(
                 f"The backbone {backbone.name} ({backbone.sites.model_type}) can't generate text: serve a causal "
                 "language model, or a graft that was trained on tasks."
             )
+        raise BackboneError(
+            f"The backbone {backbone.name} is a {backbone.kind} model, but this engine serves {self.kind} models: load "
+            f"it with kind={self.kind!r}."
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -86,7 +86,9 @@ def _documents(name: str, text: Text) -> Sequence[str | Document]:
         return build_documents([SourceConfig(path=str(text))])
     is_text = isinstance(text, Sequence) and all(isinstance(each, str) or hasattr(each, "text") for each in text)
     if not is_text:
-        raise DataError(f"The text {name} is {type(text).__name__}, but a path or a list of strings is expected.")
+        raise DataError(
+            f"The text {name} is of type {type(text).__name__}, but a path or a list of strings is expected."
+        )
     return text
 
 

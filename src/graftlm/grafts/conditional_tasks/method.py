@@ -358,7 +358,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         others = [task for task in tasks if task != name]
         if like not in others:
             raise GraftError(
-                f"The task {name} can't start from {like}, since there is no such task: name one of "
+                f"The task {name} can't start from {like!r}, which is not another task of this graft: choose one of "
                 f"{', '.join(others)}."
             )
         self.embeddings[task_key(name)].copy_(self.embeddings[task_key(like)])

@@ -79,8 +79,8 @@ class ExpertTarget:
         sizes = linear_sizes(base)
         if sizes is None:
             raise GraftError(
-                f"An expert changes {path}, a {type(base).__name__}, but linear layers and embeddings are expected: "
-                "train it on those."
+                f"An expert changes {path}, which is of type {type(base).__name__}, but linear layers and embeddings "
+                "are expected: train it on those."
             )
         inputs, outputs = sizes
         return cls(inputs, outputs)

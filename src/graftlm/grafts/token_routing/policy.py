@@ -42,11 +42,12 @@ def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
     """Turn the scores of the experts into weights.
 
     `softmax` and `discriminant`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost`
-    before a softmax; a negative one is divided by it, so that the nearest expert remains the nearest. With `top`, equal
-    weights are ordered by the number of the expert.
+    before a softmax; a negative one is divided by it, so that the nearest expert remains the nearest. With `top`, only
+    that many largest weights are kept and normalized; among equal weights, experts with lower numbers come first. With
+    `threshold`, the bare backbone has the whole weight if all cosines are smaller.
 
     Args:
-        cosines: (..., E) scores, see `scores_of`.
+        cosines: (..., E) scores, see `scores_of`; linear discriminant scores for `discriminant`.
         config: configuration of the routing.
 
     Returns:
