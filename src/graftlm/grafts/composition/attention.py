@@ -11,7 +11,7 @@ The attention of the paper has no positions: it distinguishes tokens only by the
 and K by the position of each token in its document. Local positions also add biases b_Q and b_K before the rotation;
 initially, the biases make half of the heads attend to the most recent token. With `qk_norm`, an RMS norm with a gain
 normalises each head of h_B W_Q and f_proj(h_A) W_K before the biases and the rotation, so that large queries and keys
-cannot saturate the softmax.
+can't saturate the softmax.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def rotate(x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
         The rotated tensor, (B, H, T, K).
     """
     half = x_BHTK.shape[-1] // 2
-    dtype = torch.promote_types(x_BHTK.dtype, torch.float32)  # half precision cannot represent large positions
+    dtype = torch.promote_types(x_BHTK.dtype, torch.float32)  # half precision can't represent large positions
     index = torch.arange(half, device=x_BHTK.device, dtype=dtype)
     frequency = _ROTARY_BASE ** (-index / half)
     angle = position_BT[:, None, :, None].to(dtype) * frequency

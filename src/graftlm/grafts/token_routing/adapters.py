@@ -267,8 +267,8 @@ def _check_copy(
     inner_path = path.removesuffix(".weight") + ".base_layer.weight"
     own = parameters.get(path, parameters.get(inner_path))
     if own is not None and own.shape == tensor.shape:
-        is_quantised = type(own.data) is not Tensor
-        if not is_quantised and torch.equal(own.cpu(), tensor.to(own.dtype)):
+        is_quantized = type(own.data) is not Tensor
+        if not is_quantized and torch.equal(own.cpu(), tensor.to(own.dtype)):
             return
     raise _unmixable(
         name,
