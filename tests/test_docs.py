@@ -99,11 +99,11 @@ def test_parameters_of_the_arithmetic_are_a_model_s(tied: bool) -> None:
 
 def test_optimiser_state_of_the_arithmetic_is_adamw_s() -> None:
     weight = torch.nn.Parameter(torch.randn(50, 20))
-    optimiser = torch.optim.AdamW([weight])
+    optimizer = torch.optim.AdamW([weight])
     weight.sum().backward()
-    optimiser.step()
+    optimizer.step()
     assert weight.grad is not None
-    moments = [value for value in optimiser.state[weight].values() if value.numel() > 1]
+    moments = [value for value in optimizer.state[weight].values() if value.numel() > 1]
     assert sum(tensor.nbytes for tensor in (weight, weight.grad, *moments)) == 16 * weight.numel()
 
 

@@ -68,7 +68,7 @@ class Requirements:
 
     @property
     def training(self) -> float:
-        """Bytes of weights, optimiser state and saved activations."""
+        """Bytes of weights, optimizer state and saved activations."""
         return self.backbone + self.graft_training + self.activations
 
     @property

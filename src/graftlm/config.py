@@ -108,14 +108,14 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return config
 
     @model_serializer(mode="wrap")
-    def _keep_tags(self, serialise: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Serialise fields with one possible value, such as `kind`, even if defaults are excluded."""
+    def _keep_tags(self, serialize: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Serialize fields with one possible value, such as `kind`, even if defaults are excluded."""
         tags: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             is_literal = get_origin(field.annotation) is Literal
             if is_literal and len(get_args(field.annotation)) == 1:
                 tags[name] = getattr(self, name)
-        return tags | serialise(self)
+        return tags | serialize(self)
 
 
 def _refuse_truth_values(value: object, parsed: object, path: tuple[str | int, ...]) -> None:

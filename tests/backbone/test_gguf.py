@@ -1,4 +1,4 @@
-"""GGUF files: the dequantised model is that of the file, grafts find it again, and what can't be read is refused."""
+"""GGUF files: the dequantized model is that of the file, grafts find it again, and what can't be read is refused."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ def test_what_trains(tied: bool, embeddings: bool) -> None:
     with attach_graft(backbone, {"kind": "finetune", "embeddings": embeddings}) as model:
         ids = tiny_ids()
         trained = model.trainable_parameters()
-        optimiser = torch.optim.SGD(trained.values(), lr=0.1)
+        optimizer = torch.optim.SGD(trained.values(), lr=0.1)
         model(input_ids=ids, labels=ids).loss.backward()
-        optimiser.step()
+        optimizer.step()
         wanted = logits(model, ids)
         merged = model.grafts["graft"].merged(backbone)  # type: ignore[operator]  # it is Exportable
         after = {name.removeprefix("model."): tensor for name, tensor in trained.items()}

@@ -107,6 +107,7 @@ def test_likelihoods_become_shares() -> None:
         ([1.5, -0.5], [[1.0], [1.0]]),
         ([1.0], [[0.5]]),
         ([], np.zeros((0, 1))),
+        ([1.0], np.float64(1.0)),
     ],
 )
 def test_invalid_distributions_are_refused(prior: list[float], given_KY: list[list[float]]) -> None:

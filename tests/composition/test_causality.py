@@ -26,13 +26,13 @@ def trained_loss(steps: int = 250) -> float:
     losses = []
     with GraftedModel(anchor, {"graft": graft}) as model:
         model.train()
-        optimiser = torch.optim.AdamW(graft.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(graft.parameters(), lr=1e-2)
         for _ in range(steps):
             ids = torch.randint(FIRST, VOCABULARY, (64, 5), generator=generator)
             loss = model(ids, labels=ids).loss
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             losses.append(loss.item())
     return sum(losses[-50:]) / 50
 

@@ -78,14 +78,14 @@ def test_training_a_new_task_leaves_no_bit_of_the_old_ones(
         own += [f"loras.{key}.a.{len(TASKS)}", f"loras.{key}.b.{len(TASKS)}"]
     assert len(own) == 3 + 12, "six Linears in the layer with modules"
     assert set(trained) == {f"grafts.graft.{name}" for name in own}
-    optimiser = torch.optim.AdamW(trained.values(), lr=0.02, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.02, weight_decay=0.1)
     before = old_predictions(extended)
     losses = []
     for _ in range(5):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = extended.train()(**rows(5, [0, 1, 2, 0, 1, 2])).loss
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
     assert all(torch.equal(a, b) for a, b in zip(old_predictions(extended), before, strict=True))

@@ -65,14 +65,14 @@ def test_modules_have_their_own_learning_rate() -> None:
     with random_model(host(), module_rate=5.0, head_rate=9.0) as model:
         parameters = model.trainable_parameters()
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        optimiser = make_optimizer(
+        optimizer = make_optimizer(
             parameters, TrainingConfig(steps=1, learning_rate=1e-3), (), declared(model, "learning_rate_scales")
         )
         ids, mask = batch()
         model(ids, mask, extras={"task": TASK}, targets=targets()).loss.backward()
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = 1e-3 * group["scale"]  # as a training step sets it
-        optimiser.step()
+        optimizer.step()
         for name, parameter in parameters.items():
             moved = (parameter - before[name]).abs()[parameter.grad.abs() > 1e-5]  # type: ignore[union-attr]
             if not len(moved):

@@ -218,7 +218,7 @@ def test_templates_that_do_not_fit_are_named(template: str | None, message: str)
         ("hello", "str"),
         ([], "no messages"),
         (None, "NoneType"),
-        (["hello"], "message 1 is str"),
+        (["hello"], "message 1 has the type str"),
         ([{"role": "bot", "content": "a"}], "'bot'"),
         ([{"content": "a"}], "None"),
         ([{"role": USER, "content": "a"}], "assistant"),

@@ -215,11 +215,11 @@ def test_a_static_cache_of_windows_alone_is_refused_before_a_token_is_written() 
 
 @pytest.mark.parametrize("config", READS_PROMPT.values(), ids=READS_PROMPT.keys())
 def test_a_cache_that_moves_or_rounds_its_layers_is_refused(config: dict[str, Any]) -> None:
-    offloaded, quantised = DynamicCache(), QuantizedCache.__new__(QuantizedCache)
+    offloaded, quantized = DynamicCache(), QuantizedCache.__new__(QuantizedCache)
     offloaded.offloading = True  # its constructor needs an accelerator, and that of the other a library
-    quantised.__dict__.update(vars(DynamicCache()))
+    quantized.__dict__.update(vars(DynamicCache()))
     with attach_graft(backbone("llama"), config).eval() as model:
-        for cache, way in ((offloaded, "offloads"), (quantised, "quantises")):
+        for cache, way in ((offloaded, "offloads"), (quantized, "quantizes")):
             with pytest.raises(GraftError) as error:
                 model(tiny_ids(), past_key_values=cache, use_cache=True)
             assert way in str(error.value)

@@ -27,15 +27,15 @@ def test_values_are_recalled_from_beyond_the_window() -> None:
     generator = torch.Generator().manual_seed(0)
     with attach_graft(live(), {"kind": "memory", **SIZES, "head_width": 16}).train() as model:
         parameters = list(model.trainable_parameters().values())
-        optimiser = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0)
         for _ in range(300):
             ids = rows(generator)
             labels = torch.full_like(ids, -100)
             labels[:, -1] = ids[:, -1]
             model(ids, labels=labels).loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         ids = torch.cat([rows(generator) for _ in range(8)])
         with torch.no_grad():
             recalled = model.eval()(ids).logits[:, -2].argmax(-1) == ids[:, -1]

@@ -1,4 +1,4 @@
-"""Mutations: each breaks one initialisation, scale or mask of a method, and the named tests must fail for it."""
+"""Mutations: each breaks one initialization, scale or mask of a method, and the named tests must fail for it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Mutation(NamedTuple):
 SUITES = {
     "neutral": Suite(
         (
-            "tests/neutral_residues/test_initialisation.py",
+            "tests/neutral_residues/test_initialization.py",
             "tests/neutral_residues/test_reference.py",
             "tests/neutral_residues",
         ),
         "(Test_neutral_residues or Test_adapter or Test_sigmoid) and llama",
     ),
     "composition": Suite(
-        ("tests/composition/test_initialisation.py", "tests/composition/test_reference.py", "tests/composition"),
+        ("tests/composition/test_initialization.py", "tests/composition/test_reference.py", "tests/composition"),
         "(Test_composition or Test_two_models or Test_mixture) and llama",
     ),
     "routing": Suite(
@@ -46,7 +46,7 @@ SUITES = {
     ),
     "tasks": Suite(
         (
-            "tests/conditional_tasks/test_initialisation.py",
+            "tests/conditional_tasks/test_initialization.py",
             "tests/conditional_tasks/test_reference.py",
             "tests/conditional_tasks/test_heads.py",
             "tests/conditional_tasks",
@@ -55,7 +55,7 @@ SUITES = {
     ),
     "lora": Suite(
         (
-            "tests/neutral_residues/test_initialisation.py",
+            "tests/neutral_residues/test_initialization.py",
             "tests/token_routing/test_experts.py",
             "tests/token_routing/test_adapters.py",
         ),
@@ -66,7 +66,7 @@ SUITES = {
         "(Test_llama_pro or Test_oft or Test_osf) and llama",
     ),
     "memory": Suite(
-        ("tests/memory/test_initialisation.py", "tests/memory/test_reference.py", "tests/memory"),
+        ("tests/memory/test_initialization.py", "tests/memory/test_reference.py", "tests/memory"),
         "Test_memory and llama",
     ),
     "loss": Suite(
@@ -146,7 +146,7 @@ MUTATIONS = [
         ("local heads of bias 1", "composition", _ATTENTION, "_LOCAL_BIAS = 4.0", "_LOCAL_BIAS = 1.0"),
         ("norm's epsilon is 0.1", "composition", _ATTENTION, "self.norm_q = _Norm(width, eps=1e-6)", "self.norm_q = _Norm(width, eps=1e-1)"),
         ("keys of heads without their norm", "composition", _ATTENTION, "self._heads(self.w_k, self.norm_head_k, projected)", "self._heads(self.w_k, None, projected)"),
-        ("heads normalised with their biases", "composition", _ATTENTION, "heads_BHTK = norm(self._split(functional.linear(x_BTD, linear.weight)))", "return norm(self._split(linear(x_BTD)))"),
+        ("heads normalized with their biases", "composition", _ATTENTION, "heads_BHTK = norm(self._split(functional.linear(x_BTD, linear.weight)))", "return norm(self._split(linear(x_BTD)))"),
         ("gate reads states of any size", "composition", _READOUT, "functional.rms_norm(states, states.shape[-1:], eps=1e-6) for states in last", "states for states in last"),
         ("gate is not zero at zero", "composition", _READOUT, "torch.expm1(", "torch.exp("),
         ("closed gate without a gradient", "composition", _READOUT, "_LEAK = 0.1", "_LEAK = 0.0"),
@@ -160,7 +160,7 @@ MUTATIONS = [
         ("cosines times temperature", "routing", _POLICY, "cosines / (config.temperature or", "cosines * (config.temperature or"),
         ("negative cosine boosted", "routing", _POLICY, "torch.where(best > 0, best * boost, best / boost)", "best * boost"),
         ("bare above the threshold", "routing", _POLICY, "(best < config.threshold)", "(best > config.threshold)"),
-        ("top experts not normalised", "routing", _POLICY, "normalised = values / values.sum(-1, keepdim=True)", "normalised = values"),
+        ("top experts not normalized", "routing", _POLICY, "normalized = values / values.sum(-1, keepdim=True)", "normalized = values"),
         ("centroids shifted", "routing", _POLICY, "centroids_Md = centroids_Md - centre_d", "centroids_Md = centroids_Md"),
         ("empty text routed", "routing", _POLICY, "return scores.masked_fill(empty, 0.0)", "return scores"),
         ("discriminant without its bias", "routing", _POLICY, " - biases_M) / variance", ") / variance"),
@@ -306,7 +306,7 @@ MUTATIONS = [
         ("sinusoids to 1/1,000", "selector", _ENCODERS, "-math.log(10_000) / width", "-math.log(1_000) / width"),
         ("sentences attend to padding", "selector", _ENCODERS, "src_key_padding_mask=~mask_BN", "src_key_padding_mask=None"),
         ("gain in nats", "gain", "pipelines/clarify/gain.py", "np.log2(given) - np.log2(mixture_Y)", "np.log(given) - np.log(mixture_Y)"),
-        ("likelihoods normalised together", "gain", "pipelines/clarify/gain.py", "softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)", "softmax(np.asarray(nats_KY, dtype=np.float64))"),
+        ("likelihoods normalized together", "gain", "pipelines/clarify/gain.py", "softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)", "softmax(np.asarray(nats_KY, dtype=np.float64))"),
     ]
 ]
 # fmt: on

@@ -20,7 +20,7 @@ from tiny import tiny_ids, tiny_model
 IDS = tiny_ids(2, 10)
 MASK = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
 LABELS = IDS.masked_fill(MASK == 0, -100)
-TOTALS = torch.tensor([31.0, 22.0, 13.0])  # of an optimiser step of which this batch is a part
+TOTALS = torch.tensor([31.0, 22.0, 13.0])  # of an optimizer step of which this batch is a part
 FAMILIES = {"llama": "mlp", "gpt2": "mlp", "gemma2": "mlp"}  # gated linear units; a plain FFN; a norm after the FFN
 CASES = [
     {"gate": gate, "local_loss": loss, "gate_init": "open" if gate == "sigmoid" else "random", "alpha": 0.7, "width": 6}

@@ -214,6 +214,7 @@ def test_what_a_stage_can_not_be_is_one_sentence(tmp_path: Path, tiny_backbone) 
 
     assert "no stages" in message(lambda v: v["stages"].clear())
     assert "stage name backbone" in message(lambda v: v["stages"].update(backbone=v["stages"]["new"]))
+    assert "begin with a letter" in message(lambda v: v["stages"].update({"1st": v["stages"]["new"]}))
     for name in ("graft", "a.b", "a/b", "", "1"):
         named = message(lambda v, name=name: v["stages"].update({name: v["stages"]["new"]}))
         assert repr(name) in named

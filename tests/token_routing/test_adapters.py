@@ -220,13 +220,13 @@ def test_a_new_expert_of_the_head_trains_as_in_peft_and_is_read_by_peft(family: 
     values = {"kind": "token-routing", "experts": {"one": {"rank": 2, "alpha": 3, "targets": [head, "embedding"]}}}
     graft: Any = build_graft(graft_config(values), backbone)
     with GraftedModel(backbone, {"graft": graft}) as model:
-        optimiser = torch.optim.SGD(model.trainable_parameters().values(), lr=0.3)
+        optimizer = torch.optim.SGD(model.trainable_parameters().values(), lr=0.3)
         losses = []
         for _ in range(4):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             losses.append(loss := model.train()(ids, labels=ids).loss)
             loss.backward()
-            optimiser.step()
+            optimizer.step()
         assert losses[-1] < losses[0]
         assert all(expert.b.any() for expert in graft.factors("one").values())
         graft.zero_grad()

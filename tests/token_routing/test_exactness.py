@@ -69,21 +69,21 @@ def test_a_single_expert_on_a_quantised_backbone_equals_peft(weights: str, tmp_p
         "int4": quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4),
     }
 
-    def quantised() -> Any:
+    def quantized() -> Any:
         model = tiny_model("llama")
         quantization.quantize_(model, configs[weights])
         return model
 
     folder = write_adapters("llama", tmp_path)["two"]
-    path = Path(folder) / "adapter_model.safetensors"  # without the copy of the head, which PEFT can't load quantised
-    host = Backbone.wrap(quantised(), tiny_tokenizer(), "tiny-llama")
+    path = Path(folder) / "adapter_model.safetensors"  # without the copy of the head, which PEFT can't load quantized
+    host = Backbone.wrap(quantized(), tiny_tokenizer(), "tiny-llama")
     values = {"kind": "token-routing", "experts": {"two": {"path": folder}}, "prompt": "causal"}
     with pytest.raises(ArtifactError, match="save_embedding_layers=False"):
         build_graft(graft_config(values), host)
     save_file({key: value for key, value in load_file(path).items() if "base_layer" not in key}, path)
     with torch.no_grad():
-        bare = quantised()(tiny_ids(2), use_cache=False).logits
-        expected = PeftModel.from_pretrained(quantised(), folder).eval()(tiny_ids(2), use_cache=False).logits
+        bare = quantized()(tiny_ids(2), use_cache=False).logits
+        expected = PeftModel.from_pretrained(quantized(), folder).eval()(tiny_ids(2), use_cache=False).logits
     with GraftedModel(host, {"graft": build_graft(graft_config(values), host)}) as model:
         actual = logits_with_weights(model.eval(), [[1.0]] * 2)
     assert_equal(actual, expected)

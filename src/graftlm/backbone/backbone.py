@@ -55,7 +55,7 @@ class Backbone:
         """Make a backbone from a model in memory.
 
         Args:
-            model: a transformers model: plain, quantised, compiled, or with PEFT adapters attached.
+            model: a transformers model: plain, quantized, compiled, or with PEFT adapters attached.
             tokenizer: its tokenizer.
             name: name of the model; by default the one in its config.
             kind: the model's head; None derives it from the model's class.
@@ -81,7 +81,7 @@ class Backbone:
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters in the checkpoint, also where quantisation has untied the head."""
+        """Number of parameters in the checkpoint, also where quantization has untied the head."""
         return sum(parameter.numel() for parameter in checkpoint_parameters(self.model))
 
     @cached_property

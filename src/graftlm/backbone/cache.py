@@ -43,7 +43,7 @@ def slots(
         make: builds one layer.
 
     Raises:
-        GraftError: the cache offloads or quantises its layers, which would not reach those of a graft.
+        GraftError: the cache offloads or quantizes its layers, which would not reach those of a graft.
     """
     _check_in_memory(cache)
     slots_by_owner: dict[str, range] = cache.__dict__.setdefault(_SLOTS, {})
@@ -61,9 +61,9 @@ def slots(
 
 
 def _check_in_memory(cache: Cache) -> None:
-    """Raise `GraftError` if a cache offloads or quantises its layers."""
+    """Raise `GraftError` if a cache offloads or quantizes its layers."""
     if isinstance(cache, QuantizedCache):
-        action = "quantises"
+        action = "quantizes"
     elif getattr(cache, "offloading", False):
         action = "offloads"
     else:

@@ -101,7 +101,7 @@ def join_columns(layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> Dyn
         paddings: columns of padding to add on the left of each layer; a negative number removes columns.
 
     Raises:
-        JoinError: the layers have different numbers of columns then.
+        JoinError: the numbers of columns differ after padding.
     """
     keys = []
     values = []

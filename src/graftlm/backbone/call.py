@@ -47,7 +47,7 @@ class Call:
         cache: the key-value cache of this generation, or None.
         domain: (B,) domain of each sequence, 0 = old, 1 = new; None when the batch has no domains.
         token_mask: (B, T), True for real tokens; None when all are real.
-        totals: (1 + domains,) counts over the whole optimiser step: target tokens, then input tokens of each domain.
+        totals: (1 + domains,) counts over the whole optimizer step: target tokens, then input tokens of each domain.
         prompt: (B, T), True for prompt tokens; None when the batch does not mark them. In a generation, only passes
             that read the prompt have it.
         extras: other values of the batch by name, such as the task.

@@ -1,6 +1,6 @@
 """Model families: where each architecture keeps its layers, attention, FFN, embedding and head.
 
-Families whose structure `structure.py` cannot find have a row in `families.yaml`. Paths are relative to
+Families whose structure `structure.py` can't find are in `families.yaml`. Paths are relative to
 `model.base_model`; paths of a layer's modules are relative to the layer.
 """
 
@@ -41,7 +41,7 @@ class Family:
     Args:
         layers: the list of layers.
         embedding: the embedding of tokens.
-        norm: the norm after the last layer; None for encoders that normalise inside each layer.
+        norm: the norm after the last layer; None for encoders that normalize inside each layer.
         attention: the attention sublayer of a layer.
         ffn: the FFN sublayer of a layer.
         ffn_in: the Linears that read the FFN's input; in a gated linear unit the activated one comes first. Layers with
@@ -110,18 +110,18 @@ def register_family(model_type: str, family: Family | Mapping[str, object] | str
 
     Args:
         model_type: the `model_type` of the architecture's config.
-        family: a `Family`; a dict of its fields, where a path may replace a sublayer; or another model type that has a
-            row.
+        family: a `Family`; a dict of its fields, where a path may replace a sublayer; or a registered model
+            type.
 
     Raises:
-        UnknownFamilyError: the model type has no row, or the fields do not describe a family.
+        UnknownFamilyError: the model type has no family, or the fields do not describe a family.
     """
     if isinstance(family, str):
         if family not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
             raise UnknownFamilyError(
-                f"There is no row for the model type {family!r} (the modules of other models are found without one): "
-                f"name one of {known}, or give fields."
+                f"There is no family for the model type {family!r} (the modules of other models are found without "
+                f"one): name one of {known}, or give fields."
             )
         FAMILIES[model_type] = FAMILIES[family]
     else:
@@ -129,9 +129,9 @@ def register_family(model_type: str, family: Family | Mapping[str, object] | str
 
 
 def user_row(model_type: str) -> dict[str, Any] | None:
-    """Return the row that a user registered for a model type, as a recipe writes it.
+    """Return the family that a user registered for a model type, as a recipe writes it.
 
-    None for model types without a row, and for rows that GraftLM ships.
+    None for model types without a family, and for families that GraftLM ships.
     """
     row = FAMILIES.get(model_type)
     if row is None or row is PROVEN_FAMILIES.get(model_type):
@@ -150,7 +150,8 @@ def family_row(family: Family | Mapping[str, object]) -> Family:
         return family
     if not isinstance(family, Mapping):
         raise UnknownFamilyError(
-            f"The family is {type(family).__name__}, but a model type or a dict of fields is expected: give one."
+            f"The family is of type {type(family).__name__}, but a model type or a dict of fields is expected: give "
+            "one."
         )
     values: dict[str, Any] = {}
     for name, value in family.items():

@@ -1,4 +1,4 @@
-"""Find the structure of a model whose family has no row.
+"""Find the structure of a model without a registered family.
 
 A layer has an attention and an FFN, which read and write hidden states (B, T, d). The tensors of a recorded pass show
 which Linear is activated, and what the head reads.
@@ -62,7 +62,7 @@ def find_family(trace: ModuleTrace) -> Family:
 
 
 def plain_fields(trace: ModuleTrace, layers: nn.ModuleList, attention: nn.Module) -> dict[str, Any]:
-    """Return the fields of a row that don't depend on its other fields.
+    """Return the fields of a family that don't depend on its other fields.
 
     Args:
         trace: the recorded pass.
@@ -173,7 +173,7 @@ def _find_extent(trace: ModuleTrace, layer: nn.Module, name: str) -> Sublayer:
     last = linears[-1]
     after_last = inside[inside.index(last) :]
     if any(is_norm(inner) for inner in after_last):
-        raise MisfitError(f"{name} of its layers normalises what it writes")
+        raise MisfitError(f"{name} of its layers normalizes what it writes")
     if trace.maps_hidden_states(module):
         return Sublayer(name)
     return Sublayer(name, exit=_paths(layer)[last])

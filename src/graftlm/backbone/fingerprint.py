@@ -26,7 +26,7 @@ class Fingerprint:
     """Identifies a backbone by a hash of its config and by sampled weights.
 
     Samples are rounded to bfloat16, so a checkpoint has the same fingerprint in float32, bfloat16 and float16. Weights
-    that a quantiser packed are NaN and are not compared.
+    that a quantizer packed are NaN and are not compared.
 
     Attributes:
         architecture: SHA-256 of the config in hexadecimal.
@@ -75,7 +75,7 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
 def checkpoint_parameters(model: PreTrainedModel) -> list[Tensor]:
     """Return the parameters of the checkpoint, sorted by name.
 
-    PEFT's own parameters are excluded, and so is the second name of tied weights, which a quantiser unties.
+    PEFT's own parameters are excluded, and so is the second name of tied weights, which a quantizer unties.
     """
     wrapped = _wrapped_by_peft(model)
     named: dict[str, Tensor] = {}

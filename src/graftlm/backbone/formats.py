@@ -1,4 +1,4 @@
-"""Formats of weights: reading GGUF files, quantising linear layers."""
+"""Formats of weights: reading GGUF files, quantizing linear layers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def reading_gguf_once() -> Iterator[None]:
 
 
 def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
-    """Quantise the weights of a model's linear layers in place.
+    """Quantize the weights of a model's linear layers in place.
 
     Args:
         model: the model.
@@ -78,12 +78,12 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
 
     Raises:
         MissingExtraError: torchao is not installed.
-        BackboneError: the quantisation is unknown, or does not fit the shapes of the weights.
+        BackboneError: the quantization is unknown, or does not fit the shapes of the weights.
     """
     try:
         from torchao import quantization as torchao
     except ImportError:
-        raise MissingExtraError("torchao", "quantised", "Quantising a model") from None
+        raise MissingExtraError("torchao", "quantized", "Quantizing a model") from None
     if quantization == "int8":
         config = torchao.Int8WeightOnlyConfig()
     elif quantization == "int4":
@@ -92,10 +92,10 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
             granularity=torchao.PerGroup(_INT4_GROUP),
         )
     else:
-        raise BackboneError(f"There is no quantisation {quantization!r}: choose int8 or int4.")
+        raise BackboneError(f"There is no quantization {quantization!r}: choose int8 or int4.")
     try:
         torchao.quantize_(model, config)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         raise BackboneError(
-            f"{name} can't be quantised to {quantization} ({first_line(error)}): omit --quantize."
+            f"{name} can't be quantized to {quantization} ({first_line(error)}): omit --quantize."
         ) from error

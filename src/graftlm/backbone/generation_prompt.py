@@ -110,7 +110,7 @@ def _check_prompt(ids: object) -> None:
     else:
         form = f"the type {type(ids).__name__}"
     raise TapError(
-        f"The prompt has {form}, but token ids of the shape (rows, tokens) are expected: tokenise the text with "
+        f"The prompt has {form}, but token ids of the shape (rows, tokens) are expected: tokenize the text with "
         "return_tensors='pt', and start an empty prompt with a BOS token."
     )
 

@@ -42,7 +42,7 @@ def load_backbone(
 ) -> Backbone:
     """Load a model and its tokenizer by a name on the Hugging Face hub, from a folder, or from a GGUF file.
 
-    Weights of a GGUF file are dequantised: the model is a plain one in `dtype`, and needs the memory of a plain one.
+    Weights of a GGUF file are dequantized: the model is a plain one in `dtype`, and needs the memory of a plain one.
 
     Args:
         name: the name on the hub; a folder; the path of a GGUF file, or OWNER/REPOSITORY/FILE.gguf; or
@@ -89,7 +89,7 @@ def inspect_model(
 ) -> tuple[int, str]:
     """Return the size of a model's weights in bytes and the architecture of its fingerprint, without loading weights.
 
-    The size is 0 for quantised checkpoints. Both are empty (0 and "") if the config can't be read.
+    The size is 0 for quantized checkpoints. Both are empty (0 and "") if the config can't be read.
     """
     named = getattr(torch, dtype, None)
     try:
@@ -166,7 +166,7 @@ def _empty_model(
 def _check_structure(
     files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, object] | None
 ) -> None:
-    """Find the sites of a model without weights, made from its config. A row that does not fit is removed again."""
+    """Find the sites of a model without weights, made from its config. A family that does not fit is removed again."""
     try:
         config, model = _empty_model(files, kind, trust_remote_code)
     except Exception:  # Loading the weights reports what is wrong.
@@ -254,7 +254,8 @@ class BackboneConfig(Config):
     trust_remote_code: bool = Field(False, description="Run model code that comes with the checkpoint.")
     family: str | dict[str, Any] | None = Field(
         None,
-        description="Where a model of an unknown family keeps its modules: another model type, or the fields of a row.",
+        description="Where a model of an unknown family keeps its modules: another model type, or the fields of a "
+        "family.",
     )
 
     def load(self, kind: BackboneKind = "causal-lm") -> Backbone:

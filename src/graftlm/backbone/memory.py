@@ -16,7 +16,7 @@ def check_memory(sizes: Mapping[str, int], device: str | torch.device, *, quanti
     Args:
         sizes: bytes of the weights of each model, as they are loaded.
         device: where they are put.
-        quantized: whether the weights are quantised after loading. The largest model then counts in full, and the
+        quantized: whether the weights are quantized after loading. The largest model then counts in full, and the
             others by an eighth, so that nothing is refused that might fit.
     """
     if str(device).startswith("cuda") and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Compare a family's row with the pass of a model without weights."""
+"""Compare a family with the pass of a model without weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from graftlm.backbone.modules import ffn_activation, has_module
 
 
 def check_paths(trace: ModuleTrace, row: Family) -> nn.ModuleList:
-    """Check that the modules of a row exist, run, and map hidden states.
+    """Check that the modules of a family exist, run, and map hidden states.
 
     Returns:
         The list of layers.
 
     Raises:
-        MisfitError: the row does not fit.
+        MisfitError: the family does not fit.
     """
     _check_runs(trace, "body", row.body)
     _check_runs(trace, "embedding", row.embedding)
@@ -81,15 +81,15 @@ def _check_sublayer(trace: ModuleTrace, layer: nn.Module, sublayer: Sublayer, fi
 
 
 def check_values(trace: ModuleTrace, row: Family, layers: nn.ModuleList) -> None:
-    """Check that the other fields of a user's row are what the pass shows.
+    """Check that the other fields of a user's family are what the pass shows.
 
     Args:
         trace: the recorded pass.
-        row: a row whose paths were checked.
+        row: a family whose paths were checked.
         layers: the list of layers.
 
     Raises:
-        MisfitError: the row does not fit.
+        MisfitError: the family does not fit.
     """
     layers_with_attention = _layers_with_attention(layers, row)
     layer = layers_with_attention[0] if layers_with_attention else layers[-1]
@@ -106,7 +106,7 @@ def check_values(trace: ModuleTrace, row: Family, layers: nn.ModuleList) -> None
     for field, value in actual.items():
         given = getattr(row, field)
         if given != value:
-            raise MisfitError(f"{field} is {given!r}, but a pass shows {value!r}")
+            raise MisfitError(f"{field} is {given!r}, but {value!r} was found in a forward pass")
     _check_attention(layer, attention, row)
 
 
@@ -123,7 +123,7 @@ def _norms_outside(trace: ModuleTrace, layer: nn.Module, attention: Sublayer) ->
 
 
 def _check_linears(layer: nn.Module, row: Family) -> None:
-    """Check that the Linears of a row are inside its FFN."""
+    """Check that the Linears of a family are inside its FFN."""
     inside = _modules_of(layer, row.ffn)
     paths = (*row.ffn_in, row.ffn_out)
     for path in paths:
@@ -133,11 +133,13 @@ def _check_linears(layer: nn.Module, row: Family) -> None:
 
 
 def _check_attention(layer: nn.Module, attention: nn.Module, row: Family) -> None:
-    """Check that the attention of a row is not another module."""
+    """Check that the attention of a family is not another module."""
     name = row.attention.entry
     matrices = [parameter for parameter in attention.parameters() if parameter.dim() > 1]
-    if len(matrices) < 2 or attention in _modules_of(layer, row.ffn):
-        raise MisfitError(f"attention is {name}, which is not an attention")
+    if len(matrices) < 2:
+        raise MisfitError(f"attention is {name}, which has fewer than two weight matrices")
+    if attention in _modules_of(layer, row.ffn):
+        raise MisfitError(f"attention is {name}, which is part of the FFN")
     if ATTENTION_NAME.search(row.ffn.entry) and not ATTENTION_NAME.search(name):
         raise MisfitError(f"attention is {name}, but ffn is {row.ffn.entry}")
 

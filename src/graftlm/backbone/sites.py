@@ -52,7 +52,7 @@ class Sites:
         layers: the list of layers.
 
     Raises:
-        UnknownFamilyError: the structure is unknown, or the row of the model's family does not fit.
+        UnknownFamilyError: the structure is unknown, or the model's registered family does not fit.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -66,8 +66,8 @@ class Sites:
         self.layers: Any = self._resolve(self._base, self.family.layers)
         if not isinstance(self.layers, nn.ModuleList):
             raise UnknownFamilyError(
-                f"{self.family.layers} of {type(model).__name__} is a {type(self.layers).__name__}, but a list of "
-                "layers is expected: correct the path of the layers."
+                f"{self.family.layers} of {type(model).__name__} is of type {type(self.layers).__name__}, but an "
+                "nn.ModuleList is expected: correct the path of the layers."
             )
         self._check()
 
@@ -156,10 +156,10 @@ class Sites:
         return {module: name for name, module in self._model.named_modules()}
 
     def _check(self) -> None:
-        """Compare the row with the widths of the FFNs, and with the activation if it is a module.
+        """Compare the family with the widths of the FFNs, and with the activation if it is a module.
 
         Raises:
-            UnknownFamilyError: the row does not fit.
+            UnknownFamilyError: the family does not fit.
         """
         problem = ""
         for layer in range(self.n_layers):
@@ -167,10 +167,13 @@ class Sites:
                 problem = self._width_problem(layer) or problem
         problem = self._activation_problem() or problem
         if problem:
-            raise UnknownFamilyError(f"The row of model type {self.model_type!r} does not fit: {problem}; correct it.")
+            raise UnknownFamilyError(
+                f"The family of the model type {self.model_type!r} does not fit: {problem}; register a corrected "
+                "family."
+            )
 
     def _width_problem(self, layer: int) -> str:
-        """Describe what is wrong with the widths of a dense FFN; empty if they fit or are hidden by a quantiser."""
+        """Describe what is wrong with the widths of a dense FFN; empty if they fit or are hidden by a quantizer."""
         all_sizes = [linear_sizes(linear) for linear in self.ffn_linears(layer)]
         sizes = [size for size in all_sizes if size is not None]
         if len(sizes) < len(all_sizes):
@@ -188,7 +191,7 @@ class Sites:
         return f"{paths} of layer {layer} have the sizes {sizes} in a model of the width {self.width}"
 
     def _activation_problem(self) -> str:
-        """Describe the difference between the activation of the row and that of the FFN; empty without one."""
+        """Describe the difference between the activation of the family and that of the FFN; empty without one."""
         from transformers.activations import ACT2FN
 
         module = ffn_activation(self.layers[0], self.family.ffn)
@@ -198,7 +201,7 @@ class Sites:
         return f"its activation is {self.activation}, but the FFN computes {computed}"
 
     def norms(self, layer: int) -> list[Site]:
-        """Return the norms inside a layer in the order in which they act; empty if the family's row has none."""
+        """Return the norms inside a layer in the order in which they act; empty if the family names none."""
         names = self._names()
         modules = [self._resolve(self.layers[layer], path) for path in self.family.norms]
         return [Site("module", path=names[module]) for module in modules]
@@ -278,7 +281,7 @@ class Sites:
 def _family(model: PreTrainedModel) -> Family:
     """Return where a model's architecture keeps its modules.
 
-    This is the row of the model's type, else the row that the model's class declares in `graft_sites`, else the
+    This is the family of the model's type, else the family that the model's class declares in `graft_sites`, else the
     structure that is found in a pass without weights.
     """
     model_type = model.config.model_type

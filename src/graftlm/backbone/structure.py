@@ -1,4 +1,4 @@
-"""The structure of a model whose family has no proven row: found or checked in a pass on tensors without storage."""
+"""The structure of a model without a proven family: found or checked in a pass on tensors without storage."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Structure:
         self._trace = trace
 
     def family(self, row: Family | None) -> Family:
-        """Return where the architecture keeps its modules.
+        """Return the module paths of the architecture as a `Family`.
 
         Args:
-            row: a row to check; None to find one.
+            row: a registered `Family` to validate; None to infer one.
 
         Raises:
-            UnknownFamilyError: the row does not fit, or none was found.
+            UnknownFamilyError: the family does not fit the model, or none was found.
         """
         if row is not None and self._trace.error is not None:
             return row  # Widths and activation are checked in the live model.
@@ -48,13 +48,13 @@ class Structure:
             model = self._trace.model
             kind = f"the model type {model.config.model_type!r} ({type(model).__name__})"
             if row is None:
-                problem = f"GraftLM has no row for {kind}, and found no structure: {error}; describe it"
+                problem = f"GraftLM has no family for {kind}, and found no structure: {error}; describe it"
             else:
-                problem = f"The row of {kind} does not fit: {error}; correct it"
+                problem = f"The family of {kind} does not fit: {error}; register a corrected family"
             raise UnknownFamilyError(f"{problem} {_REMEDY}") from None
 
     def _checked(self, row: Family | None) -> Family:
-        """Return the given or found row after all checks."""
+        """Return the given or found family after all checks."""
         trace = self._trace
         if trace.error is not None:
             raise MisfitError(f"its pass without weights fails ({trace.error})")

@@ -93,7 +93,7 @@ class TapHooks:
 
     Raises:
         TapError: a tap uses a site that the model does not have.
-        TapConflictError: two owners replace at one site.
+        TapConflictError: taps of two owners replace the hidden states of the same site.
 
     Attributes:
         takes_selection: whether the output layer may receive some tokens only.
@@ -389,7 +389,7 @@ class TapHooks:
 
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
-    """Raise `TapConflictError` if two owners replace at one site."""
+    """Raise `TapConflictError` if taps of two owners replace the hidden states of the same site."""
     owners: dict[tuple[nn.Module, str], object] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:

@@ -25,7 +25,7 @@ def may_read(tensor: Tensor) -> bool:
 class TokenCount:
     """The number of tokens in a cache at the beginning of a pass, read by the host only when it is needed.
 
-    A static cache counts its tokens on its device. To avoid a synchronisation in each decode step, a count that was
+    A static cache counts its tokens on its device. To avoid a synchronization in each decode step, a count that was
     read is stored in the cache together with the new tokens of the pass. It is valid until something else changes the
     cache. Compiled code uses the length of a graft's cache layer that `counts_tokens`.
 
@@ -43,7 +43,7 @@ class TokenCount:
             self._count = self._known_count(cache, self._count)
 
     def _known_count(self, cache: Cache, count: Tensor) -> int | Tensor:
-        """Return the count as a number if that needs no synchronisation, else a copy of the tensor."""
+        """Return the count as a number if that needs no synchronization, else a copy of the tensor."""
         known: int | None
         if torch.compiler.is_compiling():
             known = counted_tokens(cache)
@@ -57,7 +57,7 @@ class TokenCount:
 
     @property
     def is_known(self) -> bool:
-        """Whether `read` returns without a synchronisation."""
+        """Whether `read` returns without a synchronization."""
         return not isinstance(self._count, Tensor)
 
     def read(self) -> int:

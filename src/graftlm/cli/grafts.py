@@ -205,7 +205,7 @@ def generate(
     bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
     trace: Annotated[
         bool,
-        flag("--trace", "Colour each token by the graft's trace, such as its expert or gate."),
+        flag("--trace", "Color each token by the graft's trace, such as its expert or gate."),
     ] = False,
     trace_html: Annotated[
         Path | None,

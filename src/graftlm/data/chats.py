@@ -5,7 +5,7 @@ answer ends. It ends with the rendering of all messages up to and including it, 
 rendering is not a prefix of the whole text, as with templates that remove the reasoning of earlier turns, the turn ends
 with its content and the text that the template puts after the content of a last turn.
 
-The whole conversation is tokenised at once, as in generation. A token is predicted if it begins inside a turn of the
+The whole conversation is tokenized at once, as in generation. A token is predicted if it begins inside a turn of the
 assistant.
 """
 
@@ -109,7 +109,10 @@ def read_chat(value: object, where: str, tools: Sequence[object] | None = None) 
 def _read_message(message: object, where: str) -> Message:
     """Return a message with the keys role and content, and with its other keys."""
     if not isinstance(message, Mapping):
-        raise DataError(f"{where} is {type(message).__name__}, but an object with role and content is expected.")
+        raise DataError(
+            f"{where} has the type {type(message).__name__}, but an object with role and content is expected: correct "
+            "the message."
+        )
     values = {str(key): value for key, value in message.items() if value is not None}
     role = _pop_either(values, "role", "from")
     content = _pop_either(values, "content", "value")
@@ -207,7 +210,7 @@ def _prefix_error(chat: ChatExample, number: int) -> DataError:
 
 
 def render_question(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render messages with a tokenizer's chat template, followed by the header of an answer.
+    """Render messages with the chat template, ending with its generation prompt.
 
     Raises:
         DataError: the tokenizer has no template, or the template can't render the messages.
@@ -219,7 +222,7 @@ def render_question(messages: Sequence[Message], tokenizer: PreTrainedTokenizerB
 
 
 def _render(chat: ChatExample, tokenizer: PreTrainedTokenizerBase, count: int, *, header: bool = False) -> str:
-    """Render the first `count` messages, with or without the header of an answer after them."""
+    """Render the first `count` messages; `header` adds the template's generation prompt."""
     try:
         text = tokenizer.apply_chat_template(
             list(chat.messages[:count]),
@@ -240,7 +243,7 @@ def _tool_options(chat: ChatExample) -> dict[str, Any]:
 
 
 def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokenise a conversation of n tokens.
+    """Tokenize a conversation of n tokens.
 
     Returns:
         The ids, int64, (n,); whether each token is predicted, bool, (n,); and the character at which each token ends,

@@ -1,6 +1,6 @@
-"""Tokenise documents: split them into chunks of text, and turn chunks into marked ids.
+"""Tokenize documents: split them into chunks of text, and turn chunks into marked ids.
 
-Each document begins with the tokenizer's leading BOS, if it has one, and ends with EOS. A prompt is tokenised without
+Each document begins with the tokenizer's leading BOS, if it has one, and ends with EOS. A prompt is tokenized without
 its text, as in generation; the BOS belongs to the prompt.
 """
 
@@ -45,10 +45,11 @@ class TextChunk:
 
 
 def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
-    """Split documents into chunks of at most `CHUNK_CHARACTERS`, which bounds the memory of tokenizers.
+    """Split documents into chunks of at most `CHUNK_CHARACTERS`; a conversation stays one chunk.
 
-    Chunks end at line breaks between two visible characters, where tokenizers split anyway. A tokenizer that marks the
-    start of a text may add one token per chunk.
+    This bounds the memory of tokenizers. A chunk ends after the last line break between two visible characters, where
+    tokenizers split anyway, or at the limit if there is none. A tokenizer that marks the start of a text may add one
+    token per chunk.
     """
     for document in documents:
         if not document.text:
@@ -106,7 +107,10 @@ def _best_cut(text: str, start: int, stop: int) -> int:
 
 
 def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
-    """Group chunks into lists of at least `characters` characters. No list ends with a prompt."""
+    """Group chunks into lists of at least `characters` characters, except the last.
+
+    A prompt is never separated from the chunk after it.
+    """
     group: list[TextChunk] = []
     size = 0
     for chunk in chunks:
@@ -120,7 +124,7 @@ def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[
         yield group
 
 
-def tokenise(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+def tokenize(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return the marked ids of each chunk, shape (its tokens,)."""
     encoded = tokenizer(
         [chunk.text for chunk in group],

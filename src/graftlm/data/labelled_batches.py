@@ -221,7 +221,7 @@ class LabelledMixture:
         self.sampler = TaskSampler(sizes, config, batch_size, seed, steps)
 
     def batch(self, step: int) -> TaskBatch:
-        """Return the rows of an optimiser step.
+        """Return the rows of an optimizer step.
 
         Args:
             step: the number of the step, from 0. Steps must be drawn in order.

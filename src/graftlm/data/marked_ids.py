@@ -57,7 +57,7 @@ def is_unscored(marked: np.ndarray) -> np.ndarray:
 
 
 def _has_any(marked: np.ndarray, bits: int) -> np.ndarray:
-    """Return which marked ids have at least one of `bits`."""
+    """Return a boolean array of the same shape, True where an id has at least one of `bits`."""
     ids = _without_start(marked)
     has_bit = (ids & bits) != 0
     return has_bit & (marked != PADDING)

@@ -81,7 +81,7 @@ def pack(
     boundaries: Boundaries = "separate",
     name: str = "The documents",
 ) -> TokenBlocks:
-    """Tokenise documents and pack them into rows.
+    """Tokenize documents and pack them into rows.
 
     Args:
         documents: the documents.
@@ -105,7 +105,7 @@ class Batches(Protocol):
     batch_size: int
 
     def batch(self, step: int) -> Any:
-        """Return the rows of an optimiser step, counted from 0."""
+        """Return the rows of an optimizer step, counted from 0."""
 
     def fingerprint(self) -> str:
         """Return a digest of everything that determines the batches."""
@@ -132,7 +132,7 @@ class Mixture:
     Args:
         domains: the rows of each domain.
         shares: the share of each domain; they sum to 1.
-        batch_size: rows of an optimiser step, over all processes and micro-batches.
+        batch_size: rows of an optimizer step, over all processes and micro-batches.
         seed: seed of the order of rows.
 
     Raises:
@@ -180,7 +180,7 @@ class Mixture:
         return counts
 
     def batch(self, step: int) -> Batch:
-        """Return the rows of an optimiser step, counted from 0, in random order."""
+        """Return the rows of an optimizer step, counted from 0, in random order."""
         before = self.counts(step * self.batch_size)
         after = self.counts((step + 1) * self.batch_size)
         rows = []
@@ -264,7 +264,7 @@ def build_mixture(
     Args:
         config: the data section of the recipe.
         tokenizer: the backbone's tokenizer.
-        batch_size: rows of an optimiser step.
+        batch_size: rows of an optimizer step.
         own_text: marked ids (n,) of each text that the backbone sampled; these are old as well.
 
     Raises:

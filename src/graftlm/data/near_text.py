@@ -1,6 +1,6 @@
 """Sample text near the new text: texts that begin like the new ones and are about other things.
 
-A graft that learns facts by conversation overgeneralises to similar questions first. So the backbone writes such
+A graft that learns facts by conversation overgeneralizes to similar questions first. So the backbone writes such
 questions and answers them, and the graft learns to answer them as before. A conversation begins with the first words of
 a new question; the backbone samples the rest of the question, then the answer. Where the new text has prompts and
 completions, or documents, the backbone continues the first words of a prompt or of a sentence as free text.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graftlm.backbone import Backbone, end_ids
-from graftlm.data.new_names import Name, NewNames, normalised, questions_of
+from graftlm.data.new_names import Name, NewNames, normalized, questions_of
 from graftlm.data.own_text import OwnText
 from graftlm.data.own_text_sampling import ChatParts, check_backbone, free_starts, sample_batches, split_template
 from graftlm.data.sources import Document, SelfSourceConfig
@@ -234,7 +234,7 @@ class NearTextSampler:
         self._ends = end_ids(backbone.model, self._tokenizer)
         self._names = NewNames(documents, self._tokenizer)
         self._openings = NewOpenings(documents, self._names, self._tokenizer)
-        self._new_questions = {normalised(text) for document in documents for text in questions_of(document)}
+        self._new_questions = {normalized(text) for document in documents for text in questions_of(document)}
         self._templates: dict[str | None, ChatParts] = {}
         for document in documents:
             if document.chat is not None:
@@ -357,7 +357,7 @@ class NearTextSampler:
         ids = prompt + turn + after[1:]
         asked = self._decode(ids[question[0] : question[1]])
         reason = ""
-        if normalised(asked) in self._new_questions:
+        if normalized(asked) in self._new_questions:
             reason = "new question"
         elif self._names.leave_out(asked):
             reason = "new name"
@@ -370,7 +370,7 @@ class NearTextSampler:
         answer = answer[: self._length - len(text.ids)]
         written = self._decode(answer)
         reason = ""
-        if not normalised(written) or _loops(answer):
+        if not normalized(written) or _loops(answer):
             reason = "no answer"
         elif self._names.leave_out("", written):
             reason = "new name"
@@ -403,9 +403,9 @@ class NearTextSampler:
         ids = start + new
         written = self._decode(ids)
         reason = ""
-        if not normalised(self._decode(new)) or _loops(new):
+        if not normalized(self._decode(new)) or _loops(new):
             reason = "no answer"
-        elif self._begins_with_new_question(normalised(written)):
+        elif self._begins_with_new_question(normalized(written)):
             reason = "new question"
         elif self._names.leave_out(written):
             reason = "new name"
@@ -416,7 +416,7 @@ class NearTextSampler:
 
     def _is_repeated(self, text: str) -> bool:
         """Return whether a question or text is like an earlier one. If it is not, later ones are compared with it."""
-        words = frozenset(normalised(text))
+        words = frozenset(normalized(text))
         if any(_similar(words, other) for other in (*self._earlier, *self._in_batch)):
             return True
         self._in_batch.append(words)
@@ -428,7 +428,7 @@ class NearTextSampler:
 
     def _question_words(self, sample: OwnText) -> frozenset[str]:
         start, stop = sample.question or (0, len(sample.ids))
-        return frozenset(normalised(self._decode(sample.ids[start:stop])))
+        return frozenset(normalized(self._decode(sample.ids[start:stop])))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

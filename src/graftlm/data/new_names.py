@@ -48,7 +48,7 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
-def normalised(text: str) -> Name:
+def normalized(text: str) -> Name:
     """Return the words of a text without case and punctuation."""
     return tuple(words_of(text.casefold()))
 

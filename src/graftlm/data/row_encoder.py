@@ -107,7 +107,7 @@ class RowEncoder:
         if not task.rows:
             return EncodedTask(spec, [], 0)
         texts = [self._texts(spec, row) for row in task.rows]
-        columns = self._tokenise(texts, spec)
+        columns = self._tokenize(texts, spec)
         long = [index for index, ids in enumerate(columns["input_ids"]) if len(ids) > self.length]
         if long:
             self._check_truncation(columns, long, task)
@@ -126,7 +126,7 @@ class RowEncoder:
         return EncodedTask(spec, encoded, len(long))
 
     def _texts(self, spec: TaskSpec, row: LabelledRow) -> Texts:
-        """Return what is tokenised of a row."""
+        """Return what is tokenized of a row."""
         if spec.type == "tagging":
             return (" ".join(row.texts),)
         if len(row.texts) == 1:
@@ -134,8 +134,8 @@ class RowEncoder:
         first, second = row.texts
         return (first, self._separator + second)
 
-    def _tokenise(self, texts: Sequence[Texts], spec: TaskSpec, max_length: int | None = None) -> dict[str, list[Any]]:
-        """Tokenise texts, and truncate them to `max_length` tokens if it is set.
+    def _tokenize(self, texts: Sequence[Texts], spec: TaskSpec, max_length: int | None = None) -> dict[str, list[Any]]:
+        """Tokenize texts, and truncate them to `max_length` tokens if it is set.
 
         Returns:
             Lists over the rows: `input_ids`, `token_type_ids`, for tagging and span `offset_mapping`, and for span
@@ -176,15 +176,15 @@ class RowEncoder:
             question = [number for number in columns["sequences"][index] if number != _CONTEXT]
             if len(question) >= self.length:
                 raise DataError(
-                    f"{task.rows[index].where} has a question of {len(question)} tokens, but question and context have "
-                    f"at most {self.length}: raise the length, or shorten the question."
+                    f"{task.rows[index].where} has a question of {len(question)} tokens, which leaves no room for "
+                    f"context in a row of {self.length}: raise the length, or shorten the question."
                 )
 
     def _truncate(
         self, columns: dict[str, list[Any]], long: Sequence[int], texts: Sequence[Texts], spec: TaskSpec
     ) -> None:
         """Replace the encodings of the rows `long` by truncated ones."""
-        shorter = self._tokenise([texts[index] for index in long], spec, self.length)
+        shorter = self._tokenize([texts[index] for index in long], spec, self.length)
         for key, values in shorter.items():
             for index, value in zip(long, values, strict=True):
                 columns[key][index] = value

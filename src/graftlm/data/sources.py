@@ -191,9 +191,9 @@ class SelfSourceConfig(Config):
                 yield f"{key} belongs to texts near the new text: set near to new, or leave {key} out"
 
     @model_serializer(mode="wrap")
-    def _keep_tags(self, serialise: Callable[[object], dict[str, object]]) -> dict[str, object]:
-        """Serialise the marker `self`, and leave out settings of `near` without it, so that earlier runs keep keys."""
-        values = {"self": True} | serialise(self)
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Serialize the marker `self`, and leave out settings of `near` without it, so that earlier runs keep keys."""
+        values = {"self": True} | serialize(self)
         if self.near is not None:
             return values | {"top_p": self.top_p}
         for key in ("near", *_NEAR_KEYS):
@@ -360,8 +360,10 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
         raise DataError(f"There is no file or folder {path}: check the source's path.")
     files = sorted(file for file in walk(path) if _matches(file.relative_to(path), pattern))
     if not files:
-        suffixes = " ".join(SEARCHED_SUFFIXES)
-        expected = f"files that match {pattern!r}" if pattern else f"files ending in {suffixes} (or .gz)"
+        suffixes = ", ".join(SEARCHED_SUFFIXES)
+        expected = (
+            f"files that match {pattern!r}" if pattern else f"files ending in {suffixes}, optionally followed by .gz"
+        )
         raise DataError(f"The folder {path} has no {expected}: put text there, or set the source's pattern.")
     return files
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from graftlm.backbone import padding_id
 from graftlm.data.boundaries import Boundaries, row_bounds
-from graftlm.data.chunks import TextChunk, group_chunks, split_documents, tokenise
+from graftlm.data.chunks import TextChunk, group_chunks, split_documents, tokenize
 from graftlm.data.marked_ids import is_prompt, is_start, pad_row
 from graftlm.data.sources import Document
 from graftlm.errors import DataError
@@ -35,8 +35,8 @@ class RowPacker:
         repeat: start again after the last document.
 
     Attributes:
-        tail: int32, (n,), marked ids that are tokenised and not yet in a row.
-        chunks: number of chunks that were tokenised in this epoch.
+        tail: int32, (n,), marked ids that are tokenized and not yet in a row.
+        chunks: number of chunks that were tokenized in this epoch.
         epoch: number of times that the documents were read to their end.
         n_tokens: number of tokens so far.
     """
@@ -98,8 +98,8 @@ class RowPacker:
         self._groups = None
 
     def _add(self, group: Sequence[TextChunk]) -> None:
-        """Tokenise chunks and append them to the tail."""
-        streams = tokenise(group, self._tokenizer)
+        """Tokenize chunks and append them to the tail."""
+        streams = tokenize(group, self._tokenizer)
         if self.boundaries == "whole":
             self._check_fits(group, streams)
         self.tail = np.concatenate([self.tail, *streams])
@@ -167,18 +167,18 @@ class StreamingBlocks:
         self._drawn = 0
 
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
-        """Return the next rows.
+        """Draw the next `count` rows from the buffer.
 
         Args:
-            first: the number of the first row, which must be the next one.
+            first: number of the first row, counted from 0; it must be the number of rows drawn so far.
             count: number of rows.
-            key: the seed and the domain.
+            key: the seed and the domain, which determine the draws.
 
         Returns:
             Marked ids, int32, (count, length).
 
         Raises:
-            DataError: `first` is not the next row, or see `RowPacker.next_row`.
+            DataError: `first` is not the next row; see also `RowPacker.next_row`.
         """
         if first != self._drawn:
             raise DataError(

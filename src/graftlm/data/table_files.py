@@ -68,7 +68,8 @@ def read_values(
     """
     suffix = file_suffix(path)
     if suffix not in TABLE_SUFFIXES:
-        raise DataError(f"{path} is not a table: a file ending in {' '.join(TABLE_SUFFIXES)} (or .gz) is expected.")
+        expected = ", ".join(TABLE_SUFFIXES)
+        raise DataError(f"{path} is not a table: give a file that ends in {expected}, optionally followed by .gz.")
     with read_errors(path):
         if suffix in (".csv", ".tsv"):
             yield from _read_csv(path, columns, owner, header)

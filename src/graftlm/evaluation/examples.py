@@ -1,6 +1,6 @@
 """Prompts with reference answers: generate answers, score them, and score the reference answer's likelihood.
 
-Prompt and answer are tokenised separately, as in training (`prompt_column`). The prompt begins with the BOS token that
+Prompt and answer are tokenized separately, as in training (`prompt_column`). The prompt begins with the BOS token that
 its tokenizer puts before texts.
 """
 

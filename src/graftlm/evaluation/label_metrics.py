@@ -119,7 +119,7 @@ def _best_over_answers(
 
 
 def _normalised_words(text: str) -> list[str]:
-    """Return words without case, punctuation and English articles, as SQuAD's evaluation normalises them."""
+    """Return words without case, punctuation and English articles, as SQuAD's evaluation normalizes them."""
     text = text.lower().translate(_NO_PUNCTUATION)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 

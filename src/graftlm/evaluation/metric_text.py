@@ -42,7 +42,8 @@ def metric_title(name: str, names: Collection[str] = ()) -> str:
 
     Args:
         name: the metric's name.
-        names: the names of all metrics. A metric is in nats per token if they include its bits per byte.
+        names: the names of all metrics. A test set's loss, such as `new`, is in nats per token if they include its
+            bits per byte, `new_bpb`.
     """
     if name.endswith("_bpb"):
         return f"{name.removesuffix('_bpb')}, bits per byte"

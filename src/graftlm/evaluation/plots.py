@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from graftlm.evaluation.results import Interval, Metric, Row, value_of
 from graftlm.files.writing import write_atomically
 
-# Okabe and Ito's palette, which readers with colour blindness can distinguish.
+# Okabe and Ito's palette, which readers with color blindness can distinguish.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#4D4D4D")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 _GREY = "#8A8A8A"
@@ -124,14 +124,14 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
     )
     grid = np.linspace(0, 1, 200)
     for index, (name, values) in enumerate(spectra.items()):
-        colour = PALETTE[index % len(PALETTE)]
+        color = PALETTE[index % len(PALETTE)]
         is_nested = len(values) > 0 and isinstance(values[0], Sequence | np.ndarray)
         layers = values if is_nested else [values]
         curves = [_spectrum_curve(layer, grid) for layer in layers if len(layer)]
         if len(curves) > 1:
-            axes.plot(grid, np.transpose(curves), color=colour, linewidth=0.7, alpha=0.35)
+            axes.plot(grid, np.transpose(curves), color=color, linewidth=0.7, alpha=0.35)
         if curves:
-            axes.plot(grid, np.mean(curves, axis=0), color=colour, linewidth=2.2, label=name)
+            axes.plot(grid, np.mean(curves, axis=0), color=color, linewidth=2.2, label=name)
     axes.set_ylim(-0.02, 1.04)
     axes.set_xlim(-0.015, 1.015)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
@@ -157,11 +157,11 @@ def loss_curves(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     for index, (name, pairs) in enumerate(curves.items()):
         if not len(pairs):
             continue
-        colour = PALETTE[index % len(PALETTE)]
+        color = PALETTE[index % len(PALETTE)]
         steps, losses = np.asarray(pairs, dtype=np.float64)[:, :2].T
         if len(losses) >= _MEANS:
-            axes.plot(steps, losses, color=colour, linewidth=0.7, alpha=0.25)
-        axes.plot(steps, _running_mean(losses), color=colour, linewidth=1.9, label=name)
+            axes.plot(steps, losses, color=color, linewidth=0.7, alpha=0.25)
+        axes.plot(steps, _running_mean(losses), color=color, linewidth=1.9, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return _with_legend(figure, axes)
 

@@ -96,5 +96,5 @@ def _mapping(value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise DataError(f"The details of the results have a {type(value).__name__}, but a mapping is expected.")
+        raise DataError(f"The results contain details of type {type(value).__name__}, but a mapping is expected.")
     return value

@@ -90,7 +90,7 @@ class Scores:
         """Return the numerator and the denominator of a metric in each window, (windows,).
 
         Raises:
-            EvaluationError: the metric is unknown or was not measured.
+            EvaluationError: the metric is unknown, was not measured, or is undefined for these tokens.
         """
         if metric == "nats_per_token":
             return self.nats, self.tokens
@@ -103,7 +103,10 @@ class Scores:
                 f"There is no metric {metric!r}: choose nats_per_token, bits_per_byte or kl_per_token."
             )
         if not self.bytes.sum():
-            raise EvaluationError("The scored tokens have no bytes of text, so bits per byte don't exist: score text.")
+            raise EvaluationError(
+                "The scored tokens contain no bytes of text, so bits_per_byte is undefined: score documents that "
+                "contain text."
+            )
         return self.nats, self.bytes * math.log(2)
 
     def subset(self, chosen: np.ndarray) -> Scores:
@@ -117,10 +120,10 @@ class Scores:
         )
 
     def by_document(self) -> Scores:
-        """Return the sums of each document as one window.
+        """Sum the scores over the windows of each document.
 
-        Intervals of the result are over documents. Turns of one conversation resemble each other, so that intervals
-        over windows would be too narrow.
+        Intervals of the result are over documents: turns of one conversation are correlated, so intervals over windows
+        would be too narrow.
         """
         _, first, groups = np.unique(self.document, return_index=True, return_inverse=True)
 
@@ -143,7 +146,10 @@ class Scores:
         Args:
             metric: the metric, see `value`.
             resamples: number of bootstrap samples.
-            seed: seed of their draws.
+            seed: seed of the resampling.
+
+        Raises:
+            EvaluationError: see `fraction`.
         """
         (samples,) = resample_ratios([self.fraction(metric)], resamples, seed)
         return percentile_interval(self.value(metric), samples)

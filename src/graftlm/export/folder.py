@@ -33,7 +33,7 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
         The folder.
 
     Raises:
-        ArtifactError: a plain model can't express the graft, the backbone is quantised or carries an adapter, or the
+        ArtifactError: a plain model can't express the graft, the backbone is quantized or carries an adapter, or the
             folder contains other files or can't be written.
         WrongBackboneError: the graft was built for another backbone.
     """
@@ -87,8 +87,8 @@ def _check_weights(backbone: Backbone) -> None:
     for weight in backbone.model.parameters():
         if type(weight.data) is not Tensor or weight.is_quantized:
             raise ArtifactError(
-                "The backbone is quantised, but a graft can't be added to packed weights: load the backbone without "
-                "quantisation."
+                "The backbone is quantized, but a graft can't be added to packed weights: load the backbone without "
+                "quantization."
             )
 
 

@@ -61,7 +61,7 @@ class TaskGraft:
 
     @property
     def encoder(self) -> RowEncoder:
-        """The encoder that tokenises rows as in training."""
+        """The encoder that tokenizes rows as in training."""
         return row_encoder(self.backbone, self.length)
 
     def task(self, name: str) -> TaskSpec:
@@ -204,8 +204,8 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     texts = list(columns) or config.texts
     if len(texts) != len(config.texts):
         raise DataError(
-            f"{len(texts)} text columns are named, but the task has {len(config.texts)}, "
-            f"{' and '.join(config.texts)}: name as many."
+            f"columns has {len(texts)} names, but the task has {len(config.texts)} texts ({', '.join(config.texts)}): "
+            "name one column per text."
         )
     if source != "-" and is_table(Path(source)) and Path(source).is_file():
         keys = {f"text.{i}": name for i, name in enumerate(texts)}

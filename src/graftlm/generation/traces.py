@@ -12,11 +12,11 @@ from graftlm.evaluation.plots import PALETTE
 from graftlm.files.templates import fill_page
 from graftlm.generation.generate import Generation, TracedToken
 
-_GREY = "#8A8A8A"  # the colour of the label `none`
+_GREY = "#8A8A8A"  # the color of the label `none`
 
 
 def print_trace(generation: Generation, console: Console | None = None) -> None:
-    """Print the text, with each token in the colour of its largest value, and a legend.
+    """Print the text, with each token in the color of its largest value, and a legend.
 
     Args:
         generation: a generation with a trace.
@@ -25,10 +25,10 @@ def print_trace(generation: Generation, console: Console | None = None) -> None:
     console = console or Console()
     tokens = generation.trace or []
     means = _means(tokens)
-    colours = _colours(tokens)
+    colors = _colors(tokens)
     text = Text(generation.prompt)
     for token in tokens:
-        text.append(token.text, style=colours[_largest(token)])
+        text.append(token.text, style=colors[_largest(token)])
     console.print(text)
     console.print()
     largest = [_largest(token) for token in tokens]
@@ -36,13 +36,13 @@ def print_trace(generation: Generation, console: Console | None = None) -> None:
         description = f"{label}  {mean:.0%} on average"
         if len(means) > 1:
             description += f", the largest of {largest.count(label)} of {generation.tokens} tokens"
-        line = Text("■ ", style=colours[label])
+        line = Text("■ ", style=colors[label])
         line.append(description, style="default")
         console.print(line)
 
 
 def trace_page(generation: Generation) -> str:
-    """Return a self-contained HTML page that shows each token in the colour of its largest value.
+    """Return a self-contained HTML page that shows each token in the color of its largest value.
 
     All values of a token appear on hover and on focus.
 
@@ -59,7 +59,7 @@ def trace_page(generation: Generation) -> str:
         prompt=generation.prompt,
         tokens=rows,
         means=_means(tokens),
-        colours=_colours(tokens),
+        colors=_colors(tokens),
         data=[token.values for token in tokens],
     )
 
@@ -77,12 +77,12 @@ def _means(tokens: list[TracedToken]) -> dict[str, float]:
     return means
 
 
-def _colours(tokens: list[TracedToken]) -> dict[str, str]:
-    """Return a colour by label; grey for `none`."""
+def _colors(tokens: list[TracedToken]) -> dict[str, str]:
+    """Return a color by label; grey for `none`."""
     labels = [label for label in _labels(tokens) if label != "none"]
-    colours = dict(zip(labels, cycle(PALETTE), strict=False))
-    colours["none"] = _GREY
-    return colours
+    colors = dict(zip(labels, cycle(PALETTE), strict=False))
+    colors["none"] = _GREY
+    return colors
 
 
 def _largest(token: TracedToken) -> str:

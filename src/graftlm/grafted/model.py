@@ -234,12 +234,12 @@ class GraftedModel(TrainerSupport):
             labels: (B, T) aligned with `input_ids`, -100 for tokens that are not predicted. They are shifted here.
             domain: (B,) domains, 0 for old and 1 for new.
             token_mask: (B, T), True for tokens that are not padding, if there is no `attention_mask`.
-            totals: (1 + domains,) counts over the whole optimiser step, see `Call`; None takes those of this pass.
+            totals: (1 + domains,) counts over the whole optimizer step, see `Call`; None takes those of this pass.
             prompt: (B, T), True for the tokens of the prompt.
             extras: other inputs of grafts, by name.
             targets: the target of each row for the heads of a graft. The output layer does not run then, and `lm_loss`
                 is the loss of the heads.
-            num_items_in_batch: number of targets of the whole optimiser step, which trainers pass instead of `totals`.
+            num_items_in_batch: number of targets of the whole optimizer step, which trainers pass instead of `totals`.
             return_logits: False returns only the loss of `labels`, and the output layer runs only for the tokens before
                 targets.
             kwargs: passed to the model. By default, `use_cache` is true only if the caller passes a cache, because
@@ -509,12 +509,13 @@ def _check_grafts(backbone: Backbone, grafts: object) -> None:
     """Raise `GraftError` unless these are grafts by name, and `WrongBackboneError` for grafts of another backbone."""
     if not isinstance(grafts, Mapping):
         raise GraftError(
-            f"The grafts are a {type(grafts).__name__}, but a dict is expected: pass {{'name': graft}}, for example."
+            f"The grafts are of type {type(grafts).__name__}, but a dict is expected: pass {{'name': graft}}, for "
+            "example."
         )
     for name, graft in grafts.items():
         if not isinstance(graft, Graft):
             raise GraftError(
-                f"{name!r} is a {type(graft).__name__}, but a graft is expected: make one with build_graft or "
+                f"{name!r} is of type {type(graft).__name__}, but a graft is expected: make one with build_graft or "
                 "load_graft."
             )
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):

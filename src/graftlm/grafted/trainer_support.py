@@ -164,8 +164,8 @@ class TrainerSupport(PreTrainedModel):
                 break
         if source is not None:
             raise GraftError(
-                f"{source}, but {problem}: give every row a column `domain`, 0 for old text and 1 for new, and put "
-                "graftlm.training.trainers.DomainTrainer before the trainer's class; or turn that loss off."
+                f"{source}, but {problem}: give every row a column `domain` (0 for old text, 1 for new) and derive the "
+                "trainer's class from graftlm.training.trainers.DomainTrainer first, or turn that loss off."
             )
 
     def _check_trainer_batch(

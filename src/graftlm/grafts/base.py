@@ -79,7 +79,9 @@ class GraftConfig(Config):
 
 
 class Graft(nn.Module):
-    """Trainable capacity attached to a frozen backbone; it owns only its own parameters.
+    """Base class of grafts: trainable modules attached to a frozen backbone.
+
+    A graft never registers the backbone's parameters.
 
     A subclass defines `Config` and `__init__(self, config, backbone)`, which sets `self.config` and builds the
     parameters. The constructor reads the backbone's shapes and changes nothing in the backbone. All methods have
@@ -87,8 +89,8 @@ class Graft(nn.Module):
 
     Attributes:
         label: the method's name in tables and plots; by default the kind.
-        served_in_bfloat16: whether a server casts the graft on a bfloat16 backbone, which halves the memory traffic of
-            its weights.
+        served_in_bfloat16: whether a server casts the graft to bfloat16 when the backbone is in bfloat16, which halves
+            the memory traffic of the graft's weights.
     """
 
     Config: ClassVar[type[GraftConfig]]

@@ -128,7 +128,7 @@ class Heads(nn.Module):
             self.add(name, spec)
 
     def add(self, name: str, spec: TaskSpec) -> nn.Linear:
-        """Append a newly initialised head, and return its Linear.
+        """Append a newly initialized head, and return its Linear.
 
         Raises:
             GraftError: the name is empty, contains a dot, or belongs to another task.

@@ -42,7 +42,10 @@ def register_graft(kind: str, graft: str | type[Graft]) -> None:
     if isinstance(graft, type):
         _check_class(kind, graft)
     elif not all(graft.partition(":")):
-        raise GraftError(f"{graft!r} is not of the form module:Class, such as my_package.my_graft:MyGraft: correct it.")
+        raise GraftError(
+            f"The graft class is given as {graft!r}, but the form 'module:Class' is expected, such as "
+            "'my_package.my_graft:MyGraft'."
+        )
     REGISTRY[kind] = graft
 
 
@@ -102,7 +105,9 @@ def _import(kind: str, path: str) -> type[Graft]:
     try:
         graft = getattr(import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
-        raise GraftError(f"The graft {kind} can't be imported from {path} ({error}): install or correct it.") from error
+        raise GraftError(
+            f"The graft {kind} can't be imported from {path} ({error}): install its package, or correct the path."
+        ) from error
     return _check_class(kind, graft)
 
 
@@ -116,9 +121,15 @@ def graft_config(values: dict[str, object], where: str = "graft") -> GraftConfig
     Raises:
         RecipeError: the kind is missing or unknown, or a value is invalid.
     """
-    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(values, dict):
+        raise RecipeError(
+            f"{where} is of type {type(values).__name__}, but a mapping with the key kind is expected: write kind and "
+            f"the other keys below {where}."
+        )
+    kind = values.get("kind")
     if not isinstance(kind, str):
-        raise RecipeError(f"{where}: the key kind is missing or not a word; expected one of {', '.join(REGISTRY)}.")
+        found = repr(kind) if "kind" in values else "missing"
+        raise RecipeError(f"{where}: the key kind is {found}: set it to one of {', '.join(REGISTRY)}.")
     return graft_class(kind).Config.parse(values, where=where)
 
 

@@ -25,7 +25,7 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
 
     Attributes:
         prefix: prefix of the copied weights' names in an artefact.
-        remedy: what the user of a quantised backbone can do instead of loading it without quantisation.
+        remedy: what the user of a quantized backbone can do instead of loading it without quantization.
     """
 
     prefix: ClassVar[str] = ""
@@ -119,15 +119,15 @@ def _sharing_copy(model: PreTrainedModel, to_train: Mapping[str, Tensor]) -> Pre
 
 
 def check_plain(parameters: Mapping[str, Tensor], remedy: str) -> None:
-    """Raise `BackboneError` if a parameter is quantised.
+    """Raise `BackboneError` if a parameter is quantized.
 
     Args:
         parameters: the parameters by name.
-        remedy: what the user can do instead of loading the backbone without quantisation.
+        remedy: what the user can do instead of loading the backbone without quantization.
     """
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             raise BackboneError(
-                f"The weight {name} is quantised ({type(parameter).__name__}), but only floating-point weights can be "
-                f"trained: load the backbone without quantisation, or {remedy}."
+                f"The weight {name} is quantized ({type(parameter).__name__}), but only floating-point weights can be "
+                f"trained: load the backbone without quantization, or {remedy}."
             )

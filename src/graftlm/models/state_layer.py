@@ -15,7 +15,7 @@ from graftlm.errors import GraftError
 class RecurrentCacheLayer(CacheLayerMixin):
     """A cache layer of recurrent states, with the batch as their first dimension.
 
-    States can be reordered and selected along the batch, as beam search needs, but they cannot be rewound.
+    States can be reordered and selected along the batch, as beam search needs, but they can't be rewound.
     """
 
     is_sliding = False
@@ -33,14 +33,14 @@ class RecurrentCacheLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise `GraftError` if tokens would have to be removed, since a recurrent state cannot be rewound.
+        """Raise `GraftError` if tokens would have to be removed, since a recurrent state can't be rewound.
 
         Args:
             tokens_to_remove: number of tokens to remove from the end.
         """
         if tokens_to_remove and self.is_initialized:
             raise GraftError(
-                "Assisted decoding removes tokens from the cache, but a recurrent state cannot be rewound: use greedy "
+                "Assisted decoding removes tokens from the cache, but a recurrent state can't be rewound: use greedy "
                 "decoding, beam search or sampling, without an assistant or prompt_lookup_num_tokens."
             )
 

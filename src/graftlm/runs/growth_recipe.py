@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from graftlm.runs.graft_recipe import MethodConfig, TextRecipe, check_sections
 from graftlm.runs.graft_run import GRAFT_NAME, AnyGraft, GraftRun
 from graftlm.runs.run import Run
 from graftlm.training.config import TrainingConfig
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 class StageConfig(MethodConfig):
@@ -52,10 +55,10 @@ class GrowthRecipe(TextRecipe):
         if BACKBONE_ROW in self.stages:
             yield "the stage name backbone is the id of the backbone's own row: choose another"
         for name in self.stages:
-            if name == GRAFT_NAME or not name.replace("-", "_").isidentifier():
+            if name == GRAFT_NAME or not _NAME.fullmatch(name):
                 yield (
-                    f"the stage name {name!r} can't be used: use letters, digits, _ and -, begin with a letter or _, "
-                    f"and choose another name than {GRAFT_NAME}"
+                    f"the stage name {name!r} can't be used: take letters, digits, _ and -, begin with a letter or _, "
+                    f"and don't take {GRAFT_NAME}"
                 )
         grafts = []
         for number, stage in enumerate(self._trained_stages()):
@@ -132,7 +135,8 @@ class GrowthRecipe(TextRecipe):
             rows: the measured rows.
 
         Returns:
-            The rows in the same order.
+            The rows, with each stage's metrics on the test sets that are named after stages. Without a backbone row,
+            the rows are returned unchanged.
         """
         by_id = {row.id: row for row in rows}
         if BACKBONE_ROW not in by_id:

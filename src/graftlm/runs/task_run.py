@@ -43,7 +43,7 @@ Precision = Literal["fp32", "bf16"]
 
 SAMPLER = "sampler.json"
 _START_ROWS = 64
-"""Number of rows of each task that initialise its head."""
+"""Number of rows of each task that initialize its head."""
 _MANIFEST_KEYS = ("type", "text", "label", "columns", "separator", "metric")
 _NAME = re.compile(r"[^\W_][\w-]*")
 _TAKEN = re.compile(r"average|task_sigma|data_share|.*_(ratio|parameters|per_s|bytes|bpb)|old|new|learned|forgotten")
@@ -105,7 +105,7 @@ class TaskEvaluation:
 
     Attributes:
         tests: held-out rows by split and task.
-        starts: what each task's head was initialised from, by task.
+        starts: what each task's head was initialized from, by task.
     """
 
     tests: Mapping[str, Mapping[str, TaskRows]]
@@ -259,7 +259,7 @@ class TaskRun(_TaskSettings, TrainingRun):
 
 
 def _start_tasks(model: GraftedModel, batches: LabelledMixture, rows: Mapping[str, TaskRows]) -> dict[str, Any]:
-    """Initialise the heads of tasks from some of their rows; returns what each was initialised from."""
+    """Initialize the heads of tasks from some of their rows; returns what each was initialized from."""
     device = model.backbone.device
     samples = {name: batches.sample(name, _START_ROWS).to(device).inputs() for name in rows}
     graft = model.grafts[GRAFT_NAME]
@@ -335,10 +335,14 @@ def row_scorer(
         with torch.no_grad():
             scores = uncertainty(predictions, row_specs, batch.targets)
             zero = torch.zeros((), device=device)
-            values = torch.stack([zero if score is None else score.to(device) for score in scores])
+            known = [zero if score is None else score.to(device) for score in scores]
+            values = torch.stack(known)
         if PartialState().num_processes > 1:
-            values = cast("Tensor", broadcast(values.to(PartialState().device)))
-        return [None if score is None else value for score, value in zip(scores, values.tolist(), strict=True)]
+            # Scores of one batch may differ between processes by rounding, so all take those of the main process.
+            values = values.to(PartialState().device)
+            values = cast("Tensor", broadcast(values))
+        numbers = values.tolist()
+        return [None if score is None else number for score, number in zip(scores, numbers, strict=True)]
 
     return score_rows
 

@@ -103,7 +103,9 @@ class GrammarCompiler:
             )
         problem = matcher.get_error()
         if problem:
-            raise ServingError(f"{param} is not supported ({_reason(problem)}): change it.", param)
+            raise ServingError(
+                f"{param} is not supported ({_reason(problem)}): remove or rewrite the unsupported part.", param
+            )
         return matcher
 
     def _new_matcher(self, grammar: str) -> LLMatcher | None:

@@ -120,13 +120,13 @@ def _tokens_within(pending: list[TokenOutput], finish: Finish, tokenizer: Servin
 
 
 class ChoicePart(NamedTuple):
-    """The part of a choice in an event, or a whole choice.
+    """New content of one choice: a streamed delta, or the whole choice.
 
     Attributes:
         index: index of the choice.
         text: its new text.
         outputs: its new tokens.
-        finish_reason: the reason of its end.
+        finish_reason: why the choice ended; None before its end.
         calls: its new tool calls.
     """
 
@@ -364,7 +364,7 @@ class ChatBuilder(ResponseBuilder[Chat]):
         return [ChunkChoice(delta=delta, logprobs=None, **self._base(part))]
 
     def chunk_choice(self, part: ChoicePart) -> ChunkChoice:
-        """Return a choice of an event."""
+        """Return one choice of a streamed chunk, with only what is new."""
         delta: dict[str, Any] = {}
         if part.text or (part.finish_reason is None and not part.calls):
             delta["content"] = part.text

@@ -192,14 +192,14 @@ def _check_frozen_models(graft: Graft, manifest: Manifest, folder: str | Path) -
     for name, model in _frozen_models(graft).items():
         record = manifest.frozen_models.get(name)
         if record is None:
-            difference = "it was not there then"
-            recorded_name = "no model"
-        else:
-            difference = record.matches(model)
-            recorded_name = record.name
+            raise WrongBackboneError(
+                f"The graft {folder} was trained without a model {name}, but {model.name} was found: remove {name} "
+                "from the graft's config."
+            )
+        difference = record.matches(model)
         if difference:
             raise WrongBackboneError(
-                f"The graft {folder} was trained with {recorded_name} as {name}, but {model.name} was found and "
+                f"The graft {folder} was trained with {record.name} as {name}, but {model.name} was found and "
                 f"{difference}: pass the model that it was trained with."
             )
 

@@ -118,7 +118,8 @@ class Manifest(Config):
             return config.check_saved(self.config)
         except RecipeError as error:
             raise ArtifactError(
-                f"The graft was written by graftlm {self.library}, but this is {__version__}: {error}"
+                f"graftlm {__version__} can't read the config of the graft, which graftlm {self.library} wrote "
+                f"({str(error).rstrip('.')}): correct {JSON_NAME}, or install the other version."
             ) from None
 
 

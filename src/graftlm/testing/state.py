@@ -20,7 +20,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 digest of names, shapes, dtypes and bytes, also of quantised tensors."""
+    """Return the SHA-256 digest of names, shapes, dtypes and bytes, also of quantized tensors."""
     result = hashlib.sha256()
     for name, tensor in tensors.items():
         result.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -31,7 +31,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def _bytes(tensor: Tensor) -> Any:
     if type(tensor) is Tensor:
         return tensor.cpu().flatten().view(torch.uint8).numpy()
-    buffer = io.BytesIO()  # A quantised tensor has several parts.
+    buffer = io.BytesIO()  # A quantized tensor has several parts.
     torch.save(tensor, buffer)
     return buffer.getvalue()
 

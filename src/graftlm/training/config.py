@@ -36,7 +36,7 @@ class TrainingConfig(Config):
     seed: int = Field(0, ge=0)
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time.")
     sharded: bool = Field(
-        False, description="With several processes: FSDP2 shards weights and optimiser instead of copying them."
+        False, description="With several processes: FSDP2 shards weights and optimizer instead of copying them."
     )
     checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints; there is one at the end too.")
     keep_checkpoints: int = Field(

@@ -53,7 +53,7 @@ class LossModule(nn.Module):
 
         Args:
             inputs: keyword arguments of the model.
-            totals: (1 + domains,) counts over the whole optimiser step.
+            totals: (1 + domains,) counts over the whole optimizer step.
 
         Returns:
             The loss to differentiate, a scalar, and (3,) detached: total, language-modelling and auxiliary loss.

@@ -173,7 +173,8 @@ def _config_errors(values: Mapping[str, object], *kinds: type[Exception]) -> Ite
     except kinds as error:
         name = values["model_type"]
         raise RecipeError(
-            f"model: keys of the model_type {name} don't fit ({first_line(error)}): change them."
+            f"model: transformers can't build a {name} model from these values ({first_line(error)}): correct the "
+            "values, or remove keys that its config does not have."
         ) from None
 
 

@@ -17,7 +17,7 @@ def shard(root: nn.Module) -> Callable[[], None]:
     """Shard a module in place: one group for each layer of `_no_split_modules`, and one for the rest.
 
     Accelerate shards on GPUs only, so this function calls `fully_shard` itself. Weights keep their dtype: bfloat16
-    comes from autocast. Quantised weights are replicated, since their tensor classes can't be split.
+    comes from autocast. Quantized weights are replicated, since their tensor classes can't be split.
 
     Args:
         root: the module, with equal frozen weights in all processes. Trainable weights are taken from the main process.

@@ -133,9 +133,13 @@ class StatefulModel(GraftedModel):
 
     @torch.no_grad()
     def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `recurrent_state` returned, in layers of the class that a pass makes."""
+        """Restore the caches that `recurrent_state` returned.
+
+        A forward pass over dummy tokens creates their layers.
+        """
         self._caches.clear()
-        for key in {int(name.partition("/")[0]) for name in tensors}:
+        keys = {int(name.partition("/")[0]) for name in tensors}
+        for key in keys:
             cache = self._new_cache(rows=len(tensors[f"{key}/0/keys"]))
             self._caches[key] = cache
             for number, layer in enumerate(cache.layers):

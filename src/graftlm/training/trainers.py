@@ -1,7 +1,7 @@
 """Domains in trainers of transformers and TRL: `class MyTrainer(DomainTrainer, transformers.Trainer): ...`.
 
 Trainers take a `GraftedModel` as any other model. An auxiliary loss needs two things that they lack: the column
-`domain` in every batch, and each domain's tokens counted over the whole optimiser step.
+`domain` in every batch, and each domain's tokens counted over the whole optimizer step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DomainCollator:
 class DomainTrainer(Trainer if TYPE_CHECKING else object):
     """A mix-in before `transformers.Trainer` or TRL's `SFTTrainer` for rows with `domain`: 0 old text, 1 new text.
 
-    The loss is that of `GraftedModel.forward`, with each mean taken over the optimiser step.
+    The loss is that of `GraftedModel.forward`, with each mean taken over the optimizer step.
 
     Raises:
         TrainingError: the trainer computes another loss than the model's.
@@ -83,7 +83,7 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
         num_batches: int,
         device: torch.device,
     ) -> tuple[list[object], Any]:
-        """Draw the batches of one optimiser step, and count their tokens by domain."""
+        """Draw the batches of one optimizer step, and count their tokens by domain."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             counts = [_as_batch(batch).totals() for batch in batches]

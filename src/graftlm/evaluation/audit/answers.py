@@ -21,7 +21,7 @@ from graftlm.evaluation.intervals import bootstrap, share_interval
 from graftlm.evaluation.results import Interval
 
 _MIN_LETTERS = 20  # Shorter texts are too short for a reliable detection of their language.
-_BEHAVIOUR = ("stops", "keeps_template", "same_language")
+_BEHAVIOR = ("stops", "keeps_template", "same_language")
 # Settings of sampling that a checkpoint may have, which greedy decoding does not use.
 _UNSET = {"temperature": None, "top_p": None, "top_k": None}
 
@@ -177,13 +177,13 @@ def _letters(text: str) -> int:
     return sum(character.isalpha() for character in text)
 
 
-def behaviour(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:
+def behavior(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:
     """Return `stops`, `keeps_template` and `same_language`: shares of answers with Wilson's 95% interval.
 
     A share over answers whose language could not be detected is left out.
     """
     shares = {}
-    for name in _BEHAVIOUR:
+    for name in _BEHAVIOR:
         values = [getattr(answer, name) for answer in answers]
         known = [value for value in values if value is not None]
         if known:
@@ -191,7 +191,7 @@ def behaviour(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:
     return shares
 
 
-def behaviour_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> dict[str, Interval]:
+def behavior_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> dict[str, Interval]:
     """Return `stops_lost` and so on: the base's share minus the tuned model's, bootstrapped over questions.
 
     For the language, only questions count to which both answers are long enough to detect it.
@@ -201,7 +201,7 @@ def behaviour_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> d
         tuned: the tuned model's answers to the same questions.
     """
     lost = {}
-    for name in _BEHAVIOUR:
+    for name in _BEHAVIOR:
         differences = []
         for base_answer, tuned_answer in zip(base, tuned, strict=True):
             before = getattr(base_answer, name)

@@ -86,7 +86,9 @@ def _documents(name: str, text: Text) -> Sequence[str | Document]:
         return build_documents([SourceConfig(path=str(text))])
     is_text = isinstance(text, Sequence) and all(isinstance(each, str) or hasattr(each, "text") for each in text)
     if not is_text:
-        raise DataError(f"The text {name} is {type(text).__name__}, but a path or a list of strings is expected.")
+        raise DataError(
+            f"The text {name} is of type {type(text).__name__}, but a path or a list of strings is expected."
+        )
     return text
 
 
@@ -298,9 +300,9 @@ class _Auditor:
                     batch_size=2 * self.config.batch_size,
                     on_batch=lambda count: update(advance=count),
                 )
-                metrics.update(answers.behaviour(answered))
+                metrics.update(answers.behavior(answered))
                 both.append(answered)
-        self.tuned_metrics.update(answers.behaviour_lost(*both))
+        self.tuned_metrics.update(answers.behavior_lost(*both))
         self.conversations = list(zip(questions, *both, strict=True))
 
     def _compare_examples(self) -> None:

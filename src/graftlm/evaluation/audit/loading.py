@@ -107,16 +107,16 @@ def load_pair(
     Args:
         base: the model before.
         tuned: the model after.
-        quantize: quantise the weights of the tuned model.
+        quantize: quantize the weights of the tuned model.
         backbone: where the model below a graft or an adapter is; by default where it was when that was written.
         device: where to put models that are loaded; None takes the accelerator, if there is one.
         dtype: precision of models that are loaded; `auto` keeps their own.
         trust_remote_code: run model code that comes with a model.
 
     Raises:
-        BackboneError: a model can't be loaded or is not a causal language model, or the quantisation is unknown.
+        BackboneError: a model can't be loaded or is not a causal language model, or the quantization is unknown.
         ArtifactError: a graft or an adapter can't be loaded, or a folder contains neither.
-        EvaluationError: a model to quantise is not a plain model.
+        EvaluationError: a model to quantize is not a plain model.
     """
     options = _Options(backbone=backbone, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
@@ -244,7 +244,8 @@ def _adapted_model(model: nn.Module, folder: Path, name: str) -> PeftModel:
             adapted: Any = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
     except Exception as error:  # PEFT, safetensors and torch share no base class.
         raise ArtifactError(
-            f"The adapter {folder} does not fit {name} ({first_line(error)}): name the model that it was trained on."
+            f"The adapter {folder} can't be loaded on {name} ({first_line(error)}): name the model that it was trained "
+            "on, or repair its files."
         ) from error
     if any("missing adapter keys" in str(warning.message) for warning in caught):
         raise ArtifactError(f"The adapter {folder} lacks weights for {name}: name the model that it was trained on.")
@@ -261,7 +262,7 @@ def _drop_prompt(_: nn.Module, __: tuple[object, ...], inputs: Mapping[str, Tens
 def _quantize(audited: AuditedModel, quantization: Quantization) -> AuditedModel:
     """Return a copy of a plain model with the weights of its linear layers in int8 or int4."""
     if not audited.is_bare:
-        raise EvaluationError(f"{audited.name} is not a plain model, so it can't be quantised here: name a model.")
+        raise EvaluationError(f"{audited.name} is not a plain model, so it can't be quantized here: name a model.")
     model = copy.deepcopy(audited.backbone.bare_model)
     quantize_weights(model, quantization, audited.name)
     backbone = Backbone.wrap(model, audited.backbone.tokenizer, f"{audited.name} in {quantization}")

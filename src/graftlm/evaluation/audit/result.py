@@ -69,7 +69,7 @@ class Audit:
         return write_atomically(Path(folder) / PAGE_NAME, self.page().encode())
 
     def page(self) -> str:
-        """Return HTML that needs no other file: tokens coloured by their divergence, and both models' choices."""
+        """Return HTML that needs no other file: tokens colored by their divergence, and both models' choices."""
         base = self.results.row("base")
         tuned = self.results.row("tuned")
         names = metric_names(self.results)

@@ -137,5 +137,5 @@ def _restored_on_error(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Te
 
 
 def _moved(parameter: nn.Parameter, data: Tensor) -> bool:
-    """Return whether a plain parameter has other storage than before; quantised parameters have no plain storage."""
+    """Return whether a plain parameter has other storage than before; quantized parameters have no plain storage."""
     return type(data) is Tensor and parameter.data_ptr() != data.data_ptr()

@@ -3,7 +3,7 @@
 `PositionAlignment`: one tokenizer. Both models read the same tokens, and token t sees the tokens up to t.
 
 `CharacterAlignment`: two tokenizers. At every anchor token, the augmenting model has read the characters of the anchor
-up to that token, in its own tokenisation. Hence the context of a token depends on no later token, both in training and
+up to that token, in its own tokenization. Hence the context of a token depends on no later token, both in training and
 in generation. The augmenting tokens form a tree (`token_tree.py`): an augmenting token attends to its ancestors, and an
 anchor token sees the path that ends where it ends.
 

@@ -10,8 +10,8 @@ heads, K = D / H the width of a head.
 The attention of the paper has no positions: it distinguishes tokens only by their content. Rotary positions rotate Q
 and K by the position of each token in its document. Local positions also add biases b_Q and b_K before the rotation;
 initially, the biases make half of the heads attend to the most recent token. With `qk_norm`, an RMS norm with a gain
-normalises each head of h_B W_Q and f_proj(h_A) W_K before the biases and the rotation, so that large queries and keys
-cannot saturate the softmax.
+normalizes each head of h_B W_Q and f_proj(h_A) W_K before the biases and the rotation, so that large queries and keys
+can't saturate the softmax.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CrossAttention(nn.Module):
         norm: `pre` applies an RMS norm with a gain to the input of the queries and to the projected states.
         init: `zero` sets W_O = 0, so that the output is zero; `paper` draws all matrices from the same distribution.
         positions: `local` adds biases to queries and keys.
-        qk_norm: whether to normalise each head of the queries and keys; all heads share the gains.
+        qk_norm: whether to normalize each head of the queries and keys; all heads share the gains.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class CrossAttention(nn.Module):
         if qk_norm:
             self.norm_head_q = _Norm(width // heads, eps=1e-6)
             self.norm_head_k = _Norm(width // heads, eps=1e-6)
-        self._initialise(init)
+        self._initialize(init)
 
     @torch.no_grad()
-    def _initialise(self, init: Init) -> None:
+    def _initialize(self, init: Init) -> None:
         for linear in (self.project, self.w_q, self.w_k, self.w_v, self.w_o):
             linear.weight.normal_(0, 1 / math.sqrt(linear.in_features))
             if linear.bias is not None:
@@ -246,7 +246,7 @@ def rotate(x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
         The rotated tensor, (B, H, T, K).
     """
     half = x_BHTK.shape[-1] // 2
-    dtype = torch.promote_types(x_BHTK.dtype, torch.float32)  # half precision cannot represent large positions
+    dtype = torch.promote_types(x_BHTK.dtype, torch.float32)  # half precision can't represent large positions
     index = torch.arange(half, device=x_BHTK.device, dtype=dtype)
     frequency = _ROTARY_BASE ** (-index / half)
     angle = position_BT[:, None, :, None].to(dtype) * frequency

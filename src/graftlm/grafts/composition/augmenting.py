@@ -44,7 +44,7 @@ class AugmentingStates:
 
 
 class _UncroppableLayer(DynamicLayer):
-    """Keys and values that cannot be cropped, as they do not correspond one to one to the anchor's tokens."""
+    """Keys and values that can't be cropped, as they do not correspond one to one to the anchor's tokens."""
 
     is_croppable = False
 
@@ -94,7 +94,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
         device: device of the model.
 
     Raises:
-        BackboneError: the model cannot be loaded, or it is not a language model.
+        BackboneError: the model can't be loaded, or it is not a language model.
     """
     try:
         return load_backbone(
@@ -159,7 +159,8 @@ class AugmentingModel:
             call: the pass of the anchor.
 
         Raises:
-            GraftError: the pass has no token ids, or its cache was filled without this graft.
+            GraftError: the pass has no token ids, has only part of a prompt although `refresh` is `prompt`, or exceeds
+                the model's maximum length; or the cache was filled without this graft.
         """
         past = call.past()
         self._check_pass(call, past)
@@ -337,7 +338,7 @@ def choose_alignment(
         config: configuration of the composition; `alignment: auto` compares the tokenizers.
 
     Raises:
-        GraftError: the tokens cannot be aligned as configured.
+        GraftError: the tokens can't be aligned as configured.
     """
     prompt_only = config.refresh == "prompt"
     causal = anchor.sites.family.causal

@@ -49,7 +49,7 @@ class CompositionConfig(GraftConfig):
         refresh: what the augmenting models read: `every` token, or only the `prompt`, like an encoder.
         alignment: how tokens are matched: by `position` (one tokenizer), by `characters` (two tokenizers), or `auto`,
             which compares the tokenizers.
-        qk_norm: RMS norms of the queries and keys of each head, so that large values cannot saturate the softmax.
+        qk_norm: RMS norms of the queries and keys of each head, so that large values can't saturate the softmax.
         cross: whether there are cross-attentions; without them, only the readout is trained.
         readout: `mixture`: a gate mixes the next-token distributions of the anchor and of the augmenting models, which
             must have the anchor's tokenizer. `none`: the distribution is the anchor's.

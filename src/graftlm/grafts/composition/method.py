@@ -39,7 +39,7 @@ class Composition(Graft, ReadsModels):
 
     Raises:
         GraftError: layers, widths or tokenizers do not fit together.
-        BackboneError: a model cannot be loaded.
+        BackboneError: a model can't be loaded.
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig

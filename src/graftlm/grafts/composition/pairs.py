@@ -37,7 +37,7 @@ def pairs_of(
     augmenting: Backbone,
     anchor: Backbone,
 ) -> list[Pair]:
-    """Return pairs by stride: every stride-th layer of the augmenting model with evenly spaced layers of the anchor.
+    """Pair every `stride`-th layer of the augmenting model with evenly spaced layers of the anchor.
 
     The last layers of both models are a pair.
 
@@ -46,6 +46,9 @@ def pairs_of(
         name: name of the augmenting model in the config.
         augmenting: the augmenting model.
         anchor: the backbone of the composition.
+
+    Returns:
+        Pairs (augmenting layer, anchor layer), counted from 0.
 
     Raises:
         GraftError: the stride gives no pair, or more pairs than the anchor has layers.
@@ -109,4 +112,4 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
     fitting = [n for n in candidates if width % (n * step) == 0]
     nearest = ", ".join(str(n) for n in fitting[-4:])
     parts = "heads of even width" if even else "heads"
-    raise GraftError(f"The anchor's width {width} cannot be split into {heads} {parts}: set heads to one of {nearest}.")
+    raise GraftError(f"The anchor's width {width} can't be split into {heads} {parts}: set heads to one of {nearest}.")

@@ -53,8 +53,8 @@ class MixtureGate(nn.Module):
         Returns:
             (B, K, 1 + M) the share of each model, the anchor first. The shares add up to 1.
         """
-        normalised = [functional.rms_norm(states, states.shape[-1:], eps=1e-6) for states in last]
-        x_BKW = torch.cat(normalised, -1)
+        normalized = [functional.rms_norm(states, states.shape[-1:], eps=1e-6) for states in last]
+        x_BKW = torch.cat(normalized, -1)
         a_BKM = _at_least_float32(self.linear(x_BKW))
         opened_BKM = torch.expm1(_bounded(a_BKM))
         anchor_BK1 = torch.ones_like(opened_BKM[..., :1])

@@ -1,7 +1,7 @@
 """The tokens that an augmenting model with another tokenizer reads for a text of the anchor: a tree.
 
-While a word grows, its tokens change ("ma", then "maison"), and the tree keeps both tokenisations. Each path from a
-root is one tokenisation of the start of a document. Words are tokenised one at a time (a word starts at white space),
+While a word grows, its tokens change ("ma", then "maison"), and the tree keeps both tokenizations. Each path from a
+root is one tokenization of the start of a document. Words are tokenized one at a time (a word starts at white space),
 so that the cost of a step is that of its word.
 """
 

@@ -173,7 +173,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                     site=site,
                     when="after",
                     act="replace",
-                    function=partial(self._normalise, film),
+                    function=partial(self._normalize, film),
                 )
 
     def _bottleneck_taps(self) -> Iterator[Tap]:
@@ -213,7 +213,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         values = bias(self._tasks(call), positions, visible)
         return values.to(x_BTD.dtype)
 
-    def _normalise(self, film: nn.Module, call: Call, _x: Tensor, y_BTD: Tensor) -> Tensor:
+    def _normalize(self, film: nn.Module, call: Call, _x: Tensor, y_BTD: Tensor) -> Tensor:
         return film(y_BTD, self._tasks(call))
 
     def _parallel(self, module: nn.Module, call: Call, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:

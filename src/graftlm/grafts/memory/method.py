@@ -39,15 +39,15 @@ SCALE = 30.0
 
 
 class MemoryConfig(GraftConfig):
-    """Config of a memory.
+    """Configuration of a memory.
 
     Args:
         window: number of tokens W that each token of the backbone sees, including itself.
         sinks: number of a document's first tokens that every token sees.
         state: `delta` keeps a state of the whole text by the gated delta rule; `none` only restricts attention to the
             window.
-        layers: the layers with a state: a list, or a number of layers, which are evenly spaced in the last third of the
-            backbone, or in as many last layers if these are more.
+        layers: the layers with a state: a list, or a number n of layers, which are evenly spaced in the backbone's last
+            third, or are its last n layers if n is more than a third.
         heads: number of heads of each state.
         head_width: width of keys K.
         mixed: number of last tokens C from which a token's query and key are mixed.
@@ -97,11 +97,11 @@ class DeltaState(nn.Module):
         self.mix = nn.Parameter(torch.zeros(config.mixed, 2 * keys))
         self.rates = nn.Linear(width, 3 * config.heads)  # rows of a, then of b, then of g
         self.gain = nn.Parameter(torch.zeros(values))
-        self._initialise(config.window)
+        self._initialize(config.window)
 
     @torch.no_grad()
-    def _initialise(self, window: int) -> None:
-        """Initialise head h to read the last successor of the token h mod `offsets` before, with an update of zero."""
+    def _initialize(self, window: int) -> None:
+        """Initialize head h to read the last successor of the token h mod `offsets` before, with an update of zero."""
         queries, keys = self.w_qk.weight.normal_(0, 1 / math.sqrt(self.w_qk.in_features)).chunk(2)
         keys.copy_(queries)
         self.u_qk.weight.zero_()
@@ -226,7 +226,7 @@ class WindowedMemory(Graft):
         self.to(backbone.device)
 
     def _register_embeddings(self, backbone: Backbone) -> None:
-        """Keep the mean of the output embeddings, and a dequantised copy of them if the head is quantised."""
+        """Keep the mean of the output embeddings, and a dequantized copy of them if the head is quantized."""
         mean = None
         copied_rows = None
         if len(self.blocks):

@@ -73,7 +73,7 @@ def rotates_halves(sites: Sites) -> bool:
 
 
 def is_plain(model: Any) -> bool:
-    """Return whether the weights of a model's head are an ordinary tensor, rather than quantised by torchao.
+    """Return whether the weights of a model's head are an ordinary tensor, rather than quantized by torchao.
 
     Args:
         model: model with an output head.
@@ -86,10 +86,10 @@ def output_embeddings(model: Any) -> Tensor:
     """Return the output embeddings (V, D), whose products with the last hidden state are the logits.
 
     Args:
-        model: model with an output head; embeddings of a quantised head are copied.
+        model: model with an output head; embeddings of a quantized head are copied.
 
     Raises:
-        GraftError: the model has no head with a vector for each token, or an unknown quantised one.
+        GraftError: the model has no head with a vector for each token, or an unknown quantized one.
     """
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if isinstance(weight, Tensor) and not is_plain(model):
@@ -102,5 +102,5 @@ def output_embeddings(model: Any) -> Tensor:
         found = f"{weight.dtype} of shape {tuple(weight.shape)}"
     raise GraftError(
         f"A memory needs an output head with a vector for each of {vocabulary:,} tokens, but found {found}: load the "
-        "whole model without this quantisation, or set state to none."
+        "whole model without this quantization, or set state to none."
     )

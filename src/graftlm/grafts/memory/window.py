@@ -136,7 +136,7 @@ class WindowLayer(DynamicLayer):
         """
         if tokens_to_remove and self.cumulative_length:
             raise GraftError(
-                "Assisted decoding removes tokens from the cache, but tokens that have left a window cannot be "
+                "Assisted decoding removes tokens from the cache, but tokens that have left a window can't be "
                 "restored: use greedy decoding, beam search or sampling, without an assistant or "
                 "prompt_lookup_num_tokens."
             )

@@ -30,7 +30,7 @@ class GatedAdapter(nn.Module):
         inner: F.
         activation: the name of `act` in transformers' ACT2FN.
         gated_ffn: whether A is a gated linear unit; otherwise A(x) = W_o act(W_i x).
-        config: kind and initialisation of the gate, and initialisation of the matrices.
+        config: kind and initialization of the gate, and initialization of the matrices.
         layers: number of layers of the backbone.
     """
 
@@ -56,10 +56,10 @@ class GatedAdapter(nn.Module):
 
         self.activation = ACT2FN[activation]
         variance = 2 / width if config.init == "he" else 1 / (width * layers)
-        self._initialise(width, math.sqrt(variance))
+        self._initialize(width, math.sqrt(variance))
 
     @torch.no_grad()
-    def _initialise(self, width: int, deviation: float) -> None:
+    def _initialize(self, width: int, deviation: float) -> None:
         self.w_i.weight.normal_(0, deviation)
         if self.w_g is not None:
             self.w_g.weight.normal_(0, deviation)
@@ -100,7 +100,7 @@ class GatedAdapter(nn.Module):
         Args:
             x_ND: (N, D), inputs of the FFN.
             scores_N: (N,), the output of `scores`.
-            select: run the adapter on open tokens only, if there are many tokens; this synchronises with a GPU.
+            select: run the adapter on open tokens only, if there are many tokens; this synchronizes with a GPU.
         """
         if scores_N is None:
             return self.adapt(x_ND)

@@ -20,7 +20,7 @@ class NeutralResiduesConfig(GraftConfig):
         capacity: extra weights as a share of the backbone's weights.
         width: inner width of the adapters; it replaces `capacity`.
         gate: the activation of the gate; `none` leaves the adapter ungated.
-        gate_init: initialisation of the gate. `open` sets the weight to 0 and the bias to 1, so that g(x) = act_g(1)
+        gate_init: initialization of the gate. `open` sets the weight to 0 and the bias to 1, so that g(x) = act_g(1)
             for every token. `random` draws the weight with variance 1 / d and has no bias; about half of the tokens
             then find a ReLU gate closed and contribute no gradient. The paper states neither the variance of its gates
             nor whether they have a bias.
@@ -63,7 +63,7 @@ class NeutralResiduesConfig(GraftConfig):
 
 
 class VanillaAdapterConfig(NeutralResiduesConfig):
-    """Config of plain parallel adapters: no gate, no local loss, He's initialisation."""
+    """Config of plain parallel adapters: no gate, no local loss, He's initialization."""
 
     kind: Literal["adapter"] = "adapter"
     gate: GateKind = "none"

@@ -31,7 +31,7 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
     """Gated adapters in every layer of a backbone.
 
     Args:
-        config: size, gate, local loss and initialisation.
+        config: size, gate, local loss and initialization.
         backbone: the backbone whose FFNs the adapters are parallel to.
     """
 
@@ -221,7 +221,7 @@ def _tokens_of(call: Call, domain: int) -> Tensor:
 
 
 def _count(call: Call, domains: Sequence[int]) -> Tensor:
-    """Return the number of tokens of these domains: of the optimiser step if the call has totals, else of this pass."""
+    """Return the number of tokens of these domains: of the optimizer step if the call has totals, else of this pass."""
     if call.totals is not None:
         columns = [1 + domain for domain in domains]
         return call.totals[columns].sum()

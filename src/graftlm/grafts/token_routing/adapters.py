@@ -107,7 +107,7 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
         remedy = _remedy(_REMEDY_BY_TYPE.get(str(kind), "train"), folder)
         raise ArtifactError(f"The expert {name} in {folder} is of the type {kind}, but LORA is expected: {remedy}.")
     _check_variants(name, folder, values)
-    _check_initialisation(name, folder, values)
+    _check_initialization(name, folder, values)
     known = {key: value for key, value in values.items() if key in LoraConfig.__dataclass_fields__}
     try:
         for patterns in _patterns(values):
@@ -133,7 +133,7 @@ def _check_variants(name: str, folder: Path, values: Mapping[str, object]) -> No
             raise _unmixable(name, folder, f"{variant} ({key})", remedy)
 
 
-def _check_initialisation(name: str, folder: Path, values: Mapping[str, object]) -> None:
+def _check_initialization(name: str, folder: Path, values: Mapping[str, object]) -> None:
     init = values.get("init_lora_weights", True)
     init_name = str(init).lower()
     if init_name in _PLAIN_INITS:
@@ -143,7 +143,7 @@ def _check_initialisation(name: str, folder: Path, values: Mapping[str, object])
         if init_name.startswith(start):
             remedy = start_remedy
             break
-    variant = f"an initialisation that may have changed the base's weights (init_lora_weights={init})"
+    variant = f"an initialization that may have changed the base's weights (init_lora_weights={init})"
     raise _unmixable(name, folder, variant, remedy)
 
 
@@ -267,8 +267,8 @@ def _check_copy(
     inner_path = path.removesuffix(".weight") + ".base_layer.weight"
     own = parameters.get(path, parameters.get(inner_path))
     if own is not None and own.shape == tensor.shape:
-        is_quantised = type(own.data) is not Tensor
-        if not is_quantised and torch.equal(own.cpu(), tensor.to(own.dtype)):
+        is_quantized = type(own.data) is not Tensor
+        if not is_quantized and torch.equal(own.cpu(), tensor.to(own.dtype)):
             return
     raise _unmixable(
         name,
@@ -302,7 +302,7 @@ def _check_targets(
 ) -> None:
     """Raise `ArtifactError` unless the modules that have factors are those to which PEFT would give factors.
 
-    PEFT silently ignores other factors, and initialises missing ones. Without a backbone, only the names in the config
+    PEFT silently ignores other factors, and initializes missing ones. Without a backbone, only the names in the config
     are compared.
     """
     found = set(paths)

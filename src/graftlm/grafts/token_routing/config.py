@@ -14,9 +14,8 @@ from graftlm.grafts.base import GraftConfig
 
 Combination = Literal["exact", "linear"]
 
-
 WORDS = "words"
-"""The name of the embedder that knows a text by its rare words."""
+"""Name of the embedder that represents a text by its rare words."""
 
 
 class ExpertConfig(Config):

@@ -295,7 +295,7 @@ class SentenceEmbedder(Embedder):
 
     Raises:
         MissingExtraError: sentence-transformers is not installed.
-        BackboneError: the model cannot be loaded.
+        BackboneError: the model can't be loaded.
     """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
@@ -339,7 +339,7 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
     Raises:
         GraftError: the backbone does not have the hidden states that `layers` selects.
         MissingExtraError: the embedder needs a package that is not installed.
-        BackboneError: a model cannot be loaded.
+        BackboneError: a model can't be loaded.
     """
     if config.name == WORDS:
         return WordEmbedder(backbone)

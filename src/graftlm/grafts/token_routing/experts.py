@@ -79,8 +79,8 @@ class ExpertTarget:
         sizes = linear_sizes(base)
         if sizes is None:
             raise GraftError(
-                f"An expert changes {path}, a {type(base).__name__}, but linear layers and embeddings are expected: "
-                "train it on those."
+                f"An expert changes {path}, which is of type {type(base).__name__}, but linear layers and embeddings "
+                "are expected: train it on those."
             )
         inputs, outputs = sizes
         return cls(inputs, outputs)
@@ -94,7 +94,7 @@ def base_module(module: nn.Module) -> nn.Module:
 
 
 def new_factors(name: str, config: ExpertConfig, backbone: Backbone) -> dict[str, Factors]:
-    """Initialise a new expert, which has no effect yet: A as in PEFT, B zero.
+    """Initialize a new expert, which has no effect yet: A as in PEFT, B zero.
 
     Args:
         name: name of the expert, for error messages.

@@ -39,7 +39,7 @@ def merge_experts(
         if _is_shared(module.weight, model):
             raise ArtifactError(
                 f"An expert changes {path}, whose weight another module of the backbone shares, but a plain model "
-                "cannot change only one of them: serve the graft with graft serve."
+                "can't change only one of them: serve the graft with graft serve."
             )
         change = _weight_change(mixture, routes, backbone.device)
         is_input_first = isinstance(module, Conv1D | nn.Embedding)

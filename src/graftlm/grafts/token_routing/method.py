@@ -125,7 +125,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             )
 
     def _check_experts(self, path: str, own: Mapping[int, Factors]) -> None:
-        """Raise an error if the experts of a module cannot be combined, or cannot be routed there."""
+        """Raise an error if the experts of a module can't be combined, or can't be routed there."""
         sites = self._backbone[0].sites
         ranks = sorted({len(expert.a) for expert in own.values()})
         if self.config.combination == "linear" and len(ranks) > 1:
@@ -373,7 +373,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             equal = f"{1 / len(self.names):.2g}"
             example = ", ".join(f"{name}: {equal}" for name in self.names)
             raise ArtifactError(
-                "The weights of the experts change with the text, but those of a plain model cannot: fix them "
+                "The weights of the experts change with the text, but those of a plain model can't: fix them "
                 f"(--set 'fixed={{{example}}}'), or serve the graft with graft serve."
             )
         return merge_experts(backbone, self._mixtures_by_path(), weights)

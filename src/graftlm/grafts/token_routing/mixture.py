@@ -163,19 +163,21 @@ class MixedProjection(nn.Module):
             routes: weights of the experts in the pass.
 
         Returns:
-            (B, T, o); None where no expert has a weight.
+            (B, T, o), or None if no active expert changes this module.
         """
         stack = self._active_stack(routes.active)
         if stack is None:
             return None
         is_linear = self.combination == "linear"
-        u_BTR = self._down(x, stack.a)
-        all_weights = routes.scaled(stack.layout, u_BTR, root=is_linear)
-        weights = all_weights[:, -x.shape[1] :]
-        u_BTR = u_BTR * weights
+        projected_BTR = self._down(x, stack.a)
+        all_factors = routes.scaled(stack.layout, projected_BTR, root=is_linear)
+        factors_BTR = all_factors[:, -x.shape[1] :]
+        scaled_BTR = projected_BTR * factors_BTR
         if is_linear:
-            u_BTR = _add_experts(u_BTR, len(stack.layout.experts)) * weights
-        delta = u_BTR @ stack.b.to(u_BTR.dtype)
+            # Each factor is sqrt(w_e s_e): one is applied with A, the other with B.
+            summed_BTR = _add_experts(scaled_BTR, len(stack.layout.experts))
+            scaled_BTR = summed_BTR * factors_BTR
+        delta = scaled_BTR @ stack.b.to(scaled_BTR.dtype)
         if self.target.scale == 1:
             return delta
         return delta * self.target.scale
@@ -191,7 +193,7 @@ class MixedProjection(nn.Module):
         if self._trains and torch.is_grad_enabled():
             return self._stack(self.layout.experts)
         if torch.compiler.is_compiling():
-            # Compiled code cannot compare the storages of tensors.
+            # Compiled code can't compare the storages of tensors.
             return self._full_stack or self._stack(self.layout.experts)
         full = self._current_full_stack()
         if active is None or self._trains:

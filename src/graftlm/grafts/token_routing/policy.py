@@ -42,11 +42,12 @@ def expert_weights(cosines: Tensor, config: TokenRoutingConfig) -> Tensor:
     """Turn the scores of the experts into weights.
 
     `softmax` and `discriminant`: w = softmax(c / temperature). `nearest`: the largest cosine is multiplied by `boost`
-    before a softmax; a negative one is divided by it, so that the nearest expert remains the nearest. With `top`, equal
-    weights are ordered by the number of the expert.
+    before a softmax; a negative one is divided by it, so that the nearest expert remains the nearest. With `top`, only
+    that many largest weights are kept and normalized; among equal weights, experts with lower numbers come first. With
+    `threshold`, the bare backbone has the whole weight if all cosines are smaller.
 
     Args:
-        cosines: (..., E) scores, see `scores_of`.
+        cosines: (..., E) scores, see `scores_of`; linear discriminant scores for `discriminant`.
         config: configuration of the routing.
 
     Returns:
@@ -77,12 +78,12 @@ def _boost_nearest(cosines: Tensor, boost: float) -> Tensor:
 
 
 def _keep_largest(weights: Tensor, count: int) -> Tensor:
-    """Set all but the largest weights to zero, and normalise the others."""
+    """Set all but the largest weights to zero, and normalize the others."""
     ordered = weights.sort(dim=-1, descending=True, stable=True)
     values = ordered.values[..., :count]
     indices = ordered.indices[..., :count]
-    normalised = values / values.sum(-1, keepdim=True)
-    return torch.zeros_like(weights).scatter(-1, indices, normalised)
+    normalized = values / values.sum(-1, keepdim=True)
+    return torch.zeros_like(weights).scatter(-1, indices, normalized)
 
 
 def scores_of(

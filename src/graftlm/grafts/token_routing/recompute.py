@@ -59,7 +59,7 @@ class Recompute:
             (B, 1, E + 1) the newest weights.
 
         Raises:
-            GraftError: the cache is static, so that its keys and values cannot be replaced.
+            GraftError: the cache is static, so that its keys and values can't be replaced.
         """
         if call.cache is not None and any(is_static_layer(layer) for layer in call.cache.layers):
             raise GraftError(

@@ -62,8 +62,8 @@ class SilentPass:
         """
         if isinstance(next(self._layers.parameters()), DTensor):
             raise GraftError(
-                "The backbone is sharded over processes, but its hidden states are needed for routes: train with "
-                "training.sharded at false, or set embedder.layers to 0."
+                "The backbone is sharded over processes, but its hidden states are needed for routes: set "
+                "training.sharded to false, or embedder.layers to 0."
             )
         inputs: dict[str, object] = {
             "input_ids": ids_BT,

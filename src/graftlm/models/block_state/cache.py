@@ -60,7 +60,7 @@ class LayerCache(RecurrentCacheLayer):
     ) -> NoReturn:
         """Raise `GraftError`, since this layer stores named tensors."""
         raise GraftError(
-            "This cache belongs to a block-state model and cannot store another model's keys and values: pass each "
+            "This cache belongs to a block-state model and can't store another model's keys and values: pass each "
             "model its own cache."
         )
 

@@ -213,4 +213,4 @@ class BlockStateConfig(PreTrainedConfig):
                 "state-space model reads the whole text."
             )
         if self.bidirectional and self.mixer in ("recurrent", "memory"):
-            yield f"mixer: {self.mixer} reads from left to right and cannot be bidirectional: choose another mixer."
+            yield f"mixer: {self.mixer} reads from left to right and can't be bidirectional: choose another mixer."

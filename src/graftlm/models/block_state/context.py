@@ -1,4 +1,4 @@
-"""Cross-attention of a window's tokens to context states, which summarise the text before them.
+"""Cross-attention of a window's tokens to context states, which summarize the text before them.
 
 - `sh`: outputs of a state-space model at the window's tokens; a token attends to those up to its own.
 - `mh`: the same, with a separate output for each head.
@@ -73,9 +73,9 @@ def _token_ssm(config: BlockStateConfig, outputs: int, name: str) -> DeltaSSM | 
 
 
 class TokenStateReadout(TokenStates):
-    """The output of the delta rule's state for each token, without attention.
+    """Read the delta-rule state at each token, in place of cross-attention.
 
-    The state's query is computed from the token, so the token does not have to choose among states.
+    The query is projected from the token itself.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:

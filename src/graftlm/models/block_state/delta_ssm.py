@@ -49,7 +49,7 @@ class DeltaSSM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all parameters but the values' projection.
+        """Initialize all parameters but the values' projection.
 
         Keys are the queries of the token before, a state decays to 1/e in `kernel_length` tokens, and b = 1/2.
         """

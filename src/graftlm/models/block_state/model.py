@@ -146,7 +146,7 @@ class BlockStateLayer(GradientCheckpointingLayer):
 
 
 class ZeroInitLinear(nn.Linear):
-    """A projection whose weights are initialised to zero."""
+    """A projection whose weights are initialized to zero."""
 
 
 class PositionalSSM(nn.Module):
@@ -168,7 +168,7 @@ class PositionalSSM(nn.Module):
 
 
 class BlockStatePreTrainedModel(PreTrainedModel):
-    """The base class of all block-state models: config, weight initialisation, and the sites of grafts."""
+    """The base class of all block-state models: config, weight initialization, and the sites of grafts."""
 
     graft_sites: ClassVar[Mapping[str, object]] = {
         "layers": "layers",

@@ -93,8 +93,8 @@ def multi_head_attention(
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> ChunkedTensor:
     """Compute causal attention within each window.
 
-    On a CPU the queries are split into at most four chunks. A chunk reads no keys after its last query, which leaves
-    5/8 of all scores to compute.
+    On a CPU the queries are split into at most four chunks. A chunk reads no keys after its last query: with four
+    chunks, 5/8 of the scores are computed.
 
     Args:
         q: queries (B, I, H, w, K).
@@ -102,7 +102,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> ChunkedTensor:
         v: values (B, I, H, w, K).
 
     Returns:
-        Outputs (B, I, w, d).
+        Outputs (B, I, w, d), as a `ChunkedTensor` with one chunk of tokens per chunk of queries.
     """
     count = q.shape[-2]
     size = count

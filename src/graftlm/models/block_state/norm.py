@@ -1,4 +1,4 @@
-"""The normalisation of block-state models."""
+"""The normalization of block-state models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from graftlm.models.block_state.config import BlockStateConfig
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square normalisation, in the dtype of its weights.
+    """RMS normalization.
 
-    PyTorch has no fused kernel for it on the CPU and reads the input five times; this implementation reads it three
-    times.
+    Input and output have the dtype of the weights; the mean square is computed in at least float32.
 
     Args:
         width: size of the last dimension.
@@ -23,10 +22,11 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise vectors (..., width)."""
+        """Normalize vectors (..., width)."""
         x = x.to(self.weight.dtype)
         if x.device.type != "cpu":
             return super().forward(x)
+        # PyTorch has no fused kernel on the CPU and reads the input five times. This code reads it three times.
         dtype = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
         mean_square = length.square() / x.shape[-1]

@@ -59,7 +59,7 @@ class S4DKernel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all parameters."""
+        """Initialize all parameters."""
         self.log_dt.uniform_(math.log(1e-3), math.log(1e-1))
         self.log_decay.fill_(math.log(0.5))
         self.frequency.copy_(math.pi * torch.arange(self.shape[-1]).expand(self.shape))
@@ -174,7 +174,7 @@ class UnstructuredKernel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all parameters."""
+        """Initialize all parameters."""
         self.inner.reset_parameters()
         self.outer.weight.normal_(std=self.outer.in_features**-0.5)
         channels = self.log_alpha.shape[0]

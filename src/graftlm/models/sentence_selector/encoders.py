@@ -49,7 +49,7 @@ class LstmSentenceEncoder(nn.Module):
             ids_BNT: token ids (B, N, T), padded with `vocab_size`.
 
         Returns:
-            Vectors (B, N, w); zero for sentences that consist of padding only.
+            Vectors (B, N, s); zero for sentences that consist of padding only.
         """
         batch, sentences, _ = ids_BNT.shape
         lengths = (ids_BNT != self.padding_idx).sum(-1).flatten()
@@ -68,7 +68,12 @@ class LstmSentenceEncoder(nn.Module):
 
 
 class LstmDocumentEncoder(nn.Module):
-    """Encodes sentences in the context of their document as vectors d, with a bidirectional LSTM."""
+    """Encodes sentences in the context of their document as vectors d, with a bidirectional LSTM.
+
+    Args:
+        config: config of the model.
+        input_size: size of the sentence vectors.
+    """
 
     def __init__(self, config: SentenceSelectorConfig, input_size: int) -> None:
         super().__init__()
@@ -96,6 +101,10 @@ class TransformerDocumentEncoder(nn.Module):
 
     Sentence embeddings of length 1 have entries near 1/√v for v dimensions, far below the sinusoids. A layer norm
     equalizes the scales.
+
+    Args:
+        config: config of the model.
+        input_size: size of the sentence vectors.
     """
 
     def __init__(self, config: SentenceSelectorConfig, input_size: int) -> None:

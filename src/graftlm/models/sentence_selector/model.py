@@ -61,7 +61,7 @@ class SentenceSelector(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Keep PyTorch's default initialisation, which is usual for LSTMs."""
+        """Keep PyTorch's default initialization, which is usual for LSTMs."""
 
     def encode(self, inputs: Tensor, mask_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Encode the sentences alone, then in their documents.

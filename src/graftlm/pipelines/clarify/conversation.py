@@ -23,7 +23,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from graftlm.config import Config, read_yaml
-from graftlm.errors import DataError, RecipeError
+from graftlm.errors import DataError, RecipeError, first_line
 from graftlm.files.reading import read_text
 from graftlm.files.writing import write_atomically
 from graftlm.pipelines.clarify.prompts import Exchange
@@ -290,7 +290,7 @@ class Conversation(Config):
 
     @property
     def cost(self) -> Cost:
-        """The sum over all turns."""
+        """The total cost of all turns."""
         return sum((turn.cost for turn in self.turns), Cost())
 
     @property
@@ -396,7 +396,7 @@ class Conversation(Config):
         try:
             conversation = cls.parse(values, where=str(path))
         except RecipeError as error:
-            raise DataError(f"{str(error).rstrip('.')}: name a conversation that graft clarify wrote.") from None
+            raise DataError(f"{str(error).rstrip('.')}: name a file that graft clarify wrote.") from None
         if load_template(conversation.template).sha256 != conversation.template_sha256:
             raise RecipeError(
                 f"The template {conversation.template} has changed since the conversation {path} began: restore it, or "
@@ -441,13 +441,15 @@ def _read_json(path: Path) -> dict[str, object]:
         raise DataError(f"There is no conversation {path}: name an existing file, or start a new conversation.")
     try:
         values = json.loads(read_text(path))
-    except ValueError:
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} is not valid JSON, but a conversation is expected: start a new conversation."
+            f"{path} is not valid JSON ({first_line(error)}), but a conversation is expected: name a file that graft "
+            "clarify wrote, or start a new conversation."
         ) from None
     if not isinstance(values, dict):
         raise DataError(
-            f"{path} contains a {type(values).__name__}, but a conversation is expected: start a new conversation."
+            f"{path} contains JSON of type {type(values).__name__}, but the object of a conversation is expected: name "
+            "a file that graft clarify wrote, or start a new conversation."
         )
     return values
 

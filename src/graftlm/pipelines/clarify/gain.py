@@ -74,16 +74,16 @@ def gains_by_answer(prior_K: Numbers, given_KY: Matrix) -> list[float]:
 
 def _check_probabilities(prior_K: np.ndarray, given_KY: np.ndarray) -> None:
     has_shapes = prior_K.ndim == 1 and given_KY.ndim == 2
-    if not has_shapes or len(prior_K) != len(given_KY) or len(prior_K) == 0:
+    if not has_shapes or len(prior_K) != len(given_KY) or given_KY.size == 0:
         raise EvaluationError(
-            f"The probabilities of answers have the shape {prior_K.shape} and the distributions of outputs "
-            f"{given_KY.shape}, but (K,) and (K, Y) with K >= 1 are expected: give one distribution per answer."
+            f"The probabilities of answers have the shape {prior_K.shape} and those of outputs {given_KY.shape}, but "
+            "(K,) and (K, Y) with K >= 1 and Y >= 1 are expected: give one distribution of outputs per answer."
         )
     for values in (prior_K, *given_KY):
         if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
             raise EvaluationError(
-                f"Probabilities have the minimum {values.min():.3g} and the sum {values.sum():.6g}, but none below 0 "
-                "and a sum of 1 are expected: divide them by their sum."
+                f"The probabilities of answers or outputs have the minimum {values.min():.6g} and the sum "
+                f"{values.sum():.6g}, but must be at least 0 and sum to 1: normalize them."
             )
 
 
@@ -117,7 +117,7 @@ def output_distributions(outputs: Sequence[Sequence[str]]) -> tuple[list[str], n
 
 
 def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
-    """Normalise log-likelihoods over the outputs by a softmax of each row.
+    """Normalize log-likelihoods over the outputs by a softmax of each row.
 
     Args:
         nats_KY: log p(y | x, q, a_k) in nats, (K, Y).

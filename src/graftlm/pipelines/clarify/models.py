@@ -104,10 +104,12 @@ class PrefixCache:
         return can_be_cropped and type(model).__module__.startswith("transformers.")
 
     def begin(self, instructions: str, ids: list[int], most: int) -> DynamicCache:
-        """Return a cache of the tokens that a prompt shares with the last prompt.
+        """Take the cache of the last prompt with the same instructions, cropped to the common prefix.
+
+        The entry is removed until `keep` stores it again.
 
         Args:
-            instructions: the instruction of the prompt.
+            instructions: the instructions of the prompt.
             ids: the tokens of the prompt.
             most: maximum number of tokens in the cache.
         """

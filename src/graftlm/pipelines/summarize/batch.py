@@ -112,7 +112,7 @@ def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
         elif not _is_hidden(file.relative_to(folder)):
             warn(f"{file} is skipped: no reader supports files that end in {file.suffix or file.name}.")
     if not documents:
-        raise DataError(f"{folder} has no document: files that end in one of {' '.join(SUFFIXES)} are expected.")
+        raise DataError(f"{folder} has no document: files that end in one of {', '.join(SUFFIXES)} are expected.")
     return documents
 
 

@@ -23,12 +23,12 @@ class FrozenBackboneLaws(LawsBase):
         before = digest(own)
         with self.attach(family) as model:
             parameters = list(model.train().trainable_parameters().values())
-            optimiser = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+            optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
             for step in range(3):
                 ids = tiny_ids(seed=step)
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 model(ids, labels=ids, domain=DOMAIN).loss.backward()
-                optimiser.step()
+                optimizer.step()
             assert all(tensor.grad is None for tensor in own.values())
             assert digest(own) == before
 

@@ -19,15 +19,15 @@ class TrainingLaws(LawsBase):
         losses: list[float] = []
         with self.attach(family, trained=False) as model:
             parameters = model.train().trainable_parameters().values()
-            optimiser = torch.optim.AdamW(parameters, lr=self.learning_rate)
+            optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate)
             for _ in range(8):
                 output = model(ids, labels=ids, domain=DOMAIN)
                 loss = output.loss
                 if is_encoder(family):  # It attends to the token that it predicts, so it learns to repeat the token.
                     loss = functional.cross_entropy(output.logits.float().flatten(0, 1), ids.flatten())
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
                 losses.append(loss.item())
         assert losses[-1] < losses[0] - 0.05, losses
 

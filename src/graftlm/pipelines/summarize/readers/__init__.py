@@ -56,7 +56,7 @@ def read_document(path: str | Path, language: str | None = None) -> SourceDocume
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise DataError(f"{path} has no readable format: give a file that ends in one of {' '.join(SUFFIXES)}.")
+        raise DataError(f"{path} has no readable format: give a file that ends in one of {', '.join(SUFFIXES)}.")
     if suffix != ".pdf":
         text = _read_utf8(path)
         return read_text(text, suffix, str(path), language)
