@@ -36,6 +36,7 @@ class FactsRow(NamedTuple):
         rates: learning rates with which the search begins.
         old: the old text: none, own text, or own text near the new.
         objective: how old text is learned.
+        shared_with: another row whose runs it shares.
         searched_by: what its search maximizes: facts right and answers kept (`both`), or only facts right (`learned`).
     """
 
@@ -45,6 +46,7 @@ class FactsRow(NamedTuple):
     old: OldText = ""
     objective: Literal["replay", "distil"] = "distil"
     searched_by: Literal["both", "learned"] = "both"
+    shared_with: str = ""
 
 
 def _graft_of(recipe: Recipe) -> dict[str, Any]:
@@ -55,7 +57,9 @@ def _graft_of(recipe: Recipe) -> dict[str, Any]:
 TRAINED = {
     "finetune": FactsRow("fine-tuning", {"kind": "finetune", "embeddings": False}, FINETUNE_RATES),
     "lora": FactsRow("LoRA", LORA, LORA_RATES),
-    "lora-learned": FactsRow("LoRA, the rate of most facts right", LORA, LORA_RATES, searched_by="learned"),
+    "lora-learned": FactsRow(
+        "LoRA, the rate of most facts right", LORA, LORA_RATES, searched_by="learned", shared_with="lora"
+    ),
     "adapter": FactsRow("adapters", ADAPTER, ADAPTER_RATES),
     "neutral": FactsRow("neutral residues", GATE_ONLY, NEUTRAL_RATES),
     "lora-own": FactsRow("LoRA, own text", LORA, LORA_RATES, "own"),

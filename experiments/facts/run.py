@@ -206,7 +206,7 @@ class FactsStudy(Study):
         """Return the run that trains a row at one rate."""
         row = TRAINED[name]
         scaled = name in self.scaled
-        run_id = f"{name}_{size.facts}_lr{rate:g}_s{seed}"
+        run_id = f"{row.shared_with or name}_{size.facts}_lr{rate:g}_s{seed}"
         return AnsweringRun(
             id=run_id,
             label=row.label,
