@@ -20,10 +20,12 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.mixture import build_blocks, build_mixture
+from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
 from graftlm.errors import RecipeError
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig
+from graftlm.evaluation.kept_answers import answer_metrics, compare_answers, worst_answers
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
 from graftlm.files.digests import file_digest
@@ -84,6 +86,8 @@ class GraftRun(TrainingRun):
             del settings["data"]["stream"]
         if not self.continues:
             del settings["continues"]
+        if self.evaluation.ask is None:
+            del settings["evaluation"]["ask"]
         if self.graft is None:
             data = settings["data"]
             settings["data"] = {"test": data["test"], "length": data["length"]}
@@ -174,6 +178,7 @@ class GraftRun(TrainingRun):
         # These are measured once, while no graft is attached.
         _ = evaluator.backbone_scores
         _ = evaluator.backbone_outcomes
+        _ = evaluator.backbone_answers
         self._log_start(context)
         if isinstance(graft, FitsOnText) and continued is None:
             for note in self._fit(graft):
@@ -267,7 +272,25 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         evaluation = trainee.evaluation
-        return evaluation.evaluator.measure(trainee.model, self.id, label, evaluation.start)
+        measurement = evaluation.evaluator.measure(trainee.model, self.id, label, evaluation.start)
+        if self.evaluation.ask is not None:
+            self._compare_answers(evaluation.evaluator, trainee.model, measurement)
+        return measurement
+
+    def _compare_answers(self, evaluator: BackboneEvaluator, model: GraftedModel, measurement: Measurement) -> None:
+        """Add what became of the backbone's answers to the questions of `ask`."""
+        names = None
+        if not any(source.streaming for source in self.data.new):
+            names = NewNames(build_documents(self.data.new), evaluator.tokenizer)
+        pairs = compare_answers(
+            [question.text for question in evaluator.questions],
+            [answer.text for answer in evaluator.backbone_answers],
+            [answer.text for answer in evaluator.answer(model)],
+            names,
+        )
+        if pairs:
+            measurement.add_metrics(answer_metrics(pairs, with_spill=names is not None))
+            measurement.details["answers"] = [pair.to_json() for pair in worst_answers(pairs)]
 
     def save(
         self,
