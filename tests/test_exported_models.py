@@ -121,7 +121,7 @@ def measured_more(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, s
     folder = tmp_path_factory.mktemp("exported")
     pairs = [(kind, family) for kind in KINDS if kind != "neutral-residues" for family in FAMILIES]
     exports = {(kind, family): exported(KINDS[kind], tiny(family), folder / kind / family) for kind, family in pairs}
-    return probe(exports, dict.fromkeys(exports, ["static"]), folder)
+    return probe(exports, {key: ["static"] for key in exports}, folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

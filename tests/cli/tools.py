@@ -21,7 +21,7 @@ RECIPE: dict[str, Any] = {
         "test": {"old": [{"path": "old/test.txt"}], "new": [{"path": "new/test.txt"}]},
     },
     "training": {"steps": 3, "batch_size": 4, "learning_rate": 1e-3},
-    "evaluation": {"limit_tokens": 300, "decode_prompts": 0},
+    "evaluation": {"limit_tokens": 300, "decode_prompts": 0, "own_tokens": 300},
     "out": "runs/a",
 }
 
