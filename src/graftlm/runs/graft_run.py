@@ -19,13 +19,15 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
+from graftlm.data.conflicts import find_conflicts
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
-from graftlm.errors import RecipeError
+from graftlm.errors import RecipeError, shorten
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig
 from graftlm.evaluation.kept_answers import answer_metrics, compare_answers, worst_answers
+from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
 from graftlm.files.digests import file_digest
@@ -40,6 +42,8 @@ from graftlm.store.manifest import TENSORS_NAME
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches, StatefulModel
 
+_SHOWN_CONFLICTS = 3
+_CHECKED_CHATS = 256
 GRAFT_NAME = "graft"
 """Name of the graft that a run trains, among the attached grafts."""
 
@@ -179,6 +183,8 @@ class GraftRun(TrainingRun):
         _ = evaluator.backbone_scores
         _ = evaluator.backbone_outcomes
         _ = evaluator.backbone_answers
+        for note in self._notes_on_conversations(backbone):
+            context.log(note)
         self._log_start(context)
         if isinstance(graft, FitsOnText) and continued is None:
             for note in self._fit(graft):
@@ -231,6 +237,30 @@ class GraftRun(TrainingRun):
                     )
             texts[name] = [_whole_text(document) for document in build_documents(parsed)]
         return graft.fit(texts)
+
+    def _notes_on_conversations(self, backbone: Backbone) -> Iterator[str]:
+        """Yield what the user should know about new conversations: contradictions, and answers that are known."""
+        has_chats = any(source.messages_column for source in self.data.new)
+        if not (has_chats and self.training.has_steps) or any(source.streaming for source in self.data.new):
+            return
+        documents = build_documents(self.data.new)
+        conflicts = find_conflicts(documents)
+        for conflict in conflicts[:_SHOWN_CONFLICTS]:
+            (first, answer), (second, other) = conflict.first, conflict.second
+            yield (
+                f"{first} and {second} answer {shorten(conflict.question)!r} differently: {shorten(answer)!r} and "
+                f"{shorten(other)!r}. Keep one of them."
+            )
+        if len(conflicts) > _SHOWN_CONFLICTS:
+            yield f"Questions with different answers in all: {len(conflicts):,}."
+        chats = [document for document in documents if document.chat is not None]
+        checked = chats[:: max(1, len(chats) // _CHECKED_CHATS)][:_CHECKED_CHATS]
+        known = find_known(backbone, checked)
+        if known:
+            yield (
+                f"The backbone already gives the answers of {len(known):,} of {len(checked):,} conversations, such as "
+                f"{known[0].where}: they teach it nothing."
+            )
 
     def _log_start(self, context: RunContext) -> None:
         assert self.graft is not None, "a bare backbone is not trained"
