@@ -163,8 +163,7 @@ def test_rows_go_on_where_those_of_the_step_before_ended() -> None:
     assert torch.equal(batches[3].input_ids, batches[0].input_ids)
     with pytest.raises(DataError) as error:
         StatefulBatches(TokenBlocks(marked, boundaries="joined"), 8)
-    assert "7 rows of 5 tokens" in str(error.value)
-    assert "8 streams" in str(error.value)
+    assert "batch_size" in str(error.value)
 
 
 def test_the_recurrent_state_continues_a_text_as_one_longer_pass_does() -> None:
@@ -269,7 +268,7 @@ def test_pieces_write_every_text() -> None:
     [
         ({"model": MODEL | {"model_type": "lama"}}, "'lama'.*llama"),
         ({"model": MODEL | {"model_type": "t5"}}, "t5"),
-        ({"model": MODEL | {"hidden": 3}}, "model: .*key hidden "),
+        ({"model": MODEL | {"hidden": 3}}, "key hidden,"),
         (
             {"model": MODEL | {"num_attention_heads": 3}},
             "model: .*llama.*attention heads",

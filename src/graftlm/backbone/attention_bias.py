@@ -21,7 +21,16 @@ _IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 def check_bias_site(model: PreTrainedModel, site: Site, when: str) -> None:
-    """Raise `TapError` if a tap can't add a bias at a site of a model."""
+    """Check that a tap can add a bias at a site of a model.
+
+    Args:
+        model: the live model.
+        site: the site of the tap.
+        when: `before` or `after`, see `Tap`.
+
+    Raises:
+        TapError: the tap does not act before an attention, or the model's attention takes no additive mask.
+    """
     if when != "before" or site.kind != "attention":
         raise TapError(f"A tap adds a bias {when} {site}, but it can do so only before an attention: change the tap.")
     implementation = getattr(model.config, "_attn_implementation", None)
@@ -68,7 +77,7 @@ def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool, columns: int | 
     """Combine an attention's mask with a bias of its scores.
 
     The last T of the S keys are those of the queries themselves. A static cache also has columns after S, for tokens
-    to come; a mask that is wider still has further keys before S. Neither get a bias.
+    to come, and a mask that is wider still has further keys before S. Both kinds of columns get no bias.
 
     Args:
         mask: the mask that transformers passes. A boolean mask is True at visible keys, a floating-point mask is

@@ -38,7 +38,7 @@ def slots(
     Args:
         cache: the cache of one generation.
         owner: a name; the same owner gets the same layers again.
-        count: number of layers that the owner needs.
+        count: number of layers that the first call appends for the owner.
         backbone_layers: number of layers that the backbone fills; a lazy cache may not have made them yet.
         make: builds one layer.
 

@@ -28,7 +28,7 @@ _SEPARATE = "find_packed_sequence_indices"
 
 
 class MisfitError(Exception):
-    """A structure lacks something; the message is the end of a sentence."""
+    """A model does not have an expected structure; the message is a clause without a full stop."""
 
 
 @dataclass

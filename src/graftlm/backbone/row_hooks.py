@@ -79,7 +79,7 @@ class RowScopedHooks(TapHooks):
         prepare: called before each forward pass with the owner of each scope and the `Call` of its rows.
 
     Raises:
-        TapError: a tap uses a site that the model does not have.
+        TapError: a tap uses a site that the model does not have, or adds a bias where the model takes none.
     """
 
     _replaces_once = False
@@ -195,8 +195,8 @@ def _run_on_rows(
     length = min(len(tensor) for tensor in tensors)
     if rows.stop > length:
         raise TapError(
-            f"A tap acts on some rows at {site}, but {length} rows arrive there, which are not those of the batch: "
-            "answer requests for this graft one at a time."
+            f"A tap acts on row {rows.stop - 1} at {site}, but the number of rows that arrive there is {length}, not "
+            "that of the batch: answer requests for this graft one at a time."
         )
     return function(call, *[tensor[rows] for tensor in tensors])
 

@@ -92,7 +92,7 @@ class TapHooks:
         prepare: called before each forward pass with its `Call`.
 
     Raises:
-        TapError: a tap uses a site that the model does not have.
+        TapError: a tap uses a site that the model does not have, or adds a bias where the model takes none.
         TapConflictError: taps of two owners replace the hidden states of the same site.
 
     Attributes:
@@ -134,7 +134,7 @@ class TapHooks:
         self._handles.append(sites.body.register_forward_hook(self._close_call, always_call=True))
 
     def remove(self) -> None:
-        """Remove all hooks, which restores the bare model."""
+        """Remove all hooks, which restores the bare model. Hooks that were removed can't be registered again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -184,7 +184,7 @@ class TapHooks:
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of torch's activation checkpointing, as its `context_fn`.
 
-        A block is recomputed with the call of its own forward pass.
+        A block is recomputed with the call of its own forward pass. This must be called during a forward pass.
         """
         return nullcontext(), self._resume(self._stack.calls[-1])
 
@@ -205,8 +205,8 @@ class TapHooks:
             return
         if call.past():
             raise TapError(
-                f"The cache contains {call.past()} tokens that were read without these grafts: pass the whole text, "
-                "with an empty cache or none."
+                "The cache contains tokens that were read without these grafts "
+                f"(number of tokens: {call.past()}): pass the whole text, with an empty cache or none."
             )
 
     def _open_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
@@ -389,7 +389,16 @@ class TapHooks:
 
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
-    """Raise `TapConflictError` if taps of two owners replace the hidden states of the same site."""
+    """Check that no two owners replace the hidden states of the same site.
+
+    Args:
+        sites: the sites of the model.
+        taps: taps by owner.
+
+    Raises:
+        TapConflictError: taps of two owners replace the hidden states of one site.
+        TapError: a tap uses a site that the model does not have.
+    """
     owners: dict[tuple[nn.Module, str], object] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:

@@ -36,8 +36,11 @@ def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Seque
 
     Args:
         spec: the specification of the task.
-        rows: labelled rows.
-        predictions: the predictions for these rows.
+        rows: labelled rows, at least one.
+        predictions: the predictions for these rows, in their order.
+
+    Returns:
+        The metrics by the names in the documentation of this module.
     """
     truth = [row.target for row in rows]
     predicted = [prediction.value for prediction in predictions]
@@ -50,13 +53,20 @@ def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Seque
 
 def is_exact(reference: AnswerSpan, predicted: AnswerSpan) -> bool:
     """Return whether a predicted span equals one of a row's answers, as SQuAD compares them."""
-    words = _normalised_words(predicted.answers[0])
-    return any(words == _normalised_words(answer) for answer in reference.answers)
+    words = _normalized_words(predicted.answers[0])
+    return any(words == _normalized_words(answer) for answer in reference.answers)
 
 
 # scikit-learn and scipy take a second to import, so functions import them.
 def sklearn_metric(name: str, truth: object, predicted: object, **options: object) -> float:
-    """Return a metric of scikit-learn by its name."""
+    """Compute a metric of scikit-learn.
+
+    Args:
+        name: name of a function of `sklearn.metrics`.
+        truth: the true values.
+        predicted: the predicted values.
+        options: further arguments of the function.
+    """
     import sklearn.metrics
 
     metric = getattr(sklearn.metrics, name)
@@ -113,12 +123,12 @@ def _best_over_answers(
     """Return the mean over rows of the best score over a row's answers."""
     best = []
     for reference, span in zip(truth, predicted, strict=True):
-        words = _normalised_words(span.answers[0])
-        best.append(max(score(_normalised_words(answer), words) for answer in reference.answers))
+        words = _normalized_words(span.answers[0])
+        best.append(max(score(_normalized_words(answer), words) for answer in reference.answers))
     return statistics.fmean(best)
 
 
-def _normalised_words(text: str) -> list[str]:
+def _normalized_words(text: str) -> list[str]:
     """Return words without case, punctuation and English articles, as SQuAD's evaluation normalizes them."""
     text = text.lower().translate(_NO_PUNCTUATION)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()

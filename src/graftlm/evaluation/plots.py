@@ -181,7 +181,7 @@ def by_length(
 
     Args:
         curves: by label, (length, bits per byte) pairs.
-        trained: the trained length, which a dotted line marks.
+        trained: the length in tokens with which the models were trained, which a dotted line marks; None for no line.
         title: the figure's title.
     """
     figure, axes = _figure(title, x_label="tokens of a window", y_label="bits per byte")

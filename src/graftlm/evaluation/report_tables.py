@@ -41,7 +41,7 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 
     Args:
         results: the results.
-        pictures: names of pictures in the same folder.
+        pictures: file names of pictures in the report's folder, which are shown at the end.
     """
     seeds = ", ".join(str(seed) for seed in results.seeds)
     parts = [
@@ -60,7 +60,8 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def _describe(machine: Machine) -> str:
-    parts = [machine.cpu, f"{machine.cores} cores", machine.gpu, f"torch {machine.torch}"]
+    cores = "1 core" if machine.cores == 1 else f"{machine.cores} cores"
+    parts = [machine.cpu, cores, machine.gpu, f"torch {machine.torch}"]
     return ", ".join(part for part in parts if part)
 
 

@@ -35,7 +35,7 @@ _MARKS = {True: "✓", False: "✗", None: ABSENT}
 
 
 def print_table(results: Results, console: Console | None = None) -> None:
-    """Print the rows, the metrics of further sets and tasks, and the aims, in at most 100 columns.
+    """Print the usual metrics of all rows, tables of further metrics, and the aims.
 
     Args:
         results: the results.
@@ -72,7 +72,12 @@ def _aim_line(aim: Aim) -> str:
 
 
 def print_side_by_side(results: Results, console: Console) -> None:
-    """Print one line per metric and one column per row."""
+    """Print a table with a line for each metric and a column for each row.
+
+    Args:
+        results: the results.
+        console: where to print.
+    """
     names = metric_names(results)
     lines = []
     for name in names:
