@@ -20,12 +20,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graftlm.data import Mixture, TokenBlocks, build_documents
-from graftlm.errors import DataError, GraftError, RecipeError
+from graftlm.errors import BackboneError, DataError, GraftError, RecipeError
 from graftlm.evaluation import Results, score, value_of
 from graftlm.runs.language_run import LanguageModelRecipe
 from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
 from graftlm.training import TrainingConfig
-from graftlm.training.language_model import LanguageModel, new_model, train_tokenizer
+from graftlm.training.language_model import LanguageModel, new_model, read_model, save_model, train_tokenizer
 from graftlm.training.optimizer import make_optimizer, parameters_without_decay
 from graftlm.training.stateful import StatefulBatches
 from tiny import tiny_tokenizer
@@ -322,6 +322,16 @@ def test_mistakes_get_one_sentence(
         run(tmp_path, **changes)
     assert re.search(message, str(caught.value))
     assert "\n" not in str(caught.value)
+
+
+def test_damaged_weights_are_an_error_of_the_model(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([WORDS * 10], 300)
+    save_model(new_model(MODEL, tokenizer, seed=0), tokenizer, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(BackboneError) as error:
+        read_model(str(tmp_path / "model"), tokenizer)
+    assert str(tmp_path / "model") in str(error.value)
 
 
 def test_a_recipe_of_another_kind(tmp_path: Path) -> None:

@@ -97,7 +97,11 @@ class GraftRun(TrainingRun):
         return () if self.graft is None else ("graft/graft.json",)
 
     def check(self) -> None:
-        """Attach an untrained graft, so that settings which don't fit the backbone raise an error at once."""
+        """Check that the graft fits the backbone, by attaching an untrained one.
+
+        Raises:
+            GraftError: the backbone can't be loaded, or the graft does not fit it.
+        """
         if self.graft is None:
             return
         backbone = load_shared(self.backbone)
@@ -136,6 +140,9 @@ class GraftRun(TrainingRun):
 
         Args:
             dependencies: folders of the runs of `needs` by id; without them, `own_kl` is not measured.
+
+        Raises:
+            GraftError: the backbone, the test texts, the tasks or the sampled texts can't be read.
         """
         own_text = None
         test_samples = self._test_samples()

@@ -73,7 +73,10 @@ class GrowthRecipe(TextRecipe):
         if not stage.data.new:
             yield f"{where} has no new text: name some under its data.new"
         if stage.graft.needs_tasks:
-            yield f"{where} has a graft of the kind {stage.graft.kind}, which learns tasks, but stages have text"
+            yield (
+                f"{where} has a graft of the kind {stage.graft.kind}, which learns tasks, but stages have text: choose "
+                "another kind"
+            )
         if not is_first and stage.data.replay_fraction and stage.data.old_objective == "distil":
             yield (
                 f"{where} has old_objective distil, which follows the bare backbone, but the bare backbone has not "
@@ -103,7 +106,7 @@ class GrowthRecipe(TextRecipe):
             earlier.extend(data.new)
 
     def runs(self) -> list[Run]:
-        """Return the run of the bare backbone, if there is something to measure, and those of the stages in order."""
+        """Return the run of the bare backbone, unless there is nothing to measure, and those of the stages in order."""
         runs = self.backbone_runs()
         earlier: list[str] = []
         for stage in self._trained_stages():
@@ -132,7 +135,7 @@ class GrowthRecipe(TextRecipe):
             lost_NAME    = loss of the row's model - loss of the model of stage NAME, in rows after that stage
 
         Args:
-            rows: the measured rows.
+            rows: the measured rows of all stages and of the backbone.
 
         Returns:
             The rows, with each stage's metrics on the test sets that are named after stages. Without a backbone row,

@@ -42,7 +42,9 @@ class TokenizerConfig(Config):
     vocab_size: int | None = Field(
         None, ge=MIN_VOCAB_SIZE, description="Learn a byte-level BPE tokenizer of at most this many tokens instead."
     )
-    characters: int = Field(20_000_000, ge=1, description="Characters of text to learn the tokenizer from, at most.")
+    characters: int = Field(
+        20_000_000, ge=1, description="Maximum number of characters of text to learn the tokenizer from."
+    )
 
     def _problems(self) -> Iterator[str]:
         if (self.name is None) == (self.vocab_size is None):
@@ -75,7 +77,7 @@ class LanguageDataConfig(Config):
             yield "a stream is cut from text in memory: set streaming or stream to false"
 
     def packed(self) -> DataConfig:
-        """Return the texts as a data section without old text, which packing takes."""
+        """Return these texts as the data section of a recipe of grafts, with no old text."""
         return DataConfig(
             new=self.train,
             replay_fraction=0,
@@ -92,7 +94,9 @@ class LengthsConfig(Config):
     lengths: list[Annotated[int, Field(ge=3)]] = Field(
         [], description="Tokens per window; the training length is always measured."
     )
-    tokens_per_pass: int = Field(16_384, ge=1, description="Tokens in a forward pass; a longer window is alone.")
+    tokens_per_pass: int = Field(
+        16_384, ge=1, description="Tokens in a forward pass; a longer window has a pass of its own."
+    )
     limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
     precision: Literal["fp32", "bf16"] = "fp32"
 
@@ -143,7 +147,14 @@ class LanguageModelRecipe(_LanguageSettings):
         return LanguageModelRun(id="model", label=label, folder=".", **settings)
 
     def plots(self, results: Results) -> dict[str, Figure]:
-        """Plot bits per byte by window length, if several lengths were measured."""
+        """Plot bits per byte by window length, if several lengths were measured.
+
+        Args:
+            results: the results of the recipe's run.
+
+        Returns:
+            The figure by its file name without suffix; empty for a single length.
+        """
         from graftlm.evaluation import plots  # Importing matplotlib takes half a second.
 
         metrics = results.rows[0].metrics
@@ -277,10 +288,14 @@ def bits_per_byte(
         tokenizer: its tokenizer.
         tests: test documents by set.
         lengths: lengths of the windows, in tokens.
-        settings: number of tokens in a pass and in all, and the precision.
+        settings: tokens in a pass, tokens scored per test set, and precision. Its `lengths` are not used.
 
     Returns:
-        {set: {length: bits per byte}}
+        {set: {length: bits per byte}}.
+
+    Raises:
+        EvaluationError: a length exceeds the model's positions, or the model predicts NaN or infinity.
+        DataError: a set has no token to score.
     """
     intervals: dict[str, dict[int, Interval]] = {}
     for name, documents in tests.items():

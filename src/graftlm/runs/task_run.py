@@ -160,7 +160,10 @@ class TaskRun(_TaskSettings, TrainingRun):
     def _check_length(self, backbone: Backbone) -> None:
         limit = max_sequence_length(backbone, backbone.need_tokenizer())
         if self.length > limit:
-            raise RecipeError(f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower it to that.")
+            raise RecipeError(
+                f"length is {self.length}, but {backbone.name} reads at most {limit} tokens: set length to {limit} or "
+                "less."
+            )
 
     def _log_rows(
         self,
@@ -178,25 +181,33 @@ class TaskRun(_TaskSettings, TrainingRun):
         context.log(f"Backbone {backbone.name}; tasks: {len(rows)}; rows in all: {n_rows:,}.")
 
     def encoder(self, backbone: Backbone, truncation: bool = True) -> RowEncoder:
-        """Return the encoder that turns the run's rows into tokens."""
-        return row_encoder(backbone, self.length, truncation)
+        """Return the encoder that turns the run's rows into tokens.
+
+        Args:
+            backbone: the backbone, whose tokenizer encodes.
+            truncation: truncate longer rows; False makes a longer training row an error.
+        """
+        return row_encoder(backbone, self.length, truncation=truncation)
 
     def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
-        """Return the batches.
+        """Return the batches of labelled rows.
 
         Args:
             model: the model in training, whose scores some sampler policies need.
             rows: the training rows by task.
+
+        Raises:
+            DataError: a row is longer than `length`, and `truncation` is false.
         """
         tasks = tasks_of(model.grafts[GRAFT_NAME])
         score = row_scorer(model, list(tasks.values()), self.training.precision)
         return LabelledMixture(
             rows,
-            self.encoder(model.backbone, self.truncation),
+            self.encoder(model.backbone, truncation=self.truncation),
             self.sampler,
-            self.training.batch_size,
-            self.training.seed,
-            score,
+            batch_size=self.training.batch_size,
+            seed=self.training.seed,
+            score=score,
             numbers={name: number for number, name in enumerate(tasks) if name in rows},
             steps=self.training.steps,
         )
@@ -289,11 +300,14 @@ def _scores_as_json(scores: Mapping[str, TaskScore]) -> dict[str, object]:
 
 
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
-    """Return the config of a graft with tasks.
+    """Return a copy of a graft's config that has tasks.
 
     Args:
-        config: a config without tasks.
+        config: a config without tasks, of a kind of graft with heads.
         specs: the tasks by name, in order.
+
+    Raises:
+        RecipeError: the tasks do not fit the config.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
     values["tasks"] = {name: spec.model_dump() for name, spec in specs.items()}
@@ -305,8 +319,11 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
 
     Args:
         backbone: the backbone, whose tokenizer encodes.
-        length: maximum tokens of a row.
+        length: maximum number of tokens of a row.
         truncation: truncate longer rows; False makes a longer training row an error.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
     segments = (getattr(backbone.config, "type_vocab_size", None) or 0) > 1
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
@@ -325,6 +342,9 @@ def row_scorer(
         model: the model in training.
         specs: the tasks in the order of their numbers.
         precision: precision of the passes.
+
+    Returns:
+        A function from a batch to the uncertainty of each row; None for rows of tasks without one.
     """
     predict = predictor(model, precision)
 
@@ -361,8 +381,8 @@ def task_tests(
 
     Args:
         tasks: all tasks of the graft, in the order of their numbers.
-        configs: the tasks' configs, which may name a metric.
-        rows: the test rows by task.
+        configs: the tasks' configs by name, which may name a metric.
+        rows: the test rows by task; tasks without test rows are left out.
     """
     numbers = {name: number for number, name in enumerate(tasks)}
     tests = {}
