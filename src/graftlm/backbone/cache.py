@@ -89,12 +89,23 @@ def slots_of(cache: Cache) -> dict[str, range]:
 
 
 def set_slots(cache: Cache, slots_by_owner: Mapping[str, range]) -> None:
-    """Set the layer indices of each owner in a cache that has these layers."""
+    """Set the layer indices of each owner in a cache.
+
+    Args:
+        cache: a cache that has these layers.
+        slots_by_owner: the layer indices by owner; they replace those of the cache.
+    """
     vars(cache)[_SLOTS] = dict(slots_by_owner)
 
 
 def move_own_layers(source: Cache, target: Cache, backbone_layers: int) -> None:
-    """Move all layers after the backbone's to the end of another cache, with their owners."""
+    """Move the layers of grafts to the end of another cache, with their owners.
+
+    Args:
+        source: the cache that loses the layers.
+        target: a cache that has exactly the backbone's layers.
+        backbone_layers: number of layers of the backbone, after which those of grafts begin.
+    """
     target.layers += source.layers[backbone_layers:]
     del source.layers[backbone_layers:]
     set_slots(target, slots_of(source))

@@ -66,8 +66,8 @@ def load_backbone(
     _check_options(kind, dtype)
     files = find_model(name)
     with reading_gguf_once() if files.gguf_file else nullcontext():
-        _check_structure(files, kind, trust_remote_code, family)
-        model = _load_model(name, files, kind, dtype, trust_remote_code)
+        _check_structure(files, kind, family, trust_remote_code=trust_remote_code)
+        model = _load_model(name, files, kind, dtype, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
     backbone = Backbone.wrap(model, tokenizer, name, kind)
     if device is not None:
@@ -104,7 +104,7 @@ def inspect_model(
     """
     named = getattr(torch, dtype, None)
     try:
-        config, model = _empty_model(find_model(name), kind, trust_remote_code)
+        config, model = _empty_model(find_model(name), kind, trust_remote_code=trust_remote_code)
     except Exception:  # Loading the weights reports what is wrong.
         return 0, ""
     size = 0
@@ -176,7 +176,7 @@ def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> 
 
 
 def _empty_model(
-    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool
+    files: ModelFiles, kind: BackboneKind, *, trust_remote_code: bool
 ) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """Return a model's config, and the model without weights."""
     import transformers
@@ -190,11 +190,11 @@ def _empty_model(
 
 
 def _check_structure(
-    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, object] | None
+    files: ModelFiles, kind: BackboneKind, family: str | Mapping[str, object] | None, *, trust_remote_code: bool
 ) -> None:
     """Find the sites of a model without weights, made from its config. A family that does not fit is removed again."""
     try:
-        config, model = _empty_model(files, kind, trust_remote_code)
+        config, model = _empty_model(files, kind, trust_remote_code=trust_remote_code)
     except Exception:  # Loading the weights reports what is wrong.
         return
     registered = FAMILIES.get(config.model_type)
@@ -211,8 +211,9 @@ def _check_structure(
 
 
 def _load_model(
-    name: str, files: ModelFiles, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool
+    name: str, files: ModelFiles, kind: BackboneKind, dtype: str | torch.dtype, *, trust_remote_code: bool
 ) -> PreTrainedModel:
+    """Return a model with its weights, after a check that the checkpoint has all of them."""
     import transformers
 
     register()  # makes the Auto classes of transformers load our own architectures

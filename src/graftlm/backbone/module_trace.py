@@ -117,7 +117,12 @@ class ModuleTrace:
         return [module for module in self.visits if module in modules]
 
     def children(self, layer: nn.Module, condition: Callable[[str, nn.Module], bool]) -> tuple[str, ...]:
-        """Return the names of a layer's children that ran and meet a condition on name and module."""
+        """Return the names of a layer's children that ran and meet a condition.
+
+        Args:
+            layer: the layer.
+            condition: a function of a child's name and module.
+        """
         names = []
         for name, child in layer.named_children():
             if child in self.visits and condition(name, child):

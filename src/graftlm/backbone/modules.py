@@ -44,7 +44,7 @@ def architecture(config: PreTrainedConfig) -> str:
 
 
 def has_module(root: nn.Module, path: str) -> bool:
-    """Return whether there is a module at a path."""
+    """Return whether a module contains a module at a path; an empty path names the module itself."""
     return path in dict(root.named_modules())
 
 

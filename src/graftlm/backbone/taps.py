@@ -198,7 +198,14 @@ class TapHooks:
             self._stack.calls.pop()
 
     def check_cache(self, call: Call) -> None:
-        """Raise `TapError` if the cache of a pass contains tokens that were read without these taps."""
+        """Check that the cache of a pass contains no tokens that were read without these taps.
+
+        Args:
+            call: the pass. Compiled passes are not checked.
+
+        Raises:
+            TapError: the cache contains such tokens.
+        """
         if call.cache is None or torch.compiler.is_compiling():
             return
         if vars(call.cache).get(_READER_KEY) == self._number:
@@ -294,7 +301,7 @@ class TapHooks:
             check_bias_site(self._model, tap.site, tap.when)
         entry, exit_ = sites.module(tap.site)
         if tap.act == "bias":
-            self._add_pre_hook(entry, self._bias_hook(tap, sites.family.causal))
+            self._add_pre_hook(entry, self._bias_hook(tap, causal=sites.family.causal))
         elif tap.when == "before":
             self._add_pre_hook(entry, self._before_hook(tap))
         else:
@@ -339,7 +346,7 @@ class TapHooks:
 
         return before
 
-    def _bias_hook(self, tap: Tap, causal: bool) -> Callable[..., Any]:
+    def _bias_hook(self, tap: Tap, *, causal: bool) -> Callable[..., Any]:
         """Return a hook that adds a bias to the scores of an attention."""
         site = tap.site
         function = tap.function
@@ -350,7 +357,8 @@ class TapHooks:
             if bias is None:
                 return None
             columns = static_columns(call, site, bias.shape[-2])
-            mask = biased_mask(additive_mask(self._model, site, kwargs), bias, causal, columns)
+            mask = additive_mask(self._model, site, kwargs)
+            mask = biased_mask(mask, bias, causal=causal, columns=columns)
             return args, kwargs | {"attention_mask": mask}
 
         return before

@@ -52,7 +52,12 @@ def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Seque
 
 
 def is_exact(reference: AnswerSpan, predicted: AnswerSpan) -> bool:
-    """Return whether a predicted span equals one of a row's answers, as SQuAD compares them."""
+    """Return whether a predicted span equals one of a row's answers, as SQuAD compares them.
+
+    Args:
+        reference: the row's answers.
+        predicted: the predicted span, whose first answer is its text.
+    """
     words = _normalized_words(predicted.answers[0])
     return any(words == _normalized_words(answer) for answer in reference.answers)
 

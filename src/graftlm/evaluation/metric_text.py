@@ -81,7 +81,12 @@ def format_mean(name: str, metric: Metric | None) -> str:
 
 
 def format_value(name: str, value: float) -> str:
-    """Return a value with the unit that the metric's name implies."""
+    """Return a value as text with the unit that the metric's name implies, such as GiB for `_bytes`.
+
+    Args:
+        name: the metric's name.
+        value: a single value of it.
+    """
     if name.endswith("parameters"):
         return _with_unit(value, _COUNT_UNITS)
     if name.endswith("_bytes"):

@@ -201,7 +201,14 @@ def _whole_number(value: float, _: int | None) -> str:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG at 150 dots per inch and return its path.
+    """Write a PNG at 150 dots per inch.
+
+    Args:
+        figure: the figure.
+        path: the file to write; missing folders are created.
+
+    Returns:
+        The path.
 
     Raises:
         EvaluationError: the path can't be written to.

@@ -194,6 +194,11 @@ def window_batch(
 ) -> tuple[dict[str, object], Tensor | None, Tensor]:
     """Turn windows into the inputs of a model, padded on the right, on the model's device.
 
+    Args:
+        model: the model that will read them.
+        tokenizer: the model's tokenizer, for padding.
+        batch: the windows, at least one.
+
     Returns:
         The keyword arguments of any model, with `input_ids` and `attention_mask` (B, T); a bool mask (B, T), True for
         tokens of prompts, or None if there is no prompt; and labels (B, T), each at the position that predicts it,
@@ -223,9 +228,16 @@ def window_batch(
 def scored_logits(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Window]
 ) -> tuple[Tensor, Tensor]:
-    """Return a model's logits (N, V) at the N scored positions of a batch, and the ids that they predict, (N,).
+    """Run a model on a batch of windows, and return what predicts their scored tokens.
 
-    The positions are in the order of the windows, each of which has `Window.tokens` of them.
+    Args:
+        model: the model; a `GraftedModel` also receives the mask of prompt tokens.
+        tokenizer: the model's tokenizer, for padding.
+        batch: the windows.
+
+    Returns:
+        The logits (N, V) at the N positions before scored tokens, and the ids of these tokens, (N,). They are in the
+        order of the windows, each of which has `Window.tokens` of them.
     """
     from graftlm.grafted.model import GraftedModel  # takes seconds to import
 

@@ -72,7 +72,7 @@ def execute(
     by_id = _checked_by_id(with_needed)
     try:
         with locked(out):
-            done = _Execution(by_id, out, title, progress, log).complete(jobs)
+            done = _Execution(by_id, out, title=title, progress=progress, log=log).complete(jobs)
     finally:
         # After an error too: the next call must not meet a backbone or texts of this one.
         for kind in {type(run) for run in by_id.values()}:
@@ -83,7 +83,15 @@ def execute(
 class _Execution:
     """One call of `execute`."""
 
-    def __init__(self, by_id: Mapping[str, Run], out: Path, title: str | None, progress: bool, log: Log) -> None:
+    def __init__(
+        self,
+        by_id: Mapping[str, Run],
+        out: Path,
+        *,
+        title: str | None,
+        progress: bool,
+        log: Log,
+    ) -> None:
         self._by_id = by_id
         self._out = out
         self._title = title

@@ -166,6 +166,17 @@ class GraftRun(TrainingRun):
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee[GraftedModel, GraftEvaluation]]:
+        """Build the grafted model and its batches, after the bare backbone was measured.
+
+        The grafts are detached from the backbone when the block ends.
+
+        Args:
+            context: the folders of earlier grafts and of sampled text, and where to log.
+
+        Raises:
+            GraftError: the backbone, an earlier graft or the texts can't be read, or the graft does not fit the
+                backbone.
+        """
         assert self.graft is not None, "a bare backbone is not trained"
         evaluator = self.evaluator(context.dependencies)
         backbone = evaluator.backbone
@@ -217,7 +228,7 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         if self.training.steps:
-            context.log(f"Training {label} for {self.training.steps:,} steps.")
+            context.log(f"Training {label} for {self.steps_text()}.")
         else:
             context.log(f"Fitting {label}.")
 
@@ -260,7 +271,7 @@ class GraftRun(TrainingRun):
         summary: TrainingSummary | None,
         measurement: Measurement,
     ) -> None:
-        """Write the graft with its model card."""
+        """Write the graft with its model card into the folder `graft` of the run's folder."""
         model = trainee.model
         graft = model.grafts[GRAFT_NAME]
         assert isinstance(graft, Graft), "a grafted model has grafts only"

@@ -188,15 +188,23 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee[LanguageModel, LanguageEvaluation]]:
+        """Load or make the tokenizer and the model, and read the texts.
+
+        Args:
+            context: where a learned tokenizer is kept, and where to log.
+
+        Raises:
+            GraftError: model, tokenizer or texts can't be read, or do not fit together.
+        """
         tokenizer = self._load_tokenizer(context.folder)
         model = self._load_model(tokenizer)
         batches = self._batches(tokenizer)
         tests = load_tests(self.data.test)
         start = fingerprint(model).id if isinstance(self.model, str) else self.model
-        rows = self.training.batch_size * self.data.length
+        tokens = self.training.batch_size * self.data.length
         parameters = count_parameters(model.parameters())
         context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
-        context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
+        context.log(f"Training it for {self.steps_text()} of {tokens:,} tokens.")
         yield Trainee(
             model=LanguageModel(model),
             batches=batches,

@@ -146,6 +146,10 @@ class TrainingRun(Run):
 
     training: TrainingConfig
 
+    def steps_text(self) -> str:
+        """Return the number of steps with its unit, for log lines."""
+        return "1 step" if self.training.steps == 1 else f"{self.training.steps:,} steps"
+
     @abstractmethod
     def build(self, context: RunContext) -> AbstractContextManager[Trainee[Any, Any]]:
         """Return a context that builds model and batches, and frees them when the run is over.

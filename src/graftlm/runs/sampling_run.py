@@ -89,7 +89,7 @@ class SamplingRun(Run):
         samples = [sample for sample in drawn if not sample.left_out]
         n_chats = sum(sample.is_chat for sample in samples)
         if backbone.need_tokenizer().chat_template:
-            context.log(f"{n_chats:,} of {len(samples):,} texts are conversations.")
+            context.log(f"Texts: {len(samples):,}, of which conversations: {n_chats:,}.")
         metrics: dict[str, Metric] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),
@@ -137,4 +137,4 @@ def _log_reasons(reasons: Counter[str], drawn: int, context: RunContext) -> None
     used = drawn - reasons.total()
     counts = [f"{count:,} ({reason})" for reason, count in reasons.most_common()]
     left_out = ", ".join(counts) or "none"
-    context.log(f"{used:,} of {drawn:,} texts are used. Left out: {left_out}.")
+    context.log(f"Sampled texts: {drawn:,}, of which used: {used:,}, left out: {left_out}.")

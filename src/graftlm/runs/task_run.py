@@ -120,6 +120,16 @@ class TaskRun(_TaskSettings, TrainingRun):
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee[GraftedModel, TaskEvaluation]]:
+        """Read the labelled rows, build the grafted model, and initialize the heads of its tasks.
+
+        The graft is detached from the backbone when the block ends.
+
+        Args:
+            context: where to log.
+
+        Raises:
+            GraftError: the backbone or the rows can't be read, or the graft does not fit them.
+        """
         rows = {name: read_training_rows(name, task) for name, task in self.tasks.items()}
         tests = {
             "test": self._held_out(rows, "test"),
@@ -137,7 +147,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             for name, start in starts.items():
                 context.log(f"The task {name} starts from {json.dumps(start)}.")
             if self.training.steps:
-                context.log(f"Training {graft.config.label} for {self.training.steps:,} steps.")
+                context.log(f"Training {graft.config.label} for {self.steps_text()}.")
             yield Trainee(
                 model=model,
                 batches=batches,
@@ -243,7 +253,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         summary: TrainingSummary | None,
         measurement: Measurement,
     ) -> None:
-        """Write the graft with what its use needs, and the sampler's report."""
+        """Write the graft into the folder `graft` of the run's folder, and the sampler's report next to it."""
         report = _labelled_mixture(trainee).sampler.report()
         write_atomically(context.folder / SAMPLER, json.dumps(report).encode())
         model = trainee.model

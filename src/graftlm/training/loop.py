@@ -115,7 +115,7 @@ def train(
         if config.tracker is not None:
             start_tracker(context.accelerator, config.tracker, config.model_dump())
         resumed_from = resume_from_checkpoint(state, resume=resume)
-        _run_steps(state, progress)
+        _run_steps(state, progress=progress)
         state.optimizer.zero_grad()
     assert state.counts.loss is not None, "a run has at least one step"
     return TrainingSummary(
@@ -128,7 +128,7 @@ def train(
     )
 
 
-def _run_steps(state: TrainingState, progress: bool) -> None:
+def _run_steps(state: TrainingState, *, progress: bool) -> None:
     """Train from the current step to the last, with log, progress bar and checkpoints."""
     counts = state.counts
     is_main = state.context.accelerator.is_main_process

@@ -17,7 +17,7 @@ from transformers import Trainer
 from graftlm.data.rows import Batch
 from graftlm.errors import TrainingError
 
-OLD_OR_NEW = {0, 1}
+OLD_OR_NEW = (0, 1)
 
 
 @dataclass
@@ -48,13 +48,12 @@ class DomainCollator:
                 f"The collator made a batch of {len(batch['input_ids'])} from {len(rows)} examples, but each example "
                 "needs its own row: leave out packing and padding_free."
             )
-        domains = [int(row["domain"]) for row in rows]
-        wrong = set(domains) - OLD_OR_NEW
-        if wrong:
-            raise TrainingError(
-                f"A row has the domain {min(wrong)}, but 0 or 1 is expected: give old text 0 and new text 1."
-            )
-        batch["domain"] = torch.tensor(domains)
+        for row in rows:
+            if row["domain"] not in OLD_OR_NEW:
+                raise TrainingError(
+                    f"A row has the domain {row['domain']!r}, but 0 or 1 is expected: give old text 0 and new text 1."
+                )
+        batch["domain"] = torch.tensor([int(row["domain"]) for row in rows])
         return batch
 
 
