@@ -24,7 +24,7 @@ def check_bias_site(model: PreTrainedModel, site: Site, when: str) -> None:
     """Check that a tap can add a bias at a site of a model.
 
     Args:
-        model: the live model.
+        model: the live model, whose attention implementation is checked.
         site: the site of the tap.
         when: `before` or `after`, see `Tap`.
 
@@ -32,7 +32,10 @@ def check_bias_site(model: PreTrainedModel, site: Site, when: str) -> None:
         TapError: the tap does not act before an attention, or the model's attention takes no additive mask.
     """
     if when != "before" or site.kind != "attention":
-        raise TapError(f"A tap adds a bias {when} {site}, but it can do so only before an attention: change the tap.")
+        raise TapError(
+            f"A tap adds a bias {when} {site}, but it can do so only before an attention: set its site and when "
+            "accordingly."
+        )
     implementation = getattr(model.config, "_attn_implementation", None)
     if getattr(model, "_builds_own_masks", False) or implementation not in _IMPLEMENTATIONS:
         raise _no_additive_mask(model, site)
@@ -42,7 +45,7 @@ def additive_mask(model: PreTrainedModel, site: Site, arguments: dict[str, Any])
     """Return the mask that an attention receives, to which a tap may add a bias.
 
     Args:
-        model: the live model.
+        model: the live model, whose attention implementation is checked.
         site: the site of the attention.
         arguments: keyword arguments of the attention's forward.
 
@@ -108,7 +111,7 @@ def static_columns(call: Call, site: Site, queries: int) -> int | None:
     """Return the number of columns of a site's layer in a static cache; None for other caches.
 
     Args:
-        call: the pass.
+        call: the pass, whose cache is inspected.
         site: the site of an attention.
         queries: number of tokens of the pass.
     """

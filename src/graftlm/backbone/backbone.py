@@ -179,10 +179,10 @@ def find_sites(model: PreTrainedModel, name: str) -> Sites:
 def clone_without_hooks(module: _Module, name: str) -> _Module:
     """Return a copy of a module tree without hooks, which shares the dictionaries of parameters and buffers.
 
-    Modules that are later wrapped around or put in place of the original's, as PEFT does, do not appear in the copy.
+    Modules that later wrap or replace modules of the original, as PEFT's do, do not appear in the copy.
 
     Args:
-        module: the module.
+        module: the root of the module tree.
         name: name of the model in messages.
 
     Raises:
@@ -228,7 +228,7 @@ def move(model: nn.Module, device: str | torch.device) -> None:
     """Move a model to a device in place.
 
     Args:
-        model: the model.
+        model: the model, with weights.
         device: the device, such as `cuda:1`.
 
     Raises:

@@ -116,7 +116,7 @@ def is_static_layer(layer: object, *, window: bool = True) -> bool:
     """Return whether a cache layer has columns for tokens that are yet to come.
 
     Args:
-        layer: the layer.
+        layer: a layer of any cache.
         window: whether layers with a sliding window count, which have columns for some tokens only.
     """
     if isinstance(layer, StaticSlidingWindowLayer):

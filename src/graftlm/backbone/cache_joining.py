@@ -109,7 +109,7 @@ def join_columns(layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> Dyn
     """Join layers that have one column for each token; other attributes are copied from the first layer.
 
     Args:
-        layers: the layers.
+        layers: the initialized layers of one index in all caches.
         paddings: columns of padding to add on the left of each layer; a negative number removes columns.
 
     Raises:

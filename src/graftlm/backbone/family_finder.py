@@ -68,7 +68,7 @@ def plain_fields(trace: ModuleTrace, layers: nn.ModuleList, attention: nn.Module
     """Return the fields of a family that don't depend on its other fields.
 
     Args:
-        trace: the recorded pass.
+        trace: the recorded pass of a model of this architecture.
         layers: the list of layers.
         attention: the attention of one layer, which shows whether the model is causal.
     """
@@ -194,7 +194,7 @@ def find_dense_layer(layers: Iterable[nn.Module], ffn: Sublayer) -> nn.Module | 
     """Return the first layer whose FFN is not a mixture of experts; None if all are.
 
     Args:
-        layers: the layers.
+        layers: the layers of a model, in order.
         ffn: the FFN of each layer.
     """
     for layer in layers:
@@ -207,7 +207,7 @@ def find_ffn_linears(trace: ModuleTrace, layer: nn.Module, ffn: Sublayer) -> Ffn
     """Find the Linears that read the input of a dense FFN, and the one that writes its output.
 
     Args:
-        trace: the recorded pass.
+        trace: the recorded pass, in which the layer ran.
         layer: a layer with a dense FFN.
         ffn: the FFN of the layer.
 

@@ -72,7 +72,7 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
     """Quantize the weights of a model's linear layers in place.
 
     Args:
-        model: the model.
+        model: the model whose linear layers are changed.
         quantization: `int8`, or `int4` in groups of 32 weights.
         name: name of the model in messages.
 

@@ -94,7 +94,7 @@ def inspect_model(
 
     Args:
         name: the model, see `load_backbone`.
-        kind: the model's head.
+        kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.
         dtype: dtype in which the weights would be loaded; `auto` for that of the config.
         trust_remote_code: run model code that comes with the checkpoint.
 

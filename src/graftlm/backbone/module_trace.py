@@ -37,9 +37,9 @@ class Visit:
 
     Attributes:
         number: position in the order of all modules' first calls.
-        entering: the first input.
+        entering: the first argument, or the keyword argument `hidden_states`.
         others: the other tensors among the inputs.
-        leaving: the first output.
+        leaving: the output, or the first of several.
     """
 
     number: int
@@ -53,7 +53,7 @@ class ModuleTrace:
 
     Args:
         model_class: class of the model.
-        config: the model's config.
+        config: the config from which a model without storage is made.
 
     Attributes:
         model: the model without storage.
@@ -120,7 +120,7 @@ class ModuleTrace:
         """Return the names of a layer's children that ran and meet a condition.
 
         Args:
-            layer: the layer.
+            layer: a layer of the model.
             condition: a function of a child's name and module.
         """
         names = []

@@ -84,7 +84,7 @@ def ffn_activation(layer: nn.Module, ffn: Sublayer) -> nn.Module | None:
     """Return the module that is an FFN's activation; None if the activation is a function.
 
     Args:
-        layer: the layer.
+        layer: the layer that contains the FFN.
         ffn: the FFN of the layer.
     """
     entry = layer.get_submodule(ffn.entry)

@@ -135,7 +135,7 @@ def as_cache(blocks: Sequence[Block], length: int, config: PreTrainedConfig, own
     Args:
         blocks: consecutive blocks of a text from its start on, at least one.
         length: number of tokens of the cache, at most those of the blocks.
-        config: the model's config.
+        config: the config of the backbone, which determines the types of its cache layers.
         own: the layer indices of each graft, which follow the backbone's.
     """
     layers = len(blocks[0])

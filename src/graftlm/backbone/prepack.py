@@ -21,7 +21,7 @@ class _PackedWeight(NamedTuple):
     Attributes:
         weight: the weight that was packed.
         state: the weight's version and address when it was packed.
-        copy: the packed copy.
+        copy: the weight in oneDNN's blocked layout.
     """
 
     weight: Tensor

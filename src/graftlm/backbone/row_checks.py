@@ -88,7 +88,7 @@ def check_values(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> N
     """Check that the other fields of a user's family are what the pass shows.
 
     Args:
-        trace: the recorded pass.
+        trace: the recorded pass of a model.
         family: a family whose paths were checked.
         layers: the list of layers.
 

@@ -49,7 +49,7 @@ class RowScopeError(Exception):
     """A tap of a scope failed; the cause is the tap's exception.
 
     Attributes:
-        scope: the scope.
+        scope: the scope whose tap failed.
     """
 
     def __init__(self, scope: RowScope) -> None:
@@ -73,8 +73,8 @@ class RowScopedHooks(TapHooks):
     replace at one site, because their rows differ.
 
     Args:
-        model: the live model.
-        sites: its sites.
+        model: the live model, on which hooks are registered.
+        sites: the sites of this model.
         taps: taps by owner.
         prepare: called before each forward pass with the owner of each scope and the `Call` of its rows.
 

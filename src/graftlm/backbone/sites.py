@@ -42,7 +42,7 @@ class Sites:
     """The sites of a live model.
 
     Args:
-        model: the model.
+        model: the live model, possibly without weights.
 
     Attributes:
         model_type: the `model_type` of the model's config.
@@ -68,7 +68,7 @@ class Sites:
         if not isinstance(self.layers, nn.ModuleList):
             raise UnknownFamilyError(
                 f"{self.family.layers} of {type(model).__name__} is of type {type(self.layers).__name__}, but an "
-                "nn.ModuleList is expected: correct the path of the layers."
+                "nn.ModuleList is expected: set layers of the family to the path of one."
             )
         self._check()
 
@@ -312,8 +312,8 @@ class Sites:
             return root.get_submodule(path)
         except AttributeError:
             raise TapError(
-                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: correct the path, or "
-                "describe the family with graftlm.backbone.register_family."
+                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: name one of its modules, "
+                "or describe the family with graftlm.backbone.register_family."
             ) from None
 
 

@@ -86,8 +86,8 @@ class TapHooks:
     """Registers the taps of several owners, in their order, as forward hooks on one live model.
 
     Args:
-        model: the live model.
-        sites: its sites.
+        model: the live model, on which hooks are registered.
+        sites: the sites of this model.
         taps: taps by owner; without taps, no hook is registered.
         prepare: called before each forward pass with its `Call`.
 

@@ -33,7 +33,7 @@ def prompts_of(documents: Sequence[Document], count: int) -> list[str]:
     """Return prompts of at most 400 characters, evenly spaced in the text of the first eight documents.
 
     Args:
-        documents: the documents.
+        documents: the documents in order; later ones than the eighth are not read.
         count: number of prompts, at least 1.
 
     Returns:
@@ -60,7 +60,7 @@ def decode_speed(
 
     Args:
         model: any model with `generate`.
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of this model.
         prompts: texts to continue; texts without tokens are left out.
         new_tokens: number of tokens to decode for each prompt.
         prompt_tokens: number of leading tokens of a prompt that are read.

@@ -56,7 +56,7 @@ def own_text_metrics(scores: Scores, samples: Sequence[OwnText]) -> dict[str, In
 
     Args:
         scores: the scores of `samples`, from `score_own_text`.
-        samples: the texts.
+        samples: the texts that were scored, in the same order.
 
     Returns:
         `own_kl` on all texts, and `chat_kl` on the conversations if some texts, but not all, are conversations.

@@ -78,7 +78,7 @@ class BackboneEvaluator:
     """Measures models that are built on one backbone, in comparison with the bare backbone.
 
     Args:
-        backbone: the backbone.
+        backbone: the backbone, with a tokenizer.
         tests: test documents by set. `old` and `new` give `forgotten` and `learned`; other sets are reported too.
         evaluation: what is measured; the files of its tasks are read now.
         length: tokens per window.
@@ -159,8 +159,8 @@ class BackboneEvaluator:
         """Return statistics of the graft's forward pass on the start of a test set, such as shares of open gates.
 
         Args:
-            model: the grafted model.
-            name: name of the test set.
+            model: a model whose graft is named `graft`.
+            name: name of a test set, such as `new`.
 
         Returns:
             One number per layer, by the statistic's name; empty if there is no such set.

@@ -97,8 +97,8 @@ def _prompt_rows(
         size = len(row) + max_new_tokens
         if limit < size:
             raise EvaluationError(
-                f"The prompt of example {number} and {max_new_tokens} new tokens make {size}, but the model has "
-                f"{limit} positions: shorten the prompt, or generate fewer tokens."
+                f"Number of tokens in the prompt of example {number}: {len(row)}, with max_new_tokens {size} in all, "
+                f"but the model has {limit} positions: shorten the prompt, or lower max_new_tokens."
             )
         rows.append(row)
     return rows
@@ -201,7 +201,7 @@ def score_answers(
     for window in windows:
         if limit < len(window.ids):
             raise EvaluationError(
-                f"Prompt and answer of example {window.document + 1} make {len(window.ids)} tokens, but the model has "
+                f"Prompt and answer of example {window.document + 1} have {len(window.ids)} tokens, but the model has "
                 f"{limit} positions: shorten the example, or leave it out."
             )
     return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision)

@@ -89,7 +89,7 @@ class Frontier:
         """Return a loss of one method minus that of another at a level, over the same resamples.
 
         Args:
-            method: name of the first method.
+            method: name of the method from whose loss the other is subtracted.
             other: name of the method whose loss is subtracted.
             name: name of the loss, one of `losses`.
             level: the level of learning, in nats per token.

@@ -12,7 +12,7 @@ from graftlm.evaluation.results import Interval, Metric, value_of
 
 RESAMPLES = 1000
 _LEVEL = 0.95
-# Beyond this many units the bootstrap resamples runs of neighbouring units: faster, and no narrower.
+# Beyond this many units the bootstrap resamples runs of neighboring units: faster, and no narrower.
 _MAX_UNITS = 2048
 
 
@@ -108,7 +108,7 @@ def resample_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: 
 
 
 def _in_runs(table: np.ndarray) -> np.ndarray:
-    """Sum runs of neighbouring rows, so that about `_MAX_UNITS` rows remain."""
+    """Sum runs of neighboring rows, so that about `_MAX_UNITS` rows remain."""
     starts = np.linspace(0, len(table), _MAX_UNITS, endpoint=False)
     return np.add.reduceat(table, starts.astype(np.int64), axis=0)
 

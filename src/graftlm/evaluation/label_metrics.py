@@ -68,8 +68,8 @@ def sklearn_metric(name: str, truth: object, predicted: object, **options: objec
 
     Args:
         name: name of a function of `sklearn.metrics`.
-        truth: the true values.
-        predicted: the predicted values.
+        truth: the true values, in a form that the function takes.
+        predicted: the predicted values, in the same form.
         options: further arguments of the function.
     """
     import sklearn.metrics

@@ -130,8 +130,8 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
 
     Args:
         spec: the specification of the task.
-        row: the row.
-        encoded: its tokens.
+        row: the labelled row, which names its place in messages and has the text of spans.
+        encoded: the row's tokens, with the positions of its words.
         output: the model's output: (outputs,), or (T, outputs) for tagging and span.
 
     Raises:

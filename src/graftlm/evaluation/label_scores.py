@@ -23,7 +23,7 @@ class TaskTestSet:
 
     Attributes:
         number: the number of the task's head in the model.
-        rows: the rows.
+        rows: the rows, with the task's specification.
         metric: the metric that is the task's score.
     """
 

@@ -41,7 +41,7 @@ def metric_title(name: str, names: Collection[str] = ()) -> str:
     """Return a metric's title with its unit.
 
     Args:
-        name: the metric's name.
+        name: the metric's name in `results.json`.
         names: the names of all metrics. A test set's loss, such as `new`, is in nats per token if they include its
             bits per byte, `new_bpb`.
     """
@@ -62,7 +62,7 @@ def format_metric(name: str, metric: Metric | None) -> str:
     """Return a metric with the unit that its name implies, and with its interval if it has one.
 
     Args:
-        name: the metric's name.
+        name: the metric's name in `results.json`, which implies its unit.
         metric: its value; None for a metric that was not measured, which becomes a dash.
     """
     if not isinstance(metric, Interval) or metric.low == metric.high:
@@ -84,7 +84,7 @@ def format_value(name: str, value: float) -> str:
     """Return a value as text with the unit that the metric's name implies, such as GiB for `_bytes`.
 
     Args:
-        name: the metric's name.
+        name: the metric's name in `results.json`.
         value: a single value of it.
     """
     if name.endswith("parameters"):

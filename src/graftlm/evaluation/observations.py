@@ -23,8 +23,8 @@ def observe(
     """Return statistics of a forward pass of the graft named `graft` on the start of documents.
 
     Args:
-        model: the grafted model.
-        backbone: its backbone.
+        model: a model whose graft is named `graft`.
+        backbone: the backbone of this model, whose tokenizer is used.
         documents: the documents; at most 4,096 tokens of the first eight are read, and at least one row.
         length: tokens per row.
 
@@ -52,8 +52,8 @@ def graft_statistics(
     """Return the description of the graft named `graft`, and its statistics on test sets, as plain JSON values.
 
     Args:
-        model: the grafted model.
-        backbone: its backbone.
+        model: a model whose graft is named `graft`.
+        backbone: the backbone of this model, whose tokenizer is used.
         tests: test documents by the name of their set.
         length: tokens per row.
 

@@ -84,7 +84,7 @@ def report_files(folder: str | Path) -> dict[str, list[str]]:
     """Return the files of a run by kind: graft, model, report, results, plot.
 
     Args:
-        folder: the run's folder.
+        folder: the output folder of the run.
 
     Returns:
         The sorted paths of each kind; kinds without files are left out.

@@ -92,7 +92,7 @@ class Results(Config):
 
         Args:
             name: name of the run or experiment.
-            rows: the measured rows.
+            rows: the measured rows, with different ids.
             seeds: seeds of the runs.
             more: further fields; they may replace the machine, the commit and the command.
         """

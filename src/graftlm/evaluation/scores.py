@@ -107,7 +107,8 @@ class Scores:
         if metric == "kl_per_token":
             if self.kl is None:
                 raise EvaluationError(
-                    "kl_per_token was not measured, because the text was scored without a reference: pass one to score."
+                    "kl_per_token was not measured, because the text was scored without a reference: pass one to "
+                    "`score` as reference."
                 )
             return self.kl, self.tokens
         if metric != "bits_per_byte":
@@ -258,7 +259,7 @@ def score(
     """
     if length < 3:
         raise EvaluationError(
-            f"Windows of {length} tokens are too short, but at least 3 tokens are needed: set length (--length, or "
+            f"The length of a window is {length}, but at least 3 tokens are needed: set length (--length, or "
             "evaluation.length or data.length of a recipe) to 3 or more."
         )
     limit = max_sequence_length(model)

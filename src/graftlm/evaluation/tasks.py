@@ -71,7 +71,7 @@ class Task:
     """The examples of a task, and the config that they were read by.
 
     Attributes:
-        config: the config.
+        config: the config that the examples were read by.
         examples: the examples to measure, without those that serve as shots.
         shots: the text of the solved examples, which precedes every prompt.
     """
@@ -119,7 +119,7 @@ class TaskResult:
     """A model's result on a task.
 
     Attributes:
-        metric: the metric's name.
+        metric: `exact-match`, `chrf` or `log-perplexity`.
         sums: the terms that the metric sums over examples; float64, (examples, columns). Exact match: correct, 1.
             chrF: n-gram counts. Log-perplexity: nats, tokens, bytes.
         answers: the generated answers; empty for log-perplexity.
@@ -138,7 +138,7 @@ class TaskResult:
         """Return the metric with its 95% interval, and for log-perplexity bits per byte too.
 
         Args:
-            name: the task's name.
+            name: the task's name, with which the names of its metrics begin.
 
         Returns:
             `<name>_<metric>`, and for log-perplexity `<name>_log-perplexity_bpb`.
@@ -160,7 +160,7 @@ class TaskResult:
         """Return the improvement over another model on the same examples, with its paired 95% interval.
 
         Args:
-            name: the task's name.
+            name: the task's name, with which the name of the gain begins.
             base: the other model's result on the same task, which is not checked beyond metric and number of examples.
 
         Returns:

@@ -38,7 +38,7 @@ def print_table(results: Results, console: Console | None = None) -> None:
     """Print the usual metrics of all rows, tables of further metrics, and the aims.
 
     Args:
-        results: the results.
+        results: the results, with any metrics.
         console: where to print; standard output by default.
     """
     console = console or Console()
@@ -75,7 +75,7 @@ def print_side_by_side(results: Results, console: Console) -> None:
     """Print a table with a line for each metric and a column for each row.
 
     Args:
-        results: the results.
+        results: the results, with any metrics.
         console: where to print.
     """
     names = metric_names(results)

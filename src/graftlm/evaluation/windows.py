@@ -133,7 +133,7 @@ def limit_scored(windows: Iterable[Window], limit: int | None) -> Iterator[Windo
     """Yield windows until `limit` tokens are scored, shortening the last one.
 
     Args:
-        windows: the windows.
+        windows: the windows in the order in which they are scored.
         limit: maximum number of scored tokens; None yields all windows.
     """
     left = sys.maxsize if limit is None else limit
@@ -233,7 +233,7 @@ def scored_logits(
     Args:
         model: the model; a `GraftedModel` also receives the mask of prompt tokens.
         tokenizer: the model's tokenizer, for padding.
-        batch: the windows.
+        batch: the windows, at least one.
 
     Returns:
         The logits (N, V) at the N positions before scored tokens, and the ids of these tokens, (N,). They are in the

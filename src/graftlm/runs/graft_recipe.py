@@ -215,8 +215,8 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
     """
     if training.sharded and evaluation.strengths:
         raise ValueError(
-            "strengths move weights back to their start, but training.sharded spreads the weights over processes: set "
-            "sharded to false, or leave evaluation.strengths out"
+            "evaluation.strengths moves weights back to their start, but training.sharded spreads the weights over "
+            "processes: set sharded to false, or leave strengths out"
         )
     if training.sharded and data.old_objective == "distil":
         raise ValueError(
@@ -247,4 +247,7 @@ def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
             f"data.stream reads new text once and in order: set {' and '.join(changes)}, or set stream to false"
         )
     if any(source.streaming for source in data.new):
-        raise ValueError("data.stream cuts its rows from text in memory: set streaming or stream to false")
+        raise ValueError(
+            "data.stream cuts its rows from text in memory, but a source under data.new has streaming: true: set "
+            "streaming or stream to false"
+        )

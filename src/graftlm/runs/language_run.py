@@ -327,7 +327,7 @@ def metrics_by_length(values: Mapping[str, Mapping[int, Interval]], trained: int
 
     Args:
         values: bits per byte by set and length.
-        trained: the training length.
+        trained: the length of training rows in tokens.
     """
     metrics: dict[str, Metric] = {}
     for name, by_length in values.items():

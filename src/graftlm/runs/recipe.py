@@ -161,8 +161,8 @@ def _run(
 
     Args:
         recipe: the recipe of the runs.
-        runs: the runs.
-        folder: the output folder.
+        runs: the runs in the order of the report's rows.
+        folder: the output folder, which is locked.
         name: the command: train, compare or grow.
         progress: whether to show the progress of training.
         log: receives each line of the log.

@@ -23,7 +23,7 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
     """Make the results of a recipe.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe of the runs.
         name: the command: train, compare or grow.
         measurements: the measurements of the runs, in the order of the rows.
 

@@ -42,7 +42,7 @@ def load_shared_evaluator(
     """Return the evaluator of a backbone, which the runs of one process share; the last two are kept.
 
     Args:
-        backbone: the backbone.
+        backbone: the config of the backbone.
         tests: a `DataConfig` as JSON, of which only the test section is used.
         evaluation: an `EvaluationConfig` as JSON.
         length: tokens per window.

@@ -47,7 +47,7 @@ class Checkpoint:
     """A complete checkpoint on disk.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
         state: the content of its `state.json`.
     """
 
@@ -90,7 +90,7 @@ class TrainingState:
 
     Attributes:
         context: the processes, devices and the model.
-        batches: the global batches.
+        batches: the global batches, whose position is saved.
         config: the training section.
         out: folder of the history and the checkpoints.
         identity: plain JSON values that a resumed run must share.

@@ -57,7 +57,7 @@ class LossModule(nn.Module):
                 domain.
 
         Returns:
-            The loss to differentiate, a scalar, and the detached total, language-modelling and auxiliary loss, (3,) in
+            The loss to differentiate, a scalar, and the detached total, language-modeling and auxiliary loss, (3,) in
             float32. A loss that the model does not compute is 0.
         """
         output = self.model(**inputs, totals=totals, **self._options)

@@ -73,7 +73,7 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a history.
 
     Args:
-        path: the file.
+        path: the file, which may be missing.
 
     Returns:
         The values of each line, in order; an empty list if there is no such file. A line that was cut when the process

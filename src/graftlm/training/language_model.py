@@ -39,7 +39,7 @@ class LanguageModel(nn.Module):
     With stateful batches (`stream`), the model keeps a cache for each micro-batch; see `training.stateful`.
 
     Args:
-        model: a transformers model with a language-modelling head; all of its parameters are set to require gradients.
+        model: a transformers model with a language-modeling head; all of its parameters are set to require gradients.
             For stateful batches it also needs the methods `cache_tensors` and `cache_from_tensors`.
     """
 
@@ -134,7 +134,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """Learn a byte-level BPE tokenizer. It encodes every text, since every byte is a token.
 
     Args:
-        texts: the training texts.
+        texts: the training texts, each of which is read once.
         vocab_size: maximum number of tokens, including the end-of-text token; short texts yield fewer. At least
             `MIN_VOCAB_SIZE`, below which the tokenizer has that many tokens all the same.
 

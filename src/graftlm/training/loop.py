@@ -94,7 +94,7 @@ def train(
         MissingExtraError: the tracker is TensorBoard, which is not installed.
     """
     if config.steps == 0:
-        raise TrainingError("The training section has steps: 0, but training needs at least 1: raise steps.")
+        raise TrainingError("training.steps is 0, but training needs at least 1 step: raise steps.")
     out = Path(out)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -228,7 +228,7 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
         batch: the global batch, the same in all processes.
 
     Returns:
-        (3,) total, language-modelling and auxiliary loss, summed over all processes.
+        (3,) total, language-modeling and auxiliary loss, summed over all processes.
 
     Raises:
         TrainingError: the batch does not have `batch_size` rows.

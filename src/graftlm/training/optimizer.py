@@ -19,7 +19,7 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     schedule decay, and would reach `min_ratio * learning_rate` one step after the last. The constant schedule stays.
 
     Args:
-        config: the training section.
+        config: the training section, with schedule, warm-up and number of steps.
         step: the step, counted from 0.
     """
     if step < config.warmup_steps:
@@ -82,7 +82,7 @@ def make_optimizer(
 
     Args:
         parameters: the parameters to train, by name.
-        config: the training section.
+        config: the training section, with learning rate, weight decay and betas.
         without_decay: names of further parameters that do not decay.
         scales: factors on the learning rate by the parameters' names; 1 for other parameters.
 

@@ -92,7 +92,7 @@ def _gather_parameters(module: nn.Module, whole: dict[int, nn.Parameter]) -> Non
     """Replace a module's own sharded parameters by whole ones.
 
     Args:
-        module: the module.
+        module: the module, without its children.
         whole: the whole parameters of all modules by the id of the sharded one, so that tied parameters stay tied.
     """
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
