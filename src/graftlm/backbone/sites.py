@@ -312,8 +312,8 @@ class Sites:
             return root.get_submodule(path)
         except AttributeError:
             raise TapError(
-                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: name one of its modules, "
-                "or describe the family with graftlm.backbone.register_family."
+                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: name one of its "
+                "modules, or describe the family with graftlm.backbone.register_family."
             ) from None
 
 

@@ -24,7 +24,7 @@ from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import load_tests
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once
-from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.training import language_model
 from graftlm.training.config import TrainingConfig
 from graftlm.training.language_model import MIN_VOCAB_SIZE, LanguageModel
@@ -132,8 +132,8 @@ class LanguageModelRecipe(_LanguageSettings):
     out: str = Field("runs/model", description="Folder for the model, its report and the checkpoints.")
 
     def _problems(self) -> Iterator[str]:
-        if self.training.steps == 0:
-            yield "a language model needs training steps: set training.steps to 1 or more"
+        if not self.training.has_steps:
+            yield "a language model needs training steps: set training.steps to 1 or more, or training.epochs"
         if isinstance(self.model, dict):
             if not isinstance(self.model.get("model_type"), str):
                 yield "a new model needs a model_type, such as llama: name one under model"
@@ -204,7 +204,8 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         tokens = self.training.batch_size * self.data.length
         parameters = count_parameters(model.parameters())
         context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
-        context.log(f"Training it for {self.steps_text()} of {tokens:,} tokens.")
+        if self.training.steps:
+            context.log(f"Training it for {steps_text(self.training.steps)} of {tokens:,} tokens.")
         yield Trainee(
             model=LanguageModel(model),
             batches=batches,

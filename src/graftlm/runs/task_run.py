@@ -33,7 +33,7 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, HasHeads
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.runs.graft_run import GRAFT_NAME, AnyGraft
-from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.store.artifact import save_graft
 from graftlm.store.manifest import read_manifest
 from graftlm.training.config import TrainingConfig
@@ -73,6 +73,8 @@ class TaskRecipe(_TaskSettings):
     out: str = Field("runs/tasks", description="Folder for the graft, its report and the checkpoints.")
 
     def _problems(self) -> Iterator[str]:
+        if self.training.epochs is not None:
+            yield "batches of tasks have no passes to count in training.epochs: set training.steps instead"
         for name in self.tasks:
             if not _NAME.fullmatch(name):
                 yield (
@@ -147,7 +149,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             for name, start in starts.items():
                 context.log(f"The task {name} starts from {json.dumps(start)}.")
             if self.training.steps:
-                context.log(f"Training {graft.config.label} for {self.steps_text()}.")
+                context.log(f"Training {graft.config.label} for {steps_text(self.training.steps)}.")
             yield Trainee(
                 model=model,
                 batches=batches,

@@ -80,7 +80,7 @@ def train(
         model: a `GraftedModel`, or any module with its forward signature. If `config.gradient_checkpointing` is true,
             the module needs the method `enable_gradient_checkpointing()`.
         batches: the global batch of each step, with `config.batch_size` rows.
-        config: the training section.
+        config: the training section with its number of steps; `epochs` is not read here.
         out: folder of `history.jsonl` and `checkpoints/`; it is created if necessary.
         identity: plain JSON values that a resumed run must share, such as graft, data and backbone.
         progress: whether to show a progress bar.
