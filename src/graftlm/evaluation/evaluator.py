@@ -121,7 +121,11 @@ class BackboneEvaluator:
 
     @cached_property
     def questions(self) -> list[ChatQuestion]:
-        """The questions of `ask`, sampled on first access."""
+        """The questions of `ask`, read or sampled on first access; empty without `ask`.
+
+        Raises:
+            DataError: the file can't be read, or the tokenizer has no chat template.
+        """
         asked = self.evaluation.ask
         if asked is None:
             return []
@@ -137,7 +141,11 @@ class BackboneEvaluator:
         return self.answer(self.backbone.model)
 
     def answer(self, model: LanguageModel) -> list[ChatAnswer]:
-        """Return a model's greedy answers to the questions of `ask`, of at most 48 tokens."""
+        """Return a model's greedy answers to the questions of `ask`, of at most 48 tokens.
+
+        Args:
+            model: the backbone's model, or a grafted model on it.
+        """
         return answer_questions(
             model,
             self.tokenizer,

@@ -119,7 +119,12 @@ def print_columns(
 
 
 def print_answers(pairs: Sequence[AnswerPair], console: Console) -> None:
-    """Print questions with the answers before and after, shortened; nothing if there are none."""
+    """Print questions with the answers before and after, shortened; nothing if there are none.
+
+    Args:
+        pairs: the compared answers.
+        console: where to print.
+    """
     if not pairs:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_lines=False)
