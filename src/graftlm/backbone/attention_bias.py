@@ -61,6 +61,7 @@ def additive_mask(model: PreTrainedModel, site: Site, arguments: dict[str, Any])
 
 
 def _no_additive_mask(model: PreTrainedModel, site: Site) -> TapError:
+    """Return the error for an attention that takes no additive mask, with the implementations that would take one."""
     config = model.config
     implementation = str(config._attn_implementation)
     alternative = "sdpa or eager"

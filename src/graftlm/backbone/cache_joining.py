@@ -79,6 +79,7 @@ def is_joinable(cache: Cache) -> bool:
 
 
 def _join_layers(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
+    """Return a layer with the rows of all given layers, which have the same index in their caches."""
     first = layers[0]
     for layer in layers:
         if type(layer) is not type(first):
@@ -157,6 +158,7 @@ def _pad_left(states: Any, columns: int) -> Tensor:
 
 
 def _concatenate(states: Sequence[Tensor]) -> Tensor:
+    """Concatenate states (B, ...) over the rows."""
     if len(states) == 1:
         return states[0]
     shapes = {tensor.shape[1:] for tensor in states}

@@ -78,6 +78,7 @@ def load_backbone(
 
 
 def _check_options(kind: str, dtype: str | torch.dtype) -> None:
+    """Raise `BackboneError` for a kind or a dtype that does not exist."""
     if kind not in _LOADERS:
         raise BackboneError(f"There is no kind of backbone {kind!r}: choose one of {', '.join(_LOADERS)}.")
     if dtype == "auto":

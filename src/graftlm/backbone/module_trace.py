@@ -80,6 +80,7 @@ class ModuleTrace:
             self.error = first_line(error)
 
     def _run(self) -> None:
+        """Record a pass of the model over two rows of three tokens."""
         from torch._subclasses.fake_tensor import FakeTensorMode
         from transformers import masking_utils
 

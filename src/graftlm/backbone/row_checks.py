@@ -42,6 +42,7 @@ def check_paths(trace: ModuleTrace, family: Family) -> nn.ModuleList:
 
 
 def _check_runs(trace: ModuleTrace, field: str, path: str | None) -> None:
+    """Raise `MisfitError` unless a field of a family is None or the path of a module that runs."""
     if path is None:
         return
     _check_exists(trace, field, path)
@@ -69,6 +70,7 @@ def _layers_with_attention(layers: nn.ModuleList, family: Family) -> list[nn.Mod
 
 
 def _check_sublayer(trace: ModuleTrace, layer: nn.Module, sublayer: Sublayer, field: str) -> None:
+    """Raise `MisfitError` unless a sublayer of a layer runs and maps hidden states."""
     exit_path = sublayer.exit or sublayer.entry
     if not trace.has_run(layer, sublayer.entry) or not trace.has_run(layer, exit_path):
         raise MisfitError(f"{field} is {sublayer.entry!r}, which does not run in every layer")

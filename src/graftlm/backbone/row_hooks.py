@@ -189,6 +189,7 @@ def _scoped_call(scope: RowScope, call: Call) -> Call:
 def _run_on_rows(
     function: _TapFunction, scope: RowScope, site: Site, call: Call, tensors: Sequence[Tensor]
 ) -> Tensor | None:
+    """Call the function of a tap with the rows of its scope."""
     rows = scope.rows
     if rows is None:
         return function(call, *tensors)

@@ -308,6 +308,7 @@ class Sites:
         return entry, exit_
 
     def _resolve(self, root: nn.Module, path: str) -> nn.Module:
+        """Return the module at a path below `root`."""
         try:
             return root.get_submodule(path)
         except AttributeError:

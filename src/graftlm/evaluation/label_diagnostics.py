@@ -68,6 +68,7 @@ def task_diagnostics(
 
 
 def _decisions(spec: TaskSpec, target: Any, prediction: Prediction) -> Iterator[_Decision]:
+    """Yield the labels that were decided in a row: one, one per word, or one per possible label."""
     if spec.type == "multi-label":
         for label, probability in (prediction.probabilities or {}).items():
             yield _Decision(

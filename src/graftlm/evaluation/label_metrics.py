@@ -79,6 +79,7 @@ def sklearn_metric(name: str, truth: object, predicted: object, **options: objec
 
 
 def _correlation(name: str, truth: Sequence[float], predicted: Sequence[float]) -> float:
+    """Return a correlation coefficient of scipy; 0 where it is not defined."""
     import scipy.stats
 
     if len(set(truth)) < 2 or len(set(predicted)) < 2:
@@ -91,6 +92,7 @@ def _correlation(name: str, truth: Sequence[float], predicted: Sequence[float]) 
 
 
 def _multi_label_f1(average: str, truth: Sequence[Iterable[str]], predicted: Sequence[Iterable[str]]) -> float:
+    """Return the F1 score over the labels of all rows, with an averaging of scikit-learn."""
     from sklearn.preprocessing import MultiLabelBinarizer
 
     binarizer = MultiLabelBinarizer().fit([*truth, *predicted])
@@ -106,6 +108,7 @@ def _multi_label_f1(average: str, truth: Sequence[Iterable[str]], predicted: Seq
 
 
 def _entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
+    """Return the micro-averaged F1 score of entities, which count if their words and type match."""
     total = 0
     shared = 0
     for true_tags, predicted_tags in zip(truth, predicted, strict=True):

@@ -149,6 +149,7 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
 
 
 def _decode(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, logits: Tensor) -> Prediction:
+    """Return the prediction of finite logits, without its field `truncated`."""
     if spec.type == "classification":
         probabilities = logits.softmax(-1)
         best = int(probabilities.argmax())

@@ -70,6 +70,7 @@ def cut_windows(
 def _text_windows(
     tokenizer: PreTrainedTokenizerBase, document: str | Document, length: int, number: int
 ) -> Iterator[Window]:
+    """Yield the windows of a text after its prompt, without those that have nothing to score."""
     text = document if isinstance(document, str) else document.text
     text_ids, text_bytes = encode_with_bytes(tokenizer, text)
     prompt_ids, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))

@@ -153,6 +153,7 @@ class Recipe(TextRecipe):
         return runs
 
     def _default_methods(self) -> dict[str, MethodConfig]:
+        """Return the recipe's graft, and every other kind of graft that needs no settings, as methods."""
         assert self.graft is not None, "a recipe without methods has a graft"
         configs: dict[str, GraftConfig] = {self.graft.kind: self.graft}
         for kind in kinds():
@@ -236,6 +237,7 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
 
 
 def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
+    """Raise `ValueError` if other keys do not fit rows that continue from step to step."""
     changes = []
     if data.boundaries != "joined":
         changes.append("boundaries to joined")

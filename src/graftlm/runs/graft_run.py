@@ -277,6 +277,7 @@ class GraftRun(TrainingRun):
         return shared_batches((self.backbone, data, self.training.batch_size), build)
 
     def _build_batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
+        """Read the run's texts, including sampled ones, into batches."""
         tokenizer = backbone.need_tokenizer()
         files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
         own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]

@@ -95,6 +95,7 @@ class GrowthRecipe(TextRecipe):
             yield "one_graft trains one graft further, but the stages name different ones: name it once"
 
     def _trained_stages(self) -> Iterator[_Stage]:
+        """Yield the stages in order with their sections; earlier new text is added to the old text of later stages."""
         earlier: list[SourceConfig] = []
         for name, stage in self.stages.items():
             graft = stage.graft or self.graft
@@ -147,6 +148,7 @@ class GrowthRecipe(TextRecipe):
         return [self._compared_row(row, by_id) if row.id in self.stages else row for row in rows]
 
     def _compared_row(self, row: Row, by_id: Mapping[str, Row]) -> Row:
+        """Return the row of a stage with `learned_NAME`, and `lost_NAME` of earlier stages."""
         backbone = by_id[BACKBONE_ROW].metrics
         order = list(self.stages)
         metrics: dict[str, Metric] = dict(row.metrics)

@@ -98,6 +98,7 @@ def compare_recipe(
 
 
 def _comparable(recipe: AnyRecipe) -> Recipe:
+    """Return the recipe if its methods can be compared, else raise `RecipeError`."""
     if isinstance(recipe, LanguageModelRecipe):
         raise RecipeError("The recipe trains one language model, so there is nothing to compare: run graft train.")
     if isinstance(recipe, TaskRecipe):
@@ -204,6 +205,7 @@ def _add_plots(
 
 
 def _check_budget(results: Results) -> None:
+    """Raise `ForgettingBudgetError` if an aim of the results is not met."""
     for aim in results.aims:
         if not aim.met:
             raise ForgettingBudgetError(

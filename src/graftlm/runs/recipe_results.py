@@ -145,6 +145,7 @@ def _with_losses_at_level(
     level: float,
     methods: Mapping[str, Sequence[str]],
 ) -> Results:
+    """Return the results with the level and each loss at it in the first row of every method."""
     metrics: dict[str, dict[str, Any]] = {}
     for method, losses in frontier.at_level(level).items():
         first_row = methods[method][0]
@@ -159,6 +160,7 @@ def _frontier_plots(
     points: Mapping[str, Mapping[str, Any]],
     labels: Mapping[str, str],
 ) -> dict[str, Figure]:
+    """Return a figure of the methods' curves for each loss, by its file name without suffix."""
     from graftlm.evaluation.plots import frontier_curves  # Importing matplotlib takes half a second.
 
     plots = {}

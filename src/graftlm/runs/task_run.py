@@ -184,6 +184,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         rows: Mapping[str, TaskRows],
         batches: LabelledMixture,
     ) -> None:
+        """Log notes about rows and batches, and the number of rows."""
         for task in rows.values():
             for note in task.notes:
                 context.log(note)

@@ -206,6 +206,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
+    """Raise `TrainingError` if a checkpoint was written with other settings or has more steps than the run."""
     saved = flatten_dict(checkpoint.state["run"])
     current = flatten_dict(state.run_identity())
     for key in sorted(saved.keys() | current.keys()):
@@ -240,6 +241,8 @@ def _restore(state: TrainingState, path: Path) -> None:
 
 
 def _check_shapes(path: Path, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise `TrainingError` if a tensor is missing on either side or has another shape."""
+
     def form(tensors: Mapping[str, Tensor], name: str) -> str:
         return f"shape {list(tensors[name].shape)}" if name in tensors else "nothing"
 
@@ -254,6 +257,7 @@ def _check_shapes(path: Path, saved: Mapping[str, Tensor], expected: Mapping[str
 
 
 def _restore_optimizer(state: TrainingState, path: Path) -> None:
+    """Load the optimizer's state, sharded like its parameters."""
     state.optimizer.state.clear()
     for key, value in load_file(path / OPTIMIZER).items():
         name, _, field_name = key.rpartition("/")
@@ -325,6 +329,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write(state: TrainingState, target: Path, files: Mapping[str, dict[str, Tensor]]) -> None:
+    """Write the files of a checkpoint into a draft that replaces `target` at once."""
     with staged_folder(target) as draft:
         draft.mkdir()
         for name, tensors in files.items():
