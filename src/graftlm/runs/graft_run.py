@@ -33,7 +33,7 @@ from graftlm.evaluation.metric_text import format_metric
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
-from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
 from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
 from graftlm.store.artifact import load_graft, save_graft
@@ -106,7 +106,11 @@ class GraftRun(TrainingRun):
         return () if self.graft is None else ("graft/graft.json",)
 
     def check(self) -> None:
-        """Attach an untrained graft, so that settings which don't fit the backbone raise an error at once."""
+        """Check that the graft fits the backbone, by attaching an untrained one.
+
+        Raises:
+            GraftError: the backbone can't be loaded, or the graft does not fit it.
+        """
         if self.graft is None:
             return
         backbone = load_shared(self.backbone)
@@ -145,6 +149,9 @@ class GraftRun(TrainingRun):
 
         Args:
             dependencies: folders of the runs of `needs` by id; without them, `own_kl` is not measured.
+
+        Raises:
+            GraftError: the backbone, the test texts, the tasks or the sampled texts can't be read.
         """
         own_text = None
         test_samples = self._test_samples()
@@ -168,6 +175,17 @@ class GraftRun(TrainingRun):
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee[GraftedModel, GraftEvaluation]]:
+        """Build the grafted model and its batches, after the bare backbone was measured.
+
+        The grafts are detached from the backbone when the block ends.
+
+        Args:
+            context: the folders of earlier grafts and of sampled text, and where to log.
+
+        Raises:
+            GraftError: the backbone, an earlier graft or the texts can't be read, or the graft does not fit the
+                backbone.
+        """
         assert self.graft is not None, "a bare backbone is not trained"
         evaluator = self.evaluator(context.dependencies)
         backbone = evaluator.backbone
@@ -266,7 +284,7 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         if self.training.steps:
-            context.log(f"Training {label} for {self.training.steps:,} steps.")
+            context.log(f"Training {label} for {steps_text(self.training.steps)}.")
         elif self.training.has_steps:
             context.log(f"Training {label}.")
         else:
@@ -289,6 +307,7 @@ class GraftRun(TrainingRun):
         return shared_batches((self.backbone, data, self.training.batch_size), build)
 
     def _build_batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
+        """Read the run's texts, including sampled ones, into batches."""
         tokenizer = backbone.need_tokenizer()
         files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
         own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
@@ -329,7 +348,7 @@ class GraftRun(TrainingRun):
         summary: TrainingSummary | None,
         measurement: Measurement,
     ) -> None:
-        """Write the graft with its model card."""
+        """Write the graft with its model card into the folder `graft` of the run's folder."""
         model = trainee.model
         graft = model.grafts[GRAFT_NAME]
         assert isinstance(graft, Graft), "a grafted model has grafts only"
