@@ -32,7 +32,7 @@ WORST = 10
 _READ_WORDS = 40
 _SHORT_WORDS = 15
 _SHARED_TERMS = 0.5
-_WORD = re.compile(r"\w+(?:['’]\w+)?")
+_WORD = re.compile(r"\w+(?:'\w+)?")
 _SENTENCE_END = re.compile(r"[.!?:]\W*$")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 _NEGATIONS = frozenset(["no", "not", "never", "none", "nothing", "neither", "cannot", "without"])
@@ -170,7 +170,7 @@ def worst_answers(pairs: Sequence[AnswerPair], count: int = WORST) -> list[Answe
 
 def _tokens(text: str) -> list[tuple[str, bool]]:
     """Return the first words of a text, and whether each may be capitalized because it begins a sentence."""
-    text = _THOUSANDS.sub("", text)
+    text = _THOUSANDS.sub("", text).replace("’", "'")
     tokens = []
     stop = 0
     for match in _WORD.finditer(text):
@@ -184,7 +184,7 @@ def _tokens(text: str) -> list[tuple[str, bool]]:
 
 
 def _words(text: str) -> list[str]:
-    return [word.casefold().replace("’", "'") for word, _ in _tokens(text)]
+    return [word.casefold() for word, _ in _tokens(text)]
 
 
 def _terms(text: str) -> set[str]:
