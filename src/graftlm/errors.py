@@ -77,7 +77,13 @@ class EndpointError(GraftError):
 
 
 class MissingExtraError(GraftError):
-    """An optional package is not installed."""
+    """An optional package is not installed.
+
+    Args:
+        package: name of the package, as in messages of pip.
+        extra: the extra of graftlm that installs it.
+        purpose: what needs the package, as the subject of a sentence.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -86,10 +92,10 @@ class MissingExtraError(GraftError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message without its full stop, at most 200 characters.
+    """Return the first line of an error's message without its full stop, cut to 200 characters.
 
-    If it ends in a colon, as in validation errors, the next line is returned, which has the cause. An error without a
-    message is described by the name of its type.
+    If the line ends with a colon, as in validation errors, the next line is returned, which has the cause. For an error
+    without a message, the name of its type is returned.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -101,7 +107,12 @@ def first_line(error: Exception) -> str:
 
 
 def shorten(text: str, most: int = 80) -> str:
-    """Shorten a text in the middle to about `most` characters."""
+    """Replace the middle of a text with an ellipsis if the text has more than `most` characters.
+
+    Args:
+        text: any text.
+        most: maximum length of the result, at least 4.
+    """
     if len(text) <= most:
         return text
     half = most // 2 - 1
@@ -109,7 +120,16 @@ def shorten(text: str, most: int = 80) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown word: ` (did you mean X?)`, or all known words if none is similar."""
+    """Return a hint for an unknown word, as the end of a clause.
+
+    Args:
+        word: the unknown word.
+        known: all known words.
+
+    Returns:
+        ` (did you mean X?)` with the most similar known word; ` (known: X, Y)` with all of them if none is similar; an
+        empty string if there are none.
+    """
     names = sorted(known)
     if not names:
         return ""

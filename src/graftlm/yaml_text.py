@@ -48,10 +48,10 @@ def _resolved_tag(text: str, version: str) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Parse a YAML text. Duplicate keys are an error.
+    """Parse a YAML text into mappings, lists, strings, numbers, booleans and None. Dates are strings.
 
     Raises:
-        YAMLError: the text is not valid YAML.
+        YAMLError: the text is not valid YAML, is nested too deeply, or has a key twice in one mapping.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
@@ -64,7 +64,7 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(values: Any) -> str:
-    """Write plain values as YAML, with keys in their order."""
+    """Return mappings, lists, strings, numbers, booleans and None as YAML text, with keys in their order."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
