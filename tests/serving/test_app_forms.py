@@ -18,8 +18,10 @@ import pytest
 from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
+from graftlm.errors import RecipeError
 from graftlm.serving import grammars
 from graftlm.serving.protocol import EngineLimits, ServingError
+from graftlm.serving.request_schema import FunctionCall
 from graftlm.serving.service import Service, open_service
 from graftlm.serving.tokenization import ServingTokenizer
 from graftlm.serving.tools import CallReader, ToolCall, tool_grammar
@@ -523,6 +525,12 @@ def in_pieces(reader: CallReader, answer: str, size: int) -> tuple[str, list[Too
         text += new_text
         calls += new_calls
     return text + reader.rest(), calls
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    with pytest.raises(RecipeError) as error:
+        FunctionCall(name="weather", arguments="[" * 100_000)
+    assert "arguments" in str(error.value)
 
 
 def test_a_call_may_contain_its_own_end() -> None:

@@ -147,8 +147,8 @@ class ModelRegistry:
         total = length + request.max_tokens
         if total > self._context:
             raise ContextLengthError(
-                f"The prompt's length is {length} and max_tokens is {request.max_tokens}, {total} in all, but the limit "
-                f"is {self._context}: shorten the prompt, or request fewer new tokens."
+                f"The prompt's length is {length} and max_tokens is {request.max_tokens}, {total} in all, but the "
+                f"limit is {self._context}: shorten the prompt, or request fewer new tokens."
             )
         return grafts
 

@@ -215,9 +215,10 @@ class ResponseFormat(StrictBody):
     json_schema: JsonSchema | None = None
 
     def _problems(self) -> Iterator[str]:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            problem = "is missing" if self.json_schema is None else "is set"
-            yield f"json_schema {problem}, but the type is {self.type!r}: set both, or neither"
+        if self.type == "json_schema" and self.json_schema is None:
+            yield "the type is 'json_schema', but json_schema is missing: add it"
+        if self.type != "json_schema" and self.json_schema is not None:
+            yield f"json_schema is set, but the type is {self.type!r}: set the type to 'json_schema'"
 
 
 class StructuredOutputs(StrictBody):

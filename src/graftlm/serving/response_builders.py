@@ -211,7 +211,7 @@ class ResponseBuilder(ABC, Generic[_Response]):
 
     @property
     def usage(self) -> CompletionUsage:
-        """The numbers of tokens so far of continuations that have ended. A prompt counts once for all of its choices."""
+        """The numbers of tokens of continuations that have ended. A prompt counts once for all of its choices."""
         ends = [choice.end for choice in self.choices]
         first_ends = [end for end in ends[:: self.parsed.n] if end is not None]
         prompt_tokens = sum(end.prompt_tokens for end in first_ends)

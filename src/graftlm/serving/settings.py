@@ -151,8 +151,8 @@ def read_keys(file: Path | None = None) -> ApiKeys:
     keys = _parse(text, str(file))
     if not keys:
         raise GraftError(
-            f"The file {file} has no API key, but at least one is expected: write one per line as NAME:KEY, or leave out "
-            "--api-keys."
+            f"The file {file} has no API key, but at least one is expected: write one per line as NAME:KEY, or leave "
+            "out --api-keys."
         )
     return keys
 
@@ -171,8 +171,9 @@ def _parse(text: str, source: str) -> ApiKeys:
     for name, key in pairs:
         if len(key) < _MIN_KEY_LENGTH:
             raise GraftError(
-                f"The length of the API key {name} of {source} is {len(key)}, but at least {_MIN_KEY_LENGTH} characters "
-                'are expected: generate a key with python -c "import secrets; print(secrets.token_urlsafe(32))".'
+                f"The length of the API key {name} of {source} is {len(key)}, but at least {_MIN_KEY_LENGTH} "
+                "characters are expected: generate a key with "
+                'python -c "import secrets; print(secrets.token_urlsafe(32))".'
             )
     _check_unique(pairs, source)
     return ApiKeys(pairs)

@@ -279,6 +279,6 @@ def _bad_name(name: str, backbones: Collection[str]) -> str:
     if name in backbones:
         return f"The graft's name {name} is the name of a backbone: choose another name."
     return (
-        f"The graft's name {name[:80]!r} is not usable in requests: choose at most 64 letters, digits, dots, dashes and "
-        "underscores, with a letter or digit at the beginning."
+        f"The graft's name {name[:80]!r} is not usable in requests: choose at most 64 letters, digits, dots, dashes "
+        "and underscores, with a letter or digit at the beginning."
     )

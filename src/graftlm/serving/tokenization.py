@@ -128,7 +128,10 @@ class ServingTokenizer:
         return self.encode(str(text), special=self.plain)
 
     def text_of(self, token: int) -> str:
-        """Return a token's text. A token with parts of characters is written as `bytes:\\xe2\\x82`, as by OpenAI."""
+        """Return a token's text.
+
+        A token that is not whole characters is written as `bytes:` and the escaped bytes in hexadecimal, as by OpenAI.
+        """
         data = self.bytes_of(token)
         try:
             return data.decode("utf-8")
