@@ -7,7 +7,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from graftlm.errors import GraftError
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.app import _watch
 from graftlm.serving.backbones import checked_name, served_name
-from graftlm.serving.service import Service, open_service
+from graftlm.serving.service import open_service
 from graftlm.serving.settings import ServerSettings
 from graftlm.serving.store import GraftStore
 from graftlm.store.artifact import save_graft
@@ -294,8 +294,8 @@ class _UnreadableOnce:
 
 
 def test_the_watch_goes_on_after_a_failed_check() -> None:
-    service = _UnreadableOnce()
-    asyncio.run(asyncio.wait_for(_watch(cast(Service, service)), 60))
+    service: Any = _UnreadableOnce()
+    asyncio.run(asyncio.wait_for(_watch(service), 60))
     assert service.checks == 2
 
 
