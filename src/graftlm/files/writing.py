@@ -87,7 +87,7 @@ def write_errors(path: Path, kind: type[GraftError], remedy: str) -> Iterator[No
     try:
         yield
     except OSError as error:
-        raise kind(f"{path} can't be written ({error.strerror}): {remedy}.") from None
+        raise kind(f"{path} can't be written ({error.strerror or error}): {remedy}.") from None
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class BatchingEngine(ThreadedEngine):
         for batch in self._all_batches():
             kept = []
             for row, request in enumerate(batch.tags):
-                reason = request.overdue
+                reason = request.reason_to_end
                 if reason is None:
                     kept.append(row)
                 else:
@@ -135,7 +135,7 @@ class BatchingEngine(ThreadedEngine):
             self._begun = None
         unread = []
         for request in self._unread:
-            reason = request.overdue
+            reason = request.reason_to_end
             if reason is None:
                 unread.append(request)
             else:

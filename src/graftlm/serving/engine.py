@@ -170,9 +170,9 @@ class ThreadedEngine(ModelRegistry):
     def _drop_waiting(self) -> None:
         """End cancelled and overdue requests in the queue."""
         with self._changed:
-            dropped = self._queue.drop(lambda request: request.overdue)
+            dropped = self._queue.drop(lambda request: request.reason_to_end)
         for request in dropped:
-            self._finish(request, request.finish(request.overdue or "cancelled"))
+            self._finish(request, request.finish(request.reason_to_end or "cancelled"))
 
     def _admit(self, count: int) -> list[ScheduledRequest]:
         """Start waiting requests until `count` requests are running."""

@@ -54,7 +54,7 @@ class ScheduledRequest:
         self._deadline = time.monotonic() + seconds
 
     @property
-    def overdue(self) -> Literal["time", "cancelled"] | None:
+    def reason_to_end(self) -> Literal["time", "cancelled"] | None:
         """The reason to end the request before its next token; None if it may continue."""
         if self.stream.cancelled:
             return "cancelled"
