@@ -43,7 +43,7 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft .*augmenting\.french\.name=": "needs a model that was moved; tests/cli/test_composition.py runs it",
     r"graft chat runs/danish": "needs a chat template; tests/test_chat.py runs it",
     r"graft push|graft generate me/": "needs the hub; tests/test_hub.py runs it",
-    r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
+    r"graft demo": "takes minutes; tests/test_demo.py runs it",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
     r"graft summarize .*--batch": "prints a batch; tests/summarize/test_batch.py runs it",
 }
