@@ -7,10 +7,10 @@
     ├── TapError                  a graft declares a tap that the backbone does not have
     │   └── TapConflictError      two grafts declare the same tap
     ├── ArtifactError             a folder is not a complete, readable graft
-    │   └── WrongBackboneError    the graft was trained on another backbone
-    ├── DataError                 texts, rows or files can't be read
+    │   └── WrongBackboneError    the graft was trained on another backbone, or with other frozen models
+    ├── DataError                 texts, rows or files can't be read or used
     ├── EvaluationError           a measurement, or a file of measurements, can't be used
-    ├── TrainingError             a run can't continue
+    ├── TrainingError             a training run can't start or continue
     │   └── ForgettingBudgetError the run forgot more than the recipe allows
     ├── EndpointError             a model server can't be used
     └── MissingExtraError         an optional package is not installed
@@ -37,7 +37,7 @@ class BackboneError(GraftError):
 
 
 class UnknownFamilyError(BackboneError):
-    """The architecture is not supported."""
+    """The architecture of a model is not supported."""
 
 
 class TapError(GraftError):
@@ -53,11 +53,11 @@ class ArtifactError(GraftError):
 
 
 class WrongBackboneError(ArtifactError):
-    """The graft was trained on another backbone."""
+    """The graft was built for another backbone, or trained with other frozen models than those found."""
 
 
 class DataError(GraftError):
-    """Texts, rows or files can't be read."""
+    """Texts, rows or files can't be read or used."""
 
 
 class EvaluationError(GraftError):
@@ -65,7 +65,7 @@ class EvaluationError(GraftError):
 
 
 class TrainingError(GraftError):
-    """A run can't continue."""
+    """A training run can't start or continue."""
 
 
 class ForgettingBudgetError(TrainingError):

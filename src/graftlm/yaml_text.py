@@ -29,7 +29,7 @@ class _Representer(SafeRepresenter):
     """Quotes text that a reader of YAML 1.1 or 1.2 would take for another type."""
 
     def represent_text(self, text: str) -> ScalarNode:
-        """Represent a string."""
+        """Return the YAML node of a string, in double quotes where a plain one would have another type."""
         tags = {_resolved_tag(text, version) for version in ("1.1", "1.2")}
         is_ambiguous = tags != {_TEXT}
         has_breaks = any(mark in text for mark in _LINE_BREAKS)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -93,9 +93,10 @@ def print_report(results: Results, folder: Path, *, as_json: bool) -> None:
     def show() -> None:
         console = stdout_console()
         print_table(results, console)
+        answers: Any = results.details.get("answers") or {}
         for row in results.rows:
-            worst = (results.details.get("answers") or {}).get(row.id, [])
-            print_answers([AnswerPair(**pair) for pair in worst], console)
+            pairs = [AnswerPair(**pair) for pair in answers.get(row.id, [])]
+            print_answers(pairs, console)
         for kind, paths in files.items():
             for path in paths:
                 typer.echo(f"{kind:8} {path}")

@@ -53,7 +53,7 @@ def copy_code(model: PreTrainedModel, folder: Path) -> bool:
 
 
 def model_classes(model: PreTrainedModel) -> list[type]:
-    """Return the classes of a model's config, base model and model."""
+    """Return the classes of a model's config, of its base model, and of the model itself, in this order."""
     return [type(model.config), type(model.base_model), type(model)]
 
 

@@ -29,7 +29,11 @@ def digest(*values: object) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 digest of a file's bytes in hexadecimal."""
+    """Return the SHA-256 digest of a file's bytes in hexadecimal.
+
+    Raises:
+        OSError: the file can't be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -102,7 +102,7 @@ class Generation:
     trace: list[TracedToken] | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields as JSON values."""
+        """Return the fields by name as JSON values; `trace` is a list of {"text": ..., "values": {...}}, or None."""
         return asdict(self)
 
 

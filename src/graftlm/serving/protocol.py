@@ -78,7 +78,7 @@ class ContextLengthError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """Too many requests are waiting."""
+    """The maximum number of open or waiting requests is reached."""
 
     status = 429
     code = "queue_full"
@@ -261,7 +261,7 @@ class RequestStream:
         self.cancelled = True
 
     def put(self, item: TokenOutput | Finish | Exception) -> None:
-        """Add an output; `wake_readers` delivers it."""
+        """Add an output, or an exception that the iteration raises. The reader is not woken before `wake_readers`."""
         self._items.append(item)
 
     async def __aiter__(self) -> AsyncIterator[TokenOutput | Finish]:
@@ -283,7 +283,7 @@ class RequestStream:
 
     @staticmethod
     def wake_readers(streams: Iterable[RequestStream]) -> None:
-        """Wake each event loop once for all of its streams."""
+        """Deliver the outputs that were put into these streams, with one wake-up per event loop."""
         events: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
         for stream in streams:
             if stream._reader is not None:
@@ -317,7 +317,10 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """Generates for one backbone and its grafts. All methods are thread-safe, and all but `close` return quickly."""
+    """The interface of engines, which generate for backbones and their grafts.
+
+    All methods are thread-safe, and all but `close` return quickly.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -344,7 +347,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return the current state."""
+        """Return the present numbers of running and waiting continuations, and the totals since the start."""
         ...
 
     def close(self, grace: float) -> bool:

@@ -118,7 +118,7 @@ class ModelRegistry:
         return isinstance(graft, Graft) and graft._fingerprint == self._backbone.fingerprint
 
     def holds(self, grafts: Iterable[tuple[str, Graft]]) -> bool:
-        """Return whether all of these grafts are still registered under their names."""
+        """Return whether all of these (name, graft) pairs are still registered."""
         known = self._grafts
         return all(known.get(name) is graft for name, graft in grafts)
 

@@ -314,7 +314,7 @@ class FunctionCall(StrictBody):
         return text
 
     def for_template(self) -> TemplateMessage:
-        """Return the call in the form of chat templates."""
+        """Return the call for chat templates, with the arguments as an object instead of text."""
         return {"name": self.name, "arguments": json.loads(self.arguments)}
 
 
@@ -347,7 +347,10 @@ class ChatMessage(StrictBody):
         return "".join(part.text for part in self.content or ())
 
     def for_template(self) -> TemplateMessage:
-        """Return the message in the form of chat templates."""
+        """Return the message for chat templates: `role`, `content` as one text, and `tool_calls` if there are any.
+
+        The role `developer` becomes `system`.
+        """
         message: TemplateMessage = {
             "role": _TEMPLATE_ROLES.get(self.role, self.role),
             "content": self.text,
@@ -389,7 +392,7 @@ class NamedTool(StrictBody):
 
     @property
     def name(self) -> str:
-        """The name of the tool."""
+        """The name of the tool, which may not be one of the request's tools."""
         return self.function["name"]
 
 

@@ -254,28 +254,36 @@ class ResponseBuilder(ABC, Generic[_Response]):
 
     @abstractmethod
     def response(self, parts: list[ChoicePart]) -> _Response:
-        """Return the whole response."""
+        """Return the whole response.
+
+        Args:
+            parts: the whole choices, in the order of their indices.
+        """
 
     def first_choices(self, index: int) -> list[BaseModel]:
-        """Return the choices of the first events of a stream."""
+        """Return the choices that are sent before the first text of choice `index`, each as one event."""
         return []
 
     @abstractmethod
     def chunk_choice(self, part: ChoicePart) -> BaseModel:
-        """Return a choice of an event."""
+        """Return the choice of an event, with only the new content of `part`."""
 
     @abstractmethod
     def event(self, values: dict[str, Any]) -> BaseModel:
-        """Return an event of the stream."""
+        """Return the object of a server-sent event.
+
+        Args:
+            values: `choices`, the keys of `head` and, if requested, `usage`.
+        """
 
 
 class CompletionBuilder(ResponseBuilder[TextCompletion]):
-    """The response of /v1/completions."""
+    """Builds the response of /v1/completions."""
 
     prefix = "cmpl"
 
     def response(self, parts: list[ChoicePart]) -> TextCompletion:
-        """Return the whole response."""
+        """Return the whole response with the continuations `parts`."""
         return TextCompletion(
             object="text_completion",
             choices=[self.chunk_choice(part) for part in parts],
@@ -284,11 +292,11 @@ class CompletionBuilder(ResponseBuilder[TextCompletion]):
         )
 
     def event(self, values: dict[str, Any]) -> TextCompletion:
-        """Return an event of the stream."""
+        """Return the object of an event, which has the form of a whole response."""
         return TextCompletion(object="text_completion", **values)
 
     def chunk_choice(self, part: ChoicePart) -> TextChoice:
-        """Return a choice, which has the same form in a response and in an event."""
+        """Return a choice of a whole response or of an event; both have the same form."""
         return TextChoice(
             text=part.text,
             logprobs=self._logprobs(part) if self.parsed.logprobs else None,
@@ -320,12 +328,12 @@ class CompletionBuilder(ResponseBuilder[TextCompletion]):
 
 
 class EmbeddingBuilder(ResponseBuilder[Embeddings]):
-    """The response of /v1/embeddings, which is never streamed."""
+    """Builds the response of /v1/embeddings, which is never streamed."""
 
     prefix = "embd"
 
     def response(self, parts: list[ChoicePart]) -> Embeddings:
-        """Return the whole response."""
+        """Return the whole response with the embeddings of all texts."""
         usage = self.usage
         return Embeddings(
             object="list",
@@ -335,11 +343,11 @@ class EmbeddingBuilder(ResponseBuilder[Embeddings]):
         )
 
     def event(self, values: dict[str, Any]) -> Embeddings:
-        """Raise NotImplementedError."""
+        """Raise `NotImplementedError`, because embeddings are not streamed."""
         raise NotImplementedError("embeddings are not streamed")
 
     def chunk_choice(self, part: ChoicePart) -> TextEmbedding:
-        """Return the embedding of one text."""
+        """Return the embedding of one text, as numbers or as float32 values in base64."""
         end = self.choices[part.index].end
         assert end is not None
         embedding: list[float] | str = list(end.embedding)
@@ -349,7 +357,7 @@ class EmbeddingBuilder(ResponseBuilder[Embeddings]):
 
 
 class ChatBuilder(ResponseBuilder[Chat]):
-    """The response of /v1/chat/completions.
+    """Builds the response of /v1/chat/completions.
 
     Args:
         parsed: the request.
@@ -364,7 +372,7 @@ class ChatBuilder(ResponseBuilder[Chat]):
         self._readers = [CallReader(parsed.tools) for _ in self.choices]
 
     def response(self, parts: list[ChoicePart]) -> Chat:
-        """Return the whole response."""
+        """Return the whole response with the messages `parts`."""
         return Chat(
             object="chat.completion",
             choices=[self._choice(part) for part in parts],
@@ -373,7 +381,7 @@ class ChatBuilder(ResponseBuilder[Chat]):
         )
 
     def event(self, values: dict[str, Any]) -> chat.ChatCompletionChunk:
-        """Return an event of the stream."""
+        """Return the object of an event, which OpenAI calls a chunk."""
         return chat.ChatCompletionChunk(object="chat.completion.chunk", **values)
 
     def first_choices(self, index: int) -> list[BaseModel]:
@@ -383,7 +391,7 @@ class ChatBuilder(ResponseBuilder[Chat]):
         return [ChunkChoice(delta=delta, logprobs=None, **self._base(part))]
 
     def chunk_choice(self, part: ChoicePart) -> ChunkChoice:
-        """Return one choice of a streamed chunk, with only what is new."""
+        """Return the choice of an event, whose delta has only the new text and the new tool calls."""
         delta: dict[str, Any] = {}
         if part.text or (part.finish_reason is None and not part.calls):
             delta["content"] = part.text

@@ -73,7 +73,7 @@ class EngineRouter:
             engine.replace(name, graft if engine.fits(graft) else None)
 
     def stats(self) -> EngineStats:
-        """Return the sums over all engines."""
+        """Return the sums of the numbers of all engines."""
         stats_of_engines = [engine.stats() for engine in self.engines]
         finished: Counter[str] = Counter()
         for stats in stats_of_engines:

@@ -116,7 +116,7 @@ class RequestQueue:
         return sum(len(requests) for requests in self._by_user.values())
 
     def add(self, request: ScheduledRequest) -> None:
-        """Append a request to those of its user."""
+        """Append a request to the queue of its user."""
         self._by_user.setdefault(request.request.user, deque()).append(request)
 
     def take(self, count: int, tokens: int) -> list[ScheduledRequest]:

@@ -49,7 +49,7 @@ class BackboneRecord(Config):
 
     @classmethod
     def of(cls, backbone: Backbone) -> BackboneRecord:
-        """Create the record of a loaded model."""
+        """Create the record of a loaded model, whose fingerprint is computed if it was not yet."""
         model_type = backbone.sites.model_type
         return cls(
             name=backbone.name,
