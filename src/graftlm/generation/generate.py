@@ -118,7 +118,7 @@ class _Stream(TextStreamer):
 
 
 def read_prompt(argument: str) -> str:
-    """Return the prompt that an argument of the command line stands for.
+    """Return the prompt that an argument of the command line gives.
 
     Args:
         argument: the prompt, or `-` to read it from stdin without a final line break.

@@ -116,7 +116,7 @@ class ServingTokenizer:
                 **(values or {}),
             )
         except Exception as error:
-            # Values of a request may raise any exception in a template; other exceptions are ours.
+            # Values of a request may raise any exception in a template; other exceptions are bugs.
             if not values and not isinstance(error, TemplateError | ValueError | TypeError):
                 raise
             if values:
