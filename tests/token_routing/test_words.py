@@ -59,6 +59,12 @@ def test_rare_words_are_names_and_numbers() -> None:
     assert "12" not in rare
 
 
+def test_a_plural_is_the_same_word() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    assert embedder.rare_words("Two vorlias.") == embedder.rare_words("Two vorlia.")
+    assert "vorliass" in embedder.rare_words("vorliass")
+
+
 def test_a_text_is_similar_to_the_examples_whose_words_it_has() -> None:
     embedder = WordEmbedder(backbone("llama"))
     examples = embedder.examples(EXAMPLES)

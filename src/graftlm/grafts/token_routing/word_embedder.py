@@ -2,7 +2,7 @@
 
 A graft that learns facts about named things should act where one of them is named, and nowhere else. A word is rare if
 it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens, as it does names
-that the backbone hardly knows. Each rare word w has a fixed random direction u(w) of length 1, so two different words
+that the backbone hardly knows. A final s is ignored, as in plurals. Each rare word w has a fixed random direction u(w) of length 1, so two different words
 have a cosine near 0 (above 0.5 with a probability below 1e-13). With R, the rare words of a text, and C_j, the
 directions of the rare words in the examples of expert j, the score of expert j is
 
@@ -29,6 +29,7 @@ from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, p
 
 WIDTH = 256
 _DIGITS_OF_NUMBER = 3
+_LETTERS_OF_PLURAL = 5
 _WORD = re.compile(r"\w+")
 
 
@@ -42,12 +43,12 @@ class WordEmbedder:
     def __init__(self, backbone: Backbone) -> None:
         self._tokenizer = backbone.need_tokenizer()
         self._device = backbone.device
-        self._is_rare: dict[str, bool] = {}
+        self._known: dict[str, bool] = {}
 
     def rare_words(self, text: str) -> list[str]:
-        """Return the different rare words of a text in lower case, sorted."""
+        """Return the different rare words of a text in lower case and without the ending of a plural, sorted."""
         words = set(_WORD.findall(text.casefold()))
-        return sorted(word for word in words if self._check(word))
+        return sorted({_singular(word) for word in words if self._is_rare(word)})
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Embed texts, each as the sum of its directions, scaled to the length 1 of unrelated directions' sum.
@@ -112,13 +113,14 @@ class WordEmbedder:
         whole = " ".join(_WORD.findall(text.casefold()))
         return [f" {whole}"]  # The space distinguishes it from a word.
 
-    def _check(self, word: str) -> bool:
-        if word not in self._is_rare:
+    def _is_rare(self, word: str) -> bool:
+        if word not in self._known:
             if word.isdigit():
-                self._is_rare[word] = len(word) >= _DIGITS_OF_NUMBER
+                self._known[word] = len(word) >= _DIGITS_OF_NUMBER
             else:
-                self._is_rare[word] = self._count_tokens(word) > 1
-        return self._is_rare[word]
+                forms = {word, _singular(word)}
+                self._known[word] = all(self._count_tokens(form) > 1 for form in forms)
+        return self._known[word]
 
     def _count_tokens(self, word: str) -> int:
         """Return the number of tokens of a word inside a text, in the form that has the fewest."""
@@ -127,6 +129,13 @@ class WordEmbedder:
             without, with_word = self._tokenizer(["a", f"a {form}"], add_special_tokens=False)["input_ids"]
             counts.append(len(with_word) - len(without))
         return min(counts)
+
+
+def _singular(word: str) -> str:
+    """Return a word without a final s, which may be the ending of a plural."""
+    if len(word) >= _LETTERS_OF_PLURAL and word.endswith("s") and not word.endswith("ss"):
+        return word[:-1]
+    return word
 
 
 def _direction(feature: str) -> Tensor:
