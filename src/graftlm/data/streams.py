@@ -28,17 +28,17 @@ class RowPacker:
     """Pack documents into rows of tokens.
 
     Args:
-        open_documents: returns the documents from their beginning.
+        open_documents: called without arguments at the beginning of each epoch; returns all documents in a fixed order.
         tokenizer: the backbone's tokenizer.
-        length: tokens of a row.
+        length: number of tokens of a row.
         boundaries: how documents share rows; see `DataConfig`.
-        repeat: start again after the last document.
+        repeat: start again after the last document, so that the rows never end.
 
     Attributes:
         tail: int32, (n,), marked ids that are tokenized and not yet in a row.
         chunks: number of chunks that were tokenized in this epoch.
         epoch: number of times that the documents were read to their end.
-        n_tokens: number of tokens so far.
+        n_tokens: number of tokens that this packer has tokenized, over all epochs.
     """
 
     def __init__(
@@ -71,9 +71,12 @@ class RowPacker:
     def next_row(self) -> np.ndarray | None:
         """Return the next row of marked ids (length,), or None after the last one.
 
+        Errors of `open_documents` and of its iterator are passed on.
+
         Raises:
-            DataError: a source that is repeated has no text; or documents stay whole, and one with a prompt does not
-                fit into a row.
+            DataError: documents that are repeated have no text; a conversation does not fit the tokenizer's chat
+                template; or `boundaries` is `whole`, and a conversation or a document with a prompt is longer than a
+                row.
         """
         needed = self.length
         if self.boundaries == "whole":
@@ -91,7 +94,13 @@ class RowPacker:
         return pad_row(row, self.length)
 
     def resume(self, tail: np.ndarray, chunks: int, epoch: int) -> None:
-        """Continue from the attributes of another packer of the same documents."""
+        """Continue where another packer of the same documents was.
+
+        Args:
+            tail: its `tail`.
+            chunks: its `chunks`.
+            epoch: its `epoch`.
+        """
         self.tail = tail
         self.chunks = chunks
         self.epoch = epoch
@@ -135,8 +144,8 @@ class RowPacker:
             size += len(stream)
             if size > self.length:
                 raise DataError(
-                    f"{chunk.where} has at least {size} tokens with its prompt, but a row has {self.length} and "
-                    "documents stay whole: raise the length, leave the row out, or set boundaries to separate."
+                    f"{chunk.where} has at least {size} tokens with its prompt, but boundaries is whole and a row has "
+                    f"only {self.length}: raise the length, leave the text out, or set boundaries to separate."
                 )
 
     def _last_document_size(self) -> int | None:
@@ -153,8 +162,8 @@ class StreamingBlocks:
     depends only on the key of `take` and the number of the row.
 
     Args:
-        packer: a packer that repeats its documents.
-        buffer_rows: rows of the buffer.
+        packer: a packer with `repeat=True`. It is advanced by `take`.
+        buffer_rows: number of rows of the buffer, at least 1. The whole buffer is filled before the first draw.
     """
 
     def __init__(self, packer: RowPacker, *, buffer_rows: int = 256) -> None:
@@ -170,15 +179,15 @@ class StreamingBlocks:
         """Draw the next `count` rows from the buffer.
 
         Args:
-            first: number of the first row, counted from 0; it must be the number of rows drawn so far.
-            count: number of rows.
+            first: number of the first row, from 0; it must be the number of rows drawn so far.
+            count: number of rows to draw.
             key: the seed and the domain, which determine the draws.
 
         Returns:
             Marked ids, int32, (count, length).
 
         Raises:
-            DataError: `first` is not the next row; see also `RowPacker.next_row`.
+            DataError: `first` is not the next row, or the packer can't read or pack the next documents.
         """
         if first != self._drawn:
             raise DataError(
@@ -212,16 +221,16 @@ class StreamingBlocks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same documents and length.
+        """Continue from the `state_dict()` of a stream of the same documents, row length and buffer size.
 
         Raises:
-            DataError: the state's buffer has another size.
+            DataError: the state's buffer has another number of tokens than this stream's.
         """
         buffer = _decode(state["buffer"])
         if len(buffer) not in (0, self._buffer_rows * self.length):
             raise DataError(
-                f"The stream's state has {len(buffer)} buffered tokens, but {self._buffer_rows} rows of {self.length} "
-                "are expected: resume with the data settings of the run that saved it."
+                f"The stream's state has {len(buffer):,} tokens in its buffer, but {self._buffer_rows} rows of "
+                f"{self.length} tokens are expected: resume with the data settings of the run that saved it."
             )
         self._packer.resume(
             tail=_decode(state["tail"]),
