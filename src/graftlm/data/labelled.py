@@ -252,7 +252,8 @@ def _read(name: str, config: LabelledConfig, split: Split) -> list[LabelledRow]:
     if not rows:
         where = ", ".join(str(path) for path in files) or f"its {split} names no file"
         raise DataError(
-            f"The task {name} has no rows under {split} ({where}): name a file with at least one, or leave the task out."
+            f"The task {name} has no rows under {split} ({where}): name a file with at least one row, or leave the "
+            "task out."
         )
     return rows
 
