@@ -46,7 +46,10 @@ def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[li
     if not pages:
         raise DataError(f"{path} is not a complete PDF file (it has no page): save or fetch it again.")
     if not any(page.strip() for page in pages):
-        raise DataError(f"{path} has no text on its pages, as in scans: recognize the text first (OCR).")
+        raise DataError(
+            f"{path} has no text on its pages, as in scans (number of pages: {len(pages)}): recognize the text first "
+            "(OCR)."
+        )
     blocks = layout_blocks(lines)
     return pages, list(merge_divided(blocks))
 
