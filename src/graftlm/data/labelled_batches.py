@@ -244,7 +244,7 @@ class LabelledMixture:
         candidates = self.sampler.candidates()
         scores = []
         if candidates:
-            scores = [score or 0.0 for score in self._scores(candidates)]
+            scores = [0.0 if score is None else score for score in self._scores(candidates)]
         picks = self.sampler.choose(scores)
         if self.sampler.config.policy == "entropy":
             self._observe(picks)

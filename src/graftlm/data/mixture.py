@@ -72,6 +72,7 @@ class TokenBlocks:
 
 @lru_cache(maxsize=4)
 def _epoch_order(size: int, *key: int) -> np.ndarray:
+    """Return the order of `size` rows in an epoch; the key is the seed, the domain and the epoch."""
     return np.random.Generator(np.random.Philox(key)).permutation(size)
 
 
@@ -262,7 +263,11 @@ def _form(blocks: Blocks) -> str:
 def _exact_shares(shares: Mapping[int, float]) -> dict[int, Fraction]:
     """Return the shares above 0 as fractions that sum to 1, sorted by domain."""
     if abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0:
-        raise DataError(f"The domains' shares are {dict(shares)}, but shares from 0 to 1 that sum to 1 are expected.")
+        found = ", ".join(f"{DOMAIN_NAMES.get(domain, domain)} {share:g}" for domain, share in shares.items())
+        raise DataError(
+            f"The domains' shares are {found or 'missing'}, but shares from 0 to 1 that sum to 1 are expected: change "
+            "the shares."
+        )
     exact = {}
     for domain, share in sorted(shares.items()):
         if share > 0:
@@ -332,8 +337,7 @@ def build_blocks(
         if own_text:
             names = ", ".join(source.name for source in sources if source.streaming)
             raise DataError(
-                f"The source {names} is streaming, but it is combined with the backbone's own text: set streaming to "
-                "false."
+                f"A streaming source can't be combined with the backbone's own text: set streaming to false for {names}."
             )
         packer = RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True)
         return StreamingBlocks(packer)

@@ -439,8 +439,8 @@ def split_template(
     after = tokenizer(text_after, add_special_tokens=False)["input_ids"]
     if not content or not before or not after or after[0] not in tokenizer.added_tokens_decoder:
         raise DataError(
-            f"The chat template of {name} is expected to have a token before a user's turn and a special token after "
-            f"it, but it has not: {remedy}."
+            f"The chat template of {name} has no token before a user's turn, or no special token after it, but both are "
+            f"expected: {remedy}."
         )
     size = len(before) + len(after)
     if length < size + 2 * _MIN_TURN:

@@ -122,7 +122,7 @@ class RowEncoder:
             encoded = [row for row in encoded if _has_whole_answer(row)]
         if not encoded:
             raise DataError(
-                f"No row of the task that begins at {task.rows[0].where} has its whole answer in its first "
+                f"No row of the task (the first is {task.rows[0].where}) has its whole answer in its first "
                 f"{self.length} tokens: raise the length."
             )
         return EncodedTask(spec, encoded, len(long))

@@ -396,7 +396,7 @@ def _check_sizes(sizes: Mapping[str, int], batch_size: int) -> None:
         if size < 1:
             raise DataError(f"The task {task} has no rows: name a file with at least one, or leave the task out.")
     if batch_size < 1:
-        raise DataError(f"batch_size is {batch_size}, but a whole number from 1 is expected.")
+        raise DataError(f"batch_size is {batch_size}, but a whole number from 1 is expected: set a larger one.")
 
 
 def _check_fixed(sizes: Mapping[str, int], config: SamplerConfig) -> None:
@@ -410,7 +410,9 @@ def _check_fixed(sizes: Mapping[str, int], config: SamplerConfig) -> None:
         if task not in sizes:
             raise DataError(f"fixed has the unknown task {task!r}: choose among {', '.join(sizes)}.")
         if not 0 <= share < 1:
-            raise DataError(f"The fixed share of the task {task} is {share}, but a number in [0, 1) is expected.")
+            raise DataError(
+                f"The fixed share of the task {task} is {share:g}, but a number in [0, 1) is expected: change fixed."
+            )
     total = sum(config.fixed.values())
     if total >= 1 or set(config.fixed) >= set(sizes):
         found = f"sum to {total:g}" if total >= 1 else "cover all tasks"

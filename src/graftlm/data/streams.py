@@ -216,8 +216,8 @@ class StreamingBlocks:
             "epoch": self._packer.epoch,
             "chunks": self._packer.chunks,
             "drawn": self._drawn,
-            "tail": _encode(self._packer.tail),
-            "buffer": _encode(self._buffer),
+            "tail": _encode_ids(self._packer.tail),
+            "buffer": _encode_ids(self._buffer),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,14 +226,14 @@ class StreamingBlocks:
         Raises:
             DataError: the state's buffer has another number of tokens than this stream's.
         """
-        buffer = _decode(state["buffer"])
+        buffer = _decode_ids(state["buffer"])
         if len(buffer) not in (0, self._buffer_rows * self.length):
             raise DataError(
                 f"The stream's state has {len(buffer):,} tokens in its buffer, but {self._buffer_rows} rows of "
                 f"{self.length} tokens are expected: resume with the data settings of the run that saved it."
             )
         self._packer.resume(
-            tail=_decode(state["tail"]),
+            tail=_decode_ids(state["tail"]),
             chunks=int(state["chunks"]),
             epoch=int(state["epoch"]),
         )
@@ -241,9 +241,10 @@ class StreamingBlocks:
         self._buffer = buffer.reshape(-1, self.length)
 
 
-def _encode(ids: np.ndarray) -> str:
+def _encode_ids(ids: np.ndarray) -> str:
+    """Return ids as little-endian int32 in base64."""
     return base64.b64encode(ids.astype("<i4").tobytes()).decode("ascii")
 
 
-def _decode(text: str) -> np.ndarray:
+def _decode_ids(text: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype="<i4").astype(np.int32)

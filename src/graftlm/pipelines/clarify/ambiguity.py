@@ -237,7 +237,7 @@ def detect(
     for kind in kinds:
         if kind not in KINDS:
             hint = did_you_mean(kind, KINDS)
-            raise DataError(f"There is no kind of ambiguity {kind!r}{hint}: choose among {', '.join(KINDS)}.")
+            raise DataError(f"There is no kind of ambiguity {kind!r}{hint}: name a known one.")
     analysis = _Analysis(
         text=text,
         tokens=parser(text) if parser else split_words(text),
