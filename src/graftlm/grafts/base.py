@@ -180,11 +180,18 @@ class FitsOnText(ABC):
 
     @abstractmethod
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
-        """Return the sources of the texts, in the form of a recipe's data, by names that the graft chooses."""
+        """Return the sources of the texts, in the form of a recipe's data, by names that the graft chooses.
+
+        A name without sources takes the new text of the run.
+        """
 
     @abstractmethod
-    def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
-        """Learn from the texts of `sources`."""
+    def fit(self, texts: Mapping[str, Sequence[str]]) -> list[str]:
+        """Learn from the texts of `sources`.
+
+        Returns:
+            What the user should know about the texts, as sentences; empty if all is well.
+        """
 
 
 class ReadsModels(ABC):
