@@ -337,7 +337,8 @@ def build_blocks(
         if own_text:
             names = ", ".join(source.name for source in sources if source.streaming)
             raise DataError(
-                f"A streaming source can't be combined with the backbone's own text: set streaming to false for {names}."
+                f"The backbone's own text can't be combined with streaming sources ({names}): set their streaming to "
+                "false."
             )
         packer = RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True)
         return StreamingBlocks(packer)

@@ -30,6 +30,7 @@ _CONTENT = "the-content-of-the-user"  # a placeholder for the user's turn, which
 _DEFAULT_CHAT_FRACTION = 0.5
 _BARREN_BATCHES = 3
 _MIN_TURN = 8
+_REAL_TEXT = "name real text under data.old, and set evaluation.own_tokens to 0"
 
 
 def sample_own_text(
@@ -342,18 +343,24 @@ class OwnTextSampler:
         )
 
 
-def check_backbone(backbone: Backbone, length: int) -> None:
-    """Raise `DataError` if a backbone is not a causal language model, or has fewer than `length` positions."""
+def check_backbone(backbone: Backbone, length: int, remedy: str | None = None) -> None:
+    """Raise `DataError` if a backbone is not a causal language model, or has fewer than `length` positions.
+
+    Args:
+        backbone: the backbone.
+        length: maximum number of tokens of a sampled text.
+        remedy: what the user can do instead of sampling, for error messages; None names the settings of recipes.
+    """
     if not (backbone.sites.family.causal and backbone.model.can_generate()):
         raise DataError(
-            f"The backbone {backbone.name} can't sample text, since it is not a causal language model: name real text "
-            "under data.old, and set evaluation.own_tokens to 0."
+            f"The backbone {backbone.name} can't sample text, since it is not a causal language model: "
+            f"{remedy or _REAL_TEXT}."
         )
     limit = max_sequence_length(backbone.model)
     if limit < length:
         raise DataError(
             f"The backbone {backbone.name} has {limit} positions, but texts of {length} tokens are to be sampled: "
-            "lower data.length or the length of the source."
+            f"{remedy or 'lower data.length or the length of the source'}."
         )
 
 
@@ -439,8 +446,8 @@ def split_template(
     after = tokenizer(text_after, add_special_tokens=False)["input_ids"]
     if not content or not before or not after or after[0] not in tokenizer.added_tokens_decoder:
         raise DataError(
-            f"The chat template of {name} has no token before a user's turn, or no special token after it, but both are "
-            f"expected: {remedy}."
+            f"The chat template of {name} has no token before a user's turn, or no special token after it, but both "
+            f"are expected: {remedy}."
         )
     size = len(before) + len(after)
     if length < size + 2 * _MIN_TURN:
