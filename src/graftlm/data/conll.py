@@ -68,6 +68,7 @@ def read_conll(
 
 
 def _find_columns(path: Path, columns: Mapping[str, str], header: Sequence[str]) -> _Columns:
+    """Return the positions of the words and tags: by the names in `header`, or by the suffix of the file."""
     if header:
         check_columns(header, columns, str(path), "task")
         word, tag = (list(header).index(name) for name in columns.values())
@@ -90,6 +91,7 @@ def _is_comment(cells: Sequence[str], *, has_tabs: bool) -> bool:
 
 
 def _check_cells(cells: Sequence[str], layout: _Columns, where: str) -> None:
+    """Raise `DataError` if a line has a wrong number of columns, or an empty word or tag."""
     if layout.exact and len(cells) != layout.count:
         raise DataError(
             f"{where}: the number of columns is {len(cells)}, but the task names {layout.count}: correct the line, or "

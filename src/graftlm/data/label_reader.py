@@ -89,6 +89,7 @@ class LabelReader:
         return tags
 
     def _number(self, value: object, where: str) -> float:
+        """Return the target of a regression task, a number or the text of one."""
         number = _finite(value)
         if number is None:
             found = "nothing" if value is None or value == "" else repr(value)

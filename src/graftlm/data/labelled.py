@@ -167,6 +167,7 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
 
 
 def _build_spec(name: str, config: LabelledConfig, rows: Sequence[LabelledRow]) -> TaskSpec:
+    """Return the specification of the task's head, with the labels or the range of numbers of its training rows."""
     if config.type == "regression":
         return TaskSpec(type=config.type, range=_number_range(name, rows))
     if config.type == "span":
@@ -259,6 +260,7 @@ def _read(name: str, config: LabelledConfig, split: Split) -> list[LabelledRow]:
 
 
 def _read_file(path: Path, config: LabelledConfig, reader: LabelReader) -> Iterator[LabelledRow]:
+    """Yield the rows of a file, after checking their texts and targets."""
     for values, where in _read_columns(path, config):
         *values_of_texts, label = values
         if config.type == "tagging":

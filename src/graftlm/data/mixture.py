@@ -357,6 +357,7 @@ def _pack_own_text(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TokenBlocks:
+    """Pack the marked ids of sampled texts into rows."""
     marked = np.concatenate(own_text)
     check_rows(len(marked), config.length, config.boundaries, "The backbone's own text")
     rows = split_rows(marked, config.length, config.boundaries)

@@ -158,6 +158,7 @@ class NewOpenings:
         )
 
     def _opening(self, document: Document, generator: np.random.Generator) -> Opening | None:
+        """Return a random opening of a document, or None if it has none or its opening has too many tokens."""
         questions = questions_of(document)
         if questions:
             text = questions[0]

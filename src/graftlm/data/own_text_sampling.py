@@ -121,6 +121,7 @@ def sample_batches(
 
 
 def _sample_to(path: Path, sampler: BatchSampler, tokens: int, *, key: str, progress: bool) -> list[OwnText]:
+    """Extend a file with batches, and return all of its samples; see `sample_batches`."""
     batches = read_complete_batches(path, key)
     samples = [sample for batch in batches for sample in batch]
     total = _count_tokens(samples)
@@ -273,6 +274,7 @@ class OwnTextSampler:
         return True
 
     def _yield_error(self, samples: Sequence[OwnText], barren: int) -> DataError:
+        """Return the error that explains why the latest `barren` batches have no usable sample."""
         has_free_text = any(not sample.is_chat for sample in samples)
         if self._chat_fraction == 1 or (self._chat_fraction > 0 and has_free_text):
             problem = "no conversation whose user's turn ends"

@@ -194,6 +194,7 @@ class RowEncoder:
     def _encode_row(
         self, spec: TaskSpec, row: LabelledRow, values: Mapping[str, Any], *, truncated: bool
     ) -> EncodedRow:
+        """Return a row with its target and alignment."""
         ids = np.asarray(values["input_ids"], dtype=np.int32)
         if not len(ids):
             raise DataError(f"{row.where} has no tokens: enter text with known characters, or leave the row out.")

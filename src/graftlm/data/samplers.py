@@ -170,6 +170,7 @@ class TaskSampler:
         return picks
 
     def _set_scores(self, picks: Sequence[Pick], scores: Sequence[float]) -> None:
+        """Store the scores of the candidates of this step, after checking them."""
         if len(scores) != len(picks):
             raise DataError(
                 f"The number of scores is {len(scores)}, but the number of candidates is {len(picks)}: give choose one "
@@ -400,6 +401,7 @@ def _check_sizes(sizes: Mapping[str, int], batch_size: int) -> None:
 
 
 def _check_fixed(sizes: Mapping[str, int], config: SamplerConfig) -> None:
+    """Raise `DataError` if the fixed shares do not fit the policy or the tasks."""
     if not config.fixed:
         return
     if config.policy != "uncertainty":
@@ -423,6 +425,7 @@ def _check_fixed(sizes: Mapping[str, int], config: SamplerConfig) -> None:
 
 
 def _check_passes(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, steps: int) -> None:
+    """Raise `DataError` if `passes` gives fewer candidates per step than rows of a batch."""
     if config.passes is None:
         return
     scored_sizes = [size for task, size in sizes.items() if task not in config.fixed]

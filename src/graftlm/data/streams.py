@@ -116,6 +116,7 @@ class RowPacker:
         self.n_tokens += sum(len(stream) for stream in streams)
 
     def _next_group(self) -> list[TextChunk] | None:
+        """Return the next chunks, from the first document on at the end of an epoch; None after the last ones."""
         group = next(self._open_groups(), None)
         if group is not None or not self._repeat:
             return group
@@ -201,6 +202,7 @@ class StreamingBlocks:
         return np.array(drawn, dtype=np.int32).reshape(count, self.length)
 
     def _draw(self, key: tuple[int, int]) -> np.ndarray:
+        """Return a random row of the buffer, and replace it by the next row of the packer."""
         generator = np.random.Generator(np.random.Philox([*key, self._drawn]))
         position = generator.integers(self._buffer_rows)
         row = self._buffer[position].copy()

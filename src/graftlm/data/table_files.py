@@ -83,6 +83,7 @@ def read_values(
 
 
 def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[LocatedValues]:
+    """Read JSON lines, or a list if the file begins with a bracket."""
     with open_binary(path) as file:
         beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK)
         file.seek(0)
@@ -112,6 +113,7 @@ def _parse_json(data: bytes, where: str) -> Any:
 
 
 def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequence[str]) -> Iterator[LocatedValues]:
+    """Read CSV or, by the suffix of the file, TSV without quoting."""
     with open_binary(path) as file:
         text = decode_utf8(file.read(), str(path))
     lines = io.StringIO(text, newline="")

@@ -419,6 +419,7 @@ _TURNS: dict[Step, tuple[str, ...]] = {
 
 
 def _next_step(turns: Sequence[Turn], budget: int) -> Step:
+    """Return the step that follows the turns so far."""
     last = turns[-1] if turns else None
     if isinstance(last, WrittenTurn):
         return "done"

@@ -198,6 +198,7 @@ class GainEstimator:
         return self._gain(question, prompts, outputs), cost
 
     def _gain(self, question: Question, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> Gain:
+        """Return the gain of a question, given the prompt and the outputs under each of its answers."""
         prior_K = self._prior_of(question.answers)
         texts, given_KY = output_distributions(outputs)
         model = self._model

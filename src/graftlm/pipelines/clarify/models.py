@@ -224,6 +224,7 @@ class LocalModel:
         prompt_ids: list[int],
         on_text: Callable[[str], None] | None,
     ) -> Generation:
+        """Continue a prompt, and reuse the computation of earlier prompts with the same instructions."""
         decoding = Decoding(max_new_tokens=self._max_new_tokens)
         if self._prefixes is None:
             return generate_text(self._model, self._tokenizer, text, decoding, on_text=on_text)

@@ -220,9 +220,13 @@ def parse_question(reply: str, label: str = "Question") -> tuple[str, tuple[str,
 
 
 def is_word(reply: str, word: str) -> bool:
-    """Return whether a reply consists of a word, ignoring case and punctuation."""
-    letters = re.sub(r"\W+", " ", reply).strip()
-    return letters.casefold() == word.casefold()
+    """Return whether a reply consists of a word or a phrase, ignoring case and punctuation."""
+    return _letters(reply) == _letters(word)
+
+
+def _letters(text: str) -> str:
+    """Return a text in lower case with a blank instead of punctuation and white space."""
+    return re.sub(r"\W+", " ", text).strip().casefold()
 
 
 def printable(text: str) -> str:

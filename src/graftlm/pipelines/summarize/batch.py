@@ -78,6 +78,7 @@ def _summarize_together(paths: Sequence[Path], arguments: Mapping[str, Any]) -> 
 
 
 def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | SummaryFailure:
+    """Return the summary of a file, or its error."""
     try:
         return summarize(path, **arguments)
     except GraftError as error:
@@ -113,6 +114,7 @@ def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda t
 
 
 def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
+    """Return the documents in a folder and its subfolders in the order of their names."""
     documents: list[Path] = []
     for file in sorted(folder.rglob("*")):
         if not file.is_file():

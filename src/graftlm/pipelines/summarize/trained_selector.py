@@ -158,6 +158,7 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
 
 
 def _load_model(folder: Path) -> SentenceSelector:
+    """Load the model of a folder, or raise `ValueError` if its tensors do not match its config."""
     # The annotation lacks the pair that `output_loading_info` returns.
     from_pretrained: Any = SentenceSelector.from_pretrained
     model, info = from_pretrained(
