@@ -114,13 +114,16 @@ def compare_answers(
     after: Sequence[str],
     names: NewNames | None = None,
 ) -> list[AnswerPair]:
-    """Compare the answers of two models.
+    """Compare the answers of two models to the same questions.
 
     Args:
-        questions: the questions.
-        before: the base's answers.
-        after: the tuned model's answers.
-        names: the names of the new text; None if it is not known.
+        questions: the texts of the questions.
+        before: the base's answer to each question.
+        after: the tuned model's answer to each question.
+        names: finds the names of the new text; None if that is not known, and no names count as spilled.
+
+    Returns:
+        One pair for each question, in order.
     """
     pairs = []
     for question, base_answer, tuned_answer in zip(questions, before, after, strict=True):
@@ -154,7 +157,12 @@ def answer_metrics(pairs: Sequence[AnswerPair], *, with_spill: bool) -> dict[str
 
 
 def worst_answers(pairs: Sequence[AnswerPair], count: int = WORST) -> list[AnswerPair]:
-    """Return the answers that changed most: first those that spill, then those with the least overlap."""
+    """Return the answers that changed most: first those that spill, then those with the least overlap.
+
+    Args:
+        pairs: the compared answers.
+        count: maximum number of answers.
+    """
     changed = [pair for pair in pairs if pair.spilled or not pair.kept]
     changed.sort(key=lambda pair: (not pair.spilled, pair.kept, pair.overlap))
     return changed[:count]
