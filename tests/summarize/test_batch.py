@@ -222,3 +222,9 @@ def test_skipped_files_are_reported(tmp_path: Path) -> None:
     done = invoke("summarize", str(tmp_path), "--batch")
     assert f"warning: {warnings[1]}" in done.err.splitlines()
     assert "warning" not in invoke("summarize", str(tmp_path), "--batch", "--quiet").err
+
+
+def test_a_batch_has_at_least_one_document(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        list(summarize_many(write_documents(tmp_path, 1), 0))
+    assert "batch_size" in str(error.value)

@@ -59,7 +59,7 @@ def test_a_writer_is_linked_and_measured(tea: Path, tiny_backbone) -> None:
         "cpu",
     )
     assert done.code == 0
-    assert "The source has" in done.out or "no words" in done.out
+    assert "the source has" in done.out or "no words" in done.out
     assert "layout" in done.err
 
 

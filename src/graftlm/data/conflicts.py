@@ -13,7 +13,7 @@ class Conflict(NamedTuple):
     """Two conversations with the same question and different answers.
 
     Attributes:
-        question: the question.
+        question: the question, as the later conversation has it.
         first: location and answer of the earlier conversation.
         second: location and answer of the later one.
     """
@@ -24,9 +24,14 @@ class Conflict(NamedTuple):
 
 
 def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
-    """Return the conflicts of conversations with one question; case and punctuation are ignored.
+    """Find conversations of one question and one answer that answer the same question differently.
 
-    A question that occurs several times is reported once, with the first answer that differs.
+    Questions and answers are compared without case and punctuation, and system messages are ignored. A question that
+    occurs several times is reported once, with the first answer that differs from its earliest one. A question without
+    words is never reported.
+
+    Args:
+        documents: the documents. Those that are not such conversations are skipped.
     """
     answers: dict[tuple[str, ...], tuple[str, str]] = {}
     conflicts: dict[tuple[str, ...], Conflict] = {}
@@ -38,6 +43,8 @@ def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
             continue
         question, answer = (str(message["content"]) for message in turns)
         key = normalized(question)
+        if not key:
+            continue
         first = answers.setdefault(key, (document.where, answer))
         if normalized(first[1]) != normalized(answer) and key not in conflicts:
             conflicts[key] = Conflict(question=question, first=first, second=(document.where, answer))
