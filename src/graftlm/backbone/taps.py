@@ -326,7 +326,7 @@ class TapHooks:
 
         return store
 
-    def _before_hook(self, tap: Tap) -> Callable[..., Any]:
+    def _before_hook(self, tap: Tap) -> Callable[..., object]:
         """Return a hook that changes the input of a module."""
         adds = tap.act == "add"
         function = tap.function
@@ -346,7 +346,7 @@ class TapHooks:
 
         return before
 
-    def _bias_hook(self, tap: Tap, *, causal: bool) -> Callable[..., Any]:
+    def _bias_hook(self, tap: Tap, *, causal: bool) -> Callable[..., object]:
         """Return a hook that adds a bias to the scores of an attention."""
         site = tap.site
         function = tap.function
@@ -363,7 +363,7 @@ class TapHooks:
 
         return before
 
-    def _after_hook(self, tap: Tap, input_key: Hashable | None) -> Callable[..., Any]:
+    def _after_hook(self, tap: Tap, input_key: Hashable | None) -> Callable[..., object]:
         """Return a hook that changes the output of a module.
 
         Args:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -84,7 +84,7 @@ def print_report(results: Results, folder: Path, *, as_json: bool) -> None:
     """
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import print_table
-    from graftlm.evaluation.kept_answers import AnswerPair
+    from graftlm.evaluation.kept_answers import reported_answers
     from graftlm.evaluation.report import report_files
     from graftlm.evaluation.terminal_tables import print_answers
 
@@ -93,10 +93,8 @@ def print_report(results: Results, folder: Path, *, as_json: bool) -> None:
     def show() -> None:
         console = stdout_console()
         print_table(results, console)
-        answers: Any = results.details.get("answers") or {}
         for row in results.rows:
-            pairs = [AnswerPair(**pair) for pair in answers.get(row.id, [])]
-            print_answers(pairs, console)
+            print_answers(reported_answers(results, row.id), console)
         for kind, paths in files.items():
             for path in paths:
                 typer.echo(f"{kind:8} {path}")

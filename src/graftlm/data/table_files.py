@@ -59,7 +59,7 @@ def read_values(
 
     Args:
         path: a file of JSON lines, a JSON list, parquet, CSV or TSV, whose suffix determines the format. TSV has no
-            quoting. Any of them may be gzipped, except parquet.
+            quoting. Each of them may be gzipped, except parquet.
         columns: names of columns by the config key that sets each, such as {"text_column": "body"}.
         owner: the config that has these keys, for error messages.
         header: names of all columns of a CSV or TSV file without a header; other formats ignore it. If it is empty, the

@@ -16,12 +16,12 @@ takes "hot" and "warm" for different answers, and two long answers about the sam
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from graftlm.evaluation.intervals import share_interval
-from graftlm.evaluation.results import Interval
+from graftlm.evaluation.results import Interval, Results
 
 if TYPE_CHECKING:
     from graftlm.data.new_names import NewNames
@@ -166,6 +166,12 @@ def worst_answers(pairs: Sequence[AnswerPair], count: int = WORST) -> list[Answe
     changed = [pair for pair in pairs if pair.spilled or not pair.kept]
     changed.sort(key=lambda pair: (not pair.spilled, pair.kept, pair.overlap))
     return changed[:count]
+
+
+def reported_answers(results: Results, row_id: str) -> list[AnswerPair]:
+    """Return the answers that the results of a run report for a row; none if it was not asked questions."""
+    by_row = cast("Mapping[str, list[dict[str, Any]]]", results.details.get("answers") or {})
+    return [AnswerPair(**pair) for pair in by_row.get(row_id, [])]
 
 
 def _tokens(text: str) -> list[tuple[str, bool]]:

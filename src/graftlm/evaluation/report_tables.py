@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from graftlm.evaluation.kept_answers import reported_answers
 from graftlm.evaluation.metric_text import (
     ABSENT,
     LEARNING_METRICS,
@@ -118,9 +119,9 @@ def _answers_section(results: Results) -> str:
     """Return the answers that changed most, next to those of the backbone."""
     rows = []
     for row in results.rows:
-        for pair in (results.details.get("answers") or {}).get(row.id, []):
-            texts = [" ".join(pair[key].split()) for key in ("question", "before", "after")]
-            rows.append([row.label, *texts])
+        for pair in reported_answers(results, row.id):
+            texts = (pair.question, pair.before, pair.after)
+            rows.append([row.label, *(" ".join(text.split()) for text in texts)])
     return _section("Answers that changed most", ["method", "question", "before", "after"], rows)
 
 

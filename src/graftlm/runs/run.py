@@ -187,7 +187,7 @@ class TrainingRun(Run):
             measurement: the measured result.
         """
 
-    def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, Any]:
+    def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, object]:
         """Return what a saved model records about its training, as plain JSON values.
 
         Args:
