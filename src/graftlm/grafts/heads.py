@@ -37,7 +37,7 @@ FEWEST_LABELS: dict[TaskType, int] = {
 
 
 class TaskSpec(Config):
-    """The specification of a labelled task.
+    """The specification of a labeled task.
 
     Args:
         type: the type of the prediction; see the table of this module. Tasks of the types regression and span have no
@@ -299,9 +299,9 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
     nats = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     if spec.type == "span":
         return nats.mean(-1)
-    is_labelled = targets != IGNORED
-    labelled_R = is_labelled.sum(-1)
-    return nats.sum(-1) / labelled_R.clamp(min=1)
+    is_labeled = targets != IGNORED
+    labeled_R = is_labeled.sum(-1)
+    return nats.sum(-1) / labeled_R.clamp(min=1)
 
 
 def uncertainty(
@@ -314,7 +314,7 @@ def uncertainty(
     | type | uncertainty |
     |---|---|
     | classification | entropy over log C |
-    | tagging | maximum over the labelled tokens, since most tokens are outside entities and certain |
+    | tagging | maximum over the labeled tokens, since most tokens are outside entities and certain |
     | multi-label | mean entropy of the labels, each over log 2 |
     | regression | absolute error over the task's range, at most 1; None without targets |
     | span | None |
@@ -359,7 +359,7 @@ def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tens
     entropy = _entropy(log_probabilities) / math.log(logits.shape[-1])
     if spec.type == "classification":
         return entropy
-    return _largest_of_labelled(entropy, targets)
+    return _largest_of_labeled(entropy, targets)
 
 
 def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Ten
     return (errors / spec.unit).clamp(max=1)
 
 
-def _largest_of_labelled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor:
+def _largest_of_labeled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor:
     if targets_RT is not None:
         values_RT = values_RT.masked_fill(targets_RT == IGNORED, 0)
     return values_RT.amax(-1)

@@ -113,7 +113,7 @@ class TokenRoutingConfig(GraftConfig):
             before they are multiplied.
         fixed: weights of the experts by name for every token, instead of a route. Their sum is at most 1, and the bare
             backbone has the rest.
-        bundle: whether to save the experts' factors in the artefact, instead of their paths and hashes.
+        bundle: whether to save the experts' factors in the artifact, instead of their paths and hashes.
     """
 
     kind: Literal["token-routing"] = "token-routing"

@@ -365,7 +365,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         self._embedder_checked = True
         return self._embedder
 
-    # The artefact and the exported model
+    # The artifact and the exported model
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
         weights = self._fixed_weights()
