@@ -148,7 +148,7 @@ class Graft(nn.Module):
         return {}
 
     def describe(self, backbone: Backbone) -> dict[str, object]:
-        """Return statistics of the graft's parameters by name, as plain numbers, lists and dicts.
+        """Return statistics of the graft's parameters by name, as JSON values.
 
         Args:
             backbone: the backbone, whose parameters may be described for comparison.

@@ -20,8 +20,8 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
     """A graft that trains weights of a copy of the backbone, which shares all other weights with the backbone.
 
     If weights that train are in half precision, the copy is float32 and shares nothing, since half precision would lose
-    small updates. A subclass calls `copy_weights` in `__init__`. An artifact contains the graft's own tensors and the copied
-    weights.
+    small updates. A subclass calls `copy_weights` in `__init__`. An artifact contains the graft's own tensors and the
+    copied weights.
 
     Attributes:
         prefix: prefix of the copied weights' names in an artifact.
@@ -53,8 +53,8 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         parameters = dict(model.named_parameters())
         if not self._originals.keys() <= parameters.keys():
             raise TapConflictError(
-                "Another graft has wrapped modules in adapters of PEFT, but the graft that trains a copy of them must "
-                "be attached first: place it before the other graft in the dict of GraftedModel."
+                "Adapters of PEFT wrap modules of the model, but a graft that trains a copy must be attached before "
+                "them: place it first in the dict of GraftedModel."
             )
         to_train = {name: parameters[name] for name in self._originals}
         check_plain(to_train, self.remedy)

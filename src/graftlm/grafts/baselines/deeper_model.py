@@ -25,16 +25,16 @@ def deeper_model(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) ->
     Args:
         model: the original.
         sites: the sites of `model`.
-        copied: the layers that occur twice.
+        copied: indices of the layers that occur twice; without any, the result has the layers of `model`.
 
     Raises:
-        BackboneError: the config can't describe the additional layers.
+        BackboneError: the config can't describe the additional layers, or the model can't be built from it.
         TapConflictError: the model has an adapter of PEFT.
     """
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise TapConflictError(
             "A PEFT adapter is attached to the backbone, and new blocks would copy it: merge or unload that adapter "
-            "first."
+            "first, and attach no graft that uses PEFT before the new blocks."
         )
     order: list[int] = []
     for layer in range(sites.n_layers):

@@ -220,7 +220,12 @@ class TokenPositions:
         return cls(keys, queries)
 
     def visible(self, call: Call, layer: int) -> slice:
-        """Return the keys that a layer reads: all except those that the cache of a sliding window has dropped."""
+        """Return the keys that a layer reads: all except those that the cache of a sliding window has dropped.
+
+        Args:
+            call: the pass.
+            layer: index of the layer.
+        """
         total = self.keys if isinstance(self.keys, int) else self.keys.shape[1]
         if call.cache is None:
             return slice(0, total)
@@ -248,6 +253,7 @@ def _restarts(positions: Tensor) -> bool:
 
 
 def _check_length(keys: Tensor | int, mask: Tensor | None, limit: int) -> None:
+    """Raise `GraftError` if a row has more than `limit` tokens."""
     longest = keys if isinstance(keys, int) else keys.shape[1]
     if longest <= limit:
         return
@@ -283,7 +289,7 @@ class ConditionalBias(nn.Module):
         self.film = FiLM(task_width, width * width)
 
     def matrices(self, tasks: RowTasks, count: int) -> Tensor:
-        """Compute A'_n of the first `count` blocks, (U, N, W, W)."""
+        """Compute A'_n of the first `count` blocks for each task of the pass, (U, count, W, W)."""
         gain, shift = self.film.scale_and_shift(tasks.z)
         gain = gain.view(-1, 1, self.width, self.width)
         shift = shift.view(-1, 1, self.width, self.width)

@@ -43,13 +43,21 @@ class WindowShape:
     reach: int
     frequencies: Tensor = field(repr=False)
 
+    def sizes(self) -> str:
+        """Return the sizes as text for messages."""
+        return f"window {self.window}, sinks {self.sinks} and reach {self.reach}"
+
     @property
     def step(self) -> int:
         """Number of positions M by which the sinks move at a time; also the largest pass beyond R tokens."""
         return self.reach - self.window - self.sinks
 
     def block(self, index: _Index) -> _Index:
-        """Return block(t) of the module's equations, for an integer or a tensor of positions."""
+        """Return block(t) of the module's equations.
+
+        Args:
+            index: the position t, as an integer or a tensor of any shape, which is also the form of the result.
+        """
         if isinstance(index, int):
             if index < self.reach:
                 return 0
@@ -78,7 +86,7 @@ class WindowShape:
 
 
 class KeyColumns(NamedTuple):
-    """Numbers of columns among the keys of a pass, in their order.
+    """How many of the keys of a pass belong to each of three groups of columns, in the order of the columns.
 
     Attributes:
         older_sinks: the sinks in the block before that of the last new token, if the pass may cover two blocks.
@@ -136,8 +144,8 @@ class WindowLayer(DynamicLayer):
         """
         if tokens_to_remove and self.cumulative_length:
             raise GraftError(
-                "Assisted decoding removes tokens from the cache, but tokens that have left a window can't be "
-                "restored: use greedy decoding, beam search or sampling, without an assistant or "
+                "Tokens are to be removed from the cache, as in assisted decoding, but tokens that have left a window "
+                "can't be restored: use greedy decoding, beam search or sampling, without an assistant or "
                 "prompt_lookup_num_tokens."
             )
 
@@ -147,11 +155,7 @@ class WindowLayer(DynamicLayer):
         return max(0, self.cumulative_length - self.shape.window + 1)
 
     def columns(self, length: int) -> KeyColumns:
-        """Return the numbers of columns among the keys of a pass.
-
-        Args:
-            length: number of new tokens.
-        """
+        """Return how many keys of each group a pass of `length` new tokens has, before `update` is called."""
         sinks = min(self.dropped, self.shape.sinks)
         may_cover_two_blocks = length > 1 and self._reaches_beyond(length)
         return KeyColumns(
@@ -265,15 +269,15 @@ class WindowLayer(DynamicLayer):
 
 
 def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[WindowLayer]:
-    """Return the window layers of a cache; the dynamic layers of an empty cache are replaced by window layers.
+    """Return the window layers of a cache. The dynamic layers of an empty cache are first replaced by window layers.
 
     Args:
-        cache: cache of one generation, if any.
-        count: number of the backbone's layers.
+        cache: cache of one generation; None without a cache.
+        count: number of the backbone's layers, which are the first of the cache.
         shape: sizes of the window.
 
     Returns:
-        The window layers; empty for caches of other kinds.
+        The window layers; an empty list without a cache, and for caches of other kinds, such as static ones.
 
     Raises:
         GraftError: the cache has window layers of another shape.
@@ -291,9 +295,10 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
     if not layers or len(layers) < len(first):
         return []
     cached = layers[0].shape
-    if repr(cached) != repr(shape):
+    if cached.sizes() != shape.sizes():
         raise GraftError(
-            f"The cache has a {cached}, but this memory has a {shape}: attach only one of the two memories."
+            f"The layers of the cache belong to a memory with {cached.sizes()}, but this memory has {shape.sizes()}: "
+            "attach only one memory, and start with an empty cache."
         )
     return layers
 

@@ -34,7 +34,7 @@ class Embedder(Protocol):
         """Embed texts.
 
         Args:
-            texts: the texts; an empty one has the embedding zero.
+            texts: the texts, at least one. Embedders of the backbone's states embed a text without tokens as zero.
 
         Returns:
             (texts, d) float32 embeddings.
@@ -45,7 +45,7 @@ class Embedder(Protocol):
         """Embed the examples of an expert.
 
         Args:
-            texts: the examples.
+            texts: the examples, at least one.
 
         Returns:
             (vectors, d) float32 embeddings, by default one vector for each text.
@@ -173,13 +173,16 @@ class _EmbedderCacheLayer(DynamicLayer):
     """Keys and values, or hidden states, of the embedder's own pass, which may lag behind the generation."""
 
     def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
-        """Join the rows of several layers, see `backbone.cache.join`.
+        """Join the rows of several layers, as `backbone.cache_joining.join` requires.
 
         Columns that one of the generations has not computed are dropped from all of them, and computed again.
 
         Args:
-            layers: one layer for each generation.
+            layers: one layer for each generation, including this one; they are cropped in place.
             paddings: number of columns of padding before each layer.
+
+        Returns:
+            The layer of all rows.
         """
         lengths = []
         for layer, padding in zip(layers, paddings, strict=True):
@@ -203,6 +206,9 @@ class HiddenStateEmbedder(_BackboneEmbedder):
     Args:
         backbone: the backbone.
         layers: n, at least 1.
+
+    Raises:
+        BackboneError: another library has replaced the forward methods of the backbone's modules.
     """
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
@@ -295,7 +301,7 @@ class SentenceEmbedder(Embedder):
 
     Raises:
         MissingExtraError: sentence-transformers is not installed.
-        BackboneError: the model can't be loaded.
+        BackboneError: the model can't be loaded, or the backbone has no tokenizer.
     """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
@@ -313,6 +319,7 @@ class SentenceEmbedder(Embedder):
                 "sentence-transformers model, its folder, or backbone."
             ) from None
         self._tokenizer = backbone.need_tokenizer()
+        self._width = len(self.texts([PROBE])[0])
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         embeddings = self._model.encode(
@@ -323,9 +330,10 @@ class SentenceEmbedder(Embedder):
         return embeddings.float()
 
     def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
-        vectors = self.texts(prefix_texts(spans, self._tokenizer)).to(spans.ids.device)
-        embeddings = vectors.new_zeros(*spans.updates.shape, vectors.shape[-1])
-        embeddings[spans.updates] = vectors
+        embeddings = torch.zeros(*spans.updates.shape, self._width, device=spans.ids.device)
+        texts = prefix_texts(spans, self._tokenizer)
+        if texts:
+            embeddings[spans.updates] = self.texts(texts).to(embeddings.device)
         return embeddings
 
 
@@ -339,7 +347,8 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
     Raises:
         GraftError: the backbone does not have the hidden states that `layers` selects.
         MissingExtraError: the embedder needs a package that is not installed.
-        BackboneError: a model can't be loaded.
+        BackboneError: a sentence-transformers model can't be loaded, the backbone has no tokenizer although the
+            embedder reads text, or its layers can't run outside of the model.
     """
     if config.name == WORDS:
         return WordEmbedder(backbone)

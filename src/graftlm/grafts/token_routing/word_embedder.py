@@ -36,17 +36,20 @@ class WordEmbedder:
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
 
     def __init__(self, backbone: Backbone) -> None:
         self._tokenizer = backbone.need_tokenizer()
         self._device = backbone.device
-        self._is_rare: dict[str, bool] = {}
+        self._rare_by_word: dict[str, bool] = {}
 
     def rare_words(self, text: str) -> list[str]:
         """Return the different rare words of a text in lower case, sorted."""
         words = set(_WORD.findall(text.casefold()))
-        return sorted(word for word in words if self._check(word))
+        return sorted(word for word in words if self._is_rare(word))
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         vectors = [self._embed(text) for text in texts]
@@ -56,7 +59,7 @@ class WordEmbedder:
         """Embed examples: a vector of each different rare word, and of each text that has none.
 
         Args:
-            texts: the examples.
+            texts: the examples, at least one.
 
         Returns:
             (vectors, d) float32 embeddings.
@@ -68,9 +71,10 @@ class WordEmbedder:
         return torch.stack(vectors).to(self._device)
 
     def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
-        vectors = self.texts(prefix_texts(spans, self._tokenizer)).to(spans.ids.device)
-        embeddings = vectors.new_zeros(*spans.updates.shape, WIDTH)
-        embeddings[spans.updates] = vectors
+        embeddings = torch.zeros(*spans.updates.shape, WIDTH, device=spans.ids.device)
+        texts = prefix_texts(spans, self._tokenizer)
+        if texts:
+            embeddings[spans.updates] = self.texts(texts).to(embeddings.device)
         return embeddings
 
     def _embed(self, text: str) -> Tensor:
@@ -79,19 +83,20 @@ class WordEmbedder:
         return total / len(directions) ** 0.5
 
     def _features(self, text: str) -> list[str]:
+        """Return the rare words of a text, or a single feature of the whole text if it has none."""
         rare = self.rare_words(text)
         if rare:
             return rare
         whole = " ".join(_WORD.findall(text.casefold()))
         return [f" {whole}"]  # The space distinguishes it from a word.
 
-    def _check(self, word: str) -> bool:
-        if word not in self._is_rare:
+    def _is_rare(self, word: str) -> bool:
+        if word not in self._rare_by_word:
             if word.isdigit():
-                self._is_rare[word] = len(word) >= _DIGITS_OF_NUMBER
+                self._rare_by_word[word] = len(word) >= _DIGITS_OF_NUMBER
             else:
-                self._is_rare[word] = self._count_tokens(word) > 1
-        return self._is_rare[word]
+                self._rare_by_word[word] = self._count_tokens(word) > 1
+        return self._rare_by_word[word]
 
     def _count_tokens(self, word: str) -> int:
         """Return the number of tokens of a word inside a text, in the form that has the fewest."""
