@@ -65,7 +65,11 @@ class LayerCheckpoints:
                 )
 
     def disable(self, model: PreTrainedModel) -> None:
-        """Remove the checkpoints from a model; does nothing if `enable` was never called."""
+        """Remove the checkpoints that `enable` has set, if any.
+
+        Args:
+            model: the live model.
+        """
         if not self._functions:
             return
         model.gradient_checkpointing_disable()

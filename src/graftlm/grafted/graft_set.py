@@ -35,7 +35,11 @@ from graftlm.grafts.heads import pooled
 
 
 def supports_row_groups(graft: Graft) -> bool:
-    """Return whether a graft acts through taps only, so that other grafts can act on other rows of the same batch."""
+    """Return whether a graft acts through taps only, which allows other grafts on other rows of the same batch.
+
+    Args:
+        graft: the graft, attached or not.
+    """
     return not (isinstance(graft, ReplacesModel) and graft.changes_all_rows())
 
 

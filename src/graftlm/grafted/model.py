@@ -59,7 +59,7 @@ def _live_attribute(name: str, *default: object) -> Any:
 
 
 class GraftedModel(TrainerSupport):
-    """A backbone with grafts attached; trainers and other tools use it as a transformers model.
+    """A backbone with grafts attached, which trainers and other tools use as a transformers model.
 
     Its trainable parameters are those of the grafts. `model` is the live transformers model with the grafts' taps. It
     can generate and be read from, but a trainer needs the `GraftedModel`.
@@ -499,7 +499,7 @@ class GraftedModel(TrainerSupport):
         return grafts[0]
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call transformers' own `generate` of `model`; grafts see which tokens are the prompt.
+        """Generate with transformers' own `generate` of `model`. Grafts see which tokens are the prompt.
 
         Args:
             inputs: (B, T) token ids of the prompts; padding is on the left.
@@ -513,7 +513,7 @@ class GraftedModel(TrainerSupport):
 
     @torch.no_grad()
     def observe(self, **inputs: object) -> dict[str, dict[str, Tensor]]:
-        """Return the statistics of one pass, see `Graft.observe`.
+        """Run one pass, and return the statistics of `Graft.observe`.
 
         Args:
             inputs: inputs of the model, and `domain`, `token_mask` and `prompt` as in `forward`.
@@ -528,7 +528,9 @@ class GraftedModel(TrainerSupport):
         return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
-        """Return the grafts' traces of all tokens in a cache, by the graft's name; grafts without a trace are omitted.
+        """Return the grafts' traces of all tokens in a cache, by the graft's name.
+
+        Grafts without a trace are omitted.
 
         Args:
             cache: the cache of a generation of this model.

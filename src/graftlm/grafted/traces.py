@@ -11,7 +11,7 @@ from graftlm.grafts.base import Graft, Trace, Traceable
 
 
 def forward_traces(grafts: Mapping[str, Graft], call: Call) -> dict[str, Trace]:
-    """Return the traces of the tokens of a pass, by the graft's name; grafts without a trace are omitted.
+    """Return the traces of the tokens of a pass, by the graft's name, without grafts that have no trace.
 
     Args:
         grafts: the grafts by name.
@@ -25,7 +25,7 @@ def forward_traces(grafts: Mapping[str, Graft], call: Call) -> dict[str, Trace]:
 
 
 def cache_traces(grafts: Mapping[str, Graft], cache: Cache) -> dict[str, Trace]:
-    """Return the traces of all tokens in a cache, by the graft's name; grafts without a trace are omitted.
+    """Return the traces of all tokens in a cache, by the graft's name, without grafts that have no trace.
 
     Args:
         grafts: the grafts by name.

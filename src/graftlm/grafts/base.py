@@ -157,11 +157,11 @@ class Graft(nn.Module):
 
 
 class HasHeads(ABC):
-    """A graft that predicts the labels of tasks; see `grafts.heads`."""
+    """A graft that predicts the labels of tasks. `grafts.heads` lists the types of tasks."""
 
     @abstractmethod
     def tasks(self) -> dict[str, TaskSpec]:
-        """Return the tasks by name, in order; `extras["task"]` (B,) of a batch has each row's index in this order."""
+        """Return the tasks by name, in the order to which the indices in a batch's `extras["task"]` refer."""
 
     @abstractmethod
     def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:
@@ -242,7 +242,11 @@ class Traceable:
     """A graft that records values at each token, available from the cache or from a forward pass."""
 
     def cache_trace(self, cache: Cache) -> Trace | None:
-        """Return the trace of all tokens in `cache`; None if the cache does not store it."""
+        """Return the trace of all tokens in a cache, or None if the cache does not store it.
+
+        Args:
+            cache: the cache of a generation with this graft.
+        """
         return None
 
     def forward_trace(self, call: Call) -> Trace | None:
@@ -280,7 +284,7 @@ class ReplacesModel(ABC):
 
     @abstractmethod
     def detach(self, model: PreTrainedModel) -> None:
-        """Undo `attach`; the graft keeps its tensors.
+        """Undo `attach`. The graft keeps its tensors.
 
         Args:
             model: the backbone's model.

@@ -79,7 +79,7 @@ class TaskSpec(Config):
 
     @property
     def unit(self) -> float:
-        """The highest minus the lowest target of `range`; a loss of a regression is in its square."""
+        """The highest minus the lowest target of `range`."""
         lowest, highest = self.range
         return highest - lowest
 

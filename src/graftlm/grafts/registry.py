@@ -142,7 +142,10 @@ def graft_config(values: dict[str, object], where: str = "graft") -> GraftConfig
 
 
 def default_config(kind: str) -> GraftConfig | None:
-    """Return the config of a kind with default values; None for a kind that needs values or labeled tasks.
+    """Return the config of a kind with default values, or None if the kind needs values or labeled tasks.
+
+    Args:
+        kind: the kind of the graft.
 
     Raises:
         RecipeError: there is no such kind.

@@ -112,6 +112,10 @@ def _refusal(name: str) -> str:
 
 
 def option_names(cls: type[PeftConfig]) -> set[str]:
-    """Return the fields of a PEFT config that options can set; fields for objects of PEFT are excluded."""
+    """Return the fields of a PEFT config that options can set, which excludes fields for objects of PEFT.
+
+    Args:
+        cls: the class of the config.
+    """
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     return {name for name in names - _BOOKKEEPING if not name.endswith("_config")}

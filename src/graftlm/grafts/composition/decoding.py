@@ -16,7 +16,7 @@ _MAX_PENDING = 8  # tokens of an incomplete character, after which its text is u
 
 
 def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:
-    """Return a factory of decoders; every text needs a new decoder.
+    """Return a factory of decoders, which makes a new decoder for each text.
 
     A character whose bytes span several tokens is returned with the last of them.
 

@@ -118,12 +118,12 @@ class FiLM(nn.Module):
         return gain, shift
 
     def change(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """Compute film(y, z) - y."""
+        """Compute film(y, z) - y, (B, T, D), for values (B, T, D) and each row's z."""
         gain, shift = self._by_row(y_BTD, tasks)
         return torch.addcmul(shift, y_BTD, gain)
 
     def forward(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """Compute film(y, z) in a single operation on y."""
+        """Compute film(y, z), (B, T, D), for values (B, T, D) and each row's z, in a single operation on y."""
         gain, shift = self._by_row(y_BTD, tasks)
         return torch.addcmul(shift, y_BTD, 1 + gain)
 
@@ -149,7 +149,7 @@ class Alignment(nn.Module):
         self.film = FiLM(task_width, width)
 
     def change(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """Compute film(x R, z) - x."""
+        """Compute film(x R, z) - x, (B, T, D), for hidden states x (B, T, D) and each row's z."""
         product = x_BTD @ self.matrix
         return product + self.film.change(x_BTD + product, tasks)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def share_of(share: float, layers: int) -> int:
-    """Return the number of layers in a share of all layers, rounded to the nearest integer; halves are rounded up.
+    """Return the number of layers in a share of all layers, rounded to the nearest integer and halves up.
 
     Args:
         share: the share, from 0 to 1.
@@ -61,7 +61,12 @@ def trained_names(model: PreTrainedModel, frozen: float) -> list[str]:
 
 
 def modules_outside(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the largest modules of `model` that neither contain one of `roots` nor lie inside one."""
+    """Yield the largest modules of a model that neither contain one of some modules nor lie inside one.
+
+    Args:
+        model: the model.
+        roots: submodules of `model`.
+    """
     for child in model.children():
         if set(roots).isdisjoint(child.modules()):
             yield child

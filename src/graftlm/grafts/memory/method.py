@@ -75,7 +75,7 @@ class MemoryConfig(GraftConfig):
 
 
 class DeltaState(nn.Module):
-    """The state of one layer; see the module's equations.
+    """The state of one layer, which the module's equations define.
 
     Args:
         width: the backbone's width D.

@@ -49,7 +49,7 @@ class WindowShape:
 
     @property
     def step(self) -> int:
-        """Number of positions M by which the sinks move at a time; also the largest pass beyond R tokens."""
+        """Number of positions M by which the sinks move at a time, which also limits a pass beyond R tokens."""
         return self.reach - self.window - self.sinks
 
     def block(self, index: _Index) -> _Index:
@@ -100,10 +100,15 @@ class KeyColumns(NamedTuple):
 
 
 class WindowLayer(DynamicLayer):
-    """A cache layer with the keys and values of the sinks and of the last W - 1 tokens; its length counts all tokens.
+    """A cache layer with the keys and values of the sinks and of the last W - 1 tokens.
+
+    Its sequence length counts all tokens, including those that it has dropped.
 
     The first columns, at most F, contain those of a row's first tokens after its padding that have left the window. If
     a row has fewer of them, they are right-aligned, so that the columns remain those of consecutive tokens.
+
+    Args:
+        shape: sizes of the window.
 
     Attributes:
         shape: sizes of the window.

@@ -148,9 +148,9 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         return scores
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Return `open_share` (layers,), the share of real tokens whose gate is open; an empty dict without gates.
+        """Return `open_share` (layers,), the share of real tokens whose gate is open.
 
-        A ReLU gate is open above 0, a sigmoid gate above one half.
+        A ReLU gate is open above 0, a sigmoid gate above one half. Without gates, the dict is empty.
         """
         scores = self._scores(call)
         if not scores:

@@ -19,7 +19,7 @@ from graftlm.grafts.token_routing.routing_state import RouteSpans, RoutingState
 
 
 class Recompute:
-    """Computes the states of every token with the newest weights.
+    """The computation of every token's states with the newest weights.
 
     When the weights change, the whole text is read again, and the cache takes the new keys and values. A pass that
     covers several routes, such as scoring a text without a cache, takes one nested pass per route, which is slow.
@@ -33,7 +33,7 @@ class Recompute:
         self._forced = threading.local()  # the weights of a nested pass
 
     def forced_weights(self) -> Tensor | None:
-        """Return the weights (B, 1, E + 1) of the pass that starts now; None unless it is a nested pass."""
+        """Return the weights (B, 1, E + 1) of the nested pass that is running in this thread, or None without one."""
         return getattr(self._forced, "weights", None)
 
     def tap(self) -> Tap:

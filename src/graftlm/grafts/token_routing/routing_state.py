@@ -87,7 +87,7 @@ class RoutingCacheLayer(DynamicLayer):
 
     @property
     def state(self) -> RoutingState | None:
-        """The stored state; None before the first pass."""
+        """The stored state, or None before the first pass."""
         if not self.is_initialized or self.keys is None or self.values is None:
             return None
         if self.keys.numel() == 0:
@@ -187,7 +187,7 @@ class RouteSpans:
 
     @property
     def columns(self) -> Tensor:
-        """Column (B, T) in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
+        """Column (B, T) in this pass, counted from 1, where each span ends, or 0 if it ends before this pass."""
         return (self.end - self.past).clamp(min=-1) + 1
 
     @property
