@@ -52,7 +52,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
 
     Raises:
         BackboneError: the layers are quantized or can't be copied, or copies change the output before training.
-        TapError: the FFN of a layer is a mixture of experts.
+        TapError: the FFN of a layer is a mixture of experts, or a layer has several residual streams.
         TapConflictError: the backbone has an adapter of PEFT.
         RecipeError: there are more new blocks than layers.
     """

@@ -161,18 +161,19 @@ def _check_types(name: str, folder: Path, values: Mapping[str, object]) -> None:
         "rank_pattern": list(ranks.values()),
         "alpha_pattern": list(alphas.values()),
     }
-    wrong: list[tuple[str, object]] = []
+    wrong: list[tuple[str, object, str]] = []
     for key, found in numbers.items():
-        wrong += [(key, value) for value in found if not _is_number(value)]
+        wrong += [(key, value, "a number below 1e9") for value in found if not _is_number(value)]
     targets = values.get("target_modules")
     if isinstance(targets, list):
-        wrong += [("target_modules", target) for target in targets if not isinstance(target, str)]
+        wrong += [("target_modules", target, "a name") for target in targets if not isinstance(target, str)]
     base = values.get("base_model_name_or_path")
     if not isinstance(base, str | None):
-        wrong.append(("base_model_name_or_path", base))
+        wrong.append(("base_model_name_or_path", base, "a name"))
     if wrong:
-        key, value = wrong[0]
-        raise _unreadable(name, folder, ValueError(f"{key} has the value {shorten(repr(value))}"))
+        key, value, expected = wrong[0]
+        problem = f"{key} contains {shorten(repr(value))}, but {expected} is expected"
+        raise _unreadable(name, folder, ValueError(problem))
 
 
 def _is_number(value: object) -> bool:
