@@ -46,10 +46,10 @@ def deeper_model(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) ->
             deeper = type(model)(_deeper_config(model.config, sites, order))
         _share_all(deeper, model, sites, order)
     except Exception as error:  # the code of a model may raise anything
-        layers = ", ".join(str(layer) for layer in copied)
+        layers = ", ".join(str(layer) for layer in copied) or "none"
         raise BackboneError(
-            f"The layers {layers} of this {sites.model_type} model can't be copied, since its config does not describe "
-            f"them a second time ({first_line(error)}): choose another number of blocks, or another kind of graft."
+            f"This {sites.model_type} model can't be built from its config with copies of some layers (copied: "
+            f"{layers}; {first_line(error)}): choose another number of blocks, or another kind of graft."
         ) from error
     generation_config: Any = getattr(model, "generation_config", None)
     deeper.generation_config = copy.deepcopy(generation_config)

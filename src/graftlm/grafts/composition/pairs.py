@@ -63,13 +63,14 @@ def pairs_of(
     count = n_A // stride
     if count == 0:
         raise GraftError(
-            f"A stride of {stride} skips all {n_A} layers of {name}: set stride to {n_A} or less, or list pairs."
+            f"A stride of {stride} skips every layer of {name} (number of layers: {n_A}): set stride to {n_A} or less, "
+            "or list pairs."
         )
     if count > n_B:
         smallest_stride = -(-n_A // n_B)
         raise GraftError(
-            f"A stride of {stride} pairs {count} layers of {name}, but the anchor has {n_B}: set stride to "
-            f"{smallest_stride} or more, or list pairs."
+            f"A stride of {stride} gives {count} pairs with layers of {name}, but at most {n_B} is possible, the "
+            f"number of layers of the anchor: set stride to {smallest_stride} or more, or list pairs."
         )
     pairs = []
     for k in range(count):

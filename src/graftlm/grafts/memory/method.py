@@ -68,9 +68,9 @@ class MemoryConfig(GraftConfig):
     def check_rows(self, length: int) -> None:
         if self.state != "none" and length <= self.window + self.sinks:
             raise RecipeError(
-                f"data.length gives rows of {length:,} tokens, which is not more than the window of {self.window:,} "
-                f"and its {self.sinks:,} sinks, so there is nothing to remember: raise data.length, or lower the "
-                "graft's window."
+                f"data.length gives rows of {length:,} tokens, all of which the window ({self.window:,}) and the sinks "
+                f"({self.sinks:,}) of the graft can hold, so there is nothing to remember: raise data.length, or lower "
+                "the graft's window."
             )
 
 

@@ -111,7 +111,7 @@ def check_router(config: TokenRoutingConfig, router: Mapping[str, Tensor]) -> No
     problem = _problem(config, router)
     if problem:
         raise ArtifactError(
-            f"The graft's tensor file {problem}, so it is damaged or belongs to another config: copy or build the "
+            f"The graft's tensor file {problem}: the file is damaged or belongs to another config; copy or build the "
             "graft again."
         )
 
@@ -128,7 +128,7 @@ def _problem(config: TokenRoutingConfig, router: Mapping[str, Tensor]) -> str:
         return ""
     owners = router.get("owners", torch.arange(len(experts)))
     if len(centroids) != len(owners) or set(owners.tolist()) != set(experts):
-        return f"has {len(centroids)} centroids, which do not belong to the experts of the config"
+        return f"has a number of centroids ({len(centroids)}) that does not fit the experts of the config"
     widths = {router[name].shape[-1] for name in ("centroids", "probe", "whitener") if name in router}
     if len(widths) != 1:
         return f"has routing tensors of the widths {', '.join(str(width) for width in sorted(widths))}"

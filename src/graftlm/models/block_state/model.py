@@ -388,7 +388,9 @@ def _build_grid(
     if cache is not None and cache.tensors:
         past = tuple(cache.tensors["past"].tolist())
         if len(past) != rows:
-            raise GraftError(f"past_key_values has {len(past)} rows, but the input has {rows}: pass the same rows.")
+            raise GraftError(
+                f"The number of rows is {len(past)} in past_key_values, but {rows} in the input: pass the same rows."
+            )
     return WindowGrid.build(x, mask, past, window)
 
 
@@ -396,8 +398,8 @@ def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
     """Return the attention mask (B, T), bool, of the T = `length` columns of a pass, without gaps between tokens."""
     if mask.dim() != 2:
         raise GraftError(
-            f"attention_mask has {mask.dim()} dimensions, but window attention needs (rows, tokens): use a dynamic "
-            "cache for decoding, and put each document in a row of its own."
+            f"attention_mask has the shape {tuple(mask.shape)}, but (rows, tokens) is expected: use a dynamic cache "
+            "for decoding, and put each document in a row of its own."
         )
     mask = mask[:, -length:].bool().to(device)
     if length > 1:
