@@ -420,6 +420,6 @@ def _check_names(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -
         return
     problem = f"lacks the tensor {missing[0]}" if missing else f"has the unexpected tensor {foreign[0]}"
     raise ArtifactError(
-        f"The graft's tensor file {problem} ({len(missing)} missing, {len(foreign)} unexpected): the file is damaged or "
-        "belongs to another config; train or copy the graft again."
+        f"The graft's tensor file {problem} ({len(missing)} missing, {len(foreign)} unexpected): the file is damaged "
+        "or belongs to another config; train or copy the graft again."
     )

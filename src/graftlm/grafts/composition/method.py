@@ -98,10 +98,13 @@ class Composition(Graft, ReadsModels):
         return MixtureGate([anchor_width, *widths])
 
     def pairs(self, name: str) -> list[Pair]:
-        """Return the pairs of an augmenting model that have a cross-attention.
+        """Return the pairs of an augmenting model that have a cross-attention: (its layer, layer of the anchor).
 
         Args:
-            name: name of the augmenting model in the config.
+            name: name of the augmenting model, which must be one of the config.
+
+        Returns:
+            The pairs, counted from 0; an empty list if `cross` is false.
         """
         if not self.config.cross:
             return []

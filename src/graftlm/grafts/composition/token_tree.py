@@ -215,7 +215,8 @@ class TokenTree:
             while node >= 0 and node not in known:
                 mask[self.columns[node]] = True
                 node = self.parents[node]
-            mask |= known.get(node, False)
+            if node in known:
+                mask |= known[node]
             known[end] = mask
         return masks
 

@@ -308,7 +308,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         if cache is not None:
             caches = cache_layers(cache, len(self.layers), detach=self.training)
         grid = _build_grid(x, attention_mask, caches[0] if caches else None, self.config.window)
-        x, hidden = self._apply_layers(self.dropout(x), grid, caches, bool(output_hidden_states))
+        x, hidden = self._apply_layers(self.dropout(x), grid, caches, keep_hidden=bool(output_hidden_states))
         if caches:
             for layer_cache in caches:
                 layer_cache.num_columns += x.shape[1]
@@ -325,6 +325,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         x_BTd: Tensor,
         grid: WindowGrid,
         caches: Sequence[LayerCache],
+        *,
         keep_hidden: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply the positional model and all layers.
