@@ -261,6 +261,7 @@ class MultiGraftModel:
         return logits[:, -1]
 
     def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> CausalLMOutputWithPast:
+        """Run a pass of a batch, whose mask and calls are updated; raise `RowGroupError` if it fails."""
         assert self._tap_hooks is not None, "prefill connects the taps"
         batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
         inputs: dict[str, object] = dict(options)
@@ -334,6 +335,7 @@ def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str,
 
 
 def _prepare(owner: Hashable, call: Call) -> None:
+    """Prepare a pass for the grafts of a row group; raise `GraftError` if one replaced the backbone's cache layers."""
     assert isinstance(owner, GraftSet)
     for name, graft in owner.grafts:
         graft.prepare(call)

@@ -489,6 +489,7 @@ class GraftedModel(TrainerSupport):
         return calls[0], output[0]
 
     def _graft_with_heads(self) -> HasHeads:
+        """Return the only graft with heads; raise `GraftError` unless there is exactly one."""
         grafts = [graft for graft in self._by_name.values() if isinstance(graft, HasHeads)]
         if len(grafts) != 1:
             names = ", ".join(self.grafts) or "none"

@@ -90,6 +90,7 @@ class LayerView(DynamicLayer):
         return states[self._span.rows, :, first:]
 
     def _write(self, name: str, value: Tensor) -> None:
+        """Write keys or values of the group's rows, or of all rows, to the batch's layer."""
         states = getattr(self._layer, name)
         if value.shape != states.shape:
             # The value covers some rows or columns; the others keep their states.

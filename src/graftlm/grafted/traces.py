@@ -39,6 +39,7 @@ def cache_traces(grafts: Mapping[str, Graft], cache: Cache) -> dict[str, Trace]:
 
 
 def _collect_traces(grafts: Mapping[str, Graft], read: Callable[[Traceable], Trace | None]) -> dict[str, Trace]:
+    """Return the traces that `read` returns, by the name of the graft."""
     traces: dict[str, Trace] = {}
     for name, graft in grafts.items():
         if not isinstance(graft, Traceable):

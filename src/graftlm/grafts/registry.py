@@ -107,6 +107,7 @@ def _installed(kind: str) -> str | None:
 
 
 def _import(kind: str, path: str) -> type[Graft]:
+    """Import the class of a kind from "module:Class", and check it."""
     module, _, name = path.partition(":")
     try:
         graft = getattr(import_module(module), name)

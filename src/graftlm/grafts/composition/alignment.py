@@ -79,6 +79,7 @@ class PositionAlignment:
         return AlignedInputs(inputs=inputs, visibility=self._visibility(call, past), positions=positions)
 
     def _visibility(self, call: Call, past: int) -> Visibility:
+        """Return which tokens each token of a pass sees."""
         assert call.input_ids is not None
         length = call.input_ids.shape[1]
         device = call.input_ids.device
@@ -256,6 +257,7 @@ class CharacterAlignment:
         self._trees[state] = (ids, trees)
 
     def _load(self, state: StateLayer | None, rows: int) -> list[TokenTree]:
+        """Return the trees of all rows, which are rebuilt if the rows of the cache have changed since `_save`."""
         if state is None or state.keys is None:
             return [TokenTree(self._retokenizer) for _ in range(rows)]
         ids, trees = self._trees.pop(state, (None, []))

@@ -186,6 +186,7 @@ class AugmentingModel:
         )
 
     def _check_pass(self, call: Call, past: int) -> None:
+        """Raise `GraftError` without token ids, or if with `refresh: prompt` a prompt is read in several passes."""
         if call.input_ids is None:
             raise GraftError(
                 "The pass has embeddings as inputs, but in a composition the augmenting models read token ids, too: "
@@ -236,6 +237,7 @@ class AugmentingModel:
         return torch.where(mask, lowest.new_zeros(()), lowest)
 
     def _check_length(self, inputs: Mapping[str, Tensor | None], own_cache: Cache | None) -> None:
+        """Raise `GraftError` if the text exceeds the model's maximum length after this pass."""
         limit = self._max_length()
         needed = cast("Tensor", inputs["input_ids"]).shape[1]
         if own_cache is not None:
@@ -250,6 +252,7 @@ class AugmentingModel:
             )
 
     def _max_length(self) -> int:
+        """Return the maximum number of tokens that the model can read with this alignment."""
         config = self.backbone.sites.config
         limit = max_sequence_length(self.backbone)
         layer_types = getattr(config, "layer_types", None)
@@ -315,6 +318,7 @@ def _prepare_nothing(call: Call) -> None:
 
 
 def _check_model(name: str, augmenting: Backbone, anchor: Backbone) -> None:
+    """Raise `GraftError` if an augmenting model is the anchor, or would reveal tokens that the anchor predicts."""
     if augmenting.model is anchor.model:
         raise GraftError(
             f"The augmenting model {name} is the backbone itself: load it a second time, or name another model."

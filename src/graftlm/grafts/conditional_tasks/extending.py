@@ -94,6 +94,7 @@ def _check_that_something_trains(
     trained: ConditionalTasksConfig,
     backbone: Backbone,
 ) -> None:
+    """Raise `RecipeError` if shared weights are to train, but the trained graft has none."""
     if config.adapts != "all" or trained.is_modulated:
         return
     if not trained_names(backbone.model, trained.frozen):

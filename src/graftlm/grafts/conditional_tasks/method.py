@@ -255,6 +255,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return call.scratch[key]
 
     def _read_tasks(self, task_B: Tensor | None) -> modules.RowTasks:
+        """Return the tasks of the rows of a pass; None stands for the only task."""
         zs = self._embeddings()
         if task_B is None:
             return self._only_task(zs)
@@ -275,6 +276,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return modules.RowTasks(numbers_U, zs.index_select(0, numbers_U), index)
 
     def _only_task(self, zs: Tensor) -> modules.RowTasks:
+        """Return the tasks of a pass without task indices; raise `GraftError` if the graft has several tasks."""
         if len(zs) > 1:
             names = ", ".join(self.config.tasks)
             raise GraftError(

@@ -112,6 +112,7 @@ class GatedAdapter(nn.Module):
         return self._residue_of_open_tokens(x_ND, scores_N)
 
     def _residue_of_open_tokens(self, x_ND: Tensor, scores_N: Tensor) -> Tensor:
+        """Compute r(x), (N, D), with the adapter on open tokens only."""
         open_O = (scores_N > 0).nonzero().squeeze(-1)
         if len(open_O) == len(scores_N):
             return scores_N[:, None] * self.adapt(x_ND)

@@ -84,6 +84,7 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
 
 
 def _warn_of_other_base(name: str, peft_config: LoraConfig, backbone: Backbone) -> None:
+    """Warn if the adapter names another base than the backbone."""
     base = named_model(peft_config.base_model_name_or_path or "")
     if not base:
         return
@@ -134,6 +135,7 @@ def _check_variants(name: str, folder: Path, values: Mapping[str, object]) -> No
 
 
 def _check_initialization(name: str, folder: Path, values: Mapping[str, object]) -> None:
+    """Raise `ArtifactError` if the initialization may have changed the base's weights."""
     init = values.get("init_lora_weights", True)
     init_name = str(init).lower()
     if init_name in _PLAIN_INITS:
@@ -293,6 +295,7 @@ def _check_copy(
 
 
 def _check_pair(name: str, folder: Path, path: str, pair: Mapping[str, Tensor]) -> None:
+    """Raise `ArtifactError` unless both factors of a module exist and have the same rank."""
     if pair.keys() != {"A", "B"}:
         raise ArtifactError(
             f"The expert {name} in {folder} has only the factor {', '.join(pair)} of {path}, but A and B are expected: "

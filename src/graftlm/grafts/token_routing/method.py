@@ -184,6 +184,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         inputs: Tensor,
         outputs: Tensor,
     ) -> Tensor | None:
+        """Return the weighted sum of the updates at one module; None if no expert acts."""
         routes: RouteWeights | None = call.scratch.get(key)
         if routes is None:
             return None
@@ -336,6 +337,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         self._set_router(router)
 
     def _set_router(self, router: Mapping[str, Tensor]) -> None:
+        """Use other routing tensors, on the device of the backbone."""
         device = self._backbone[0].device
         for name in ROUTER_TENSORS:
             if name in router:
@@ -426,6 +428,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return router | self._saved_factors()
 
     def _saved_factors(self) -> dict[str, Tensor]:
+        """Return the factors of new or bundled experts by name; the scales are copies."""
         tensors = {}
         for name, expert in self.config.experts.items():
             if expert.path is not None and not self.config.bundle:

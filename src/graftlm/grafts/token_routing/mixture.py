@@ -233,6 +233,7 @@ class MixedProjection(nn.Module):
         _set_data(self.b, stack.b.split(self.layout.ranks))
 
     def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
+        """Concatenate the factors of some experts."""
         factors = [self.factors(expert) for expert in experts]
         layout = AdapterLayout(
             experts=experts,

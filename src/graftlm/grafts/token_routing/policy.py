@@ -171,6 +171,7 @@ def cluster(vectors_Nd: Tensor, count: int | str) -> Tensor:
 
 
 def _initial_centroids(points: Tensor, mean: Tensor, count: int) -> Tensor:
+    """Choose at most `count` different points, far from each other."""
     first = (points - mean).norm(dim=1).argmin()
     centroids = points[first][None]
     while len(centroids) < count:

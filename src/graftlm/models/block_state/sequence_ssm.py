@@ -242,6 +242,7 @@ def _states_after_windows(
 
 
 def _kernels(config: BlockStateConfig, outputs: int, systems: int) -> S4DKernel | UnstructuredKernel:
+    """Build the systems of a config's kernel."""
     # The positional model of a config with kernel: delta is structured.
     if config.kernel != "unstructured":
         return S4DKernel(config.state_width, outputs, systems, config.state_size)
