@@ -135,7 +135,7 @@ class Heads(nn.Module):
             self.add(name, spec)
 
     def add(self, name: str, spec: TaskSpec) -> nn.Linear:
-        """Append a newly initialized head, and return its Linear, which is on the CPU.
+        """Append a newly initialized head, and return its Linear, which is on the default device.
 
         Args:
             name: the name of the new task.

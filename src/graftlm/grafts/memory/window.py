@@ -43,8 +43,7 @@ class WindowShape:
     reach: int
     frequencies: Tensor = field(repr=False)
 
-    def sizes(self) -> str:
-        """Return the sizes as text for messages."""
+    def __str__(self) -> str:
         return f"window {self.window}, sinks {self.sinks} and reach {self.reach}"
 
     @property
@@ -300,9 +299,9 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
     if not layers or len(layers) < len(first):
         return []
     cached = layers[0].shape
-    if cached.sizes() != shape.sizes():
+    if str(cached) != str(shape):
         raise GraftError(
-            f"The layers of the cache belong to a memory with {cached.sizes()}, but this memory has {shape.sizes()}: "
+            f"The layers of the cache belong to a memory with {cached}, but this memory has {shape}: "
             "attach only one memory, and start with an empty cache."
         )
     return layers
