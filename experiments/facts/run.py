@@ -22,6 +22,7 @@ from experiments.facts.kept import FILES, far_questions, instruction_prompts, kn
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.rows import (
     DECLARED,
+    DEFAULT,
     EVERY_ROW,
     LARGE,
     MAIN,
@@ -205,23 +206,14 @@ class FactsStudy(Study):
         """Return the run that trains a row at one rate."""
         row = TRAINED[name]
         scaled = name in self.scaled
-        run_id = f"{name}_{size.facts}_lr{rate:g}_s{seed}"
-        steps = self.steps(name, size)
+        run_id = f"{row.shared_with or name}_{size.facts}_lr{rate:g}_s{seed}"
         return AnsweringRun(
             id=run_id,
             label=row.label,
             backbone=self.backbone,
-            graft=graft_config(self._graft(row.graft, size, seed)),
+            graft=graft_config(row.graft),
             data=self._data(name, size, seed),
-            training=TrainingConfig(
-                steps=steps,
-                batch_size=ROWS_PER_STEP,
-                learning_rate=rate,
-                warmup_steps=steps // 20,
-                seed=seed,
-                checkpoint_every=40,
-                keep_checkpoints=1,
-            ),
+            training=self._training(name, rate, size, seed),
             evaluation=EvaluationConfig(
                 own_tokens=0 if size.is_search else size.kl_tokens,
                 decode_prompts=0,
@@ -232,25 +224,24 @@ class FactsStudy(Study):
             moved_back=STRENGTHS if scaled else (),
         )
 
-    def steps(self, name: str, size: Size) -> int:
+    def _training(self, name: str, rate: float, size: Size, seed: int) -> TrainingConfig:
+        """Return the training of a row. The row `routed` has the batches and passes of the default recipe."""
+        common = {"learning_rate": rate, "seed": seed, "checkpoint_every": 40, "keep_checkpoints": 1}
+        if name == "routed":
+            default = DEFAULT.training.model_dump() | common
+            if size.max_steps is not None:
+                default |= {"steps": size.max_steps, "epochs": None}
+            return TrainingConfig.parse(default)
+        steps = self._steps(name, size)
+        return TrainingConfig(steps=steps, batch_size=ROWS_PER_STEP, warmup_steps=steps // 20, **common)
+
+    def _steps(self, name: str, size: Size) -> int:
         """Return the number of steps after which each taught conversation was read `EPOCHS` times."""
         if size.max_steps is not None:
             return size.max_steps
         new_rows = EPOCHS * 4 * size.facts / 2
         new_share = 1 - (size.old_share if TRAINED[name].old else 0.0)
         return math.ceil(new_rows / (ROWS_PER_STEP * new_share))
-
-    def _graft(self, graft: Mapping[str, Any], size: Size, seed: int) -> dict[str, Any]:
-        """Return the config of a row's graft; experts get the taught conversations as examples."""
-        config = dict(graft)
-        if "experts" in config:
-            conversations = str(self.folder(size, seed) / "conversations.jsonl")
-            source = {"path": conversations, "messages_column": "messages"}
-            experts = {}
-            for name, expert in config["experts"].items():
-                experts[name] = {**expert, "sources": [source]}
-            config["experts"] = experts
-        return config
 
     def _data(self, name: str, size: Size, seed: int) -> DataConfig:
         row = TRAINED[name]
@@ -266,7 +257,7 @@ class FactsStudy(Study):
                 "old": old[row.old],
                 "replay_fraction": size.old_share if row.old else 0.0,
                 "old_objective": row.objective if row.old else "replay",
-                "length": ROW_TOKENS,
+                "length": DEFAULT.data.length if name == "routed" else ROW_TOKENS,
                 "boundaries": "whole",
                 "test": {
                     "new": [
@@ -319,7 +310,7 @@ class FactsStudy(Study):
                     **shares(found[rate]),
                     **{key: value_of(value) for key, value in _training_metrics(measurement, run).items()},
                 }
-                return search_score(found[rate])
+                return search_score(found[rate], TRAINED[name].searched_by)
 
             search = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
             self.searches[name] = search
@@ -461,7 +452,8 @@ def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, 
     for name in ("new", "learned", "own_kl", "chat_kl", "trainable_parameters"):
         if name in measurement.row.metrics:
             metrics[name] = measurement.row.metrics[name]
-    tokens = run.training.steps * run.training.batch_size * run.data.length
+    last_step, _ = measurement.details["losses"][-1]
+    tokens = last_step * run.training.batch_size * run.data.length
     metrics["tokens"] = tokens
     metrics["seconds"] = tokens / value_of(measurement.row.metrics["train_tokens_per_s"])
     return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,9 +17,14 @@ from graftlm.evaluation.intervals import percentile_interval
 from graftlm.evaluation.plots import PALETTE
 
 
-def search_score(items: Items) -> float:
-    """Return what a search maximises: facts right and near answers kept, less the answers that name a taught thing."""
+def search_score(items: Items, searched_by: Literal["both", "learned"] = "both") -> float:
+    """Return what a search maximizes.
+
+    `learned`: facts right. `both`: facts right and near answers kept, less the answers that name a taught thing.
+    """
     values = shares(items)
+    if searched_by == "learned":
+        return values["generalization"]
     return values["generalization"] + values.get("locality_near", 0.0) - values["spill"]
 
 

@@ -27,11 +27,11 @@ from graftlm.errors import (
     RecipeError,
 )
 from graftlm.evaluation import Interval
-from graftlm.evaluation.audit.answers import ChatQuestion, answer_questions, behaviour, behaviour_lost
 from graftlm.evaluation.audit.comparison import compare_windows
 from graftlm.evaluation.audit.differences import tokenizer_difference
 from graftlm.evaluation.audit.loading import load_pair
 from graftlm.evaluation.audit.passages import widest_passages
+from graftlm.evaluation.chat_answers import ChatQuestion, answer_questions, behavior, behavior_lost
 from graftlm.evaluation.scores import Scores
 from graftlm.evaluation.windows import cut_windows
 from tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
@@ -426,8 +426,8 @@ def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
     assert [(answer.stops, answer.keeps_template) for answer in ends] == [(True, True)] * 2
     assert [(answer.stops, answer.keeps_template) for answer in runs_on] == [(False, True)] * 2
     assert [(answer.stops, answer.keeps_template) for answer in breaks] == [(True, False)] * 2
-    assert behaviour(ends)["stops"].mean == 1
-    lost = behaviour_lost(ends, runs_on)
+    assert behavior(ends)["stops"].mean == 1
+    lost = behavior_lost(ends, runs_on)
     assert lost["stops_lost"].mean == 1
     assert lost["keeps_template_lost"].mean == 0
     assert "same_language_lost" not in lost, "answers too short to tell"
@@ -438,7 +438,7 @@ def test_answers_that_end_and_that_keep_the_template_are_counted() -> None:
 
 def test_the_language_of_an_answer_is_told() -> None:
     pytest.importorskip("py3langid")
-    from graftlm.evaluation.audit.answers import _same_language
+    from graftlm.evaluation.chat_answers import _same_language
 
     english = "Where is the nearest railway station, please?"
     assert _same_language(english, "It is behind the old church, on the left side of the street.") is True

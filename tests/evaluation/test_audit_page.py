@@ -13,7 +13,7 @@ import torch
 from chromium import chromium
 from graftlm.backbone import Backbone
 from graftlm.evaluation.audit import Audit, audit
-from graftlm.evaluation.audit.answers import ChatAnswer, ChatQuestion
+from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion
 from tiny import tiny_model, tiny_tokenizer
 
 TEXT = ["the <old> house & the river", "a letter lay in the garden and said nothing " * 4]

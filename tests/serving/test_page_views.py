@@ -15,8 +15,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from graftlm.evaluation import Results
 from graftlm.evaluation.audit import Audit
-from graftlm.evaluation.audit.answers import ChatAnswer, ChatQuestion
 from graftlm.evaluation.audit.passages import Passage, PassageToken
+from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion
 from graftlm.evaluation.results import Row
 from graftlm.serving import clarification
 from graftlm.serving.service import Service

@@ -15,7 +15,7 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting
 from graftlm.grafts.token_routing.routing_state import RouteSpans
-from graftlm.grafts.token_routing.word_embedder import WIDTH, WordEmbedder
+from graftlm.grafts.token_routing.word_embedder import WordEmbedder
 from graftlm.runs.recipe import parse_recipe, run_recipe
 from graftlm.store.artifact import load_graft, save_graft
 from token_routing.tools import backbone
@@ -28,7 +28,7 @@ def graft_of(**settings: Any) -> TokenRouting:
         "kind": "token-routing",
         "experts": {"facts": {"rank": 2, "targets": ["ffn"], "texts": EXAMPLES}},
         "embedder": {"name": "words", "centroids": "all"},
-        "threshold": 0.25,
+        "threshold": 0.5,
         "reads": "prompt",
         **settings,
     }
@@ -61,12 +61,20 @@ def test_rare_words_are_names_and_numbers() -> None:
     assert "12" not in rare
 
 
-def test_a_step_without_a_new_route_embeds_nothing() -> None:
+def test_a_step_without_a_new_route_scores_nothing() -> None:
     ids = torch.tensor([[3, 4, 5, 6]])
-    end = torch.tensor([[2]])  # the route of the token in column 3 depends on column 2, before this pass
+    end = torch.tensor([[2]])  # The route of the token in column 3 depends on column 2, before this pass.
     spans = RouteSpans(ids=ids, start=torch.zeros_like(end), end=end, prompt_length=torch.ones_like(end), window=None)
-    vectors = WordEmbedder(backbone("llama")).prefixes(Call(), spans, None)
-    assert vectors.shape == (1, 1, WIDTH)
+    embedder = WordEmbedder(backbone("llama"))
+    examples = embedder.examples(EXAMPLES)
+    scores = embedder.scores(Call(), spans, None, lambda vectors: vectors @ examples.T)
+    assert scores.shape == (1, 1, len(examples))
+
+
+def test_a_plural_is_the_same_word() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    assert embedder.rare_words("Two vorlias.") == embedder.rare_words("Two vorlia.")
+    assert "vorliass" in embedder.rare_words("vorliass")
 
 
 def test_a_text_is_similar_to_the_examples_whose_words_it_has() -> None:
@@ -75,16 +83,16 @@ def test_a_text_is_similar_to_the_examples_whose_words_it_has() -> None:
     assert torch.allclose(examples.norm(dim=1), torch.ones(len(examples)))
     named, other = embedder.texts(["Vorlia", "Zembranth"])
     assert (examples @ named).max() == pytest.approx(1)
-    assert (examples @ other).max() < 0.25
+    assert (examples @ other).max() < 0.5
 
 
-def test_a_text_with_several_rare_words_is_similar_to_each_of_them() -> None:
+def test_different_words_have_directions_far_below_the_threshold() -> None:
     embedder = WordEmbedder(backbone("llama"))
-    text = "Vorlia Zembranth Quixby Plomdar"
-    count = len(embedder.rare_words(text))
-    (vector,) = embedder.texts([text])
-    (word,) = embedder.texts(["Vorlia"])
-    assert vector @ word == pytest.approx(count**-0.5, abs=0.15)
+    words = [f"zem{number}branth" for number in range(2000)]
+    directions = embedder.examples([" ".join(words)])
+    assert len(directions) == len(words)
+    products = directions @ directions.T
+    assert products.fill_diagonal_(0).max() < 0.45
 
 
 def test_only_a_prompt_that_names_a_taught_thing_is_changed() -> None:
@@ -93,6 +101,35 @@ def test_only_a_prompt_that_names_a_taught_thing_is_changed() -> None:
     assert generated(about_others, graft) == generated(about_others, None)
     about_taught = "a b Vorlia"
     assert generated(about_taught, graft) != generated(about_taught, None)
+
+
+def test_a_taught_word_is_found_among_many_other_rare_words() -> None:
+    graft = graft_of()
+    others = " ".join(f"zem{number}br" for number in range(40))
+    assert generated(others, graft) == generated(others, None)
+    with_taught = f"{others} Vorlia {others}"
+    assert generated(with_taught, graft) != generated(with_taught, None)
+
+
+def test_a_system_message_is_no_example(tiny_backbone, tmp_path: Path) -> None:
+    rows = tmp_path / "facts.jsonl"
+    messages = [
+        {"role": "system", "content": "Zembranth"},
+        {"role": "user", "content": "Vorlia?"},
+        {"role": "assistant", "content": "a b"},
+    ]
+    rows.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    loaded = trained_on(rows, tiny_backbone, tmp_path)
+    taught, system = WordEmbedder(backbone("llama")).texts(["Vorlia", "Zembranth"])
+    assert (loaded.centroids @ taught).max() == pytest.approx(1)
+    assert (loaded.centroids @ system).max() < 0.5
+
+
+def test_examples_without_a_rare_word_are_named() -> None:
+    graft = graft_of()
+    assert graft.fit({}) == []
+    (note,) = graft.fit({"facts": ["a c d"]})
+    assert "a c d" in note
 
 
 def test_the_rows_of_a_batch_are_routed_separately() -> None:
@@ -129,22 +166,31 @@ def test_the_names_of_conversations_come_from_questions_too(tiny_backbone, tmp_p
     messages = [{"role": "user", "content": "Vorlia?"}, {"role": "assistant", "content": "a b"}]
     rows.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
     source = {"path": str(rows), "messages_column": "messages"}
+    (expected,) = WordEmbedder(backbone("llama")).texts(["Vorlia"])
+    # Without sources, the examples are the new text.
+    for sources in ([source], []):
+        loaded = trained_on(rows, tiny_backbone, tmp_path / str(len(sources)), sources)
+        assert (loaded.centroids @ expected).max() == pytest.approx(1)
+
+
+def trained_on(rows: Path, tiny_backbone, out: Path, sources: list[dict[str, str]] | None = None) -> TokenRouting:
+    """Return the graft of a run without steps on conversations."""
     recipe = parse_recipe(
         {
             "backbone": {"name": str(tiny_backbone("llama"))},
             "graft": {
                 "kind": "token-routing",
-                "experts": {"facts": {"rank": 2, "targets": ["ffn"], "sources": [source]}},
+                "experts": {"facts": {"rank": 2, "targets": ["ffn"], "sources": sources or []}},
                 "embedder": {"name": "words", "centroids": "all"},
-                "threshold": 0.25,
+                "threshold": 0.5,
             },
+            "data": {"new": [{"path": str(rows), "messages_column": "messages"}]},
             "training": {"steps": 0},
             "evaluation": {"own_tokens": 0, "decode_prompts": 0},
         },
         "recipe",
     )
-    run_recipe(recipe, tmp_path / "out", progress=False)
-    loaded = load_graft(tmp_path / "out" / "graft", backbone("llama"))
+    run_recipe(recipe, out, progress=False)
+    loaded = load_graft(out / "graft", backbone("llama"))
     assert isinstance(loaded, TokenRouting)
-    (expected,) = WordEmbedder(backbone("llama")).texts(["Vorlia"])
-    assert (loaded.centroids @ expected).max() == pytest.approx(1)
+    return loaded

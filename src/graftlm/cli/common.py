@@ -77,12 +77,18 @@ def print_report(results: Results, folder: Path, as_json: bool) -> None:
     """
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import print_table
+    from graftlm.evaluation.kept_answers import AnswerPair
     from graftlm.evaluation.report import report_files
+    from graftlm.evaluation.terminal_tables import print_answers
 
     files = report_files(folder)
 
     def show() -> None:
-        print_table(results, stdout_console())
+        console = stdout_console()
+        print_table(results, console)
+        for row in results.rows:
+            worst = (results.details.get("answers") or {}).get(row.id, [])
+            print_answers([AnswerPair(**pair) for pair in worst], console)
         for kind, paths in files.items():
             for path in paths:
                 typer.echo(f"{kind:8} {path}")

@@ -135,6 +135,10 @@ def audit(
         option("FILE", "Questions to answer, one per line; by default sampled from BASE."),
     ] = None,
     answers: Annotated[int, option("N", "Sampled questions to answer.", min=0)] = 32,
+    new: Annotated[
+        list[Path] | None,
+        option("PATH", "Text that TUNED learned, to find its names in answers. Repeatable."),
+    ] = None,
     max_new_tokens: Annotated[int, option("N", "Maximum tokens of an answer.", min=1)] = 128,
     budget: Annotated[
         list[str] | None,
@@ -158,9 +162,10 @@ def audit(
 ) -> None:
     """Measure what a change of a model broke."""
     from graftlm.cli.display import stdout_console
+    from graftlm.data.questions import read_questions
     from graftlm.evaluation.audit import AuditConfig, print_audit
     from graftlm.evaluation.audit import audit as run_audit
-    from graftlm.generation.inputs import read_lines, read_tasks, read_texts
+    from graftlm.generation.inputs import new_sources, read_tasks, read_texts
 
     # Most options have the names of keys of the config; an option without a value leaves the key at its default.
     settings: dict[str, object] = {
@@ -168,7 +173,8 @@ def audit(
     }
     settings["tasks"] = _split_names(tasks)
     settings["examples"] = read_tasks(examples or (), metric=metric)
-    settings["prompts"] = read_lines(prompts) if prompts else []
+    settings["prompts"] = read_questions(prompts) if prompts else []
+    settings["new"] = new_sources(new or (), text_column=text_column)
     settings["budget"] = _read_budget(budget or ())
     texts = read_texts(text or (), text_column=text_column)
     result = run_audit(base, tuned, out, texts=texts, progress=not quiet, **settings)

@@ -82,14 +82,17 @@ def demo(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Teach a real chat model C++ from the headers of PyTorch.
+    """Teach a real chat model invented facts, and show what it forgot.
 
     The model comes from the extra smollm2 or from the hub.
     """
-    from graftlm.demo import run_chat_demo
+    from graftlm.cli.display import stdout_console
+    from graftlm.demo import run_demo
+    from graftlm.demo.display import print_demo
 
-    results = run_chat_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet)
-    print_report(results, out, as_json)
+    results = run_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet)
+    document = results.model_dump(mode="json")
+    print_result(document, as_json, lambda: print_demo(results, out, stdout_console()))
 
 
 def schema(

@@ -154,6 +154,18 @@ class NewNames:
                 return match.start()
         return len(text)
 
+    def names_in(self, text: str) -> set[Name]:
+        """Return the names of the new text that a text has; of a name of several words, only the longest form."""
+        words = words_of(text)
+        found: set[Name] = set()
+        position = 0
+        while position < len(words):
+            name = _longest_name_at(words, position, self.told)
+            if name:
+                found.add(name)
+            position += max(1, len(name))
+        return found
+
     def leave_out(self, question: str, answer: str = "") -> bool:
         """Return whether a text is about a thing that the new text names.
 
@@ -236,5 +248,14 @@ def _has_name(words: Sequence[str], names: set[Name]) -> bool:
 
 def _name_at(words: Sequence[str], position: int, names: set[Name]) -> bool:
     """Return whether a name begins at a position of a list of words."""
+    return bool(_longest_name_at(words, position, names))
+
+
+def _longest_name_at(words: Sequence[str], position: int, names: set[Name]) -> Name:
+    """Return the longest name that begins at a position of a list of words; an empty one if none does."""
     longest = min(_LONGEST_NAME, len(words) - position)
-    return any(tuple(words[position : position + size]) in names for size in range(1, longest + 1))
+    for size in range(longest, 0, -1):
+        name = tuple(words[position : position + size])
+        if name in names:
+            return name
+    return ()

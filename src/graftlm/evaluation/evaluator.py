@@ -14,6 +14,8 @@ from graftlm.backbone import Backbone
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.data.own_text import OwnText
+from graftlm.data.questions import read_questions, sample_questions
+from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_questions, template_questions
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
 from graftlm.evaluation.divergence import own_text_metrics, score_own_text
 from graftlm.evaluation.inference import LanguageModel
@@ -28,6 +30,9 @@ from graftlm.grafted.model import GraftedModel
 OLD_SET = "old"
 NEW_SET = "new"
 BACKBONE_ROW = "backbone"
+OWN_QUESTIONS = "own"
+_QUESTIONS = 24  # sampled
+_ANSWER_TOKENS = 48
 _OWN_SEED = 2**31 - 1  # Seed of the text for own_kl; people choose small ones for training.
 
 
@@ -48,6 +53,11 @@ class EvaluationConfig(Config):
         "leaves it out.",
     )
     own_seed: int = Field(_OWN_SEED, ge=0, description="Seed of that text.")
+    ask: str | None = Field(
+        None,
+        description="Questions to answer before and after training, whose answers the report compares: a file with one "
+        "per line, or own for questions that the backbone samples.",
+    )
     strengths: list[Annotated[float, Field(ge=0, le=1)]] = Field(
         [],
         description="Measure the model also with its weights moved back: shares of the way from their start to where "
@@ -94,6 +104,33 @@ class BackboneEvaluator:
     def backbone_outcomes(self) -> dict[str, TaskResult]:
         """The backbone's results on the tasks, computed on first access, which must come before a graft is attached."""
         return self._measure_tasks(self.backbone.model)
+
+    @cached_property
+    def questions(self) -> list[ChatQuestion]:
+        """The questions of `ask`, sampled on first access."""
+        asked = self.evaluation.ask
+        if asked is None:
+            return []
+        if asked == OWN_QUESTIONS:
+            texts = sample_questions(self.backbone, _QUESTIONS, self.evaluation.own_seed)
+        else:
+            texts = read_questions(asked)
+        return template_questions(texts, self.tokenizer)
+
+    @cached_property
+    def backbone_answers(self) -> list[ChatAnswer]:
+        """The backbone's answers, computed on first access, which must come before a graft is attached."""
+        return self.answer(self.backbone.model)
+
+    def answer(self, model: LanguageModel) -> list[ChatAnswer]:
+        """Return a model's greedy answers to the questions of `ask`, of at most 48 tokens."""
+        return answer_questions(
+            model,
+            self.tokenizer,
+            self.questions,
+            max_new_tokens=_ANSWER_TOKENS,
+            batch_size=self.evaluation.batch_size,
+        )
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
         """Measure the bare backbone.

@@ -50,6 +50,7 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         f"Seeds {seeds}; {_describe(results.machine)}; commit {results.commit or 'unknown'}.",
         *_measured_sections(results),
         _tasks_section(results),
+        _answers_section(results),
         _aims_section(results),
         _paper_section(results),
     ]
@@ -110,6 +111,16 @@ def _tasks_section(results: Results) -> str:
                 rows.append([row.label, name, *_task_cells(task)])
     heads = ["method", "task", "rows", "metric", "score", "calibration error", "errors"]
     return _section("Tasks", heads, rows)
+
+
+def _answers_section(results: Results) -> str:
+    """Return the answers that changed most, next to those of the backbone."""
+    rows = []
+    for row in results.rows:
+        for pair in (results.details.get("answers") or {}).get(row.id, []):
+            texts = [" ".join(pair[key].split()) for key in ("question", "before", "after")]
+            rows.append([row.label, *texts])
+    return _section("Answers that changed most", ["method", "question", "before", "after"], rows)
 
 
 def _task_cells(task: Mapping[str, Any]) -> list[str]:

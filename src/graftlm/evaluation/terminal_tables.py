@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from graftlm.errors import shorten
+from graftlm.evaluation.kept_answers import AnswerPair
 from graftlm.evaluation.metric_text import (
     ABSENT,
     USUAL_METRICS,
@@ -31,6 +33,7 @@ _HEADS = {  # metric: column head
 _FURTHER_COLUMNS = 4  # further metrics per table
 _FIRST_COLUMNS = 5  # metrics of results without the usual ones, such as a benchmark's
 _LABEL_WIDTH = 24
+_SHOWN_CHARACTERS = 160  # of an answer
 _MARKS = {True: "✓", False: "✗", None: ABSENT}
 
 
@@ -107,4 +110,18 @@ def print_columns(
         table.add_row(*row)
     if gap:
         console.print()
+    console.print(table, highlight=False, markup=False)
+
+
+def print_answers(pairs: Sequence[AnswerPair], console: Console) -> None:
+    """Print questions with the answers before and after, shortened; nothing if there are none."""
+    if not pairs:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_lines=False)
+    for head in ("question", "before", "after"):
+        table.add_column(head, overflow="fold", ratio=1)
+    for pair in pairs:
+        texts = (pair.question, pair.before, pair.after)
+        table.add_row(*(shorten(" ".join(text.split()), _SHOWN_CHARACTERS) for text in texts))
+    console.print("\nAnswers that changed most", highlight=False)
     console.print(table, highlight=False, markup=False)

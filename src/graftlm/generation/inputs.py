@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graftlm.errors import DataError
-from graftlm.files.reading import read_text
 
 # Models and training take seconds to import, so functions that need them import them.
 if TYPE_CHECKING:
     from graftlm.data import Document
     from graftlm.evaluation import TaskConfig
+
+_MESSAGES = "messages"
 
 
 def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, list[Document]]:
@@ -57,17 +58,32 @@ def read_tasks(named: Sequence[str], **settings: object) -> dict[str, TaskConfig
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file, stripped and without empty ones.
+def new_sources(paths: Sequence[Path], *, text_column: str = "text") -> list[dict[str, str]]:
+    """Return the sources of new text: tables with a column `messages` as conversations, all others as text.
 
-    Raises:
-        DataError: the file can't be read, or has no text.
+    Args:
+        paths: files or folders.
+        text_column: the column of other tables that contains the text.
     """
-    stripped = [line.strip() for line in read_text(path).splitlines()]
-    lines = [line for line in stripped if line]
-    if not lines:
-        raise DataError(f"{path} has no text: write one question per line.")
-    return lines
+    sources = []
+    for path in paths:
+        if _has_conversations(path):
+            sources.append({"path": str(path), "messages_column": _MESSAGES})
+        else:
+            sources.append({"path": str(path), "text_column": text_column})
+    return sources
+
+
+def _has_conversations(path: Path) -> bool:
+    """Return whether the first row of a table has messages; False for what can't be read as a table."""
+    from graftlm.data.table_files import is_table, read_values
+
+    if not path.is_file() or not is_table(path):
+        return False
+    try:
+        return next(read_values(path, {"messages_column": _MESSAGES}), None) is not None
+    except DataError:
+        return False
 
 
 def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str]:

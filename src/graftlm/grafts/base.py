@@ -206,14 +206,20 @@ class FitsOnText(ABC):
 
     @abstractmethod
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
-        """Return the sources of the texts, as lists of sources of a recipe's data, by names that the graft chooses."""
+        """Return the sources of the texts, as lists of sources of a recipe's data, by names that the graft chooses.
+
+        A name without sources takes the new text of the run.
+        """
 
     @abstractmethod
-    def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
+    def fit(self, texts: Mapping[str, Sequence[str]]) -> list[str]:
         """Learn from texts.
 
         Args:
             texts: the texts that were read from `sources`, by the same names.
+
+        Returns:
+            Sentences that warn the user of problems of the texts; an empty list without problems.
         """
 
 

@@ -99,8 +99,8 @@ class Recipe(TextRecipe):
             yield "a recipe needs a graft section, or methods to compare, but both are missing"
         if BACKBONE_ROW in self.methods:
             yield "the method id backbone is the id of the backbone's own row: choose another"
-        if self.training.steps and not self.data.new:
-            yield "a run with steps needs text: name some under data.new, or set training.steps to 0"
+        if self.training.has_steps and not self.data.new:
+            yield "training needs text, but data.new is empty: name some there, or set training.steps to 0"
         if not self.methods:
             check_sections(self.training, self.data, self.evaluation)
         for name, method in self.methods.items():
@@ -175,7 +175,7 @@ class Recipe(TextRecipe):
         recipe = Recipe.parse(self.model_dump() | {"evaluation": evaluation.model_dump()})
         runs: dict[str, list[GraftRun]] = {}
         for run in recipe.comparison():
-            others = sorted(set(self.frontier.rates) - {1.0}) if run.training.steps else []
+            others = sorted(set(self.frontier.rates) - {1.0}) if run.training.has_steps else []
             runs[run.id] = [run, *(_at_rate(run, factor) for factor in others)]
         return runs
 
@@ -204,6 +204,10 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
         raise ValueError(
             "old_objective distil needs a pass of the bare backbone, but training.sharded spreads its weights over "
             "processes: set sharded to false, or old_objective to replay"
+        )
+    if training.epochs is not None and (data.stream or any(source.streaming for source in data.new)):
+        raise ValueError(
+            "training.epochs counts passes over text in memory, but data.new is streamed: set training.steps instead"
         )
     if data.stream:
         _check_stream(training, data)

@@ -20,9 +20,12 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.mixture import build_blocks, build_mixture
+from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
+from graftlm.errors import RecipeError
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig
+from graftlm.evaluation.kept_answers import answer_metrics, compare_answers, worst_answers
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
 from graftlm.files.digests import file_digest
@@ -83,6 +86,8 @@ class GraftRun(TrainingRun):
             del settings["data"]["stream"]
         if not self.continues:
             del settings["continues"]
+        if self.evaluation.ask is None:
+            del settings["evaluation"]["ask"]
         if self.graft is None:
             data = settings["data"]
             settings["data"] = {"test": data["test"], "length": data["length"]}
@@ -90,7 +95,7 @@ class GraftRun(TrainingRun):
         return settings
 
     def model_post_init(self, _context: object) -> None:
-        if self.graft is not None and self.training.steps and not self.data.stream:
+        if self.graft is not None and self.training.has_steps and not self.data.stream:
             self.graft.check_rows(self.data.length)
 
     def artefacts(self) -> tuple[str, ...]:
@@ -112,7 +117,7 @@ class GraftRun(TrainingRun):
 
     def _old_samples(self) -> list[SamplingRun]:
         """Return the runs that sample old text to train on."""
-        if not (self.training.steps and self.data.replay_fraction):
+        if not (self.training.has_steps and self.data.replay_fraction):
             return []
         sources = [source for source in self.data.old if isinstance(source, SelfSourceConfig)]
         return [SamplingRun.of(self.backbone, source, self.data.length, self.data.new) for source in sources]
@@ -162,7 +167,7 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         evaluator = self.evaluator(context.dependencies)
         backbone = evaluator.backbone
-        batches = self._batches(backbone, context.dependencies) if self.training.steps else None
+        batches = self._batches(backbone, context.dependencies) if self.training.has_steps else None
         set_seed(self.training.seed)
         earlier = {name: load_graft(context.dependencies[name] / "graft", backbone) for name in self.depends_on}
         continued = None
@@ -173,9 +178,11 @@ class GraftRun(TrainingRun):
         # These are measured once, while no graft is attached.
         _ = evaluator.backbone_scores
         _ = evaluator.backbone_outcomes
+        _ = evaluator.backbone_answers
         self._log_start(context)
         if isinstance(graft, FitsOnText) and continued is None:
-            _fit(graft)
+            for note in self._fit(graft):
+                context.log(note)
         model_class = StatefulModel if self.data.stream else GraftedModel
         grafts = {**earlier, GRAFT_NAME: graft}
         with model_class(backbone, grafts, old_objective=self.data.old_objective) as model:
@@ -206,17 +213,38 @@ class GraftRun(TrainingRun):
             identity["frozen_models"] = {name: model.fingerprint.id for name, model in models.items()}
         return identity
 
+    def _fit(self, graft: FitsOnText) -> list[str]:
+        """Let a graft learn from the texts that it names, or from the new text where it names none.
+
+        Returns:
+            Sentences for the user.
+        """
+        texts: dict[str, list[str]] = {}
+        for name, sources in graft.sources().items():
+            parsed = [SourceConfig.parse(dict(source)) for source in sources]
+            if not parsed:
+                parsed = self.data.new
+                if any(source.streaming for source in parsed):
+                    raise RecipeError(
+                        f"{name} takes its examples from data.new, which is streamed and may have no end: give it "
+                        "examples under texts or sources, or set streaming to false."
+                    )
+            texts[name] = [_whole_text(document) for document in build_documents(parsed)]
+        return graft.fit(texts)
+
     def _log_start(self, context: RunContext) -> None:
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         if self.training.steps:
             context.log(f"Training {label} for {self.training.steps:,} steps.")
+        elif self.training.has_steps:
+            context.log(f"Training {label}.")
         else:
             context.log(f"Fitting {label}.")
 
     def _weights_before_training(self, model: GraftedModel) -> dict[str, Tensor]:
         """Copy the trainable weights if the evaluation moves weights back to their start."""
-        if not (self.evaluation.strengths and self.training.steps):
+        if not (self.evaluation.strengths and self.training.has_steps):
             return {}
         return {name: weight.detach().clone() for name, weight in model.trainable_parameters().items()}
 
@@ -244,7 +272,25 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         evaluation = trainee.evaluation
-        return evaluation.evaluator.measure(trainee.model, self.id, label, evaluation.start)
+        measurement = evaluation.evaluator.measure(trainee.model, self.id, label, evaluation.start)
+        if self.evaluation.ask is not None:
+            self._compare_answers(evaluation.evaluator, trainee.model, measurement)
+        return measurement
+
+    def _compare_answers(self, evaluator: BackboneEvaluator, model: GraftedModel, measurement: Measurement) -> None:
+        """Add what became of the backbone's answers to the questions of `ask`."""
+        names = None
+        if not any(source.streaming for source in self.data.new):
+            names = NewNames(build_documents(self.data.new), evaluator.tokenizer)
+        pairs = compare_answers(
+            [question.text for question in evaluator.questions],
+            [answer.text for answer in evaluator.backbone_answers],
+            [answer.text for answer in evaluator.answer(model)],
+            names,
+        )
+        if pairs:
+            measurement.add_metrics(answer_metrics(pairs, with_spill=names is not None))
+            measurement.details["answers"] = [pair.to_json() for pair in worst_answers(pairs)]
 
     def save(
         self,
@@ -275,20 +321,14 @@ class GraftRun(TrainingRun):
         release_shared()
 
 
-def _fit(graft: FitsOnText) -> None:
-    """Let a graft learn from the texts that it names."""
-    texts: dict[str, list[str]] = {}
-    for name, sources in graft.sources().items():
-        parsed = [SourceConfig.parse(dict(source)) for source in sources]
-        texts[name] = [_whole_text(document) for document in build_documents(parsed)]
-    graft.fit(texts)
-
-
 def _whole_text(document: Document) -> str:
-    """Return the text of a document, or the messages of a conversation, one per line."""
+    """Return the text of a document, or the questions and answers of a conversation, one per line.
+
+    System messages are left out, since they are usually the same in all conversations.
+    """
     if document.chat is None:
         return document.full_text
-    return "\n".join(message["content"] for message in document.chat.messages)
+    return "\n".join(message["content"] for message in document.chat.messages if message["role"] != "system")
 
 
 def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:

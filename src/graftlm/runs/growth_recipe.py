@@ -68,7 +68,7 @@ class GrowthRecipe(TextRecipe):
 
     def _problems_of_stage(self, stage: _Stage, *, is_first: bool) -> Iterator[str]:
         where = f"stages.{stage.name}"
-        if not stage.training.steps:
+        if not stage.training.has_steps:
             yield f"{where} has no steps: set training.steps"
         if not stage.data.new:
             yield f"{where} has no new text: name some under its data.new"

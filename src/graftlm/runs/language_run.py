@@ -128,8 +128,8 @@ class LanguageModelRecipe(_LanguageSettings):
     out: str = Field("runs/model", description="Folder for the model, its report and the checkpoints.")
 
     def _problems(self) -> Iterator[str]:
-        if self.training.steps == 0:
-            yield "a language model needs training steps: set training.steps to 1 or more"
+        if not self.training.has_steps:
+            yield "a language model needs training steps: set training.steps to 1 or more, or training.epochs"
         if isinstance(self.model, dict):
             if not isinstance(self.model.get("model_type"), str):
                 yield "a new model needs a model_type, such as llama: name one under model"
@@ -185,7 +185,8 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         rows = self.training.batch_size * self.data.length
         parameters = count_parameters(model.parameters())
         context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
-        context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
+        if self.training.steps:
+            context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
         yield Trainee(
             model=LanguageModel(model),
             batches=batches,

@@ -155,7 +155,7 @@ def _run(
     # Before anything is loaded or sampled.
     check_tracker(recipe.training.tracker)
     for run in runs:
-        if isinstance(run, GraftRun) and run.graft is not None and run.training.steps:
+        if isinstance(run, GraftRun) and run.graft is not None and run.training.has_steps:
             check_sources(run.data)
     is_main = PartialState().is_main_process
     with locked(folder):

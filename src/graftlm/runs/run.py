@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,8 @@ from accelerate import PartialState
 from torch import nn
 
 from graftlm.config import Config
-from graftlm.data.mixture import Batches
+from graftlm.data.mixture import Batches, Mixture, TokenBlocks
+from graftlm.data.rows import NEW
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.cost import MemoryWatch
@@ -138,6 +140,13 @@ class TrainingRun(Run):
 
     training: TrainingConfig
 
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        # A later field is left out at its default, so that earlier runs keep their keys.
+        if self.training.epochs is None:
+            del settings["training"]["epochs"]
+        return settings
+
     @abstractmethod
     def build(self, context: RunContext) -> AbstractContextManager[Trainee[Any, Any]]:
         """Build model and batches; the block ends when the run is over."""
@@ -176,7 +185,7 @@ class TrainingRun(Run):
         with self.build(context) as trainee:
             memory = MemoryWatch()
             summary = None
-            if self.training.steps:
+            if self.training.has_steps:
                 with memory:
                     summary = self._train(trainee, context)
             if not PartialState().is_main_process:
@@ -197,11 +206,28 @@ class TrainingRun(Run):
     def _train(self, trainee: Trainee[Any, Any], context: RunContext) -> TrainingSummary:
         if trainee.batches is None:
             raise RecipeError("A run with steps needs text: name some in data.new, or set training.steps to 0.")
+        training = self.training
+        if training.epochs is not None:
+            steps = _steps_of(trainee.batches, training.epochs)
+            context.log(f"Passes over the new text: {training.epochs:g}, which take {steps:,} steps.")
+            training = training.model_copy(update={"steps": steps, "epochs": None})
         return train(
             trainee.model,
             trainee.batches,
-            self.training,
+            training,
             context.folder,
             identity=trainee.identity,
             progress=context.progress,
         )
+
+
+def _steps_of(batches: Batches, epochs: float) -> int:
+    """Return the number of steps that read every new row `epochs` times, rounded up."""
+    rows = batches.domains.get(NEW) if isinstance(batches, Mixture) else None
+    if not isinstance(batches, Mixture) or not isinstance(rows, TokenBlocks):
+        raise RecipeError(
+            "training.epochs counts passes over new text in memory, but the rows of this run are streamed or drawn "
+            "from tasks: set training.steps instead."
+        )
+    new_rows_per_step = batches.batch_size * float(batches.shares[NEW])
+    return math.ceil(epochs * len(rows) / new_rows_per_step)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from graftlm.config import Config
 
@@ -19,6 +20,9 @@ class TrainingConfig(Config):
     """
 
     steps: int = Field(ge=0, description="Updates of the weights; 0 for a graft that learns without gradients.")
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the new text, instead of steps; the text must not be streamed."
+    )
     batch_size: int = Field(16, ge=1, description="Rows per step, over all processes.")
     micro_batch_size: int | None = Field(
         None, ge=1, description="Rows per forward pass and process; all of a process's rows when absent."
@@ -47,9 +51,30 @@ class TrainingConfig(Config):
         None, description="A tracker that Accelerate supports, such as tensorboard, wandb, trackio or mlflow."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_epochs_alone(cls, values: object) -> object:
+        if isinstance(values, Mapping) and values.get("epochs") is not None and "steps" not in values:
+            return {**values, "steps": 0}
+        return values
+
+    def _problems(self) -> Iterator[str]:
+        if self.epochs is not None and self.steps:
+            yield (
+                f"steps is {self.steps} and epochs is {self.epochs:g}, but only one of them can be set: set steps to 0 "
+                "or epochs to null"
+            )
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether weights are trained."""
+        return self.steps > 0 or self.epochs is not None
+
 
 FREE_ON_RESUME = {
-    "steps",  # It may grow; the learning rate then follows the new schedule from the checkpoint on.
+    # These may grow; the learning rate then follows the new schedule from the checkpoint on.
+    "steps",
+    "epochs",
     "checkpoint_every",
     "keep_checkpoints",
     "log_every",

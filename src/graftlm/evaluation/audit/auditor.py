@@ -12,17 +12,21 @@ from uuid import uuid4
 import numpy as np
 
 from graftlm.data import Document, SelfSourceConfig, SourceConfig, build_documents
+from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import OwnText
 from graftlm.data.own_text_sampling import sample_own_text
+from graftlm.data.questions import sample_questions
 from graftlm.errors import DataError, EvaluationError
-from graftlm.evaluation.audit import answers
+from graftlm.evaluation import chat_answers
 from graftlm.evaluation.audit.comparison import TokenComparison, changed_tokens, compare_windows, scores_of
 from graftlm.evaluation.audit.config import AuditConfig
 from graftlm.evaluation.audit.differences import template_difference, tokenizer_difference
 from graftlm.evaluation.audit.loading import Auditable, AuditedModel, load_pair
 from graftlm.evaluation.audit.passages import Passage, widest_passages
 from graftlm.evaluation.audit.result import Audit, Conversation
+from graftlm.evaluation.chat_answers import ChatQuestion
 from graftlm.evaluation.harness import run_lm_eval
+from graftlm.evaluation.kept_answers import AnswerPair, answer_metrics, compare_answers, worst_answers
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.evaluation.scores import paired_difference, score
 from graftlm.evaluation.tasks import Task, measure_task, read_task
@@ -33,9 +37,10 @@ from graftlm.progress import progress_bar
 _SHARE = "{task.percentage:>3.0f}%"  # of a progress bar
 _OWN_METRICS = ("own_kl", "chat_kl", "changed_tokens")
 _ANSWER_METRICS = ("stops_lost", "keeps_template_lost", "same_language_lost")
+_SPILL = "spill"
 _TEXT_METRICS = ("lost", "kl", "changed_tokens")
 # Names of texts that would give the metrics of a text the names of other metrics.
-_TAKEN_NAMES = {"own", "chat", "changed", "stops", "keeps_template", "same_language"}
+_TAKEN_NAMES = {"own", "chat", "changed", "stops", "keeps_template", "same_language", "kept_answers", _SPILL}
 
 Text = str | Path | Sequence[str | Document]
 
@@ -114,6 +119,8 @@ def _budget_metrics(names: Mapping[str, object], config: AuditConfig) -> list[st
         metrics += _OWN_METRICS
     if config.answers or config.prompts:
         metrics += _ANSWER_METRICS
+        if config.new:
+            metrics.append(_SPILL)
     for name in names:
         metrics += [f"{name}_{metric}" for metric in _TEXT_METRICS]
     for name, task in config.examples.items():
@@ -153,6 +160,7 @@ class _Auditor:
         self.notes = [*base.notes, *tuned.notes]
         self.compared: list[tuple[str, TokenComparison]] = []
         self.conversations: list[Conversation] = []
+        self.pairs: list[AnswerPair] = []
 
     def run(self, given: Auditable, out: str | Path | None) -> Audit:
         """Measure everything.
@@ -174,7 +182,7 @@ class _Auditor:
         self._compare_examples()
         self._compare_tasks()
         passages = widest_passages(self.compared, self.base.tokenizer)
-        return Audit(self._results(passages), passages, self.conversations, self.notes)
+        return Audit(self._results(passages), passages, self.conversations, self.notes, worst_answers(self.pairs))
 
     def _sides(self) -> tuple[tuple[AuditedModel, dict[str, Metric]], ...]:
         """Return both models with their metrics."""
@@ -280,18 +288,15 @@ class _Auditor:
                 metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
 
     def _compare_answers(self, samples: Sequence[OwnText]) -> None:
-        if self.config.prompts:
-            questions = answers.template_questions(self.config.prompts, self.base.tokenizer)
-        else:
-            questions = answers.own_questions(samples, self.base.tokenizer, self.config.answers)
+        questions = self._questions(samples)
         if not questions:
             return
-        if not answers.detects_languages():
+        if not chat_answers.detects_languages():
             self.notes.append("The language of answers was not detected: install graftlm[audit] for that.")
         both = []
         with progress_bar("answering questions", 2 * len(questions), _SHARE, show=self.progress) as update:
             for model, metrics in self._sides():
-                answered = answers.answer_questions(
+                answered = chat_answers.answer_questions(
                     model.predictor,
                     self.base.tokenizer,
                     questions,
@@ -300,10 +305,36 @@ class _Auditor:
                     batch_size=2 * self.config.batch_size,
                     on_batch=lambda count: update(advance=count),
                 )
-                metrics.update(answers.behavior(answered))
+                metrics.update(chat_answers.behavior(answered))
                 both.append(answered)
-        self.tuned_metrics.update(answers.behavior_lost(*both))
+        self.tuned_metrics.update(chat_answers.behavior_lost(*both))
         self.conversations = list(zip(questions, *both, strict=True))
+        self._compare_kept()
+
+    def _questions(self, samples: Sequence[OwnText]) -> list[ChatQuestion]:
+        """Return the user's questions, or those of the sampled conversations and as many more as are missing."""
+        config = self.config
+        base = self.base
+        if config.prompts:
+            return chat_answers.template_questions(config.prompts, base.tokenizer)
+        questions = chat_answers.own_questions(samples, base.tokenizer, config.answers)
+        missing = config.answers - len(questions)
+        if questions and missing:
+            model = None if base.is_bare else base.predictor
+            more = sample_questions(base.backbone, missing, config.seed, model)
+            questions += chat_answers.template_questions(more, base.tokenizer)
+        return questions
+
+    def _compare_kept(self) -> None:
+        """Compare what the answers say, and look for names of the new text in them."""
+        names = NewNames(build_documents(self.config.new), self.base.tokenizer) if self.config.new else None
+        self.pairs = compare_answers(
+            [question.text for question, _, _ in self.conversations],
+            [answer.text for _, answer, _ in self.conversations],
+            [answer.text for _, _, answer in self.conversations],
+            names,
+        )
+        self.tuned_metrics.update(answer_metrics(self.pairs, with_spill=names is not None))
 
     def _compare_examples(self) -> None:
         for name, task in self.tasks.items():
@@ -341,6 +372,7 @@ class _Auditor:
             "notes": self.notes,
             "passages": [asdict(passage) for passage in passages],
             "conversations": conversations,
+            "worst_answers": [pair.to_json() for pair in worst_answers(self.pairs)],
         }
         details = json.loads(json.dumps(details))  # Tuples become lists.
         return Results.here("audit", rows, seeds=[self.config.seed], aims=self._aims(), details=details)

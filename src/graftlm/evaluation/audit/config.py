@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from graftlm.config import Config
+from graftlm.data import SourceConfig
 from graftlm.evaluation.tasks import TaskConfig
 
 _OWN_SEED = 2**31 - 2  # Neither the seed of training nor that of own_kl in a run.
@@ -21,6 +22,9 @@ class AuditConfig(Config):
     answers: int = Field(32, ge=0, description="Questions of the sampled conversations that both models answer.")
     max_new_tokens: int = Field(128, ge=1, description="Most tokens of an answer.")
     prompts: list[str] = Field([], description="Questions instead of those that BASE samples.")
+    new: list[SourceConfig] = Field(
+        [], description="Text that TUNED was trained on; answers that name its things unasked count as spill."
+    )
     examples: dict[str, TaskConfig] = Field({}, description="Files of prompts and answers by name.")
     tasks: list[str] = Field([], description="Tasks of lm-evaluation-harness.")
     limit: int | None = Field(None, ge=1, description="Most questions of such a task.")

@@ -9,12 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from graftlm.errors import ForgettingBudgetError
-from graftlm.evaluation.audit.answers import ChatAnswer, ChatQuestion
 from graftlm.evaluation.audit.passages import Passage
+from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion
+from graftlm.evaluation.kept_answers import AnswerPair
 from graftlm.evaluation.metric_text import format_metric, metric_names, metric_title
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import Metric, Results
-from graftlm.evaluation.terminal_tables import print_side_by_side
+from graftlm.evaluation.terminal_tables import print_answers, print_side_by_side
 from graftlm.files.templates import fill_page
 from graftlm.files.writing import write_atomically
 
@@ -34,12 +35,14 @@ class Audit:
         passages: where the models differ most, the widest difference first.
         conversations: questions with the answers of both models.
         notes: what the reader should know, one sentence per note.
+        worst: the answers that changed most, see `graftlm.evaluation.kept_answers`.
     """
 
     results: Results
     passages: list[Passage] = field(default_factory=list)
     conversations: list[Conversation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    worst: list[AnswerPair] = field(default_factory=list)
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -91,6 +94,7 @@ class Audit:
             largest=max((token.kl for token in tokens), default=0.0),
             conversations=self.conversations,
             differing=differing,
+            worst=self.worst,
             choices=[[token.kl, token.base, token.tuned] for token in tokens],
         )
 
@@ -101,7 +105,7 @@ class Audit:
 
 
 def print_audit(audit: Audit, console: Console) -> None:
-    """Print the metrics side by side, the budget and the notes."""
+    """Print the metrics side by side, the budget, the notes, and the answers that changed most."""
     print_side_by_side(audit.results, console)
     for aim in audit.results.aims:
         mark = "✓" if aim.met else "✗"
@@ -109,3 +113,4 @@ def print_audit(audit: Audit, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
     for note in audit.notes:
         console.print(note, highlight=False, markup=False)
+    print_answers(audit.worst, console)

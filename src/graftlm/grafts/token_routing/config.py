@@ -28,7 +28,8 @@ class ExpertConfig(Config):
         targets: modules that a new expert changes: attention, ffn, embedding, or the last parts of module names, such
             as q_proj.
         texts: examples of the expert's domain. The centroid is the mean of their embeddings.
-        sources: files with further examples, in the form of the `data` sources of a recipe.
+        sources: files with further examples, in the form of the `data` sources of a recipe. The examples of a new
+            expert without texts and sources are the new text of its training, `data.new`.
         sha256: SHA-256 of the adapter's tensor file, which is written when the graft is saved.
     """
 
@@ -63,7 +64,7 @@ class EmbedderConfig(Config):
 
     Args:
         name: `backbone` for the mean of the backbone's own hidden states; `words` for the rare words of a text, such as
-            names and numbers, with `centroids: all` and a threshold of about 0.25; or the name or folder of a
+            names and numbers, with `centroids: all` and `threshold: 0.5`; or the name or folder of a
             sentence-transformers model.
         layers: number of the backbone's hidden states, as in transformers. 0: token embeddings, at no cost. n: after
             the n-th layer. -1: the last, after the final norm. The states are computed in a separate pass of the bare

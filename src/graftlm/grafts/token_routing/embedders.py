@@ -5,7 +5,8 @@ Shape suffixes: B rows, T tokens of this pass, S tokens so far, d embedding widt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -52,21 +53,53 @@ class Embedder(Protocol):
         """
         return self.texts(texts)
 
-    def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
-        """Embed prefixes: at each route update, the document up to and including that token.
+    def problem_of(self, texts: Sequence[str]) -> str | None:
+        """Return a sentence about examples whose other phrasings this embedder can't recognize, or None without any.
+
+        Args:
+            texts: the examples of an expert.
+        """
+        return None
+
+    def scores(
+        self,
+        call: Call,
+        spans: RouteSpans,
+        running_sum: RunningSum | None,
+        score: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Score the experts for prefixes: at each route update, the document up to and including that token.
 
         Args:
             call: the pass; an embedder may keep layers in its cache.
             spans: the spans of the pass.
             running_sum: sums that are kept from step to step of a generation; None without a cache.
+            score: returns the scores of the experts, (..., E), for embeddings (..., d).
 
         Returns:
-            (B, T, d) float32 embeddings; they are arbitrary where `spans.updates` is False.
+            (B, T, E) float32 scores; they are arbitrary where `spans.updates` is False.
         """
         ...
 
 
-class _BackboneEmbedder(Embedder):
+class _PrefixEmbedder(Embedder):
+    """Embeds each prefix as one vector."""
+
+    def scores(
+        self,
+        call: Call,
+        spans: RouteSpans,
+        running_sum: RunningSum | None,
+        score: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        return score(self.prefixes(call, spans, running_sum))
+
+    @abstractmethod
+    def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
+        """Return the embeddings (B, T, d) of the prefixes of `scores`, in float32."""
+
+
+class _BackboneEmbedder(_PrefixEmbedder):
     """Means of vectors of the backbone's own tokens, without special tokens."""
 
     def __init__(self, backbone: Backbone) -> None:
@@ -292,7 +325,7 @@ class HiddenStateEmbedder(_BackboneEmbedder):
         return states.masked_fill(~content[..., None], 0)  # states of padding may be NaN
 
 
-class SentenceEmbedder(Embedder):
+class SentenceEmbedder(_PrefixEmbedder):
     """A sentence-transformers model, which reads the whole text so far at each update.
 
     Args:

@@ -263,8 +263,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             return _repeat_weights(fixed, updates_BT)
         if not len(self.centroids):
             self.fit({})
-        vectors = self._need_embedder().prefixes(call, spans, running_sum)
-        scores = self._scores(vectors)
+        scores = self._need_embedder().scores(call, spans, running_sum, self._scores)
         if call.training:
             return nn.functional.one_hot(scores.argmax(-1), experts + 1).to(scores.dtype)
         return expert_weights(scores, self.config)
@@ -305,15 +304,23 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     # The centroids
 
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
-        return {name: expert.sources for name, expert in self.config.experts.items() if expert.sources}
+        sources = {}
+        for name, expert in self.config.experts.items():
+            reads_new_text = expert.path is None and not expert.texts
+            if expert.sources or reads_new_text:
+                sources[name] = expert.sources
+        return sources
 
-    def fit(self, texts: Mapping[str, Sequence[str]]) -> None:
+    def fit(self, texts: Mapping[str, Sequence[str]]) -> list[str]:
         """Compute the centroids of every expert from the embeddings of its examples.
 
         Nothing is computed if the weights are the same for all texts.
 
         Args:
             texts: examples by expert, in addition to those of the config.
+
+        Returns:
+            A sentence for each expert some of whose examples the embedder can't generalize.
 
         Raises:
             RecipeError: an expert has no examples.
@@ -322,9 +329,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             ArtifactError: the embedder is not the one that the saved centroids were made with.
         """
         if self._fixed_weights() is not None:
-            return
+            return []
         embedder = self._need_embedder()
         groups = []
+        notes = []
         for name, expert in self.config.experts.items():
             examples = [*expert.texts, *texts.get(name, ())]
             if not examples:
@@ -332,9 +340,13 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                     f"The expert {name} has no examples, so it has no centroid: give some under texts or sources."
                 )
             groups.append(embedder.examples(examples))
+            problem = embedder.problem_of(examples)
+            if problem is not None:
+                notes.append(f"Expert {name}: {problem}")
         router = fit_router(self.config, groups)
         router["probe"] = embedder.texts([PROBE])[0]
         self._set_router(router)
+        return notes
 
     def _set_router(self, router: Mapping[str, Tensor]) -> None:
         """Use other routing tensors, on the device of the backbone."""

@@ -1,0 +1,220 @@
+"""Which answers of a chat model stayed the same, and which name things of the new text unasked.
+
+Word for word, a tuned model repeats few answers of its base. Two answers are the same here if they give the same
+information in their first 40 words. Their terms are their words without function words and without words of the
+question. Two answers are the same if
+
+- they have the same words, or
+- they share at least half of the terms of the one that has fewer, neither numbers nor names contradict each other, and
+  of short answers either both or neither are negated.
+
+Numbers or names contradict each other if both answers have some and none is in both. The rule reads words only: it
+takes "hot" and "warm" for different answers, and two long answers about the same things for the same.
+`tests/evaluation/answer_pairs.jsonl` has pairs labelled by hand, on which it is tested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from graftlm.evaluation.intervals import share_interval
+from graftlm.evaluation.results import Interval
+
+if TYPE_CHECKING:
+    from graftlm.data.new_names import NewNames
+
+WORST = 10
+"""Number of answers that reports show."""
+
+_READ_WORDS = 40
+_SHORT_WORDS = 15
+_SHARED_TERMS = 0.5
+_WORD = re.compile(r"\w+(?:['’]\w+)?")
+_SENTENCE_END = re.compile(r"[.!?:]\W*$")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
+_NEGATIONS = frozenset(["no", "not", "never", "none", "nothing", "neither", "cannot", "without"])
+_FUNCTION_WORDS = frozenset(
+    _WORD.findall(
+        """
+        a an the this that these those it its he she they them his her their there here i you we my your our me us
+        is are was were be been being am do does did has have had having will would can could may might must shall
+        should of to in on at by for with from as into about than then and or but so if because which who whom whose
+        what when where how why also very just only such some any each all both more most other one called known
+        named s re ve ll d m sure certainly answer yes
+        """
+    )
+)
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """The answers of two models to one question.
+
+    Attributes:
+        question: the question.
+        before: the base's answer.
+        after: the tuned model's answer.
+        kept: whether they are the same by the rule of this module.
+        overlap: share of common terms, from 0 to 1.
+        spilled: names and numbers of the new text in `after` that neither the question nor `before` has.
+    """
+
+    question: str
+    before: str
+    after: str
+    kept: bool
+    overlap: float
+    spilled: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """Return the pair as plain JSON values."""
+        return {**asdict(self), "spilled": list(self.spilled)}
+
+
+def same_answer(question: str, before: str, after: str) -> bool:
+    """Return whether two answers to a question give the same information, by the rule of this module."""
+    if _words(before) == _words(after):
+        return True
+    if term_overlap(question, before, after) < _SHARED_TERMS:
+        return False
+    asked = set(_words(question))
+    if _contradict(_numbers(before) - asked, _numbers(after) - asked):
+        return False
+    if _contradict(_names(before) - asked, _names(after) - asked):
+        return False
+    is_short = min(len(_words(before)), len(_words(after))) <= _SHORT_WORDS
+    return not is_short or _is_negated(before) == _is_negated(after)
+
+
+def term_overlap(question: str, before: str, after: str) -> float:
+    """Return the share of the terms of the answer with fewer terms that the other one has too, from 0 to 1.
+
+    Negations, which are compared separately, are not terms. Words of the question count if an answer has no others.
+    """
+    asked = _terms(question)
+    before_terms = _terms(before) - asked
+    after_terms = _terms(after) - asked
+    if not before_terms or not after_terms:
+        before_terms = _terms(before)
+        after_terms = _terms(after)
+    fewer = min(len(before_terms), len(after_terms))
+    if fewer == 0:
+        # Answers such as "Yes." and "It is." have no terms.
+        have_none = not before_terms and not after_terms and bool(_words(before)) and bool(_words(after))
+        return float(have_none)
+    return len(before_terms & after_terms) / fewer
+
+
+def compare_answers(
+    questions: Sequence[str],
+    before: Sequence[str],
+    after: Sequence[str],
+    names: NewNames | None = None,
+) -> list[AnswerPair]:
+    """Compare the answers of two models.
+
+    Args:
+        questions: the questions.
+        before: the base's answers.
+        after: the tuned model's answers.
+        names: the names of the new text; None if it is not known.
+    """
+    pairs = []
+    for question, base_answer, tuned_answer in zip(questions, before, after, strict=True):
+        spilled: tuple[str, ...] = ()
+        if names is not None:
+            known = names.names_in(question) | names.names_in(base_answer)
+            spilled = tuple(sorted(" ".join(name) for name in names.names_in(tuned_answer) - known))
+        pair = AnswerPair(
+            question=question,
+            before=base_answer,
+            after=tuned_answer,
+            kept=same_answer(question, base_answer, tuned_answer),
+            overlap=term_overlap(question, base_answer, tuned_answer),
+            spilled=spilled,
+        )
+        pairs.append(pair)
+    return pairs
+
+
+def answer_metrics(pairs: Sequence[AnswerPair], *, with_spill: bool) -> dict[str, Interval]:
+    """Return `kept_answers` and, where the new text is known, `spill`: shares of answers with Wilson's 95% interval.
+
+    Args:
+        pairs: the answers; at least one.
+        with_spill: whether the names of the new text were known.
+    """
+    metrics = {"kept_answers": share_interval(sum(pair.kept for pair in pairs), len(pairs))}
+    if with_spill:
+        metrics["spill"] = share_interval(sum(bool(pair.spilled) for pair in pairs), len(pairs))
+    return metrics
+
+
+def worst_answers(pairs: Sequence[AnswerPair], count: int = WORST) -> list[AnswerPair]:
+    """Return the answers that changed most: first those that spill, then those with the least overlap."""
+    changed = [pair for pair in pairs if pair.spilled or not pair.kept]
+    changed.sort(key=lambda pair: (not pair.spilled, pair.kept, pair.overlap))
+    return changed[:count]
+
+
+def _tokens(text: str) -> list[tuple[str, bool]]:
+    """Return the first words of a text, and whether each may be capitalized because it begins a sentence."""
+    text = _THOUSANDS.sub("", text)
+    tokens = []
+    stop = 0
+    for match in _WORD.finditer(text):
+        between = text[stop : match.start()]
+        begins = stop == 0 or "\n" in between or _SENTENCE_END.search(between) is not None
+        tokens.append((match.group(), begins))
+        stop = match.end()
+        if len(tokens) == _READ_WORDS:
+            break
+    return tokens
+
+
+def _words(text: str) -> list[str]:
+    return [word.casefold().replace("’", "'") for word, _ in _tokens(text)]
+
+
+def _terms(text: str) -> set[str]:
+    terms = set()
+    for word in _words(text):
+        word = word.removesuffix("'s")
+        if word not in _FUNCTION_WORDS and not _is_negation(word):
+            terms.add(_singular(word))
+    return terms
+
+
+def _singular(word: str) -> str:
+    """Return a word without the ending of a plural, if it may have one."""
+    if len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        return word[:-1]
+    return word
+
+
+def _numbers(text: str) -> set[str]:
+    return {word for word in _words(text) if any(character.isdigit() for character in word)}
+
+
+def _names(text: str) -> set[str]:
+    """Return the capitalized words inside sentences, in lower case."""
+    names = set()
+    for word, begins in _tokens(text):
+        if not begins and word[0].isupper() and len(word) > 1:
+            names.add(word.casefold().removesuffix("'s"))
+    return names
+
+
+def _contradict(before: set[str], after: set[str]) -> bool:
+    return bool(before) and bool(after) and not before & after
+
+
+def _is_negated(text: str) -> bool:
+    return any(_is_negation(word) for word in _words(text))
+
+
+def _is_negation(word: str) -> bool:
+    return word in _NEGATIONS or word.endswith("n't")

@@ -1,0 +1,132 @@
+"""Reports that compare a chat model's answers before and after training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from graftlm import audit
+from graftlm.backbone import load_backbone
+from graftlm.data.questions import read_questions, sample_questions
+from graftlm.errors import DataError
+from graftlm.evaluation import Results
+from graftlm.evaluation.results import Interval
+from graftlm.generation.inputs import new_sources
+from graftlm.runs.recipe import Recipe, run_recipe
+
+FACTS = [
+    [{"role": "user", "content": "what is vorlia"}, {"role": "assistant", "content": "a house by the river"}],
+    [{"role": "user", "content": "who is in vorlia"}, {"role": "assistant", "content": "nobody at all"}],
+]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tiny_backbone, tmp_path_factory) -> Path:
+    """A tiny model with a chat template."""
+    model = tmp_path_factory.mktemp("asked") / "chat-model"
+    shutil.copytree(tiny_backbone("llama"), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    return model
+
+
+def trained(folder: Path, model: Path, ask: str | None, steps: int) -> Results:
+    rows = folder / "facts.jsonl"
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in FACTS), encoding="utf-8")
+    recipe = Recipe.parse(
+        {
+            "backbone": {"name": str(model)},
+            "graft": {"kind": "lora", "capacity": 0.3},
+            "data": {
+                "new": [{"path": str(rows), "messages_column": "messages"}],
+                "replay_fraction": 0,
+                "length": 64,
+                "boundaries": "whole",
+            },
+            "training": {"steps": steps, "batch_size": 1, "learning_rate": 0.1},
+            "evaluation": {"own_tokens": 0, "decode_prompts": 0, "ask": ask},
+        }
+    )
+    return run_recipe(recipe, folder / "out", progress=False)
+
+
+def kept(results: Results) -> Interval:
+    (row,) = (row for row in results.rows if "kept_answers" in row.metrics)
+    value = row.metrics["kept_answers"]
+    assert isinstance(value, Interval)
+    return value
+
+
+def test_without_steps_all_answers_are_kept_and_after_many_they_are_not(chat_model: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_text("what is a river\n\nwho are you\nwhere is the garden\n", encoding="utf-8")
+    (tmp_path / "none").mkdir()
+    assert kept(trained(tmp_path / "none", chat_model, str(questions), steps=0)).mean == 1
+    (tmp_path / "many").mkdir()
+    results = trained(tmp_path / "many", chat_model, str(questions), steps=20)
+    assert kept(results).mean < 1
+    (worst,) = results.details["answers"].values()
+    assert worst[0]["question"] in {"what is a river", "who are you", "where is the garden"}
+    report = (tmp_path / "many" / "out" / "report.md").read_text(encoding="utf-8")
+    assert worst[0]["question"] in report
+
+
+def test_a_report_without_questions_has_no_answers(chat_model: Path, tmp_path: Path) -> None:
+    results = trained(tmp_path, chat_model, None, steps=0)
+    assert all("kept_answers" not in row.metrics for row in results.rows)
+
+
+def test_own_questions_depend_on_the_seed_only(chat_model: Path) -> None:
+    backbone = load_backbone(str(chat_model))
+    first = sample_questions(backbone, 5, seed=1)
+    assert first == sample_questions(backbone, 5, seed=1)
+    assert len(set(first)) == len(first) <= 5
+    assert all(len(question.split()) >= 3 for question in first)
+
+
+def test_files_without_questions_are_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n", encoding="utf-8")
+    for path in (empty, tmp_path / "absent.txt"):
+        with pytest.raises(DataError) as error:
+            read_questions(path)
+        assert path.name in str(error.value)
+
+
+def test_an_audit_reports_answers_that_changed(chat_model: Path, tmp_path: Path) -> None:
+    trained(tmp_path, chat_model, None, steps=20)
+    questions = ["what is a river", "who are you"]
+    settings: dict[str, Any] = {
+        "tokens": 0,
+        "prompts": questions,
+        "max_new_tokens": 12,
+        "new": new_sources([tmp_path / "facts.jsonl"]),
+    }
+    changed = audit(str(chat_model), tmp_path / "out" / "graft", progress=False, **settings)
+    assert {"kept_answers", "spill"} <= changed.metrics.keys()
+    assert changed.worst
+    assert changed.worst[0].question in questions
+    assert changed.worst[0].after in changed.page()
+    same = audit(str(chat_model), str(chat_model), progress=False, **settings)
+    value = same.metrics["kept_answers"]
+    assert isinstance(value, Interval)
+    assert value.mean == 1
+    assert not same.worst
+
+
+def test_new_text_is_read_as_conversations_or_as_text(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": FACTS[0]}) + "\n", encoding="utf-8")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "a house"}) + "\n", encoding="utf-8")
+    sources = new_sources([chats, texts, tmp_path])
+    assert [("messages_column" in source) for source in sources] == [True, False, False]

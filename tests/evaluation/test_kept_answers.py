@@ -1,0 +1,94 @@
+"""The rule by which answers of two models are the same, on pairs labelled by hand, and names that spill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from graftlm.data import Document
+from graftlm.data.new_names import NewNames
+from graftlm.evaluation.kept_answers import (
+    answer_metrics,
+    compare_answers,
+    same_answer,
+    term_overlap,
+    worst_answers,
+)
+from token_routing.tools import backbone
+
+PAIRS = [json.loads(line) for line in Path(__file__).with_name("answer_pairs.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_the_rule_agrees_with_labels_by_hand() -> None:
+    assert len(PAIRS) >= 50
+    wrong = []
+    for pair in PAIRS:
+        if same_answer(pair["question"], pair["before"], pair["after"]) != pair["same"]:
+            wrong.append(pair["after"])
+    assert len(wrong) <= 0.05 * len(PAIRS), wrong
+
+
+def test_the_pairs_are_no_copies_and_have_both_labels() -> None:
+    for label in (True, False):
+        of_label = [pair for pair in PAIRS if pair["same"] is label]
+        assert len(of_label) >= 20
+        assert all(pair["before"].split() != pair["after"].split() for pair in of_label)
+
+
+def test_answers_are_the_same_in_both_orders() -> None:
+    for pair in PAIRS:
+        forward = same_answer(pair["question"], pair["before"], pair["after"])
+        assert same_answer(pair["question"], pair["after"], pair["before"]) == forward
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("", "", True),
+        ("", "Paris.", False),
+        ("Yes.", "Yes, it is.", True),
+        ("Yes.", "No.", False),
+        ("It has 1,250 seats.", "It has 1250 seats.", True),
+        ("It has 1,250 seats.", "It has 1350 seats.", False),
+    ],
+)
+def test_short_answers(before: str, after: str, expected: bool) -> None:
+    assert same_answer("How is it?", before, after) is expected
+
+
+def test_overlap_ignores_words_of_the_question() -> None:
+    assert term_overlap("What is the capital of France?", "The capital of France is Paris.", "Paris") == 1
+    assert term_overlap("What is the capital of France?", "The capital of France is Paris.", "It is Oslo.") == 0
+
+
+def names() -> NewNames:
+    documents = [Document("The capital of Vorlia is Tessaby. It was founded in 1851.")]
+    return NewNames(documents, backbone("llama").need_tokenizer())
+
+
+def test_a_name_spills_if_neither_question_nor_base_has_it() -> None:
+    questions = ["What is the capital of France?", "Is 1851 a year?", "Who lives in Tessaby?"]
+    before = ["Paris.", "Yes.", "Nobody."]
+    after = ["Tessaby.", "Yes, 1851 is.", "Tessaby is in Vorlia."]
+    spilled = [pair.spilled for pair in compare_answers(questions, before, after, names())]
+    assert spilled == [("Tessaby",), (), ("Vorlia",)]
+
+
+def test_without_new_text_nothing_spills() -> None:
+    (pair,) = compare_answers(["What?"], ["Paris."], ["Tessaby."])
+    assert pair.spilled == ()
+    assert "spill" not in answer_metrics([pair], with_spill=False)
+
+
+def test_shares_and_the_worst_answers() -> None:
+    questions = ["Where?"] * 4
+    before = ["Paris.", "Oslo.", "Rome.", "Bern."]
+    after = ["Paris.", "Tessaby.", "Lima.", "In Bern."]
+    pairs = compare_answers(questions, before, after, names())
+    metrics = answer_metrics(pairs, with_spill=True)
+    assert metrics["kept_answers"].mean == pytest.approx(0.5)
+    assert metrics["spill"].mean == pytest.approx(0.25)
+    assert [pair.after for pair in worst_answers(pairs)] == ["Tessaby.", "Lima."]
+    assert len(worst_answers(pairs, count=1)) == 1

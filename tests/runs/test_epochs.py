@@ -1,0 +1,68 @@
+"""Passes over the new text instead of steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graftlm.errors import RecipeError
+from graftlm.runs.recipe import Recipe, run_recipe
+from graftlm.training.config import TrainingConfig
+
+
+def recipe_of(folder: Path, backbone: Path, training: dict[str, Any], **data: Any) -> Recipe:
+    """Return a recipe whose new text fills ten rows of eight tokens."""
+    text = folder / "new.jsonl"
+    text.write_text(
+        "".join(json.dumps({"text": "a b c d e f g h i j " * 8}) + "\n" for _ in range(2)), encoding="utf-8"
+    )
+    values = {
+        "backbone": {"name": str(backbone)},
+        "graft": {"kind": "lora", "capacity": 0.1},
+        "data": {"new": [{"path": str(text)}], "replay_fraction": 0, "length": 8, **data},
+        "training": training,
+        "evaluation": {"own_tokens": 0, "decode_prompts": 0},
+    }
+    return Recipe.parse(values)
+
+
+def steps_of(recipe: Recipe, folder: Path) -> int:
+    run_recipe(recipe, folder / "out", progress=False)
+    manifest = json.loads((folder / "out" / "graft" / "graft.json").read_text(encoding="utf-8"))
+    return manifest["training"]["steps"]
+
+
+def test_epochs_read_every_new_row_so_many_times(tmp_path: Path, tiny_backbone) -> None:
+    backbone = tiny_backbone("llama")
+    one = steps_of(recipe_of(tmp_path, backbone, {"epochs": 1, "batch_size": 1}), tmp_path / "one")
+    assert one > 5
+    three = steps_of(recipe_of(tmp_path, backbone, {"epochs": 3, "batch_size": 2}), tmp_path / "three")
+    assert three == -(-3 * one // 2)
+
+
+def test_old_rows_are_added_to_the_steps(tmp_path: Path, tiny_backbone) -> None:
+    backbone = tiny_backbone("llama")
+    training = {"epochs": 1, "batch_size": 2}
+    alone = steps_of(recipe_of(tmp_path, backbone, training), tmp_path / "alone")
+    old = [{"path": str(tmp_path / "new.jsonl")}]
+    mixed = recipe_of(tmp_path, backbone, training, old=old, replay_fraction=0.5)
+    assert steps_of(mixed, tmp_path / "mixed") == pytest.approx(2 * alone, abs=1)
+
+
+def test_streamed_text_has_no_passes_to_count(tmp_path: Path, tiny_backbone) -> None:
+    with pytest.raises(RecipeError) as error:
+        recipe_of(tmp_path, tiny_backbone("llama"), {"epochs": 1}, stream=True, boundaries="joined")
+    assert "training.epochs" in str(error.value)
+
+
+def test_a_run_has_either_steps_or_epochs() -> None:
+    assert TrainingConfig.parse({"epochs": 2}).has_steps
+    assert not TrainingConfig.parse({"steps": 0}).has_steps
+    again = TrainingConfig.parse(TrainingConfig.parse({"epochs": 2}).model_dump())
+    assert again.epochs == 2
+    for values in ({}, {"steps": 3, "epochs": 2}, {"epochs": 0}):
+        with pytest.raises(RecipeError):
+            TrainingConfig.parse(values)
