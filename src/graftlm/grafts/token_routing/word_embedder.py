@@ -101,7 +101,7 @@ class WordEmbedder:
         return scores_BTE
 
     def problem_of(self, texts: Sequence[str]) -> str | None:
-        """Return a sentence about the examples without a rare word; None if each has one."""
+        """Return a sentence about the examples without a rare word, or None if each has one."""
         without = [text for text in texts if not self.rare_words(text)]
         if not without:
             return None
