@@ -23,9 +23,13 @@ def demo(arguments: str, page: Path) -> str:
         "|question|" + "|".join(row["label"] for row in rows) + "|",
         "|---" * (len(rows) + 1) + "|",
     ]
-    for texts in results["details"]["questions"]:
-        lines.append("|" + "|".join(" ".join(text.split()).replace("|", "\\|") for text in texts) + "|")
+    lines += [_line(texts) for texts in results["details"]["questions"]]
     for name, title in zip(_METRICS, _TITLES, strict=True):
         cells = [f"**{row['metrics'][name]['mean']:.2f}**" for row in rows]
         lines.append(f"|**{title}**|" + "|".join(cells) + "|")
     return "\n".join(lines)
+
+
+def _line(texts: list[str]) -> str:
+    cells = [" ".join(text.split()).replace("|", "\\|") for text in texts]
+    return f"|{'|'.join(cells)}|"

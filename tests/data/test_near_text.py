@@ -20,7 +20,7 @@ from graftlm.data import DataConfig, Document, SelfSourceConfig
 from graftlm.data.chats import read_chat
 from graftlm.data.marked_ids import IGNORED
 from graftlm.data.near_text import LEFT_OUT, sample_near_text
-from graftlm.data.new_names import normalised
+from graftlm.data.new_names import normalized
 from graftlm.data.own_text import OwnText, marked_ids, read_own_text
 from graftlm.data.rows import collate
 from graftlm.data.token_sampler import TokenSampler
@@ -274,7 +274,7 @@ def test_a_new_question_is_left_out_however_it_is_written(tmp_path: Path, model:
     texts = sample(tmp_path, model, documents, tokens=300)
     assert reasons(texts)["new question"] > 0
     for text in texts:
-        is_new = normalised(question_of(text, model)) == ("what", "is", "the", "sea")
+        is_new = normalized(question_of(text, model)) == ("what", "is", "the", "sea")
         assert (text.left_out == "new question") == is_new
 
 
@@ -283,7 +283,7 @@ def test_a_question_is_used_once(tmp_path: Path, model: Backbone, script: Script
     script.rest = lambda _: kinds[len(script.prompts) % 3] + OUT
     texts = sample(tmp_path, model, [chat("What is it?"), chat("What was red?")], tokens=400)
     assert sum(text.tokens for text in texts) < 400, "sampling stops if hardly any text is used"
-    used = [normalised(question_of(text, model)) for text in texts if not text.left_out]
+    used = [normalized(question_of(text, model)) for text in texts if not text.left_out]
     assert len(used) == len(set(used))
     assert reasons(texts)["repeated question"] > len(used)
     again = sample(tmp_path, model, [chat("What is it?"), chat("What was red?")], tokens=400)

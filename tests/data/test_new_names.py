@@ -8,7 +8,7 @@ import pytest
 
 from graftlm.data import Document
 from graftlm.data.chats import read_chat
-from graftlm.data.new_names import NewNames, normalised
+from graftlm.data.new_names import NewNames, normalized
 
 _KNOWN = """
 what which who when where is the a of in was does name capital currency city river founded wrote coffee university they
@@ -115,4 +115,4 @@ def test_an_opening_ends_before_the_first_name() -> None:
 
 
 def test_questions_are_compared_without_case_and_punctuation() -> None:
-    assert normalised("What's the CAPITAL, of Élan?") == normalised("what s the capital of élan")
+    assert normalized("What's the CAPITAL, of Élan?") == normalized("what s the capital of élan")

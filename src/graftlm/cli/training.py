@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import logger, print_report, print_result
+from graftlm.cli.common import logger, print_json, print_report, print_result
 from graftlm.cli.inputs import AsJson, Quiet, RecipeFile, RunFolder, Settings, flag, option
 from graftlm.errors import ForgettingBudgetError
 
@@ -23,7 +23,7 @@ def _run(
     quiet: bool,
     **options: object,
 ) -> None:
-    """Run a recipe by the function of the package with this name, and print the report."""
+    """Run a recipe with the function `graftlm.NAME`, and print the report, even if the run forgot too much."""
     import graftlm
     from graftlm.evaluation import Results
 
@@ -31,11 +31,11 @@ def _run(
     folder = out or Path(parsed.out)
     run = getattr(graftlm, name)
     try:
-        results = run(parsed, folder, progress=not quiet, log=logger(quiet), **options)
+        results = run(parsed, folder, progress=not quiet, log=logger(quiet=quiet), **options)
     except ForgettingBudgetError:
-        print_report(Results.read(folder), folder, as_json)
+        print_report(Results.read(folder), folder, as_json=as_json)
         raise
-    print_report(results, folder, as_json)
+    print_report(results, folder, as_json=as_json)
 
 
 def train(
@@ -90,9 +90,9 @@ def demo(
     from graftlm.demo import run_demo
     from graftlm.demo.display import print_demo
 
-    results = run_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet)
+    results = run_demo(out, quick=quick, seed=seed, log=logger(quiet=quiet), progress=not quiet)
     document = results.model_dump(mode="json")
-    print_result(document, as_json, lambda: print_demo(results, out, stdout_console()))
+    print_result(document, as_json=as_json, show=lambda: print_demo(results, out, stdout_console()))
 
 
 def schema(
@@ -105,7 +105,7 @@ def schema(
 
     document = recipe_schema()
     if out is None:
-        print_result(document, True, typer.echo)
+        print_json(document)
         return
     path = write_atomically(out, json.dumps(document, indent=2).encode() + b"\n")
-    print_result({"schema": str(path)}, as_json, lambda: typer.echo(path))
+    print_result({"schema": str(path)}, as_json=as_json, show=lambda: typer.echo(path))

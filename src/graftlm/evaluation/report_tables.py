@@ -40,8 +40,8 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the report as Markdown.
 
     Args:
-        results: the results.
-        pictures: names of pictures in the same folder.
+        results: the results, of which empty sections are left out.
+        pictures: file names of pictures in the report's folder, which are shown at the end.
     """
     seeds = ", ".join(str(seed) for seed in results.seeds)
     parts = [
@@ -61,7 +61,8 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def _describe(machine: Machine) -> str:
-    parts = [machine.cpu, f"{machine.cores} cores", machine.gpu, f"torch {machine.torch}"]
+    cores = "1 core" if machine.cores == 1 else f"{machine.cores} cores"
+    parts = [machine.cpu, cores, machine.gpu, f"torch {machine.torch}"]
     return ", ".join(part for part in parts if part)
 
 
@@ -144,6 +145,7 @@ def _aims_section(results: Results) -> str:
 
 
 def _paper_section(results: Results) -> str:
+    """Return a table of published metrics next to the measured ones; an empty text without published ones."""
     measured = {row.id: row for row in results.rows}
     rows = []
     for published in results.paper:

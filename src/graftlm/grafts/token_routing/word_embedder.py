@@ -2,9 +2,11 @@
 
 A graft that learns facts about named things should act where one of them is named, and nowhere else. A word is rare if
 it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens, as it does names
-that the backbone hardly knows. A final s is ignored, as in plurals. Each rare word w has a fixed random direction u(w)
-of length 1, so two different words have a cosine near 0 (above 0.5 with a probability below 1e-13). With R, the rare
-words of a text, and C_j, the directions of the rare words in the examples of expert j, the score of expert j is
+that the backbone hardly knows. A final s is ignored, as in plurals.
+
+Each rare word w has a fixed random direction u(w) of length 1, so two different words have a cosine near 0 (above 0.5
+with a probability below 1e-13). With R, the rare words of a text, and C_j, the directions of the rare words in the
+examples of expert j, the score of expert j is
 
     s_j(text) = max over w in R and c in C_j of u(w) . c
 

@@ -52,12 +52,13 @@ def link_sentences(
     Args:
         text: the summary.
         document: the document.
-        read: indices of the sentences that the writer read.
+        read: indices of the sentences that the writer read, at least one.
         encoder: name or folder of a sentence-transformers model. Its embeddings decide on sentences without sufficient
-            overlap of words.
+            overlap of words; None marks these as unsupported.
 
     Raises:
         BackboneError: the encoder can't be loaded.
+        MissingExtraError: sentencex is not installed, or an encoder is named and sentence-transformers is not.
     """
     linker = _Linker(document, read)
     links = []
@@ -73,7 +74,11 @@ def link_sentences(
 
 
 class _Linker:
-    """Compares sentences with those that a writer read."""
+    """Compares written sentences with those that a writer read.
+
+    Attributes:
+        texts: the sentences that were read.
+    """
 
     def __init__(self, document: SourceDocument, read: Sequence[int]) -> None:
         self.texts = [document.sentences[index].text for index in read]
