@@ -369,7 +369,7 @@ def test_a_mixture_is_fixed_at_its_export(tiny_backbone: BackboneFolder, tmp_pat
     ("fixed", "named"),
     [
         ({"englsh": 0.5}, "englsh"),
-        ({"english": 0.8, "code": 0.3}, "more than 1"),
+        ({"english": 0.8, "code": 0.3}, "at most 1"),
         ({"english": -0.1}, "fixed"),
     ],
 )

@@ -40,12 +40,15 @@ class WordEmbedder:
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
 
     def __init__(self, backbone: Backbone) -> None:
         self._tokenizer = backbone.need_tokenizer()
         self._device = backbone.device
-        self._known: dict[str, bool] = {}
+        self._rare_by_word: dict[str, bool] = {}
 
     def rare_words(self, text: str) -> list[str]:
         """Return the different rare words of a text in lower case and without the ending of a plural, sorted."""
@@ -53,7 +56,10 @@ class WordEmbedder:
         return sorted({_singular(word) for word in words if self._is_rare(word)})
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts, each as the sum of its directions, scaled to the length 1 of unrelated directions' sum.
+        """Embed texts, each as the sum of its n directions over sqrt(n), which has a length of about 1.
+
+        Args:
+            texts: the texts, at least one.
 
         Returns:
             (texts, d) float32 embeddings.
@@ -68,7 +74,7 @@ class WordEmbedder:
         """Embed examples: the direction of each different rare word, and of each text that has none.
 
         Args:
-            texts: the examples.
+            texts: the examples, at least one.
 
         Returns:
             (vectors, d) float32 embeddings.
@@ -86,22 +92,25 @@ class WordEmbedder:
         running_sum: RunningSum | None,
         score: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        directions = [self._directions(text) for text in prefix_texts(spans, self._tokenizer)]
+        texts = prefix_texts(spans, self._tokenizer)
+        # In a step without a new route, a zero vector shows the number of experts.
+        directions = [self._directions(text) for text in texts] or [torch.zeros(1, WIDTH)]
         # Padding is a zero vector, whose score is 0.
         directions_UWd = pad_sequence(directions, batch_first=True).to(spans.ids.device)
         scores_UE = score(directions_UWd).amax(1)
         scores_BTE = scores_UE.new_zeros(*spans.updates.shape, scores_UE.shape[-1])
-        scores_BTE[spans.updates] = scores_UE
+        scores_BTE[spans.updates] = scores_UE[: len(texts)]
         return scores_BTE
 
     def problem_of(self, texts: Sequence[str]) -> str | None:
+        """Return a sentence about the examples without a rare word, or None if each has one."""
         without = [text for text in texts if not self.rare_words(text)]
         if not without:
             return None
         return (
-            f"{len(without):,} of {len(texts):,} examples have no rare word, such as a name or a number of three "
-            f"digits, so other phrasings of them will not be recognized. The first is {shorten(without[0])!r}. Name "
-            "the thing that it is about, or train without routing."
+            "The number of examples without a rare word, such as a name or a number of three digits, is "
+            f"{len(without):,} of {len(texts):,}, and other phrasings of them will not be recognized. The first is "
+            f"{shorten(without[0])!r}: name the thing that it is about, or train without routing."
         )
 
     def _directions(self, text: str) -> Tensor:
@@ -109,6 +118,7 @@ class WordEmbedder:
         return torch.stack([_direction(feature) for feature in self._features(text)])
 
     def _features(self, text: str) -> list[str]:
+        """Return the rare words of a text, or a single feature of the whole text if it has none."""
         rare = self.rare_words(text)
         if rare:
             return rare
@@ -116,13 +126,13 @@ class WordEmbedder:
         return [f" {whole}"]  # The space distinguishes it from a word.
 
     def _is_rare(self, word: str) -> bool:
-        if word not in self._known:
+        if word not in self._rare_by_word:
             if word.isdigit():
-                self._known[word] = len(word) >= _DIGITS_OF_NUMBER
+                self._rare_by_word[word] = len(word) >= _DIGITS_OF_NUMBER
             else:
                 forms = {word, _singular(word)}
-                self._known[word] = all(self._count_tokens(form) > 1 for form in forms)
-        return self._known[word]
+                self._rare_by_word[word] = all(self._count_tokens(form) > 1 for form in forms)
+        return self._rare_by_word[word]
 
     def _count_tokens(self, word: str) -> int:
         """Return the number of tokens of a word inside a text, in the form that has the fewest."""
