@@ -47,6 +47,10 @@ settings.register_profile("slow", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000)
 
 
+# No cycle of imported modules and collected tests is garbage, and there are millions of objects to visit.
+gc.disable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Try few examples of each property in a default run."""
     profile = "default" if "not slow" in config.option.markexpr else "slow"
@@ -57,11 +61,13 @@ def pytest_collection_finish() -> None:
     """Collect garbage rarely, since each full pass visits millions of objects of modules and tests."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
     """Collect all garbage at the end, as libraries expect."""
     gc.unfreeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -24,10 +24,10 @@ DEFAULT_FAMILIES = ("llama", "gemma3", "bert")
 _Choice = TypeVar("_Choice")
 
 
-def is_matrix_wanted(config: pytest.Config) -> bool:
-    """Whether the expression of `-m` selects cases of the full matrix."""
+def is_wanted(config: pytest.Config, mark: str) -> bool:
+    """Whether the expression of `-m` may select cases with a mark, `slow` or `matrix`."""
     expression = config.option.markexpr
-    return not expression or ("matrix" in expression and "not matrix" not in expression)
+    return not expression or (mark in expression and f"not {mark}" not in expression)
 
 
 def marks(example: Example, backbone: str, law: str, *, decoders_only: bool = False) -> list[Any]:
@@ -46,15 +46,17 @@ def marks(example: Example, backbone: str, law: str, *, decoders_only: bool = Fa
     return [pytest.mark.matrix]
 
 
+@functools.cache
 def is_covered(example: Example, backbone: str, law: str, *, decoders_only: bool = False) -> bool:
     """Whether a case belongs to the pairwise cover."""
-    others = [other for other in _examples_on(backbone) if runs(other, backbone, law, decoders_only=decoders_only)]
+    others = _examples_of(backbone, law, decoders_only)
     if others and example is _chosen(others, _number(law) + _hash(backbone)):
         return True
-    hosts = [name for name in example.backbones() if runs(example, name, law, decoders_only=decoders_only)]
+    hosts = _hosts(example, law, decoders_only)
     return bool(hosts) and backbone == _chosen(hosts, _hash(f"{law} {example}"))
 
 
+@functools.cache
 def runs(example: Example, backbone: str, law: str, *, decoders_only: bool = False) -> bool:
     """Whether a law is tested with an example on a backbone."""
     if decoders_only and backbone.partition("+")[0] in ALL_ENCODERS:
@@ -62,23 +64,32 @@ def runs(example: Example, backbone: str, law: str, *, decoders_only: bool = Fal
     return example.exception(backbone, law) is None
 
 
+@functools.cache
 def _default_backbone(example: Example, law: str, decoders_only: bool) -> str | None:
     """The backbone of a default run: one for each law and kind of graft."""
     from laws.examples import first_example
 
     if example is not first_example(example.kind):
         return None
-    hosts = [name for name in example.backbones() if runs(example, name, law, decoders_only=decoders_only)]
+    hosts = _hosts(example, law, decoders_only)
     usual = [name for name in hosts if name in DEFAULT_FAMILIES]
     candidates = usual or hosts[:1]
     return _chosen(candidates, _hash(f"{law} {example.kind}")) if candidates else None
 
 
 @functools.cache
-def _examples_on(backbone: str) -> list[Example]:
+def _hosts(example: Example, law: str, decoders_only: bool) -> list[str]:
+    """The backbones on which a law is tested with an example."""
+    return [name for name in example.backbones() if runs(example, name, law, decoders_only=decoders_only)]
+
+
+@functools.cache
+def _examples_of(backbone: str, law: str, decoders_only: bool) -> list[Example]:
+    """The examples with which a law is tested on a backbone."""
     from laws.examples import examples
 
-    return [example for example in examples() if backbone in example.backbones()]
+    others = [example for example in examples() if backbone in example.backbones()]
+    return [example for example in others if runs(example, backbone, law, decoders_only=decoders_only)]
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from graftlm.grafts import kinds
 from tiny import ALL_ENCODERS, DECODERS, ENCODERS, MORE_FAMILIES, SPREAD, TOKENS, tiny_model, tiny_tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, so that answers can be cached
 class Example:
     """One config of a kind.
 
@@ -51,6 +51,7 @@ class Example:
     def __str__(self) -> str:
         return self.name or self.kind
 
+    @functools.cache  # noqa: B019 -- examples live as long as the session
     def exception(self, name: str, law: str = "") -> str | None:
         """The reason why a law is skipped on a backbone; None where it holds."""
         family, _, host = name.partition("+")
@@ -69,6 +70,7 @@ class Example:
         """The config as a recipe writes it."""
         return {"kind": self.kind, **self.config}
 
+    @functools.cache  # noqa: B019 -- examples live as long as the session
     def backbones(self) -> tuple[str, ...]:
         """The backbones of the laws: few for further examples, and two kinds for each family without a row."""
         if self.hosts:

@@ -37,15 +37,14 @@ class ExampleLaws(GraftLaws):
         return self.example.exception(family, law)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Leave out the cases of the matrix unless they are asked for: collecting them takes minutes."""
-        if not cover.is_matrix_wanted(metafunc.config):
-            law = metafunc.function.__name__.removeprefix("test_")
-            self.families = [family for family in type(self).families if self._is_checked(law, family)]
+        """Leave out most cases that are not asked for: collecting the matrix takes minutes, and slow ones seconds."""
+        law = metafunc.function.__name__.removeprefix("test_")
+        unwanted = [
+            getattr(pytest.mark, mark) for mark in ("matrix", "slow") if not cover.is_wanted(metafunc.config, mark)
+        ]
+        families = [name for name in type(self).families if not any(mark in unwanted for mark in self._tier(law, name))]
+        self.families = families or type(self).families[:1]  # one case, so that the law is collected and deselected
         super().pytest_generate_tests(metafunc)
-
-    def _is_checked(self, law: str, family: str) -> bool:
-        """Whether a case runs by default or with `-m slow`."""
-        return pytest.mark.matrix not in self._tier(law, family)
 
     def _tier(self, law: str, family: str) -> list[Any]:
         decoders_only = getattr(getattr(self, f"test_{law}"), "decoders_only", False)

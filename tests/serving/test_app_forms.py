@@ -15,6 +15,7 @@ import httpx
 import jsonschema_rs
 import openai
 import pytest
+from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
@@ -203,7 +204,13 @@ REFUSED: dict[str, dict[str, Any]] = {  # a schema by the keyword that is refuse
 
 @pytest.fixture(scope="module")
 def form() -> Form:
-    return Form(web_service(ScriptedEngine()))
+    """Grammars without their trial in a process of its own, which the servers of this file make."""
+    service = web_service(ScriptedEngine())
+    grammars_of = service.grammars
+    grammars_of._cached_matcher = functools.cache(  # type: ignore[assignment]
+        lambda grammar: LLMatcher(grammars_of._tokenizer_of_llguidance(), grammar, log_level=0)
+    )
+    return Form(service)
 
 
 class Form:

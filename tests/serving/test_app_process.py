@@ -149,7 +149,8 @@ def refused(client: openai.OpenAI) -> bool:
     try:
         client.models.list()
     except openai.InternalServerError as error:
-        return "The server is shutting down and takes nothing new" in str(error)
+        assert (error.status_code, error.code) == (503, "shutting_down"), error
+        return True
     return False
 
 
