@@ -171,9 +171,17 @@ def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> 
     try:
         return AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackboneError(
-            f"The tokenizer of {name} can't be loaded ({first_line(error)}): restore its files, or name another model."
-        ) from error
+        raise BackboneError(f"The tokenizer of {name} can't be loaded ({_tokenizer_problem(error)}.") from error
+
+
+def _tokenizer_problem(error: Exception) -> str:
+    """Return why a tokenizer can't be loaded and what to do."""
+    text = str(error)
+    if "custom code" in text:
+        return "it runs code of its own): set trust_remote_code if you trust that code, or name another model"
+    if "sentencepiece or tiktoken" in text:
+        return "its files must be converted): install sentencepiece or tiktoken, or restore its tokenizer.json"
+    return f"{first_line(error)}): restore its files, or name another model"
 
 
 def _empty_model(
@@ -262,6 +270,9 @@ def _loading_error(name: str, files: ModelFiles, kind: BackboneKind, error: Exce
     elif not files.is_local and isinstance(error, OSError):
         problem = f"The hub has no model {name}"
         remedy = "name another, connect to the hub, or name a folder"
+    elif "custom code" in str(error):
+        problem = f"The model {name} runs code of its own"
+        remedy = "set trust_remote_code if you trust that code, or name another model"
     elif "Unrecognized configuration class" in str(error):
         return BackboneError(f"The model {name} has no head of the kind {kind}: load it as another kind.")
     else:

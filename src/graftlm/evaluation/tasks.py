@@ -105,8 +105,8 @@ def read_task(config: TaskConfig) -> Task:
         raise DataError(f"{path} has no examples: add some, one per row.")
     if len(examples) <= config.shots:
         raise DataError(
-            f"Number of examples in {path}: {len(examples)}, but with shots: {config.shots} at least "
-            f"{config.shots + 1} are needed: add examples, or lower shots."
+            f"{path} has too few examples ({len(examples)}), since {config.shots} are used as shots and at least one "
+            "more must be measured: add examples, or lower shots."
         )
     shots = ""
     for example in examples[: config.shots]:

@@ -56,7 +56,7 @@ class LanguageDataConfig(Config):
 
     train: list[SourceConfig] = Field(min_length=1, description="Training texts.")
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name, disjoint from the training texts.")
-    length: int = Field(1024, ge=2, description="Tokens per row.")
+    length: int = Field(1024, ge=3, description="Tokens per row.")
     boundaries: Literal["joined", "separate", "whole"] = Field(
         "joined",
         description="joined: documents of a row make one stream with end-of-text tokens between them. separate: "

@@ -101,7 +101,7 @@ class ApiKeys:
         return bool(self._names)
 
     def name_of(self, key: str) -> str | None:
-        """Return the user's name of a key; None if the key is unknown.
+        """Return the name of a key's user; None if the key is unknown.
 
         The key is compared with all known keys, in a time that does not depend on where they differ.
         """
@@ -110,10 +110,10 @@ class ApiKeys:
         return names[0] if names else None
 
     def name_of_header(self, header: str) -> str | None:
-        """Return the user's name of the key in a header value `Bearer KEY`.
+        """Return the name of the user whose key an Authorization header `Bearer KEY` contains.
 
         Returns:
-            The name; None if the key is unknown or the value has another form.
+            The name; None if the key is unknown or the header has another form.
         """
         scheme, _, key = header.strip().partition(" ")
         if scheme.lower() != "bearer":

@@ -25,7 +25,7 @@ class EndpointConfig(Config):
 
     Args:
         url: URL of the server with its version, such as http://localhost:8000/v1.
-        model: the server's name of the model.
+        model: the name of the model on the server.
         key_variable: the environment variable with the API key; local servers often need none.
         timeout: time to wait for the server, in seconds.
         retries: number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
@@ -76,7 +76,7 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """The server's name of the model."""
+        """The name of the model on the server."""
         return self.config.model
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:

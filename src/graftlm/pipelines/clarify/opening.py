@@ -28,7 +28,7 @@ def open_model(
 
     Args:
         endpoint: URL of the server; requires `model`.
-        model: the server's name of the model; ignored with `backbone`.
+        model: the name of the model on the server; ignored with `backbone`.
         backbone: folder of a model or of a graft on this machine, instead of a server.
         device: torch device of a model on this machine; None selects the fastest available one.
         trust_remote_code: allow the repository of a model on this machine to run its own code.

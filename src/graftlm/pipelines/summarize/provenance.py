@@ -27,7 +27,8 @@ class SentenceLink:
 
     Attributes:
         text: the written sentence.
-        nearest: index of the nearest sentence in the document; None if they share no word.
+        nearest: index of the nearest sentence in the document; None if none shares a word or has a
+            similar embedding.
         overlap: F1 of the two sets of words, 0 to 1.
         mark: `verbatim` if a source sentence contains all words in sequence; `supported` if the sentences that were
             read contain its numbers and names, and the nearest one has similar words or a similar embedding.
@@ -102,10 +103,10 @@ class _Linker:
                 best = int(cosines_R.argmax())
                 is_near = True
         is_supported = is_near and not faithfulness(sentence, " ".join(self.texts)).missing
-        shares_words = is_near or overlaps[best] > 0
+        has_nearest = is_near or overlaps[best] > 0  # near by an embedding, perhaps without a common word
         return SentenceLink(
             text=sentence,
-            nearest=self._read[best] if shares_words else None,
+            nearest=self._read[best] if has_nearest else None,
             overlap=overlaps[best],
             mark="supported" if is_supported else "unsupported",
             similarity=similarity,
