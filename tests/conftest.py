@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # transformers copies the code of models to this folder.
 _MODULES = tempfile.TemporaryDirectory(prefix="graftlm-modules-")
@@ -41,6 +44,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Tests kill processes but not the machine, so nothing has to be flushed; on a busy disk that takes up to a second.
 os.fsync = lambda descriptor: None
+# No test uses TLS, but every client of HTTP reads the certificates.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=8)
 settings.register_profile("slow", deadline=None, derandomize=True)
@@ -106,6 +111,28 @@ def data_dir() -> Path:
     if not Path(folder).is_dir():
         pytest.skip(f"GRAFTLM_DATA is {folder}, which is not a folder")
     return Path(folder).resolve()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _pictures_drawn_once() -> Iterator[None]:
+    """Draw the first picture of each name, and write its bytes for later ones; the figures are made for each."""
+    from graftlm.evaluation import plots
+    from graftlm.files.writing import write_atomically
+
+    draw = plots.save
+    drawn: dict[str, bytes] = {}
+
+    def save(figure: Any, path: str | Path) -> Path:
+        path = Path(path)
+        if path.name in drawn:
+            return write_atomically(path, drawn[path.name])
+        draw(figure, path)
+        drawn[path.name] = path.read_bytes()
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "save", save)
+        yield
 
 
 @pytest.fixture(autouse=True)

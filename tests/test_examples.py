@@ -34,6 +34,12 @@ def registered_example() -> Iterator[None]:
 
 class TestLowRankBias(GraftLaws):
     config = {"kind": "low-rank-bias", "rank": 6}
+    families = ("llama", "bert", "llama+bfloat16")
+
+
+@pytest.mark.slow
+class TestLowRankBiasOnMoreFamilies(TestLowRankBias):
+    families = ("gemma3", "gpt2")
 
 
 @pytest.fixture

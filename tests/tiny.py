@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,9 @@ from graftlm.testing.tiny import (
     VOCABULARY,
     WINDOW,
     tiny_ids,
-    tiny_model,
     tiny_tokenizer,
 )
+from graftlm.testing.tiny import tiny_model as built_model
 
 _GEMMA = {**GROUPED, "head_dim": HEAD_WIDTH + 4}  # the heads together are wider than the residual stream
 
@@ -231,6 +233,16 @@ FAMILY_CONFIGS |= MORE_FAMILY_CONFIGS
 MORE_FAMILIES = tuple(family for family in MORE_FAMILY_CONFIGS if family != "mamba2")
 # For tests that would take too long with all families.
 LAW_DECODERS = ("llama", "gemma3", "qwen3", "gpt2", "gpt_neox", "block-state")
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """The model of `graftlm.testing.tiny`: a copy, which takes half the time, of one that is built once."""
+    if any(isinstance(value, list | dict) for value in changes.values()):
+        return built_model(family, seed, **changes)
+    return copy.deepcopy(_built_once(family, seed, **changes))
+
+
+_built_once = functools.lru_cache(maxsize=64)(built_model)
 
 BackboneFolder = Callable[[str], Path]
 """The type of the fixture `tiny_backbone`, which returns the folder of a family."""

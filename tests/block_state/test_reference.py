@@ -26,7 +26,7 @@ def test_logits_equal_the_reference(variant: str, length: int) -> None:
     + [(variant, {"window": 48}) for variant in ("sh-delta", *tools.RESET)],  # several chunks of the delta rule
 )
 def test_gradients_equal_the_reference(variant: str, settings: dict[str, int]) -> None:
-    length = 3 * settings["window"] + 6 if settings else 11
+    length = 2 * settings["window"] + 6 if settings else 11
     model = tools.model(variant, **settings)
     ids = tools.ids(1, length)
     weights = torch.randn(length, tools.VOCABULARY, dtype=torch.double, generator=torch.Generator().manual_seed(2))

@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|in|>assistant\n' }}{% endif %}"
 )
 CHATS: dict[str, Any] = {"tokens": 600, "length": 48, "answers": 6, "max_new_tokens": 8, "progress": False}
-SIZES: dict[str, Any] = {"tokens": 200, "length": 24, "batch_size": 3, "progress": False}
+SIZES: dict[str, Any] = {"tokens": 200, "length": 24, "batch_size": 7, "progress": False}
 
 
 def plain(seed: int = 0, **changes: Any) -> Backbone:

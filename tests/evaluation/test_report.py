@@ -166,5 +166,7 @@ def test_the_legend_names_every_method() -> None:
 
 
 def test_figures_with_no_values_still_draw(tmp_path: Path) -> None:
-    for figure in (plots.learn_against_forget([]), plots.spectrum({"graft": []}), plots.loss_curves({})):
-        assert plots.save(figure, tmp_path / "x.png").read_bytes().startswith(PNG)
+    for number, figure in enumerate(
+        (plots.learn_against_forget([]), plots.spectrum({"graft": []}), plots.loss_curves({}))
+    ):
+        assert plots.save(figure, tmp_path / f"empty-{number}.png").read_bytes().startswith(PNG)

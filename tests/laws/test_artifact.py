@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -82,11 +84,23 @@ def test_the_folder_holds_three_files_and_the_grafts_tensors(example: Example, s
     assert len({path.stat().st_mode for path in saved.iterdir()}) == 1, "who may read one may read all"
 
 
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Example], Path]:
+    """`artefacts(example)` is the artefact of a random graft on the tiny Llama. Do not change it."""
+    root = tmp_path_factory.mktemp("artefacts")
+
+    @functools.cache
+    def artefact(example: Example) -> Path:
+        with randomise(graft_onto(backbone("llama"), example), example.spread) as model:
+            return save_graft(model.grafts["graft"], backbone("llama"), root / str(example))
+
+    return artefact
+
+
 @pytest.fixture
-def saved(example: Example, tmp_path: Path) -> Path:
-    """The artefact of a random graft on the tiny Llama."""
-    with randomise(graft_onto(backbone("llama"), example), example.spread) as model:
-        return save_graft(model.grafts["graft"], backbone("llama"), tmp_path / "graft")
+def saved(example: Example, artefacts: Callable[[Example], Path], tmp_path: Path) -> Path:
+    """A copy of an example's artefact."""
+    return shutil.copytree(artefacts(example), tmp_path / "graft")
 
 
 def _load(folder: Path, host: Backbone | None = None) -> None:

@@ -23,7 +23,7 @@ from graftlm.serving.protocol import EngineLimits, GenerationRequest
 from graftlm.serving.scheduler import next_pass
 from graftlm.serving.service import open_service
 from graftlm.serving.settings import ServerSettings
-from laws.examples import EXAMPLES, examples
+from laws.examples import EXAMPLES, examples, first_example
 from serving.engines import Completion, backbone, complete, grafts, prompt, trained
 from serving.web import running
 from tiny import tiny_model, tiny_tokenizer
@@ -82,7 +82,17 @@ def test_answers_are_those_without_a_cache(rounds: list[list[GenerationRequest]]
     assert len(engine._prefixes) * BLOCK_TOKENS <= tokens
 
 
-@pytest.mark.parametrize("example", [example for example in examples() if not example.exception("llama")], ids=str)
+def example_params() -> list[Any]:
+    """The first example of each kind, and that of two tokenizers, which is left out of the cache; others are slow."""
+    return [
+        pytest.param(example, id=str(example), marks=[] if is_default else pytest.mark.slow)
+        for example in examples()
+        if not example.exception("llama")
+        for is_default in [example is first_example(example.kind) or str(example) == "two-tokenizers"]
+    ]
+
+
+@pytest.mark.parametrize("example", example_params())
 def test_every_graft_uses_the_cache_or_is_left_out_of_it(example: Any) -> None:
     if issubclass(graft_class(example.kind), ReplacesModel):
         pytest.skip("acts on every row of a batch: no server has it")

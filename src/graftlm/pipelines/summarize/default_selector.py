@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.feature_extraction.text import TfidfVectorizer
 
 from graftlm.config import Config, read_yaml
 from graftlm.pipelines.summarize.document import Sentence, SourceDocument, normalize_title
@@ -142,6 +141,8 @@ def sentence_features(document: SourceDocument) -> tuple[dict[str, Floats], Any]
     sentences = [document.sentences[index] for index in document.selectable]
     texts = [sentence.text for sentence in sentences]
     words = [split_words(text) or [text] for text in texts]
+    from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second to import
+
     # The annotation of the vectorizer does not allow a function as analyzer.
     new_vectorizer: Any = TfidfVectorizer
     vectorizer = new_vectorizer(analyzer=list, sublinear_tf=True)
