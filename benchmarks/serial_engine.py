@@ -93,8 +93,8 @@ class SerialEngine(ThreadedEngine):
         request = scheduled.request
         if self._stopping:
             return "cancelled"
-        if scheduled.overdue is not None:
-            return scheduled.overdue
+        if scheduled.reason_to_end is not None:
+            return scheduled.reason_to_end
         is_model_end = token in self._end_ids and not request.ignore_eos
         if is_model_end or token in request.stop_tokens:
             return "stop"

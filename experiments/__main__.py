@@ -94,7 +94,7 @@ def run(
         where="python -m experiments",
     )
     results = reproduce(name, options)
-    print_report(results, folder, as_json)
+    print_report(results, folder, as_json=as_json)
     if quick:
         log("A quick run only checks that the experiment runs: its models are hardly trained, so ignore its figures.")
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from experiments import Options
 from experiments.parents import FILES, QUICK, Size, cut_texts, held_out, make_parents, read_examples, read_texts
+from experiments.python_texts import write_documents
 from experiments.study import (
     Study,
     aim,
@@ -28,7 +29,6 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.demo.corpus import write_documents
 from graftlm.evaluation import Aim, Results, Row, combine_seeds
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import EvaluationConfig

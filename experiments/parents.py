@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from experiments import Options
 from experiments.corpus import random_llama, train_corpus_tokenizer
+from experiments.python_texts import deal, source_files, split_source, write_documents
 from experiments.study import training_config, write_lines
 from graftlm.config import Config
 from graftlm.data import NEW, DataConfig, Mixture, SourceConfig
 from graftlm.data.mixture import build_blocks
-from graftlm.demo.corpus import deal, source_files, split_source, write_documents
 from graftlm.evaluation import Row
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.measurement import Measurement

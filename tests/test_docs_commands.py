@@ -46,9 +46,10 @@ SMALL = {
 SMALL_GRAFTS = {"composition": "stride=1", "memory": "window=8"}  # for tiny models and short rows
 PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft .*augmenting\.french\.name=": "needs a model that was moved; tests/cli/test_composition.py runs it",
-    r"graft chat runs/danish": "needs a chat template; tests/test_chat.py runs it",
+    r"graft chat runs/(danish|facts)": "needs a chat template; tests/test_chat.py runs it",
     r"graft push|graft generate me/": "needs the hub; tests/test_hub.py runs it",
-    r"graft demo": "takes minutes; tests/experiments/test_demo.py runs it",
+    r"graft (train examples/teach-facts|generate runs/facts)": "needs a chat template; tests/test_demo.py trains by it",
+    r"graft demo": "takes minutes; tests/test_demo.py runs it",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
     r"graft summarize .*--batch": "prints a batch; tests/summarize/test_batch.py runs it",
 }
@@ -169,8 +170,6 @@ def _write_texts(folder: Path) -> None:
         ]
         for part in (name, f"{name}-test", f"{name}-train"):
             (folder / "text" / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
-    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 40)
     for name in ("letters.txt", "prompt.txt", "requests.txt", "questions.txt", "texts.txt"):
         (folder / name).write_text("Are you sure it is pretty?\nThe quick brown fox.\n")
     for name in ("papers", "reports"):

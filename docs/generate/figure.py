@@ -1,22 +1,13 @@
-"""The figure of the front page: learned against own_kl of the experiment `keep-smollm2`."""
+"""The figure of the front page: facts learned against near answers kept, of the experiment `facts`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from docs.generate.results_tables import ROOT, load_results, value_at
+from docs.generate.results_tables import ROOT, load_results
 
-FIGURE = ROOT / "docs" / "images" / "learned-against-changed.svg"
-ROWS = {
-    "lora": "LoRA, no old text",
-    "adapter": "adapters, no old text",
-    "neutral": "neutral residues, no old text",
-    "lora_replay": "LoRA, replay",
-    "lora_kl": "LoRA, distilled",
-    "adapter_kl": "adapters, distilled",
-    "neutral_self_replay": "neutral residues, replay",
-    "neutral_self_distil": "neutral residues, distilled",
-}
+FIGURE = ROOT / "docs" / "images" / "learned-against-kept.svg"
+LEFT_OUT = ("backbone",)
 
 
 def draw_figure(path: Path) -> None:
@@ -30,26 +21,28 @@ def draw_figure(path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    results = load_results(ROOT / "experiments" / "keep_smollm2")
+    results = load_results(ROOT / "experiments" / "facts")
     style = {"svg.hashsalt": "graftlm", "svg.fonttype": "none", "font.size": 9}
     with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-        for number, (row, label) in enumerate(ROWS.items()):
-            learned = value_at(results, f"rows/{row}/learned")
-            changed = value_at(results, f"rows/{row}/own_kl")
+        figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+        rows = [row for row in results["rows"] if row["id"] not in LEFT_OUT]
+        for number, row in enumerate(rows):
+            kept = row["metrics"]["locality_near"]
+            learned = row["metrics"]["generalization"]
             axes.errorbar(
+                kept["mean"],
                 learned["mean"],
-                changed["mean"],
-                xerr=[[learned["mean"] - learned["low"]], [learned["high"] - learned["mean"]]],
-                yerr=[[changed["mean"] - changed["low"]], [changed["high"] - changed["mean"]]],
-                fmt="os^DvP*X"[number],
+                xerr=[[kept["mean"] - kept["low"]], [kept["high"] - kept["mean"]]],
+                yerr=[[learned["mean"] - learned["low"]], [learned["high"] - learned["mean"]]],
+                fmt="os^DvP*X"[number % 8],
                 capsize=2,
                 linewidth=1,
-                label=label,
+                label=row["label"],
             )
-        axes.set_xlabel("learned: fall of the loss on German novels, nats per token")
-        axes.set_ylabel("own_kl, nats per token")
-        axes.set_ylim(bottom=0)
+        axes.set_xlabel("near answers that stay right, share")
+        axes.set_ylabel("facts right in unseen phrasings, share")
+        axes.set_xlim(-0.03, 1.03)
+        axes.set_ylim(-0.03, 1.03)
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from docs.generate import code_tables, evidence, families, results_tables, sizes
+from docs.generate import code_tables, demo, evidence, families, results_tables, sizes
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = ("README.md", "docs/**/*.md", "experiments/*.md", "experiments/*/README.md", "benchmarks/README.md")
@@ -19,6 +19,7 @@ _REGION = re.compile(
 
 # Each generator gets the arguments of its region and the page, and returns Markdown.
 _GENERATORS: dict[str, Callable[[str, Path], str]] = {
+    "demo": demo.demo,
     "evidence": evidence.evidence_table,
     "experiments": code_tables.experiments,
     "extras": code_tables.extras,

@@ -25,11 +25,11 @@ from transformers import AutoTokenizer
 from experiments import Options
 from experiments.block_state.words import losses_by_distance, word_tokens
 from experiments.parents import DOCUMENTS, ENGLISH, read_source, read_texts, up_to
+from experiments.python_texts import source_files, write_documents
 from experiments.sequence_rows import CONTROLS, LABELS, model_config
 from experiments.study import Study, aim, all_runs, check_files, over_seeds
 from graftlm.config import Config
 from graftlm.data import SourceConfig
-from graftlm.demo.corpus import source_files, write_documents
 from graftlm.evaluation import Aim, Interval, Results, combine_seeds
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once

@@ -31,11 +31,11 @@ from experiments.composed import (
 from experiments.composition_language.run import BIBLE, into_english, read_verses
 from experiments.keep_smollm2.run import CODE, ENGLISH, GERMAN, MODEL
 from experiments.parents import FRENCH, cut_texts, fitting, read_examples, read_texts, spaced, write_examples
+from experiments.python_texts import write_documents
 from experiments.study import check_files, training_config
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.demo.corpus import write_documents
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.examples import Example, chrf

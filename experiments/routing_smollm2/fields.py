@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.python_texts import deal
 from experiments.routing_smollm2.texts import Parts, normalised, question_of, read_skills, svamp, xquad
 from experiments.study import shuffled
 from experiments.token_routing.texts import RoutingQuestion
-from graftlm.demo.corpus import deal
 
 CLINC = ("cls/clinc150/domains.json", "cls/clinc150/data_full.json")
 CLINC_PARTS = {"train": "train", "validation": "val", "test": "test"}

@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.composition_code.run import functions
 from experiments.parents import read_texts
+from experiments.python_texts import deal
 from experiments.study import shuffled, write_lines
 from experiments.token_routing.texts import (
     ALGORITHMS,
@@ -29,7 +30,6 @@ from experiments.token_routing.texts import (
     json_lines,
     shingles,
 )
-from graftlm.demo.corpus import deal
 
 SVAMP = "routing/math/svamp/SVAMP.json"
 OPENBOOK = "routing/science/openbookqa/test.json"

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from experiments.parents import ENGLISH, read_texts, up_to
+from experiments.python_texts import deal, write_documents
 from experiments.study import shuffled, write_lines
 from graftlm.config import Config
-from graftlm.demo.corpus import deal, write_documents
 
 DOMAINS = ("math", "science", "code", "reading")
 PARTS = ("train", "validation", "test")

@@ -1,4 +1,4 @@
-"""The base class of every config: frozen, no unknown keys, to and from YAML, errors in one sentence."""
+"""The base class of all configs: frozen, without unknown keys, read from YAML, with errors of one sentence."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class _ConfigMeta(type(BaseModel)):
 class Config(BaseModel, metaclass=_ConfigMeta):
     """A frozen set of named values.
 
-    Unknown keys, wrong types and values out of range raise `RecipeError` with the key's path and the nearest known key.
-    If a class defines `_problems(self) -> Iterator[str]`, the first clause that it yields is raised.
+    Unknown keys, wrong types and values out of range raise `RecipeError` with the path of the key. For an unknown key,
+    the message also has the most similar known key. A class may define `_problems(self) -> Iterator[str]` for further
+    checks: the first clause that it yields becomes the message of the error.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -67,11 +68,12 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         """Validate a mapping from YAML or JSON.
 
         Args:
-            values: the mapping.
-            where: origin of the mapping, with which the message begins.
+            values: the mapping, with strings as keys.
+            where: origin of the mapping, such as a file, with which the message of an error begins.
 
         Raises:
-            RecipeError: a value does not fit; the message is one sentence about the first problem.
+            RecipeError: `values` is not a mapping, or a key or value does not fit; the message is one sentence about
+                one problem.
         """
         if not isinstance(values, dict):
             raise RecipeError(
@@ -84,7 +86,15 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Read a YAML file, then apply overrides such as `training.steps=200`."""
+        """Read a config from a YAML file.
+
+        Args:
+            path: the file.
+            overrides: assignments such as `training.steps=200`, which are applied to the file's values in this order.
+
+        Raises:
+            RecipeError: the file can't be read, an override is malformed, or a key or value does not fit.
+        """
 
         def parse(values: dict[str, object]) -> Self:
             return cls.parse(values, where=str(path))
@@ -92,7 +102,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return parse_overridden(parse, read_yaml(path), overrides, str(path))
 
     def to_yaml(self) -> str:
-        """Write the config as YAML without default values."""
+        """Return the config as YAML text, without values that equal their defaults."""
         values = self.model_dump(mode="json", exclude_defaults=True)
         return dump_yaml(values)
 
@@ -137,20 +147,28 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read the mapping in a YAML file.
 
     Raises:
-        RecipeError: the file is missing, is not UTF-8 YAML, or contains no mapping.
+        RecipeError: the file can't be read, is not UTF-8 YAML, or contains anything but a mapping.
     """
     try:
         values = load_yaml(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise RecipeError(f"There is no file {path}: name an existing one, or write it (see `graft schema`).") from None
+        raise RecipeError(
+            f"There is no file {path}: name an existing YAML file, or write it (`graft schema` describes the keys of "
+            "recipes)."
+        ) from None
     except OSError as error:
-        raise RecipeError(f"{path} can't be read as a recipe ({error.strerror}): name a readable YAML file.") from None
-    except UnicodeDecodeError:
-        raise RecipeError(f"{path} is not UTF-8 text, but a YAML recipe is expected: name another file.") from None
+        raise RecipeError(f"{path} can't be read ({error.strerror}): name a readable YAML file.") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{path} is not UTF-8 text (byte {error.start}), but YAML is expected: name another file, or convert it."
+        ) from None
     except YAMLError as error:
         raise RecipeError(f"{path} is not valid YAML{_place_of(error)}: {_reason_of(error)}.") from None
     if values is None:
-        raise RecipeError(f"{path} is empty, but a recipe is expected: start from one that `graft schema` describes.")
+        raise RecipeError(
+            f"{path} is empty, but a mapping of keys to values is expected: write key: value (`graft schema` describes "
+            "the keys of recipes)."
+        )
     if not isinstance(values, dict):
         raise RecipeError(
             f"{path} contains {_kind_of(values)}, but a mapping of keys to values is expected: write key: value."
@@ -179,8 +197,12 @@ def parse_overridden(
         overrides: assignments such as `training.steps=200`.
         where: the file's name, with which the messages of `parse` begin.
 
+    Returns:
+        The result of `parse`.
+
     Raises:
-        RecipeError: a value does not fit. If all would fit without one of the overrides, the message names it.
+        RecipeError: an override is malformed, or a value does not fit. If all values fit without one of the overrides,
+            the message names this override.
     """
     overridden = _overridden(values, overrides)
     try:
@@ -206,14 +228,17 @@ def _overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str
 def apply_override(values: dict[str, object], override: str) -> None:
     """Set one dotted key in place.
 
-    Nested containers on the path are copied, so that values shared through a YAML alias keep their content.
+    The nested containers on the path are replaced by copies. Values that are shared through a YAML alias keep their
+    content at their other places.
 
     Args:
         values: the mapping to change.
-        override: an assignment such as `a.b.2.c=value`. The value is YAML; numbers in the path are indices of lists.
+        override: an assignment such as `a.b.2.c=value`. The value is YAML. A number in the path is an index where a
+            list is found. Missing keys of mappings are created.
 
     Raises:
-        RecipeError: the override is malformed, or its path does not exist.
+        RecipeError: the override has another form, its value is not valid YAML, or its path leads into a value
+            without keys or past the end of a list.
     """
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
@@ -224,7 +249,9 @@ def apply_override(values: dict[str, object], override: str) -> None:
     try:
         value = load_yaml(text)
     except YAMLError:
-        raise RecipeError(f"The value of the override {shorten(override)!r} is not valid YAML: quote it.") from None
+        raise RecipeError(
+            f"The value of the override {shorten(override)!r} is not valid YAML: put it in quotes."
+        ) from None
     *parents, last = path
     node: Any = values
     for name in parents:
@@ -242,24 +269,25 @@ def _index(node: object, name: str, override: str) -> str | int:
         return name
     if not isinstance(node, list):
         raise RecipeError(
-            f"The override {shorten(override)!r} goes into {_kind_of(node)}, which has no keys: correct its path."
+            f"The override {shorten(override)!r} names the key {shorten(name)!r} of {_kind_of(node)}, which has no "
+            "keys: end the path before it."
         )
     if name.isdecimal() and int(name) < len(node):
         return int(name)
     raise RecipeError(
-        f"The override {shorten(override)!r} names item {name!r} of a list with {len(node)} items (counted from 0): "
-        "name an existing item."
+        f"The override {shorten(override)!r} names item {shorten(name)!r} of a list of length {len(node)}, whose items "
+        "are counted from 0: name an existing item."
     )
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """Describe one problem of a pydantic error in a sentence.
 
-    Unknown keys come before other problems, deeply nested problems before others.
+    An unknown key is preferred to other problems, and a deeply nested problem to others.
 
     Args:
-        error: the error.
-        model: the config that was validated, to suggest known keys.
+        error: an error with at least one problem.
+        model: the class that was validated; its fields are suggested for unknown keys.
         where: origin of the values, with which the sentence begins.
     """
     errors = error.errors()
@@ -275,7 +303,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
         known = _fields_at(model, path[:-1])
         return f"{where}: unknown key {key}{did_you_mean(path[-1], known)}{more}."
     if first["type"] == "missing":
-        return f"{where}: the key {key} is missing, and it has no default{more}."
+        return f"{where}: the key {key} is missing, and it has no default{more}: set it."
     prefix = f"{key}: " if key else ""
     return f"{where}: {prefix}{_mismatch(first)}{more}."
 

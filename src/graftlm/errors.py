@@ -7,10 +7,10 @@
     ├── TapError                  a graft declares a tap that the backbone does not have
     │   └── TapConflictError      two grafts declare the same tap
     ├── ArtifactError             a folder is not a complete, readable graft
-    │   └── WrongBackboneError    the graft was trained on another backbone
-    ├── DataError                 texts, rows or files can't be read
+    │   └── WrongBackboneError    the graft was trained on another backbone, or with other frozen models
+    ├── DataError                 texts, rows or files can't be read or used
     ├── EvaluationError           a measurement, or a file of measurements, can't be used
-    ├── TrainingError             a run can't continue
+    ├── TrainingError             a training run can't start or continue
     │   └── ForgettingBudgetError the run forgot more than the recipe allows
     ├── EndpointError             a model server can't be used
     └── MissingExtraError         an optional package is not installed
@@ -37,7 +37,7 @@ class BackboneError(GraftError):
 
 
 class UnknownFamilyError(BackboneError):
-    """The architecture is not supported."""
+    """The architecture of a model is not supported."""
 
 
 class TapError(GraftError):
@@ -53,11 +53,11 @@ class ArtifactError(GraftError):
 
 
 class WrongBackboneError(ArtifactError):
-    """The graft was trained on another backbone."""
+    """The graft was built for another backbone, or trained with other frozen models than those found."""
 
 
 class DataError(GraftError):
-    """Texts, rows or files can't be read."""
+    """Texts, rows or files can't be read or used."""
 
 
 class EvaluationError(GraftError):
@@ -65,7 +65,7 @@ class EvaluationError(GraftError):
 
 
 class TrainingError(GraftError):
-    """A run can't continue."""
+    """A training run can't start or continue."""
 
 
 class ForgettingBudgetError(TrainingError):
@@ -77,7 +77,13 @@ class EndpointError(GraftError):
 
 
 class MissingExtraError(GraftError):
-    """An optional package is not installed."""
+    """An optional package is not installed.
+
+    Args:
+        package: name of the package, as in messages of pip.
+        extra: the extra of graftlm that installs it.
+        purpose: what needs the package, as the subject of a sentence.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -86,10 +92,10 @@ class MissingExtraError(GraftError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message without its full stop, at most 200 characters.
+    """Return the first line of an error's message without its full stop, cut to 200 characters.
 
-    If it ends in a colon, as in validation errors, the next line is returned, which has the cause. An error without a
-    message is described by the name of its type.
+    If the line ends with a colon, as in validation errors, the next line is returned, which has the cause. For an error
+    without a message, the name of its type is returned.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -101,7 +107,12 @@ def first_line(error: Exception) -> str:
 
 
 def shorten(text: str, most: int = 80) -> str:
-    """Shorten a text in the middle to about `most` characters."""
+    """Replace the middle of a text with an ellipsis if the text has more than `most` characters.
+
+    Args:
+        text: any text.
+        most: maximum length of the result, at least 4.
+    """
     if len(text) <= most:
         return text
     half = most // 2 - 1
@@ -109,7 +120,16 @@ def shorten(text: str, most: int = 80) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown word: ` (did you mean X?)`, or all known words if none is similar."""
+    """Return a hint for an unknown word, as the end of a clause.
+
+    Args:
+        word: the unknown word.
+        known: all known words.
+
+    Returns:
+        ` (did you mean X?)` with the most similar known word; ` (known: X, Y)` with all of them if none is similar; an
+        empty string if there are none.
+    """
     names = sorted(known)
     if not names:
         return ""

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar in a terminal, and a line now and then where the output is piped."""
+"""Progress of long work: a bar in a terminal, and lines at intervals where the output is piped."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ SECONDS_BETWEEN_LINES = 30.0
 
 @contextmanager
 def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: Any) -> Iterator[Callable[..., None]]:
-    """Show the progress of the work in the block, with the time left.
+    """Show the progress of the work in the block, with an estimate of the remaining time.
+
+    A terminal shows a bar. Other outputs get a line at most every `SECONDS_BETWEEN_LINES` seconds, and a last line if
+    the block ends without an error.
 
     Args:
         title: name of the work.
         total: number of steps.
-        columns: columns of rich before the time left. A string is a template such as `"loss {task.fields[loss]}"`.
+        columns: columns of rich before the remaining time. A string is a template such as
+            `"loss {task.fields[loss]}"`. Lines omit columns that are not strings.
         show: whether to show anything.
-        fields: initial values of the templates' fields, and of `completed`.
+        fields: initial values of the templates' fields. The field `completed` is the number of steps that are already
+            done.
 
     Yields:
         A function that changes the progress: `update(advance=1)`, or `update(completed=10, loss="2.31")`.
@@ -77,7 +82,7 @@ class _ProgressLines:
             self._write_line(f"{_minutes(self._seconds_left(now))} left")
 
     def finish(self) -> None:
-        """Print the last line."""
+        """Print the last line, with the duration of the work."""
         self._write_line(f"{_minutes(time.monotonic() - self._started_at)} in all")
 
     def _seconds_left(self, now: float) -> float | None:
@@ -101,7 +106,7 @@ class _ProgressLines:
 
 
 def _minutes(seconds: float | None) -> str:
-    """Format a duration as minutes and seconds."""
+    """Format seconds as M:SS; None is an unknown duration."""
     if seconds is None:
         return "unknown time"
     whole = round(seconds)

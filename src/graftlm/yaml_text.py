@@ -29,7 +29,7 @@ class _Representer(SafeRepresenter):
     """Quotes text that a reader of YAML 1.1 or 1.2 would take for another type."""
 
     def represent_text(self, text: str) -> ScalarNode:
-        """Represent a string."""
+        """Return the YAML node of a string, in double quotes where a plain one would have another type."""
         tags = {_resolved_tag(text, version) for version in ("1.1", "1.2")}
         is_ambiguous = tags != {_TEXT}
         has_breaks = any(mark in text for mark in _LINE_BREAKS)
@@ -48,10 +48,10 @@ def _resolved_tag(text: str, version: str) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Parse a YAML text. Duplicate keys are an error.
+    """Parse a YAML text into mappings, lists, strings, numbers, booleans and None. Dates are strings.
 
     Raises:
-        YAMLError: the text is not valid YAML.
+        YAMLError: the text is not valid YAML, is nested too deeply, or has a key twice in one mapping.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
@@ -64,7 +64,7 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(values: Any) -> str:
-    """Write plain values as YAML, with keys in their order."""
+    """Return mappings, lists, strings, numbers, booleans and None as YAML text, with keys in their order."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False

@@ -277,7 +277,7 @@ def test_positions_count_real_tokens() -> None:
     ("site", "named"),
     [
         (Site("ffn", 2), "layer 2"),
-        (Site("ffn"), "layer None"),
+        (Site("ffn"), "ffn"),
         (Site("module", path="model.layers.0.mpl"), "'model.layers.0.mpl'"),
     ],
 )

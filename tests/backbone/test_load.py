@@ -175,7 +175,7 @@ def test_a_missing_folder(name: str) -> None:
 def test_a_file_is_no_folder(folder: Path) -> None:
     with pytest.raises(BackboneError) as error:
         load_backbone(folder / "config.json")
-    assert "no folder" in str(error.value)
+    assert "config.json is a file" in str(error.value)
 
 
 def test_a_name_that_is_not_on_the_hub() -> None:

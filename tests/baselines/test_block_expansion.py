@@ -166,11 +166,11 @@ def test_layers_that_can_not_be_copied_are_refused(family: str) -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({}, "blocks and capacity"),
-        ({"blocks": 1, "capacity": 0.1}, "blocks and capacity"),
+        ({}, "neither blocks nor capacity"),
+        ({"blocks": 1, "capacity": 0.1}, "both blocks and capacity"),
         ({"blocks": 0}, "blocks: "),
         ({"block": 1}, "key block "),
-        ({"blocks": 3}, "3 new blocks"),
+        ({"blocks": 3}, "new blocks is 3"),
     ],
 )
 def test_mistakes_in_a_config(values: dict[str, Any], named: str) -> None:

@@ -154,7 +154,7 @@ def test_without_a_user_the_chain_waits_for_an_answer() -> None:
     assert waiting.open_question == Question(text='Who is "you"?', answers=(FRIEND, POLITE))
     with pytest.raises(GraftError) as error:
         chain.advance(waiting)
-    assert "'answer'" in str(error.value)
+    assert "answer" in str(error.value)
     assert chain.run(waiting.reply(POLITE)).written == chain.run(waiting.reply(f" {POLITE} ")).written
 
 

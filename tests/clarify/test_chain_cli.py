@@ -62,7 +62,7 @@ def test_the_threshold_skips_needless_questions(server: ChatServer) -> None:
     with serving(lambda body: "Oui." if "None" not in body["messages"][0]["content"] else translator(body)) as other:
         found = clarify(other, TEXT, "--to", "fr", "--ask-above", "0.1")
     assert (found.code, found.out) == (0, "Oui.\n")
-    assert 'not asked, as it would bring 0.00 bits: Who is "you"?' in found.err
+    assert 'not asked, since its expected gain is 0.00 bits: Who is "you"?' in found.err
 
 
 def test_rules_skip_the_question(server: ChatServer) -> None:
@@ -142,7 +142,7 @@ def test_a_failed_run_resumes(server: ChatServer, tmp_path: Path) -> None:
     path = str(tmp_path / "c.json")
     failed = clarify(server, TEXT, "--to", "fr", "--resume", path, "--answer", POLITE, model="fails_from:1")
     assert failed.code == 2
-    assert failed.err.startswith(f"error: The server {server.url} failed, at the first try (500, out of memory).")
+    assert failed.err.startswith(f"error: The server {server.url} failed, at the first try (500, out of memory)")
     done = clarify(server, TEXT, "--resume", path, "--answer", POLITE)
     assert done.out == f"{FRENCH[POLITE]}\n"
     assert len(server.requests) == 1

@@ -22,6 +22,7 @@ from graftlm.pipelines.clarify import (
     prompts,
     template_names,
 )
+from graftlm.pipelines.clarify.prompts import is_word
 from graftlm.pipelines.clarify.templates import Template
 
 TRANSLATE = load_template("translate")
@@ -242,3 +243,8 @@ def test_a_template_says_where_it_differs() -> None:
     assert len({load_template(name).sha256 for name in template_names()}) == len(template_names())
     other = Template.parse(TRANSLATE.model_dump() | {"no_question": "Nothing"})
     assert other.sha256 != TRANSLATE.sha256
+
+
+def test_a_reply_of_a_template_may_have_punctuation() -> None:
+    assert is_word("n/a.", "N/A")
+    assert not is_word("Who?", "N/A")

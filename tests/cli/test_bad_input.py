@@ -34,12 +34,13 @@ def spoil(home: Path) -> None:
 @pytest.fixture(scope="module")
 def bad(home: Path, trained: str) -> Path:
     spoil(home)
-    for name in ("truncated", "moved", "foreign"):
+    for name in ("truncated", "moved", "foreign", "unmarked"):
         shutil.copytree(home / trained, home / "bad" / name)
     tensors = home / "bad/truncated/graft.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
     edit(home / "bad/moved/graft.json", lambda values: values["backbone"].update(name="./gone/llama"))
     edit(home / "bad/foreign/graft.json", lambda values: values.update(kind="neutral-resides"))
+    edit(home / "bad/unmarked/graft.json", lambda values: values["backbone"].update(fingerprint={}))
     return home / "bad"
 
 
@@ -107,6 +108,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("inspect", "bad/foreign"),
         ("'neutral-resides'", "did you mean neutral-residues?"),
     ),
+    "a record without a fingerprint": (
+        ("generate", "bad/unmarked", "x"),
+        ("bad/unmarked/graft.json", "backbone", "fingerprint"),
+    ),
     "a folder with neither graft nor report": (
         ("inspect", "bad/empty"),
         ("bad/empty", "graft.json", "results.json", "graft train"),
@@ -118,6 +123,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "two texts of one name": (
         ("eval", "GRAFT", "--text", "old/test.txt", "--text", "new/test.txt"),
         ("test", "--text first=FILE"),
+    ),
+    "a text without a path": (
+        ("eval", "GRAFT", "--text", "new="),
+        ("--text", "'new='", "NAME=PATH"),
     ),
     "examples without a metric": (
         ("eval", "GRAFT", "--examples", "bad/rows.jsonl"),

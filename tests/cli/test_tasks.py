@@ -92,7 +92,7 @@ def test_a_file_and_stdin_in_a_new_process_give_the_same(graft: Graft, served: P
     ("arguments", "stdin", "named"),
     [
         (("predict", "GRAFT", "--task", "topics"), "", ("'topics'", "did you mean topic?")),
-        (("predict", "GRAFT", "--task", "alike"), "one text\n", ("stdin", "line 1", "(a, b)")),
+        (("predict", "GRAFT", "--task", "alike"), "one text\n", ("stdin", "line 1", "a, b")),
         (("predict", "GRAFT", "gone.csv", "--task", "topic"), "", ("gone.csv", "-")),
         (
             ("predict", "GRAFT", "--task", "topic", "--text-column", "text"),

@@ -260,14 +260,14 @@ def test_schema_is_written_or_printed(graft: Graft, home: Path) -> None:
 def test_demo_runs_the_demo(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_demo(out: Path, *, quick: bool, seed: int, log: Any, progress: bool) -> Results:
         log(f"{out} {quick} {seed} {progress}")
-        results = Results.here("stand-in", [Row(id="backbone", label="backbone", metrics={"old": 1.5})])
-        results.write(out)
-        return results
+        rows = [Row(id="before", label="before", metrics={"facts_right": 0.0})]
+        return Results.here("stand-in", rows, details={"questions": [["Who?", "A.", "B.", "C."]]})
 
-    monkeypatch.setattr(graftlm.demo, "run_chat_demo", run_demo)
+    monkeypatch.setattr(graftlm.demo, "run_demo", run_demo)
     outcome = graft("demo", "--quick", "--seed", "5")
     assert outcome.err == "runs/demo True 5 True\n"
-    assert "runs/demo/results.json" in outcome.out
+    assert "runs/demo/report.md" in outcome.out
+    assert "Who?" in outcome.out
 
 
 def test_of_several_processes_only_the_first_one_prints(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:

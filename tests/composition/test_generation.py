@@ -113,7 +113,7 @@ def test_embeddings_are_refused(model: GraftedModel) -> None:
 def test_a_long_text_is_refused(model: GraftedModel) -> None:
     with pytest.raises(GraftError) as caught:
         model(tiny_ids(1, 600))
-    assert "512 tokens" in str(caught.value)
+    assert "512" in str(caught.value)
 
 
 @TOKENIZERS

@@ -191,7 +191,7 @@ def test_the_gate_is_observed_and_described() -> None:
 def refusals() -> Sequence[Any]:
     soft = {"final_logit_softcapping": 5.0}
     return [
-        pytest.param("llama", ("llama", 1, OTHER_TOKENS), {}, "The tokenizer of one", id="tokens"),
+        pytest.param("llama", ("llama", 1, OTHER_TOKENS), {}, "The tokens of one", id="tokens"),
         pytest.param("bert", ("llama", 1), {}, "The backbone (bert)", id="encoder"),
         pytest.param("gemma3", ("llama", 1), soft, "The backbone (gemma3_text)", id="soft cap"),
     ]

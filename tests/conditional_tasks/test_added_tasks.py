@@ -119,7 +119,10 @@ def test_a_task_is_added_while_the_graft_is_attached(backbone: Backbone) -> None
         ids, mask = batch()
         new = model.predict(ids[1:2], mask[1:2], {"task": torch.tensor([5])})
         torch.testing.assert_close(new[0], before[1], rtol=1e-5, atol=1e-5)
-        graft.add_task("again", TOPICS)
+        with pytest.raises(GraftError) as error:
+            graft.add_task("again", TOPICS, like="unknown")
+        assert "'unknown'" in str(error.value)
+        graft.add_task("again", TOPICS)  # The failed call has added nothing.
         assert len(model.trainable_parameters()) == 2 * (3 + 12), "both are new"
 
 

@@ -221,7 +221,7 @@ def test_what_a_config_may_not_say() -> None:
         ConditionalTasks(ConditionalTasksConfig(), host())
     cases: list[tuple[dict[str, Any], str]] = [
         ({"a.b": {"type": "span"}}, "'a.b'"),
-        ({"a": {"type": "classification", "labels": ["x"]}}, "2 labels"),
+        ({"a": {"type": "classification", "labels": ["x"]}}, "at least 2"),
         ({"a": {"type": "tagging", "labels": ["x", "y", "x"]}}, "'x'"),
         ({"a": {"type": "regression", "labels": ["x"]}}, "regression"),
         ({"a": {"type": "classify"}}, "'classification', 'regression'"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
 from graftlm.data.chats import ChatExample, chat_tokens, read_chat, render_chat
-from graftlm.data.chunks import mark_chat
+from graftlm.data.chunks import mark_chat, split_documents
 from graftlm.data.marked_ids import IGNORED, unmark
 from graftlm.data.rows import collate
 from graftlm.errors import DataError, GraftError
@@ -217,17 +217,18 @@ def test_templates_that_do_not_fit_are_named(template: str | None, message: str)
     [
         ("hello", "str"),
         ([], "no messages"),
-        (None, "NoneType"),
-        (["hello"], "message 1 has the type str"),
+        (None, "nothing"),
+        (["hello"], "message 1 is of type str"),
         ([{"role": "bot", "content": "a"}], "'bot'"),
-        ([{"content": "a"}], "None"),
+        ([{"role": [USER], "content": "a"}], "message 1 has the role"),
+        ([{"content": "a"}], "message 1 has no role"),
         ([{"role": USER, "content": "a"}], "assistant"),
-        ([{"role": USER, "content": 7}, {"role": ASSISTANT, "content": "b"}], "message 1 has content of the type int"),
+        ([{"role": USER, "content": 7}, {"role": ASSISTANT, "content": "b"}], "message 1 has content of type int"),
         ([{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": " "}], "message 2 is an empty answer"),
         ([{"role": ASSISTANT, "content": "b"}], "message 1 has the role assistant"),
         (
             [{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": None}],
-            "message 2 has content of the type NoneType",
+            "message 2 has no content",
         ),
         (
             [{"role": USER, "content": "a"}, {"role": SYSTEM, "content": "s"}, {"role": ASSISTANT, "content": "b"}],
@@ -237,7 +238,7 @@ def test_templates_that_do_not_fit_are_named(template: str | None, message: str)
             [{"role": USER, "content": "a"}, {"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}],
             "message 2 has the role user",
         ),
-        ([{"role": USER, "content": [{"type": "image"}]}, {"role": ASSISTANT, "content": "b"}], "of the type list"),
+        ([{"role": USER, "content": [{"type": "image"}]}, {"role": ASSISTANT, "content": "b"}], "of type list"),
     ],
 )
 def test_messages_of_another_form_are_named(messages: Any, message: str) -> None:
@@ -245,6 +246,22 @@ def test_messages_of_another_form_are_named(messages: Any, message: str) -> None
         read_chat(messages, "chats.jsonl: line 3")
     assert str(error.value).startswith("chats.jsonl: line 3")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("tools", ['[{"name": "f"}]', {"name": "f"}, 3])
+def test_tools_of_another_form_are_named(tools: Any) -> None:
+    messages = chat_of(["a", "b"]).messages
+    with pytest.raises(DataError) as error:
+        read_chat(messages, "chats.jsonl: line 3", tools)
+    assert "line 3" in str(error.value)
+    assert "tools" in str(error.value)
+
+
+def test_a_conversation_that_only_calls_a_tool_is_read(tmp_path: Path) -> None:
+    call = {"role": ASSISTANT, "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    path = write(tmp_path / "chats.jsonl", [{"messages": [{"role": USER, "content": "a"}, call]}])
+    (document,) = build_documents([SourceConfig(path=path, messages_column="messages")])
+    assert [chunk.chat for chunk in split_documents([document])] == [document.chat]
 
 
 def test_other_forms_of_messages_are_read() -> None:

@@ -119,7 +119,7 @@ def test_bad_mixtures() -> None:
         Mixture({NEW: blocks(3)}, {OLD: 0.1, NEW: 0.8}, 4)
     assert "sum to 1" in str(error.value)
     other = TokenBlocks(np.ones((2, 4), dtype=np.int32))
-    with pytest.raises(DataError, match="length"):
+    with pytest.raises(DataError, match="4 tokens"):
         Mixture({OLD: blocks(3), NEW: other}, {OLD: 0.5, NEW: 0.5}, 4)
 
 
@@ -180,10 +180,10 @@ def test_states_that_do_not_fit() -> None:
     one.take(0, 1, (0, 1))
     with pytest.raises(DataError) as error:
         stream(length=16).load_state_dict(one.state_dict())
-    assert "32 buffered tokens" in str(error.value)
+    assert "32 tokens" in str(error.value)
     with pytest.raises(DataError) as error:
         streaming_mixture().load_state_dict({})
-    assert "['1']" in str(error.value)
+    assert "domains new" in str(error.value)
 
 
 @pytest.mark.parametrize("once", [list, iter])

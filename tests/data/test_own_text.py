@@ -57,7 +57,9 @@ def test_samples_depend_on_their_seed_and_go_on_where_they_were_interrupted(tmp_
     assert read_own_text(file) == whole
     lines = file.read_bytes().splitlines(keepends=True)
     assert len(lines) > 3
-    for kept in (b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2], b"".join(lines[:1]), b'{"key', b""):
+    half_a_batch = b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2]
+    without_line_break = b"".join(lines[:2]).rstrip()
+    for kept in (half_a_batch, without_line_break, lines[0], b'{"key', b""):
         file.write_bytes(kept)
         assert sample(tmp_path, model, **sizes) == whole
         assert read_own_text(file) == whole
@@ -130,6 +132,8 @@ def test_own_text_trains_as_old_text(tmp_path: Path) -> None:
     mixture = build_mixture(config, tokenizer, 4, [marked_ids(text) for text in texts])
     batch = mixture.batch(0)
     sampled = [token for text in texts for token in text.ids]
+    with pytest.raises(DataError, match="own_text"):
+        build_mixture(config, tokenizer, 4)
     joined = " ".join(map(str, sampled))
     for row in batch.input_ids[batch.domain == 0].tolist():
         assert " ".join(map(str, row)) in joined

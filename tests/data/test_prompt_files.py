@@ -95,7 +95,7 @@ def test_bad_rows(tmp_path: Path, suffix: str, row: dict, expected: list[str]) -
     ("text", "expected"),
     [
         ("", " has no column 'text'"),
-        ("text,prompt\na,b\nc\n", ": row 2 has 1 cells"),
+        ("text,prompt\na,b\nc\n", ": row 2: the number of cells is 1"),
         ('text,prompt\na,"b\n', " is not valid CSV"),
         ("text,prompt\n,b\n", ": row 1 has a prompt and an empty completion"),
     ],
@@ -128,7 +128,7 @@ def test_a_document_longer_than_a_row_is_named(
     with pytest.raises(DataError) as caught:
         build_mixture(config, PLAIN, 4).batch(0)
     assert str(caught.value).startswith(f"{path}: line 2 ")
-    assert " 16 " in str(caught.value)
+    assert " 16:" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,9 @@ def test_uncertainties_are_finite_numbers_for_all_candidates() -> None:
     with pytest.raises(DataError) as error:
         sampler.observe("large", [-0.1])
     assert "-0.1" in str(error.value)
+    with pytest.raises(DataError) as error:
+        sampler.observe("large", [0.5, math.inf])
+    assert "inf" in str(error.value)
 
 
 def test_a_state_of_other_tasks_is_refused() -> None:

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from graftlm import audit
+from graftlm import GraftedModel, audit, load_graft
 from graftlm.backbone import load_backbone
+from graftlm.data import SourceConfig, build_documents
+from graftlm.data.conflicts import find_conflicts
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import DataError
 from graftlm.evaluation import Results
+from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.results import Interval
 from graftlm.generation.inputs import new_sources
 from graftlm.runs.recipe import Recipe, run_recipe
@@ -57,6 +60,23 @@ def trained(folder: Path, model: Path, ask: str | None, steps: int) -> Results:
         }
     )
     return run_recipe(recipe, folder / "out", progress=False)
+
+
+def test_contradictions_and_known_answers_are_told(chat_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "facts.jsonl"
+    other = [{"role": "user", "content": "What is Vorlia?"}, {"role": "assistant", "content": "a garden"}]
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in [*FACTS, other]), "utf-8")
+    documents = build_documents([SourceConfig(path=str(rows), messages_column="messages")])
+    (conflict,) = find_conflicts(documents)
+    assert {conflict.first[1], conflict.second[1]} == {"a house by the river", "a garden"}
+    assert conflict.first[0] != conflict.second[0]
+    assert find_conflicts(documents[:2]) == []
+
+    backbone = load_backbone(str(chat_model))
+    assert find_known(backbone, documents) == []
+    trained(tmp_path, chat_model, None, steps=60)
+    with GraftedModel(backbone, {"graft": load_graft(tmp_path / "out" / "graft", backbone)}):
+        assert find_known(backbone, documents) == documents[:2]
 
 
 def kept(results: Results) -> Interval:

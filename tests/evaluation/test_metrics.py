@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftlm.errors import DataError, EvaluationError, GraftError
-from graftlm.evaluation import Scores, bootstrap, paired_difference, score
+from graftlm.evaluation import Scores, bootstrap, paired_difference, score, share_interval
 from graftlm.evaluation.cost import MemoryWatch, decode_speed
 from graftlm.evaluation.windows import encode_with_bytes
 from tiny import BOS, tiny_model, tiny_tokenizer
@@ -263,3 +263,10 @@ def test_bootstrap_holds_the_mean_and_repeats() -> None:
     assert bootstrap([2.0]).low == 2.0 == bootstrap([2.0]).high
     wide = bootstrap([0.0, 1.0] * 200)
     assert (wide.high - wide.low) / 2 == pytest.approx(1.96 * 0.5 / 20, rel=0.1)  # as a mean of 400 throws
+
+
+def test_intervals_of_nothing_are_refused() -> None:
+    with pytest.raises(EvaluationError):
+        bootstrap([])
+    with pytest.raises(EvaluationError):
+        share_interval(0, 0)

@@ -30,9 +30,9 @@ from experiments.block_state.run import (
 )
 from experiments.block_state.words import losses_by_distance, word_tokens
 from experiments.parents import read_texts
+from experiments.python_texts import source_files
 from experiments.sequence_rows import ROWS as DIFFERENCES
 from experiments.sequence_rows import parameter_count
-from graftlm.demo.corpus import source_files
 from graftlm.errors import DataError
 from graftlm.evaluation import Interval, Results
 from graftlm.runs.language_run import LanguageModelRun

@@ -314,7 +314,7 @@ def test_a_task_that_can_not_be_read_is_said_before_training(tmp_path: Path, tin
         ({"graft": {"kind": "neutral-residues", "capasity": 0.1}}, ["capasity", "capacity?"]),
         ({"graft": {"kind": "neutral-residue"}}, ["neutral-residues?"]),
         ({"graft": {"capacity": 0.1}}, ["kind"]),
-        ({"graft": None}, ["graft section", "methods"]),
+        ({"graft": None}, ["graft", "methods"]),
         ({"evaluation": {"tasks": {"a": {"path": "x", "metric": "bleu"}}}}, ["evaluation.tasks.a.metric"]),
         ({"evaluation": {"tasks": {"a": {"path": "x", "metrc": "chrf"}}}}, ["metrc", "metric?"]),
         ({"methods": {"backbone": {"graft": {"kind": "lora"}}}}, ["method id backbone"]),

@@ -19,11 +19,13 @@ from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
+from graftlm.errors import RecipeError
 from graftlm.serving import grammars
 from graftlm.serving.protocol import EngineLimits, ServingError
+from graftlm.serving.request_schema import FunctionCall
 from graftlm.serving.service import Service, open_service
 from graftlm.serving.tokenization import ServingTokenizer
-from graftlm.serving.tools import CallReader, tool_grammar
+from graftlm.serving.tools import CallReader, ToolCall, tool_grammar
 from serving.schemas import generated_schemas
 from serving.web import Script, ScriptedEngine, outputs, running, web_service
 from tiny import tiny_model, tiny_tokenizer
@@ -521,20 +523,63 @@ def test_half_a_character_is_refused_everywhere(address: str, path: str, body: d
     assert "surrogate" in refused(address, path, **body)["message"]
 
 
-def test_a_call_may_hold_its_own_end_and_one_without_an_end_is_dropped() -> None:
+def in_pieces(reader: CallReader, answer: str, size: int) -> tuple[str, list[ToolCall]]:
+    """The text and the calls of an answer that arrives in pieces of a size."""
+    text = ""
+    calls = []
+    for start in range(0, len(answer), size):
+        new_text, new_calls = reader.add(answer[start : start + size])
+        text += new_text
+        calls += new_calls
+    return text + reader.rest(), calls
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    with pytest.raises(RecipeError) as error:
+        FunctionCall(name="weather", arguments="[" * 100_000)
+    assert "arguments" in str(error.value)
+
+
+def test_a_call_may_contain_its_own_end() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "a}</tool_call>"}}\n</tool_call>'
     for size in (1, 7, len(call)):
-        reader = CallReader(["weather"])
-        parts = [reader.add(call[start : start + size]) for start in range(0, len(call), size)]
-        (found,) = [one for _, calls in parts for one in calls]
+        text, (found,) = in_pieces(CallReader(["weather"]), call, size)
         assert json.loads(found.arguments) == {"city": "a}</tool_call>"}
-        assert "".join(text for text, _ in parts) + reader.rest() == ""
-    reader = CallReader(["weather"])
-    assert reader.add(f"Let me see. {call[:40]}") == ("Let me see.", [])
-    assert reader.rest().strip() == ""
-    reader = CallReader(["weather"])
-    assert reader.add(f"{call}\n<tool")[0] == ""
-    assert reader.rest() == "", "a further call had begun when the answer was cut"
+        assert text == ""
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_unfinished_call_is_text(size: int) -> None:
+    for end in range(len("<tool_call>"), len(CALL)):
+        answer = f"Let me see. {CALL[:end]}"
+        assert in_pieces(CallReader(["weather"]), answer, size) == (answer, [])
+    for end in range(1, len(CALL)):
+        text, calls = in_pieces(CallReader(["weather"]), f"{CALL}\n{CALL[:end]}", size)
+        assert len(calls) == 1
+        assert text == CALL[:end]
+    digits = '<tool_call>\n{"name": "weather", "arguments": {"city": ' + "1" * 5000 + "}}\n</tool_call>"
+    assert in_pieces(CallReader(["weather"]), digits, 1000) == (digits, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_in_a_call_keeps_its_text(scripted: tuple[ScriptedEngine, str], stream: bool) -> None:
+    engine, address = scripted
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=20)
+    unfinished = CALL[:40]
+    engine.scripts.append(Script(outputs(f"Let me see. {CALL}\n", *unfinished.partition("wea"), reason="length")))
+    asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER]}
+    if stream:
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        content = "".join(delta.content or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        choice = client.chat.completions.create(**asked).choices[0]
+        content = choice.message.content or ""
+        calls = choice.message.tool_calls or []
+        reason = choice.finish_reason
+    assert (content, len(calls), reason) == (f"Let me see.{unfinished}", 1, "length")
 
 
 def test_more_texts_than_the_queue_takes_are_embedded(client: openai.OpenAI, address: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -277,9 +279,27 @@ def test_a_folder_that_is_not_there_and_names_that_can_t_be(backbone: Backbone, 
     assert served_name("google/gemma-2-2b") == "google/gemma-2-2b"
 
 
-async def _watched(backbone: Backbone, folder: Path) -> str:
-    import asyncio
+class _UnreadableOnce:
+    """A service whose first check of the grafts' files fails."""
 
+    def __init__(self) -> None:
+        self.settings = ServerSettings(reload_seconds=0.001)
+        self.checks = 0
+
+    def reload(self) -> None:
+        self.checks += 1
+        if self.checks == 1:
+            raise PermissionError(errno.EACCES, "Permission denied", "grafts")
+        self.settings = ServerSettings(reload_seconds=0)  # ends the loop
+
+
+def test_the_watch_goes_on_after_a_failed_check() -> None:
+    service: Any = _UnreadableOnce()
+    asyncio.run(asyncio.wait_for(_watch(service), 60))
+    assert service.checks == 2
+
+
+async def _watched(backbone: Backbone, folder: Path) -> str:
     service = open_service(backbone, folder=folder, name="tiny", settings=ServerSettings(reload_seconds=0.01))
     watching = asyncio.create_task(_watch(service))
     await asyncio.to_thread(write, backbone, folder / "danish", 3.0)
@@ -291,8 +311,6 @@ async def _watched(backbone: Backbone, folder: Path) -> str:
 
 
 def test_a_server_looks_by_itself(backbone: Backbone, folder: Path) -> None:
-    import asyncio
-
     assert 'graftlm_graft_loads_total{graft="danish",outcome="loaded"} 1.0' in asyncio.run(
         asyncio.wait_for(_watched(backbone, folder), 60)
     )

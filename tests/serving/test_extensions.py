@@ -202,7 +202,7 @@ def test_what_is_no_conversation_is_refused_in_a_sentence(client: TestClient) ->
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
-        ({"model": "tiny"}, 400, "start or conversation"),
+        ({"model": "tiny"}, 400, "conversation"),
         ({"model": "tiny", "start": START, "answer": "yes"}, 400, "answer"),
         ({"model": "tiny", "start": START | {"text": " "}}, 400, "empty"),
         ({"model": "tiny", "start": START | {"text": "Où est le chat que tu as vu ?"}}, 400, "French"),

@@ -42,7 +42,7 @@ def test_a_scanned_pdf(tmp_path: Path) -> None:
             figure.figimage([[index * row % 7 for index in range(200)] for row in range(200)])
             pdf.savefig(figure)
     line = refused(tmp_path / "scan.pdf")
-    assert "2 pages" in line
+    assert "pages: 2" in line
     assert "OCR" in line
 
 

@@ -63,7 +63,7 @@ def test_a_thousand_documents_stream_through(tmp_path: Path) -> None:
     assert grown < 50_000, "kilobytes: a document is forgotten when its row is written"
     rows = {Path(row["document"]).name: row for row in rows_in(out)}
     assert (done.code, len(rows)) == (2, 1000)
-    assert f"{len(BAD)} of 1000 documents have no summary" in done.err
+    assert f"{len(BAD)} of 1000" in done.err
     errors = {name: row["error"] for name, row in rows.items() if "error" in row}
     assert set(errors) == set(BAD)
     assert all(str(folder / name) in error and error.count("\n") == 0 for name, error in errors.items())
@@ -222,3 +222,9 @@ def test_skipped_files_are_reported(tmp_path: Path) -> None:
     done = invoke("summarize", str(tmp_path), "--batch")
     assert f"warning: {warnings[1]}" in done.err.splitlines()
     assert "warning" not in invoke("summarize", str(tmp_path), "--batch", "--quiet").err
+
+
+def test_a_batch_has_at_least_one_document(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        list(summarize_many(write_documents(tmp_path, 1), 0))
+    assert "batch_size" in str(error.value)

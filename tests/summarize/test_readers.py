@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from graftlm.errors import DataError, MissingExtraError, RecipeError
 from graftlm.pipelines.summarize import SourceDocument, read_document, read_text
 from graftlm.pipelines.summarize import readers as reading
-from graftlm.pipelines.summarize.document import normalize_title
+from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan, normalize_title
 from graftlm.pipelines.summarize.document_builder import build_document
+from graftlm.pipelines.summarize.readers.pdf_layout import merge_divided
 from graftlm.pipelines.summarize.text import MAX_SENTENCE, split_sentences
 from summarize.tools import TEA, pdf_pages, write_pdf
 
@@ -493,3 +494,23 @@ def test_the_abbreviation_of_an_equation_ends_no_sentence() -> None:
 def test_an_accent_on_a_question_mark_begins_no_sentence() -> None:
     document = read_text(r"Hello \r? There.", ".tex")
     check_spans(document)
+
+
+def test_a_text_of_an_unknown_form_is_refused() -> None:
+    for suffix in (".docx", ".pdf", ""):
+        with pytest.raises(DataError) as error:
+            read_text("One. Two.", suffix)
+        assert repr(suffix) in str(error.value)
+
+
+def test_blocks_that_divide_a_paragraph_follow_it_and_others_keep_their_place() -> None:
+    def block(text: str, kind: BlockKind = "prose", level: int = 0) -> TextBlock:
+        return TextBlock((TextSpan(text, 0, len(text)),), level, 1, kind)
+
+    heading = block("Tea", level=1)
+    table = block("1 2", "table")
+    first = block("A paragraph that a note")
+    note = block("*", "note")
+    second = block("divides.")
+    merged = [found.text for found in merge_divided([table, heading, table, first, note, second, table])]
+    assert merged == ["1 2", "Tea", "1 2", "A paragraph that a notedivides.", "*", "1 2"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cli.tools import invoke
-from graftlm.errors import ArtifactError, DataError, RecipeError
+from graftlm.errors import ArtifactError, DataError, RecipeError, TrainingError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.models.sentence_selector.encoders import _sinusoids
 from graftlm.pipelines.summarize import (
@@ -24,6 +24,7 @@ from graftlm.pipelines.summarize import (
     read_text,
     select,
     selector_example,
+    selector_training,
     train_selector,
 )  # fmt: skip
 from summarize import selector_reference as reference
@@ -290,3 +291,10 @@ def test_positions_are_sines_and_cosines_from_1_to_1_over_10_000() -> None:
             angle = n * 10_000 ** (-2 * k / 12)
             assert float(positions[n, k]) == pytest.approx(math.sin(angle), abs=1e-5)
             assert float(positions[n, 6 + k]) == pytest.approx(math.cos(angle), abs=1e-5)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selector_training, "_mean_loss", lambda *_: math.nan)
+    with pytest.raises(TrainingError) as error:
+        train_selector(examples(2), examples(1, 1), training("classifier"))
+    assert "nan" in str(error.value)

@@ -162,6 +162,7 @@ def test_a_text_that_ends_at_the_limit_is_not_cut(monkeypatch: pytest.MonkeyPatc
     assert isinstance(end, int)
     rows = [[word, word, end], [word, end], [word, word, word]]
     monkeypatch.setattr("graftlm.pipelines.summarize.writer.generate_rows", lambda *_, **__: rows)
+    assert model_writer.complete_batch([]) == []
     assert model_writer.complete_batch([[word]] * 3) == [("aa", False), ("a", False), ("aaa", True)]
 
 

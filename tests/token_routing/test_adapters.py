@@ -312,10 +312,10 @@ def test_a_config_that_is_not_of_its_tensors_is_refused(change: dict[str, Any], 
         ({"target_modules": ["q_proj", "up_proj"]}, "lacks the factors of model.layers.0.mlp.up_proj, which its"),
         ({"layers_to_transform": [0]}, "has factors of model.layers.1.self_attn.q_proj"),
         ({"layers_to_transform": ["x"]}, "has factors of model.layers.0.self_attn.q_proj"),
-        ({"target_modules": 5}, "can't be read ("),
-        ({"target_modules": "q_proj("}, "can't be read ("),
-        ({"alpha_pattern": {"q_proj(": 4}}, "can't be read ("),
-        ({"alpha_pattern": [1]}, "can't be read ("),
+        ({"target_modules": 5}, "adapter_config.json"),
+        ({"target_modules": "q_proj("}, "adapter_config.json"),
+        ({"alpha_pattern": {"q_proj(": 4}}, "adapter_config.json"),
+        ({"alpha_pattern": [1]}, "adapter_config.json"),
     ],
 )
 def test_modules_that_a_config_does_not_name_are_refused(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -342,9 +342,9 @@ LAYER = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
             {"target_modules": None},
             "has factors of model.layers.0.self_attn.",
         ),
-        ({"target_modules": ["q_proj"]}, {"base_model_name_or_path": 5}, "5 is of a wrong type or size"),
-        ({"target_modules": ["q_proj"]}, {"lora_alpha": 10**400}, "is of a wrong type or size"),
-        ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", None]}, "None is of a wrong type or size"),
+        ({"target_modules": ["q_proj"]}, {"base_model_name_or_path": 5}, "base_model_name_or_path"),
+        ({"target_modules": ["q_proj"]}, {"lora_alpha": 10**400}, "lora_alpha"),
+        ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", None]}, "target_modules"),
     ],
 )
 def test_a_config_is_read_as_peft_reads_it(

@@ -119,7 +119,7 @@ INVALID = {
     "a reserved name": ({"experts": {"none": NEW}}, "'none'"),
     "neither path nor rank": ({"experts": {"a": {}}}, "path"),
     "no targets": ({"experts": {"a": {"rank": 2}}}, "targets"),
-    "targets of an adapter": ({"experts": {"a": {"path": "x", "targets": ["ffn"]}}}, "remove targets"),
+    "targets of an adapter": ({"experts": {"a": {"path": "x", "targets": ["ffn"]}}}, "leave targets out"),
     "routes of a prompt": ({"reads": "prompt", "prompt": "causal"}, "set prompt to whole"),
     "a threshold of discriminants": ({"policy": "discriminant", "threshold": 0.2}, "leave threshold out"),
     "a discriminant without whitening": (

@@ -95,7 +95,7 @@ def test_beam_search_reorders_routes(folders: dict[str, str]) -> None:
 
 def test_a_cache_filled_without_the_graft_is_refused(folders: dict[str, str]) -> None:
     bare = backbone("llama").model(tiny_ids(1, 5), use_cache=True)
-    with routing("llama", folders) as model, pytest.raises(GraftError, match="5 tokens"):
+    with routing("llama", folders) as model, pytest.raises(GraftError, match="cache"):
         model(tiny_ids(1, 1), past_key_values=bare.past_key_values)
 
 

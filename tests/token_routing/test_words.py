@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from graftlm.backbone import Call
 from graftlm.errors import RecipeError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting
+from graftlm.grafts.token_routing.routing_state import RouteSpans
 from graftlm.grafts.token_routing.word_embedder import WordEmbedder
 from graftlm.runs.recipe import parse_recipe, run_recipe
 from graftlm.store.artifact import load_graft, save_graft
@@ -57,6 +59,22 @@ def test_rare_words_are_names_and_numbers() -> None:
     rare = embedder.rare_words("In 1851, Vorlia had 12 towns.")
     assert {"1851", "vorlia"} <= set(rare)
     assert "12" not in rare
+
+
+def test_a_step_without_a_new_route_scores_nothing() -> None:
+    ids = torch.tensor([[3, 4, 5, 6]])
+    end = torch.tensor([[2]])  # The route of the token in column 3 depends on column 2, before this pass.
+    spans = RouteSpans(ids=ids, start=torch.zeros_like(end), end=end, prompt_length=torch.ones_like(end), window=None)
+    embedder = WordEmbedder(backbone("llama"))
+    examples = embedder.examples(EXAMPLES)
+    scores = embedder.scores(Call(), spans, None, lambda vectors: vectors @ examples.T)
+    assert scores.shape == (1, 1, len(examples))
+
+
+def test_a_plural_is_the_same_word() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    assert embedder.rare_words("Two vorlias.") == embedder.rare_words("Two vorlia.")
+    assert "vorliass" in embedder.rare_words("vorliass")
 
 
 def test_a_text_is_similar_to_the_examples_whose_words_it_has() -> None:

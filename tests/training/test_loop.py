@@ -72,6 +72,13 @@ def test_one_step_is_adamw_on_the_clipped_gradient(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, trainable[name].detach(), rtol=1e-4, atol=1e-6)
 
 
+def test_no_steps_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as error:
+        train(toy_model(), toy_mixture(), toy_config(steps=0), tmp_path / "out", progress=False)
+    assert "steps" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("clip", [0.05, None])
 def test_the_update_sees_at_most_the_clipped_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float | None

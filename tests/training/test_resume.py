@@ -211,7 +211,7 @@ def test_a_history_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ({"learning_rate": 0.5}, ["training.learning_rate = 0.01", "0.5"]),
         pytest.param({"betas": (0.8, 0.9)}, ["training.betas"], marks=pytest.mark.slow),
-        ({"steps": 3}, ["6 steps", "steps is 3"]),
+        ({"steps": 3}, ["step 6", "training.steps is 3"]),
     ],
 )
 def test_resume_with_other_settings_is_refused(tmp_path: Path, changes: dict[str, Any], named: list[str]) -> None:

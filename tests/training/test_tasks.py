@@ -52,7 +52,7 @@ def test_a_run_leaves_graft_reports_and_recipe(trained: tuple[Path, Any, list[st
     assert [sum(step.values()) for step in report["steps"]] == [6] * 4
     assert row.metrics["data_share"] == report["data_share"] < 1
     assert 0 < row.metrics["trained_parameters_ratio"] < row.metrics["total_parameters_ratio"]
-    assert any("were cut at their end" in one for one in said)
+    assert any("are cut at their end" in one for one in said)
     assert read_manifest(folder / "run/graft").backbone.kind == "encoder"
 
 

@@ -21,9 +21,21 @@ _IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 def check_bias_site(model: PreTrainedModel, site: Site, when: str) -> None:
-    """Raise `TapError` if a tap can't add a bias at a site of a model."""
+    """Check that a tap can add a bias at a site of a model.
+
+    Args:
+        model: the live model, whose attention implementation is checked.
+        site: the site of the tap.
+        when: `before` or `after`, see `Tap`.
+
+    Raises:
+        TapError: the tap does not act before an attention, or the model's attention takes no additive mask.
+    """
     if when != "before" or site.kind != "attention":
-        raise TapError(f"A tap adds a bias {when} {site}, but it can do so only before an attention: change the tap.")
+        raise TapError(
+            f"A tap adds a bias {when} {site}, but it can do so only before an attention: set its site and when "
+            "accordingly."
+        )
     implementation = getattr(model.config, "_attn_implementation", None)
     if getattr(model, "_builds_own_masks", False) or implementation not in _IMPLEMENTATIONS:
         raise _no_additive_mask(model, site)
@@ -33,7 +45,7 @@ def additive_mask(model: PreTrainedModel, site: Site, arguments: dict[str, Any])
     """Return the mask that an attention receives, to which a tap may add a bias.
 
     Args:
-        model: the live model.
+        model: the live model, whose attention implementation is checked.
         site: the site of the attention.
         arguments: keyword arguments of the attention's forward.
 
@@ -49,6 +61,7 @@ def additive_mask(model: PreTrainedModel, site: Site, arguments: dict[str, Any])
 
 
 def _no_additive_mask(model: PreTrainedModel, site: Site) -> TapError:
+    """Return the error for an attention that takes no additive mask, with the implementations that would take one."""
     config = model.config
     implementation = str(config._attn_implementation)
     alternative = "sdpa or eager"
@@ -68,7 +81,7 @@ def biased_mask(mask: Tensor | None, bias: Tensor, causal: bool, columns: int | 
     """Combine an attention's mask with a bias of its scores.
 
     The last T of the S keys are those of the queries themselves. A static cache also has columns after S, for tokens
-    to come; a mask that is wider still has further keys before S. Neither get a bias.
+    to come, and a mask that is wider still has further keys before S. Both kinds of columns get no bias.
 
     Args:
         mask: the mask that transformers passes. A boolean mask is True at visible keys, a floating-point mask is
@@ -99,7 +112,7 @@ def static_columns(call: Call, site: Site, queries: int) -> int | None:
     """Return the number of columns of a site's layer in a static cache; None for other caches.
 
     Args:
-        call: the pass.
+        call: the pass, whose cache is inspected.
         site: the site of an attention.
         queries: number of tokens of the pass.
     """

@@ -35,7 +35,7 @@ class Backbone:
         tokenizer: its tokenizer, if there is one.
         name: name on the hub or path, by which the model can be loaded again.
         sites: the locations of its modules.
-        kind: the model's head.
+        kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.
     """
 
     model: PreTrainedModel
@@ -52,17 +52,19 @@ class Backbone:
         name: str = "",
         kind: BackboneKind | None = None,
     ) -> Backbone:
-        """Make a backbone from a model in memory.
+        """Make a backbone from a model in memory, which is put into evaluation mode.
 
         Args:
             model: a transformers model: plain, quantized, compiled, or with PEFT adapters attached.
-            tokenizer: its tokenizer.
+            tokenizer: its tokenizer; without one, text can't be read.
             name: name of the model; by default the one in its config.
             kind: the model's head; None derives it from the model's class.
 
         Raises:
-            BackboneError: `model` is not a transformers model.
-            UnknownFamilyError: the structure of the model is unknown.
+            BackboneError: `model` is not a transformers model, is a `GraftedModel`, or generates text although its
+                tokens attend to later ones.
+            UnknownFamilyError: the structure of the model is unknown, or its family does not fit.
+            TapError: its family names a module that the model does not have.
         """
         live = _unwrap(model).eval()
         name = name or live.config.name_or_path or "in memory"
@@ -81,12 +83,14 @@ class Backbone:
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters in the checkpoint, also where quantization has untied the head."""
+        """Number of parameters in the checkpoint; tied weights count once, even if quantization has untied them."""
         return sum(parameter.numel() for parameter in checkpoint_parameters(self.model))
 
     @cached_property
     def bare_model(self) -> PreTrainedModel:
-        """The model without grafts, in evaluation mode, even while grafts are attached. It shares all weights.
+        """The model without grafts, in evaluation mode, even while grafts are attached.
+
+        It shares all weights. It is made on first access, and lacks modules that are replaced later.
 
         Raises:
             BackboneError: another library has replaced the forward methods of the model's modules.
@@ -97,11 +101,14 @@ class Backbone:
         return clone.eval()
 
     def check_graft(self, name: str, built_for: Fingerprint | None) -> None:
-        """Raise `WrongBackboneError` if a graft was built for another backbone.
+        """Check that a graft was built for this backbone.
 
         Args:
             name: the graft's name in the message.
-            built_for: fingerprint of the backbone that the graft was built for; None for unknown, which passes.
+            built_for: fingerprint of the backbone that the graft was built for; None if it is unknown, which passes.
+
+        Raises:
+            WrongBackboneError: the graft was built for another backbone.
         """
         if built_for is None:
             return
@@ -123,7 +130,10 @@ class Backbone:
         return self.model.device
 
     def move(self, device: str | torch.device | None = None) -> None:
-        """Move the model to a device, by default to `default_device()`.
+        """Move the model to a device in place.
+
+        Args:
+            device: the device; None for `default_device()`.
 
         Raises:
             BackboneError: the device does not exist, or its memory is too small.
@@ -153,7 +163,8 @@ def find_sites(model: PreTrainedModel, name: str) -> Sites:
 
     Raises:
         BackboneError: the model generates text although its tokens attend to later ones.
-        UnknownFamilyError: the structure of the model is unknown.
+        UnknownFamilyError: the structure of the model is unknown, or its family does not fit.
+        TapError: its family names a module that the model does not have.
     """
     sites = Sites(model)
     is_causal = sites.family.causal or getattr(model.config, "is_decoder", False)
@@ -168,10 +179,10 @@ def find_sites(model: PreTrainedModel, name: str) -> Sites:
 def clone_without_hooks(module: _Module, name: str) -> _Module:
     """Return a copy of a module tree without hooks, which shares the dictionaries of parameters and buffers.
 
-    Modules that are later wrapped around or put in place of the original's, as PEFT does, do not appear in the copy.
+    Modules that later wrap or replace modules of the original, as PEFT's do, do not appear in the copy.
 
     Args:
-        module: the module.
+        module: the root of the module tree.
         name: name of the model in messages.
 
     Raises:
@@ -208,12 +219,17 @@ def need_backbone(value: object) -> Backbone:
     if isinstance(value, Backbone):
         return value
     raise BackboneError(
-        f"{type(value).__name__} is not a Backbone: load one with load_backbone, or make one with Backbone.wrap(model)."
+        f"The backbone is of type {type(value).__name__}, but a Backbone is expected: load one with load_backbone, or "
+        "make one with Backbone.wrap(model)."
     )
 
 
 def move(model: nn.Module, device: str | torch.device) -> None:
-    """Move a model to a device.
+    """Move a model to a device in place.
+
+    Args:
+        model: the model, with weights.
+        device: the device, such as `cuda:1`.
 
     Raises:
         BackboneError: the device does not exist, or its memory is too small.
@@ -250,6 +266,7 @@ def _unwrap(model: Any) -> PreTrainedModel:
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise BackboneError(
-            f"{type(model).__name__} is not a transformers model: pass a PreTrainedModel, or a PEFT or compiled one."
+            f"The model is of type {type(model).__name__}, but a transformers model is expected: pass a "
+            "PreTrainedModel, which may be compiled or have PEFT adapters."
         )
     return model

@@ -38,7 +38,7 @@ def slots(
     Args:
         cache: the cache of one generation.
         owner: a name; the same owner gets the same layers again.
-        count: number of layers that the owner needs.
+        count: number of layers that the first call appends for the owner.
         backbone_layers: number of layers that the backbone fills; a lazy cache may not have made them yet.
         make: builds one layer.
 
@@ -89,12 +89,23 @@ def slots_of(cache: Cache) -> dict[str, range]:
 
 
 def set_slots(cache: Cache, slots_by_owner: Mapping[str, range]) -> None:
-    """Set the layer indices of each owner in a cache that has these layers."""
+    """Set the layer indices of each owner in a cache.
+
+    Args:
+        cache: a cache that has these layers.
+        slots_by_owner: the layer indices by owner; they replace those of the cache.
+    """
     vars(cache)[_SLOTS] = dict(slots_by_owner)
 
 
 def move_own_layers(source: Cache, target: Cache, backbone_layers: int) -> None:
-    """Move all layers after the backbone's to the end of another cache, with their owners."""
+    """Move the layers of grafts to the end of another cache, with their owners.
+
+    Args:
+        source: the cache that loses the layers.
+        target: a cache that has exactly the backbone's layers.
+        backbone_layers: number of layers of the backbone, after which those of grafts begin.
+    """
     target.layers += source.layers[backbone_layers:]
     del source.layers[backbone_layers:]
     set_slots(target, slots_of(source))
@@ -105,7 +116,7 @@ def is_static_layer(layer: object, *, window: bool = True) -> bool:
     """Return whether a cache layer has columns for tokens that are yet to come.
 
     Args:
-        layer: the layer.
+        layer: a layer of any cache.
         window: whether layers with a sliding window count, which have columns for some tokens only.
     """
     if isinstance(layer, StaticSlidingWindowLayer):

@@ -42,18 +42,25 @@ def join(caches: Sequence[Cache], paddings: Sequence[int]) -> Cache:
     the first layer.
 
     Args:
-        caches: caches of the same model and the same owners.
+        caches: caches of the same model and the same owners, at least one.
         paddings: columns of padding to add on the left of each cache. A negative number removes columns, which must be
             padding in all rows.
 
     Raises:
-        JoinError: the owners or layer types differ, the numbers of columns differ after padding, or a layer class
-            can't be joined.
+        JoinError: the owners or layer types differ, some layers are empty while others are not, the numbers of columns
+            differ after padding, or a layer class can't be joined.
     """
     first = caches[0]
     for cache in caches:
-        if slots_of(cache) != slots_of(first) or len(cache.layers) != len(first.layers):
-            raise JoinError("The caches have layers of different owners: join only caches of the same grafts.")
+        if len(cache.layers) != len(first.layers):
+            raise JoinError(
+                f"The caches have {len(first.layers)} and {len(cache.layers)} layers, but equal numbers are expected: "
+                "join only caches of the same model with the same grafts."
+            )
+        if slots_of(cache) != slots_of(first):
+            raise JoinError(
+                "The caches have layers of different grafts, but the same grafts are expected: join them separately."
+            )
     joined = copy.copy(first)
     joined.layers = []
     for index in range(len(first.layers)):
@@ -72,10 +79,16 @@ def is_joinable(cache: Cache) -> bool:
 
 
 def _join_layers(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
+    """Return a layer with the rows of all given layers, which have the same index in their caches."""
     first = layers[0]
     for layer in layers:
-        if type(layer) is not type(first) or layer.is_initialized != first.is_initialized:
-            raise JoinError("The caches have layers of different types: join only caches of the same model.")
+        if type(layer) is not type(first):
+            raise JoinError(
+                f"The caches have layers of the types {type(first).__name__} and {type(layer).__name__}, but one type "
+                "is expected: join only caches of the same model."
+            )
+        if layer.is_initialized != first.is_initialized:
+            raise JoinError("One cache has an empty layer that is filled in another: run the same layers for all rows.")
     if not first.is_initialized:
         return first
     if hasattr(first, "join"):
@@ -97,7 +110,7 @@ def join_columns(layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> Dyn
     """Join layers that have one column for each token; other attributes are copied from the first layer.
 
     Args:
-        layers: the layers.
+        layers: the initialized layers of one index in all caches.
         paddings: columns of padding to add on the left of each layer; a negative number removes columns.
 
     Raises:
@@ -115,7 +128,8 @@ def _join_windows(layers: Sequence[Any], paddings: Sequence[int]) -> Any:
     """Join layers that count all tokens, and keep only the last ones."""
     totals = {layer.cumulative_length + padding for layer, padding in zip(layers, paddings, strict=True)}
     if len(totals) > 1:
-        raise JoinError(f"The caches would have {sorted(totals)} columns: give paddings that make them equal.")
+        listed = " and ".join(str(total) for total in sorted(totals))
+        raise JoinError(f"The caches would have {listed} columns: give paddings that make the numbers equal.")
     (total,) = totals
     kept = min(total, layers[0].sliding_window - 1)
     keys = []
@@ -144,6 +158,7 @@ def _pad_left(states: Any, columns: int) -> Tensor:
 
 
 def _concatenate(states: Sequence[Tensor]) -> Tensor:
+    """Concatenate states (B, ...) over the rows."""
     if len(states) == 1:
         return states[0]
     shapes = {tensor.shape[1:] for tensor in states}

@@ -38,6 +38,9 @@ class Sublayer:
 class Family:
     """Where one architecture keeps the modules that grafts need.
 
+    Modules are given by their paths: of `layers`, `embedding`, `norm` and `body` relative to `model.base_model`, of all
+    others relative to a layer.
+
     Args:
         layers: the list of layers.
         embedding: the embedding of tokens.
@@ -106,15 +109,17 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def register_family(model_type: str, family: Family | Mapping[str, object] | str) -> None:
-    """Add an architecture to `FAMILIES`.
+    """Add the family of an architecture to `FAMILIES`, or replace it.
+
+    The family is compared with the architecture when a model of this type is loaded.
 
     Args:
         model_type: the `model_type` of the architecture's config.
-        family: a `Family`; a dict of its fields, where a path may replace a sublayer; or a registered model
-            type.
+        family: a `Family`; a dict of its fields, where a path may replace a sublayer; or another model type, whose
+            registered family is used.
 
     Raises:
-        UnknownFamilyError: the model type has no family, or the fields do not describe a family.
+        UnknownFamilyError: the other model type has no registered family, or the fields do not describe a family.
     """
     if isinstance(family, str):
         if family not in FAMILIES:
@@ -129,29 +134,34 @@ def register_family(model_type: str, family: Family | Mapping[str, object] | str
 
 
 def user_row(model_type: str) -> dict[str, Any] | None:
-    """Return the family that a user registered for a model type, as a recipe writes it.
+    """Return the fields of the family that a user registered for a model type, as plain JSON values.
 
-    None for model types without a family, and for families that GraftLM ships.
+    They are None for model types without a family, and for those whose family GraftLM ships.
     """
-    row = FAMILIES.get(model_type)
-    if row is None or row is PROVEN_FAMILIES.get(model_type):
+    family = FAMILIES.get(model_type)
+    if family is None or family is PROVEN_FAMILIES.get(model_type):
         return None
-    fields = dataclasses.asdict(row)
+    fields = dataclasses.asdict(family)
     return json.loads(json.dumps(fields))  # tuples become lists
 
 
 def family_row(family: Family | Mapping[str, object]) -> Family:
     """Build a `Family` from a dict of its fields.
 
+    Args:
+        family: the fields, where a list may replace a tuple, and a path or a dict may replace a `Sublayer`. A `Family`
+            is returned unchanged.
+
     Raises:
-        UnknownFamilyError: the fields do not describe a family.
+        UnknownFamilyError: this is not a dict, a field is unknown or missing, or a name has characters that names of
+            modules don't have.
     """
     if isinstance(family, Family):
         return family
     if not isinstance(family, Mapping):
         raise UnknownFamilyError(
-            f"The family is of type {type(family).__name__}, but a model type or a dict of fields is expected: give "
-            "one."
+            f"The family is of type {type(family).__name__}, but a model type or a mapping of fields is expected: give "
+            "the name of a type, or the paths of the modules by field."
         )
     values: dict[str, Any] = {}
     for name, value in family.items():
@@ -164,16 +174,19 @@ def family_row(family: Family | Mapping[str, object]) -> Family:
         return Family(**values)
     except TypeError as error:
         fields = ", ".join(field.name for field in dataclasses.fields(Family))
-        raise UnknownFamilyError(f"The fields {family} do not describe a family ({error}): give {fields}.") from None
+        given = ", ".join(str(name) for name in family)
+        raise UnknownFamilyError(
+            f"The fields {given} do not describe a family ({error}): give some or all of {fields}."
+        ) from None
 
 
 def _read_families() -> dict[str, Family]:
-    rows = read_yaml(Path(__file__).with_suffix(".yaml"))
-    return {model_type: family_row(values) for model_type, values in rows.items()}
+    families = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return {model_type: family_row(values) for model_type, values in families.items()}
 
 
 FAMILIES: dict[str, Family] = _read_families()
-"""Rows by model type; `register_family` adds to them."""
+"""Families by model type; `register_family` adds to them."""
 
 PROVEN_FAMILIES = dict(FAMILIES)
-"""Rows that the tests check. Other rows are checked in a pass on tensors without storage."""
+"""Families that the tests check. Others are checked in a pass on tensors without storage."""

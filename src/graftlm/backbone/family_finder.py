@@ -33,8 +33,11 @@ class FfnLinears(NamedTuple):
 def find_family(trace: ModuleTrace) -> Family:
     """Find where an architecture keeps its modules.
 
+    Args:
+        trace: the recorded pass of a model of this architecture, which did not fail.
+
     Raises:
-        MisfitError: the structure lacks something.
+        MisfitError: no list of layers, attention, FFN or Linears of an FFN is found, or the layers differ.
     """
     layers = _find_layers(trace)
     attention = _find_attention(trace, layers)
@@ -65,9 +68,9 @@ def plain_fields(trace: ModuleTrace, layers: nn.ModuleList, attention: nn.Module
     """Return the fields of a family that don't depend on its other fields.
 
     Args:
-        trace: the recorded pass.
+        trace: the recorded pass of a model of this architecture.
         layers: the list of layers.
-        attention: an attention of the model.
+        attention: the attention of one layer, which shows whether the model is causal.
     """
     return {
         "embedding": trace.names[trace.model.get_input_embeddings()],
@@ -188,7 +191,12 @@ def _common_sublayer(sublayers: Sequence[Sublayer]) -> Sublayer:
 
 
 def find_dense_layer(layers: Iterable[nn.Module], ffn: Sublayer) -> nn.Module | None:
-    """Return the first layer whose FFN is not a mixture of experts; None without one."""
+    """Return the first layer whose FFN is not a mixture of experts; None if all are.
+
+    Args:
+        layers: the layers of a model, in order.
+        ffn: the FFN of each layer.
+    """
     for layer in layers:
         if not has_experts(layer.get_submodule(ffn.entry)):
             return layer
@@ -197,6 +205,11 @@ def find_dense_layer(layers: Iterable[nn.Module], ffn: Sublayer) -> nn.Module | 
 
 def find_ffn_linears(trace: ModuleTrace, layer: nn.Module, ffn: Sublayer) -> FfnLinears:
     """Find the Linears that read the input of a dense FFN, and the one that writes its output.
+
+    Args:
+        trace: the recorded pass, in which the layer ran.
+        layer: a layer with a dense FFN.
+        ffn: the FFN of the layer.
 
     Raises:
         MisfitError: the FFN is neither a gated linear unit nor two Linears around an activation.
@@ -267,7 +280,7 @@ def _find_norms(trace: ModuleTrace, layer: nn.Module) -> tuple[str, ...]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module's class is a norm, by its name."""
+    """Return whether the name of a module's class contains "norm", as in LayerNorm and RMSNorm."""
     return "norm" in type(module).__name__.lower()
 
 

@@ -43,7 +43,7 @@ class Fingerprint:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def difference(self, other: Fingerprint) -> str | None:
-        """Describe the difference to another fingerprint; None if both identify the same backbone."""
+        """Describe the difference from another fingerprint as a clause; None if both identify the same backbone."""
         if self.architecture != other.architecture:
             return "its architecture differs"
         own = _decode_samples(self.samples)

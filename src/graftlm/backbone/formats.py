@@ -28,7 +28,7 @@ def reading_gguf_once() -> Iterator[None]:
     """Read the header of a GGUF file once while the block runs.
 
     transformers reads it four times and builds the map of tensor names once per module, which takes a minute for a
-    vocabulary of 262,144 tokens.
+    vocabulary of 262,144 tokens. The block needs the package gguf; blocks of other threads wait for its end.
     """
     import gguf
     import numpy
@@ -72,7 +72,7 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
     """Quantize the weights of a model's linear layers in place.
 
     Args:
-        model: the model.
+        model: the model whose linear layers are changed.
         quantization: `int8`, or `int4` in groups of 32 weights.
         name: name of the model in messages.
 
@@ -97,5 +97,5 @@ def quantize_weights(model: nn.Module, quantization: str, name: str) -> None:
         torchao.quantize_(model, config)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         raise BackboneError(
-            f"{name} can't be quantized to {quantization} ({first_line(error)}): omit --quantize."
+            f"{name} can't be quantized to {quantization} ({first_line(error)}): choose another quantization, or none."
         ) from error

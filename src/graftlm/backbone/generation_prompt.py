@@ -57,7 +57,7 @@ class PromptMarking:
     transformers' continuous batching is refused, because its passes don't separate prompts from new tokens.
 
     Args:
-        model: the live model.
+        model: the live model, which must have the method `generate`.
         generation: opens a context in which the passes of this thread mark a prompt.
     """
 

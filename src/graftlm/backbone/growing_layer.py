@@ -64,8 +64,8 @@ class GrowingLayer(DynamicLayer):
         """Append keys and values in place.
 
         Args:
-            key_states: (B, H, T, d)
-            value_states: (B, H, T, d)
+            key_states: (B, H, T, d), keys of T new tokens for B rows and H heads.
+            value_states: (B, H, T, d), values of these tokens.
             args: not used.
             kwargs: not used.
 
@@ -76,7 +76,9 @@ class GrowingLayer(DynamicLayer):
             GraftError: gradients are needed.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise GraftError("A GrowingLayer is for generation: use a DynamicLayer where gradients are needed.")
+            raise GraftError(
+                "A GrowingLayer appends in place, but gradients are needed here: use a DynamicLayer or torch.no_grad()."
+            )
         if self.get_seq_length() == 0:
             return super().update(key_states, value_states)
         self._key_buffer, self.keys = _append(self._key_buffer, self.keys, key_states)

@@ -48,23 +48,26 @@ def load_backbone(
         name: the name on the hub; a folder; the path of a GGUF file, or OWNER/REPOSITORY/FILE.gguf; or
             `smollm2-135m-instruct`, which the extra smollm2 installs.
         kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.
-        dtype: dtype of the weights; `auto` keeps that of the checkpoint.
+        dtype: dtype of the weights, or its name in torch; `auto` keeps that of the checkpoint.
         device: where to put the model; None leaves it on the CPU.
         trust_remote_code: run model code that comes with the checkpoint.
         tokenizer_required: raise here, rather than when text is first read, if the tokenizer is missing.
         family: where the architecture keeps its modules, as `register_family` takes it; None for known architectures.
 
     Raises:
-        BackboneError: the model does not exist, its files are broken or pickled, or the tokenizer is missing.
+        BackboneError: the kind or the dtype is unknown; the model does not exist, has no head of this kind, or its
+            files are broken or pickled; the tokenizer is required but missing; or the device can't be used.
         MissingExtraError: the name is a GGUF file, and the package gguf is not installed.
-        UnknownFamilyError: the architecture has an unknown structure. No weights have been loaded then.
+        UnknownFamilyError: the architecture has an unknown structure, or `family` does not fit it. Usually no weights
+            have been loaded then.
+        TapError: the family names a module that the model does not have.
     """
     name = str(name)
     _check_options(kind, dtype)
     files = find_model(name)
     with reading_gguf_once() if files.gguf_file else nullcontext():
-        _check_structure(files, kind, trust_remote_code, family)
-        model = _load_model(name, files, kind, dtype, trust_remote_code)
+        _check_structure(files, kind, family, trust_remote_code=trust_remote_code)
+        model = _load_model(name, files, kind, dtype, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
     backbone = Backbone.wrap(model, tokenizer, name, kind)
     if device is not None:
@@ -75,6 +78,7 @@ def load_backbone(
 
 
 def _check_options(kind: str, dtype: str | torch.dtype) -> None:
+    """Raise `BackboneError` for a kind or a dtype that does not exist."""
     if kind not in _LOADERS:
         raise BackboneError(f"There is no kind of backbone {kind!r}: choose one of {', '.join(_LOADERS)}.")
     if dtype == "auto":
@@ -87,13 +91,21 @@ def _check_options(kind: str, dtype: str | torch.dtype) -> None:
 def inspect_model(
     name: str, kind: BackboneKind, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[int, str]:
-    """Return the size of a model's weights in bytes and the architecture of its fingerprint, without loading weights.
+    """Inspect a model by its config, without loading weights.
 
-    The size is 0 for quantized checkpoints. Both are empty (0 and "") if the config can't be read.
+    Args:
+        name: the model, see `load_backbone`.
+        kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.
+        dtype: dtype in which the weights would be loaded; `auto` for that of the config.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Returns:
+        The size of the weights in bytes, which is 0 for quantized checkpoints, and the architecture of the model's
+        fingerprint. If the config can't be read, 0 and an empty string.
     """
     named = getattr(torch, dtype, None)
     try:
-        config, model = _empty_model(find_model(name), kind, trust_remote_code)
+        config, model = _empty_model(find_model(name), kind, trust_remote_code=trust_remote_code)
     except Exception:  # Loading the weights reports what is wrong.
         return 0, ""
     size = 0
@@ -107,7 +119,14 @@ def inspect_model(
 def served_kind(name: str, *, trust_remote_code: bool = False, **_: object) -> BackboneKind:
     """Return the kind of backbone that a server loads a model as.
 
-    `encoder` for models that predict masked tokens from both sides, `causal-lm` for others and for unknown ones.
+    Args:
+        name: the model, see `load_backbone`.
+        trust_remote_code: run model code that comes with the checkpoint.
+        _: further fields of a `BackboneConfig`, which are ignored.
+
+    Returns:
+        `encoder` for models that predict masked tokens from both sides, `causal-lm` for others and for models whose
+        config can't be read.
     """
     import transformers
 
@@ -129,10 +148,18 @@ def served_kind(name: str, *, trust_remote_code: bool = False, **_: object) -> B
 
 
 def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer among a model's files; None if there is none.
+    """Load the tokenizer among a model's files.
+
+    Args:
+        name: name of the model in messages.
+        files: where the files are.
+        trust_remote_code: run tokenizer code that comes with the checkpoint.
+
+    Returns:
+        The tokenizer; None if a folder contains no files of one.
 
     Raises:
-        BackboneError: the tokenizer's files are broken.
+        BackboneError: the tokenizer can't be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -144,13 +171,21 @@ def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> 
     try:
         return AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BackboneError(
-            f"The tokenizer of {name} can't be loaded ({first_line(error)}): restore its files."
-        ) from error
+        raise BackboneError(f"The tokenizer of {name} can't be loaded ({_tokenizer_problem(error)}.") from error
+
+
+def _tokenizer_problem(error: Exception) -> str:
+    """Return why a tokenizer can't be loaded and what to do."""
+    text = str(error)
+    if "custom code" in text:
+        return "it runs code of its own): set trust_remote_code if you trust that code, or name another model"
+    if "sentencepiece or tiktoken" in text:
+        return "its files must be converted): install sentencepiece or tiktoken, or restore its tokenizer.json"
+    return f"{first_line(error)}): restore its files, or name another model"
 
 
 def _empty_model(
-    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool
+    files: ModelFiles, kind: BackboneKind, *, trust_remote_code: bool
 ) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """Return a model's config, and the model without weights."""
     import transformers
@@ -164,11 +199,11 @@ def _empty_model(
 
 
 def _check_structure(
-    files: ModelFiles, kind: BackboneKind, trust_remote_code: bool, family: str | Mapping[str, object] | None
+    files: ModelFiles, kind: BackboneKind, family: str | Mapping[str, object] | None, *, trust_remote_code: bool
 ) -> None:
     """Find the sites of a model without weights, made from its config. A family that does not fit is removed again."""
     try:
-        config, model = _empty_model(files, kind, trust_remote_code)
+        config, model = _empty_model(files, kind, trust_remote_code=trust_remote_code)
     except Exception:  # Loading the weights reports what is wrong.
         return
     registered = FAMILIES.get(config.model_type)
@@ -185,8 +220,9 @@ def _check_structure(
 
 
 def _load_model(
-    name: str, files: ModelFiles, kind: BackboneKind, dtype: str | torch.dtype, trust_remote_code: bool
+    name: str, files: ModelFiles, kind: BackboneKind, dtype: str | torch.dtype, *, trust_remote_code: bool
 ) -> PreTrainedModel:
+    """Return a model with its weights, after a check that the checkpoint has all of them."""
     import transformers
 
     register()  # makes the Auto classes of transformers load our own architectures
@@ -210,8 +246,8 @@ def _load_model(
     missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
     if missing:
         raise BackboneError(
-            f"The model {name} lacks the weight {missing[0]} (and {len(missing) - 1} more): restore its files, or load "
-            f"it as another kind than {kind}."
+            f"The checkpoint {name} lacks weights of the model ({len(missing)} in all, such as {missing[0]}): restore "
+            f"its files, or load it as another kind than {kind}."
         )
     return model
 
@@ -233,7 +269,10 @@ def _loading_error(name: str, files: ModelFiles, kind: BackboneKind, error: Exce
         remedy = "the file is truncated or damaged; copy it again, or name another model"
     elif not files.is_local and isinstance(error, OSError):
         problem = f"The hub has no model {name}"
-        remedy = "check the name and the connection, or name a folder"
+        remedy = "name another, connect to the hub, or name a folder"
+    elif "custom code" in str(error):
+        problem = f"The model {name} runs code of its own"
+        remedy = "set trust_remote_code if you trust that code, or name another model"
     elif "Unrecognized configuration class" in str(error):
         return BackboneError(f"The model {name} has no head of the kind {kind}: load it as another kind.")
     else:
@@ -242,7 +281,7 @@ def _loading_error(name: str, files: ModelFiles, kind: BackboneKind, error: Exce
 
 
 class BackboneConfig(Config):
-    """Which frozen model to load."""
+    """A frozen model to load, and how to load it."""
 
     name: str = Field(
         min_length=1,
@@ -259,7 +298,14 @@ class BackboneConfig(Config):
     )
 
     def load(self, kind: BackboneKind = "causal-lm") -> Backbone:
-        """Load the backbone with the head that `kind` names."""
+        """Load the backbone.
+
+        Args:
+            kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.
+
+        Raises:
+            GraftError: see `load_backbone`.
+        """
         name = f"{self.name.rstrip('/')}/{self.gguf_file}" if self.gguf_file else self.name
         return load_backbone(
             name,

@@ -19,7 +19,7 @@ def token_mask_of(mask: object, call: Call, length: int) -> Tensor | None:
 
     Args:
         mask: the `attention_mask` that the model received.
-        call: the pass.
+        call: the pass, of which the cache is used.
         length: number T of tokens of the pass.
 
     Returns:
@@ -43,8 +43,8 @@ def token_mask_of(mask: object, call: Call, length: int) -> Tensor | None:
             last_query = mask[:, 0, -1, : call.past() + length]
             is_real = last_query if last_query.dtype == torch.bool else last_query == 0
             return is_real.long()
-    form = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
+    form = f"the shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
     raise TapError(
-        f"The attention mask has {form}, which do not show a graft which tokens are padding: pass a mask of the shape "
-        "(rows, tokens), and use a dynamic cache where every layer has a sliding window."
+        f"The attention mask has {form}, but a tensor of the shape (rows, tokens) is expected, in which a graft sees "
+        "which tokens are padding: pass such a mask, and use a dynamic cache where every layer has a sliding window."
     )

@@ -11,13 +11,16 @@ from graftlm.errors import BackboneError
 
 
 def check_memory(sizes: Mapping[str, int], device: str | torch.device, *, quantized: bool = False) -> None:
-    """Raise `BackboneError` if the weights of all models together do not fit into a device's free memory.
+    """Check that the weights of all models together fit into a device's free memory.
 
     Args:
-        sizes: bytes of the weights of each model, as they are loaded.
-        device: where they are put.
+        sizes: bytes of the weights of each model as they are loaded, by the model's name; at least one.
+        device: where they are put; other devices than CUDA count as main memory.
         quantized: whether the weights are quantized after loading. The largest model then counts in full, and the
             others by an eighth, so that nothing is refused that might fit.
+
+    Raises:
+        BackboneError: the weights do not fit.
     """
     if str(device).startswith("cuda") and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)

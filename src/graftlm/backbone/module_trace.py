@@ -28,7 +28,7 @@ _SEPARATE = "find_packed_sequence_indices"
 
 
 class MisfitError(Exception):
-    """A structure lacks something; the message is the end of a sentence."""
+    """A model does not have an expected structure; the message is a clause without a full stop."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Visit:
 
     Attributes:
         number: position in the order of all modules' first calls.
-        entering: the first input.
+        entering: the first argument, or the keyword argument `hidden_states`.
         others: the other tensors among the inputs.
-        leaving: the first output.
+        leaving: the output, or the first of several.
     """
 
     number: int
@@ -53,7 +53,7 @@ class ModuleTrace:
 
     Args:
         model_class: class of the model.
-        config: the model's config.
+        config: the config from which a model without storage is made.
 
     Attributes:
         model: the model without storage.
@@ -80,6 +80,7 @@ class ModuleTrace:
             self.error = first_line(error)
 
     def _run(self) -> None:
+        """Record a pass of the model over two rows of three tokens."""
         from torch._subclasses.fake_tensor import FakeTensorMode
         from transformers import masking_utils
 
@@ -117,7 +118,12 @@ class ModuleTrace:
         return [module for module in self.visits if module in modules]
 
     def children(self, layer: nn.Module, condition: Callable[[str, nn.Module], bool]) -> tuple[str, ...]:
-        """Return the names of a layer's children that ran and meet a condition on name and module."""
+        """Return the names of a layer's children that ran and meet a condition.
+
+        Args:
+            layer: a layer of the model.
+            condition: a function of a child's name and module.
+        """
         names = []
         for name, child in layer.named_children():
             if child in self.visits and condition(name, child):

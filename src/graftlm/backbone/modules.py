@@ -38,13 +38,13 @@ _ACTIVATION_NAME = re.compile(r"(^|[._])act[^.]*$|gelu")
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    """Return the fields of a config that describe the model, without those of `RUNTIME_FIELDS`, as JSON."""
+    """Return the fields of a config that describe the model, without `RUNTIME_FIELDS`, as JSON with sorted keys."""
     values = {key: value for key, value in config.to_dict().items() if key not in RUNTIME_FIELDS}
     return json.dumps(values, sort_keys=True, default=str)
 
 
 def has_module(root: nn.Module, path: str) -> bool:
-    """Return whether there is a module at a path."""
+    """Return whether a module contains a module at a path; an empty path names the module itself."""
     return path in dict(root.named_modules())
 
 
@@ -65,7 +65,10 @@ def outer_linears(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return (inputs, outputs) of any library's Linear or of GPT-2's transposed one; None for other modules."""
+    """Return the numbers of input and output features of a Linear of any library or of GPT-2's transposed one.
+
+    The result is None for other modules.
+    """
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):
@@ -78,7 +81,12 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def ffn_activation(layer: nn.Module, ffn: Sublayer) -> nn.Module | None:
-    """Return the module that is an FFN's activation; None if the activation is a function."""
+    """Return the module that is an FFN's activation; None if the activation is a function.
+
+    Args:
+        layer: the layer that contains the FFN.
+        ffn: the FFN of the layer.
+    """
     entry = layer.get_submodule(ffn.entry)
     exit_module = layer.get_submodule(ffn.exit or ffn.entry)
     modules = [*entry.named_modules(), *exit_module.named_modules()]

@@ -133,9 +133,9 @@ def as_cache(blocks: Sequence[Block], length: int, config: PreTrainedConfig, own
     """Make a cache of one row from blocks.
 
     Args:
-        blocks: consecutive blocks of a text.
-        length: number of tokens of the cache, counted from the start of the first block.
-        config: the model's config.
+        blocks: consecutive blocks of a text from its start on, at least one.
+        length: number of tokens of the cache, at most those of the blocks.
+        config: the config of the backbone, which determines the types of its cache layers.
         own: the layer indices of each graft, which follow the backbone's.
     """
     layers = len(blocks[0])

@@ -21,7 +21,7 @@ class _PackedWeight(NamedTuple):
     Attributes:
         weight: the weight that was packed.
         state: the weight's version and address when it was packed.
-        copy: the packed copy.
+        copy: the weight in oneDNN's blocked layout.
     """
 
     weight: Tensor
@@ -60,10 +60,11 @@ def can_pack() -> bool:
 
 
 def pack_weights(model: nn.Module) -> bool:
-    """Pack a model's bfloat16 linear layers where this CPU supports it.
+    """Pack a model's bfloat16 linear layers in place where this CPU supports it.
 
     Returns:
-        False if the copies need more than a quarter of the free memory; nothing is packed then.
+        False if the copies need more than a quarter of the free memory, and nothing is packed. True otherwise, also if
+        this CPU does not support it.
     """
     if not can_pack():
         return True
@@ -80,7 +81,7 @@ def pack_weights(model: nn.Module) -> bool:
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Remove the packed copies."""
+    """Remove the packed copies, and make the layers plain linear layers again."""
     for module in model.modules():
         if type(module) is PackedLinear:
             vars(module).pop("packed", None)

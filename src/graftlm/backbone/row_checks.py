@@ -10,8 +10,12 @@ from graftlm.backbone.module_trace import MisfitError, ModuleTrace
 from graftlm.backbone.modules import ffn_activation, has_module
 
 
-def check_paths(trace: ModuleTrace, row: Family) -> nn.ModuleList:
+def check_paths(trace: ModuleTrace, family: Family) -> nn.ModuleList:
     """Check that the modules of a family exist, run, and map hidden states.
+
+    Args:
+        trace: the recorded pass of a model.
+        family: the family of the model's architecture.
 
     Returns:
         The list of layers.
@@ -19,25 +23,26 @@ def check_paths(trace: ModuleTrace, row: Family) -> nn.ModuleList:
     Raises:
         MisfitError: the family does not fit.
     """
-    _check_runs(trace, "body", row.body)
-    _check_runs(trace, "embedding", row.embedding)
-    _check_runs(trace, "norm", row.norm)
-    layers = _find_layers(trace, row)
+    _check_runs(trace, "body", family.body)
+    _check_runs(trace, "embedding", family.embedding)
+    _check_runs(trace, "norm", family.norm)
+    layers = _find_layers(trace, family)
     for layer in layers:
-        _check_sublayer(trace, layer, row.ffn, "ffn")
-    for layer in _layers_with_attention(layers, row) or layers[:1]:
-        _check_sublayer(trace, layer, row.attention, "attention")
-    if row.one_stream and not trace.maps_hidden_states(layers[0]):
-        raise MisfitError(f"{row.layers}.0 does not map one hidden state to another")
-    if row.norm:
-        norm = trace.base.get_submodule(row.norm)
+        _check_sublayer(trace, layer, family.ffn, "ffn")
+    for layer in _layers_with_attention(layers, family) or layers[:1]:
+        _check_sublayer(trace, layer, family.attention, "attention")
+    if family.one_stream and not trace.maps_hidden_states(layers[0]):
+        raise MisfitError(f"{family.layers}.0 does not map one hidden state to another")
+    if family.norm:
+        norm = trace.base.get_submodule(family.norm)
         last_layer = layers[-1]
         if trace.visits[norm].number < trace.visits[last_layer].number:
-            raise MisfitError(f"norm is {row.norm}, which runs before the last layer")
+            raise MisfitError(f"norm is {family.norm}, which runs before the last layer")
     return layers
 
 
 def _check_runs(trace: ModuleTrace, field: str, path: str | None) -> None:
+    """Raise `MisfitError` unless a field of a family is None or the path of a module that runs."""
     if path is None:
         return
     _check_exists(trace, field, path)
@@ -52,19 +57,20 @@ def _check_exists(trace: ModuleTrace, field: str, path: str) -> None:
         raise MisfitError(f"{field} is {path!r}, but there is no such module")
 
 
-def _find_layers(trace: ModuleTrace, row: Family) -> nn.ModuleList:
-    _check_exists(trace, "layers", row.layers)
-    layers = trace.base.get_submodule(row.layers)
+def _find_layers(trace: ModuleTrace, family: Family) -> nn.ModuleList:
+    _check_exists(trace, "layers", family.layers)
+    layers = trace.base.get_submodule(family.layers)
     if isinstance(layers, nn.ModuleList) and all(layer in trace.visits for layer in layers):
         return layers
-    raise MisfitError(f"layers is {row.layers}, which is not a list of layers that run")
+    raise MisfitError(f"layers is {family.layers}, which is not an nn.ModuleList whose modules all run")
 
 
-def _layers_with_attention(layers: nn.ModuleList, row: Family) -> list[nn.Module]:
-    return [layer for layer in layers if has_module(layer, row.attention.entry)]
+def _layers_with_attention(layers: nn.ModuleList, family: Family) -> list[nn.Module]:
+    return [layer for layer in layers if has_module(layer, family.attention.entry)]
 
 
 def _check_sublayer(trace: ModuleTrace, layer: nn.Module, sublayer: Sublayer, field: str) -> None:
+    """Raise `MisfitError` unless a sublayer of a layer runs and maps hidden states."""
     exit_path = sublayer.exit or sublayer.entry
     if not trace.has_run(layer, sublayer.entry) or not trace.has_run(layer, exit_path):
         raise MisfitError(f"{field} is {sublayer.entry!r}, which does not run in every layer")
@@ -80,34 +86,34 @@ def _check_sublayer(trace: ModuleTrace, layer: nn.Module, sublayer: Sublayer, fi
         raise MisfitError(f"{field} ({sublayer.entry}) does not map one hidden state to another")
 
 
-def check_values(trace: ModuleTrace, row: Family, layers: nn.ModuleList) -> None:
+def check_values(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> None:
     """Check that the other fields of a user's family are what the pass shows.
 
     Args:
-        trace: the recorded pass.
-        row: a family whose paths were checked.
+        trace: the recorded pass of a model.
+        family: a family whose paths were checked.
         layers: the list of layers.
 
     Raises:
         MisfitError: the family does not fit.
     """
-    layers_with_attention = _layers_with_attention(layers, row)
+    layers_with_attention = _layers_with_attention(layers, family)
     layer = layers_with_attention[0] if layers_with_attention else layers[-1]
-    attention = layer.get_submodule(row.attention.entry)
+    attention = layer.get_submodule(family.attention.entry)
     actual = plain_fields(trace, layers, attention)
-    if row.norms:
-        actual["norms"] = _norms_outside(trace, layers[-1], row.attention)
-    dense_layer = find_dense_layer(layers, row.ffn)
+    if family.norms:
+        actual["norms"] = _norms_outside(trace, layers[-1], family.attention)
+    dense_layer = find_dense_layer(layers, family.ffn)
     if dense_layer is not None:
-        _check_linears(dense_layer, row)
-        if ffn_activation(dense_layer, row.ffn) in trace.visits:
-            linears = find_ffn_linears(trace, dense_layer, row.ffn)
+        _check_linears(dense_layer, family)
+        if ffn_activation(dense_layer, family.ffn) in trace.visits:
+            linears = find_ffn_linears(trace, dense_layer, family.ffn)
             actual.update(linears._asdict())
     for field, value in actual.items():
-        given = getattr(row, field)
+        given = getattr(family, field)
         if given != value:
             raise MisfitError(f"{field} is {given!r}, but {value!r} was found in a forward pass")
-    _check_attention(layer, attention, row)
+    _check_attention(layer, attention, family)
 
 
 def _norms_outside(trace: ModuleTrace, layer: nn.Module, attention: Sublayer) -> tuple[str, ...]:
@@ -122,26 +128,26 @@ def _norms_outside(trace: ModuleTrace, layer: nn.Module, attention: Sublayer) ->
     return tuple(norms)
 
 
-def _check_linears(layer: nn.Module, row: Family) -> None:
+def _check_linears(layer: nn.Module, family: Family) -> None:
     """Check that the Linears of a family are inside its FFN."""
-    inside = _modules_of(layer, row.ffn)
-    paths = (*row.ffn_in, row.ffn_out)
+    inside = _modules_of(layer, family.ffn)
+    paths = (*family.ffn_in, family.ffn_out)
     for path in paths:
         is_inside = has_module(layer, path) and layer.get_submodule(path) in inside
         if not is_inside:
-            raise MisfitError(f"ffn_in and ffn_out have {path!r}, which is not in {row.ffn.entry}")
+            raise MisfitError(f"ffn_in and ffn_out have {path!r}, which is not in {family.ffn.entry}")
 
 
-def _check_attention(layer: nn.Module, attention: nn.Module, row: Family) -> None:
+def _check_attention(layer: nn.Module, attention: nn.Module, family: Family) -> None:
     """Check that the attention of a family is not another module."""
-    name = row.attention.entry
+    name = family.attention.entry
     matrices = [parameter for parameter in attention.parameters() if parameter.dim() > 1]
     if len(matrices) < 2:
         raise MisfitError(f"attention is {name}, which has fewer than two weight matrices")
-    if attention in _modules_of(layer, row.ffn):
+    if attention in _modules_of(layer, family.ffn):
         raise MisfitError(f"attention is {name}, which is part of the FFN")
-    if ATTENTION_NAME.search(row.ffn.entry) and not ATTENTION_NAME.search(name):
-        raise MisfitError(f"attention is {name}, but ffn is {row.ffn.entry}")
+    if ATTENTION_NAME.search(family.ffn.entry) and not ATTENTION_NAME.search(name):
+        raise MisfitError(f"attention is {name}, but ffn is {family.ffn.entry}")
 
 
 def _modules_of(layer: nn.Module, sublayer: Sublayer) -> set[nn.Module]:

@@ -49,7 +49,7 @@ class RowScopeError(Exception):
     """A tap of a scope failed; the cause is the tap's exception.
 
     Attributes:
-        scope: the scope.
+        scope: the scope whose tap failed.
     """
 
     def __init__(self, scope: RowScope) -> None:
@@ -73,13 +73,13 @@ class RowScopedHooks(TapHooks):
     replace at one site, because their rows differ.
 
     Args:
-        model: the live model.
-        sites: its sites.
+        model: the live model, on which hooks are registered.
+        sites: the sites of this model.
         taps: taps by owner.
         prepare: called before each forward pass with the owner of each scope and the `Call` of its rows.
 
     Raises:
-        TapError: a tap uses a site that the model does not have.
+        TapError: a tap uses a site that the model does not have, or adds a bias where the model takes none.
     """
 
     _replaces_once = False
@@ -189,14 +189,15 @@ def _scoped_call(scope: RowScope, call: Call) -> Call:
 def _run_on_rows(
     function: _TapFunction, scope: RowScope, site: Site, call: Call, tensors: Sequence[Tensor]
 ) -> Tensor | None:
+    """Call the function of a tap with the rows of its scope."""
     rows = scope.rows
     if rows is None:
         return function(call, *tensors)
     length = min(len(tensor) for tensor in tensors)
     if rows.stop > length:
         raise TapError(
-            f"A tap acts on some rows at {site}, but {length} rows arrive there, which are not those of the batch: "
-            "answer requests for this graft one at a time."
+            f"A tap acts on row {rows.stop - 1} at {site}, but the number of rows that arrive there is {length}, not "
+            "that of the batch: answer requests for this graft one at a time."
         )
     return function(call, *[tensor[rows] for tensor in tensors])
 

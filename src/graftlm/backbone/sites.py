@@ -42,7 +42,7 @@ class Sites:
     """The sites of a live model.
 
     Args:
-        model: the model.
+        model: the live model, possibly without weights.
 
     Attributes:
         model_type: the `model_type` of the model's config.
@@ -53,6 +53,7 @@ class Sites:
 
     Raises:
         UnknownFamilyError: the structure is unknown, or the model's registered family does not fit.
+        TapError: the family names a module that the model does not have.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -67,7 +68,7 @@ class Sites:
         if not isinstance(self.layers, nn.ModuleList):
             raise UnknownFamilyError(
                 f"{self.family.layers} of {type(model).__name__} is of type {type(self.layers).__name__}, but an "
-                "nn.ModuleList is expected: correct the path of the layers."
+                "nn.ModuleList is expected: set layers of the family to the path of one."
             )
         self._check()
 
@@ -87,18 +88,28 @@ class Sites:
         return str(getattr(self.config, self.family.activation, self.family.activation))
 
     def is_mixture(self, layer: int) -> bool:
-        """Return whether a layer's FFN is a mixture of experts."""
+        """Return whether a layer's FFN is a mixture of experts.
+
+        Args:
+            layer: index of the layer; negative numbers count from the end.
+
+        Raises:
+            TapError: there is no such layer.
+        """
         ffn, _ = self.module(Site("ffn", layer))
         return has_experts(ffn)
 
     def ffn_linears(self, layer: int) -> list[nn.Module]:
         """Return the Linears of a dense FFN.
 
+        Args:
+            layer: index of the layer; negative numbers count from the end.
+
         Returns:
             Those that read its input, the activated one first, then the one that writes its output.
 
         Raises:
-            TapError: the FFN is a mixture of experts.
+            TapError: there is no such layer, or its FFN is a mixture of experts.
         """
         if self.is_mixture(layer):
             raise TapError(
@@ -111,8 +122,14 @@ class Sites:
     def linears(self, layer: int) -> dict[str, tuple[int, int]]:
         """Return the Linears of a layer's attention and dense FFN that read only the layer's tokens.
 
+        Args:
+            layer: index of the layer; negative numbers count from the end.
+
         Returns:
-            (inputs, outputs) of each Linear by its path in the model.
+            The numbers (inputs, outputs) of features of each Linear, by its path in the model.
+
+        Raises:
+            TapError: there is no such layer.
         """
         roots: list[nn.Module] = []
         if not self.is_mixture(layer):
@@ -130,14 +147,24 @@ class Sites:
         return sizes
 
     def reads_positions(self, path: str) -> bool:
-        """Return whether a module also reads embeddings of relative positions, which belong to no token."""
+        """Return whether a module also reads embeddings of relative positions, which belong to no token.
+
+        Args:
+            path: path of the module in the model.
+        """
         return any(path.endswith(f".{name}") for name in self.family.reads_positions)
 
     def ffn_weights(self, layer: int) -> list[tuple[nn.Module, str]]:
-        """Return the matrices of a layer's FFN, without a router's.
+        """Return the matrices of a layer's FFN, without the one by which a mixture of experts chooses its experts.
+
+        Args:
+            layer: index of the layer; negative numbers count from the end.
 
         Returns:
             The module and the name of each parameter; in a dense FFN the activated one comes first.
+
+        Raises:
+            TapError: there is no such layer.
         """
         if not self.is_mixture(layer):
             return [(linear, "weight") for linear in self.ffn_linears(layer)]
@@ -168,8 +195,8 @@ class Sites:
         problem = self._activation_problem() or problem
         if problem:
             raise UnknownFamilyError(
-                f"The family of the model type {self.model_type!r} does not fit: {problem}; register a corrected "
-                "family."
+                f"The family of the model type {self.model_type!r} does not fit: {problem}. Register a corrected "
+                "family with graftlm.backbone.register_family."
             )
 
     def _width_problem(self, layer: int) -> str:
@@ -201,19 +228,26 @@ class Sites:
         return f"its activation is {self.activation}, but the FFN computes {computed}"
 
     def norms(self, layer: int) -> list[Site]:
-        """Return the norms inside a layer in the order in which they act; empty if the family names none."""
+        """Return the sites of the norms inside a layer in the order in which they act; empty if the family names none.
+
+        Args:
+            layer: index of the layer; negative numbers count from the end.
+
+        Raises:
+            TapError: the layer lacks a norm of the family.
+        """
         names = self._names()
         modules = [self._resolve(self.layers[layer], path) for path in self.family.norms]
         return [Site("module", path=names[module]) for module in modules]
 
     def positions(self, mask: Tensor) -> Tensor | None:
-        """Count the real tokens of a mask.
+        """Return the position ids of a padded batch: each token's number of real tokens before it.
 
         Args:
             mask: (B, T), 1 for real tokens.
 
         Returns:
-            (B, T) position ids; None if the model derives its own.
+            (B, T) int64 position ids, 0 for padding on the left; None if the model derives them from its input ids.
         """
         if self.family.counts_positions:
             return None
@@ -221,6 +255,9 @@ class Sites:
 
     def module(self, site: Site) -> tuple[nn.Module, nn.Module]:
         """Return the modules at which a site begins and ends.
+
+        Returns:
+            The module whose input is the site's input, and the one whose output is the site's output; often the same.
 
         Raises:
             TapError: the backbone has no such site.
@@ -241,8 +278,10 @@ class Sites:
     def _layer_modules(self, site: Site) -> tuple[nn.Module, nn.Module]:
         """Return the entry and exit modules of a layer, an attention or an FFN."""
         if site.layer is None or not -self.n_layers <= site.layer < self.n_layers:
+            named = "no layer" if site.layer is None else f"the layer {site.layer}"
             raise TapError(
-                f"There is no layer {site.layer}: this {self.model_type} model has layers 0 to {self.n_layers - 1}."
+                f"The site {site.kind} names {named}, but this {self.model_type} model has the layers 0 to "
+                f"{self.n_layers - 1}: name one of them."
             )
         layer = self.layers[site.layer]
         if site.kind == "layer":
@@ -269,12 +308,13 @@ class Sites:
         return entry, exit_
 
     def _resolve(self, root: nn.Module, path: str) -> nn.Module:
+        """Return the module at a path below `root`."""
         try:
             return root.get_submodule(path)
         except AttributeError:
             raise TapError(
-                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: correct the path, or "
-                "describe the family with graftlm.backbone.register_family."
+                f"{type(root).__name__} of this {self.model_type} model has no module {path!r}: name one of its "
+                "modules, or describe the family with graftlm.backbone.register_family."
             ) from None
 
 
@@ -285,10 +325,10 @@ def _family(model: PreTrainedModel) -> Family:
     structure that is found in a pass without weights.
     """
     model_type = model.config.model_type
-    row = FAMILIES.get(model_type)
+    registered = FAMILIES.get(model_type)
     declared: dict[str, object] | None = getattr(type(model), "graft_sites", None)
-    if row is None and declared is not None:
+    if registered is None and declared is not None:
         return family_row(declared)
-    if row is not None and row is PROVEN_FAMILIES.get(model_type):
-        return row
-    return structure_of(model).family(row)
+    if registered is not None and registered is PROVEN_FAMILIES.get(model_type):
+        return registered
+    return structure_of(model).family(registered)

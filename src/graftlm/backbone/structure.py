@@ -31,37 +31,37 @@ class Structure:
     def __init__(self, trace: ModuleTrace) -> None:
         self._trace = trace
 
-    def family(self, row: Family | None) -> Family:
+    def family(self, registered: Family | None) -> Family:
         """Return the module paths of the architecture as a `Family`.
 
         Args:
-            row: a registered `Family` to validate; None to infer one.
+            registered: a registered `Family` to validate; None to infer one.
 
         Raises:
             UnknownFamilyError: the family does not fit the model, or none was found.
         """
-        if row is not None and self._trace.error is not None:
-            return row  # Widths and activation are checked in the live model.
+        if registered is not None and self._trace.error is not None:
+            return registered  # Widths and activation are checked in the live model.
         try:
-            return self._checked(row)
+            return self._checked(registered)
         except MisfitError as error:
             model = self._trace.model
             kind = f"the model type {model.config.model_type!r} ({type(model).__name__})"
-            if row is None:
-                problem = f"GraftLM has no family for {kind}, and found no structure: {error}; describe it"
+            if registered is None:
+                problem = f"GraftLM has no family for {kind}, and found no structure: {error}. Describe it"
             else:
-                problem = f"The family of {kind} does not fit: {error}; register a corrected family"
+                problem = f"The family of {kind} does not fit: {error}. Register a corrected family"
             raise UnknownFamilyError(f"{problem} {_REMEDY}") from None
 
-    def _checked(self, row: Family | None) -> Family:
+    def _checked(self, registered: Family | None) -> Family:
         """Return the given or found family after all checks."""
         trace = self._trace
         if trace.error is not None:
             raise MisfitError(f"its pass without weights fails ({trace.error})")
-        family = row or find_family(trace)
+        family = registered or find_family(trace)
         layers = check_paths(trace, family)
-        if row is not None:
-            check_values(trace, row, layers)
+        if registered is not None:
+            check_values(trace, registered, layers)
         all_attend = all(has_module(layer, family.attention.entry) for layer in layers)
         separates_documents = family.separates_documents and trace.separates_documents and all_attend
         return replace(family, separates_documents=separates_documents)

@@ -86,13 +86,13 @@ class TapHooks:
     """Registers the taps of several owners, in their order, as forward hooks on one live model.
 
     Args:
-        model: the live model.
-        sites: its sites.
+        model: the live model, on which hooks are registered.
+        sites: the sites of this model.
         taps: taps by owner; without taps, no hook is registered.
         prepare: called before each forward pass with its `Call`.
 
     Raises:
-        TapError: a tap uses a site that the model does not have.
+        TapError: a tap uses a site that the model does not have, or adds a bias where the model takes none.
         TapConflictError: taps of two owners replace the hidden states of the same site.
 
     Attributes:
@@ -134,7 +134,7 @@ class TapHooks:
         self._handles.append(sites.body.register_forward_hook(self._close_call, always_call=True))
 
     def remove(self) -> None:
-        """Remove all hooks, which restores the bare model."""
+        """Remove all hooks, which restores the bare model. Hooks that were removed can't be registered again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -184,7 +184,7 @@ class TapHooks:
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of torch's activation checkpointing, as its `context_fn`.
 
-        A block is recomputed with the call of its own forward pass.
+        A block is recomputed with the call of its own forward pass. This must be called during a forward pass.
         """
         return nullcontext(), self._resume(self._stack.calls[-1])
 
@@ -198,15 +198,22 @@ class TapHooks:
             self._stack.calls.pop()
 
     def check_cache(self, call: Call) -> None:
-        """Raise `TapError` if the cache of a pass contains tokens that were read without these taps."""
+        """Check that the cache of a pass contains no tokens that were read without these taps.
+
+        Args:
+            call: the pass. Compiled passes are not checked.
+
+        Raises:
+            TapError: the cache contains such tokens.
+        """
         if call.cache is None or torch.compiler.is_compiling():
             return
         if vars(call.cache).get(_READER_KEY) == self._number:
             return
         if call.past():
             raise TapError(
-                f"The cache contains {call.past()} tokens that were read without these grafts: pass the whole text, "
-                "with an empty cache or none."
+                "The cache contains tokens that were read without these grafts "
+                f"(number of tokens: {call.past()}): pass the whole text, with an empty cache or none."
             )
 
     def _open_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
@@ -294,7 +301,7 @@ class TapHooks:
             check_bias_site(self._model, tap.site, tap.when)
         entry, exit_ = sites.module(tap.site)
         if tap.act == "bias":
-            self._add_pre_hook(entry, self._bias_hook(tap, sites.family.causal))
+            self._add_pre_hook(entry, self._bias_hook(tap, causal=sites.family.causal))
         elif tap.when == "before":
             self._add_pre_hook(entry, self._before_hook(tap))
         else:
@@ -319,7 +326,7 @@ class TapHooks:
 
         return store
 
-    def _before_hook(self, tap: Tap) -> Callable[..., Any]:
+    def _before_hook(self, tap: Tap) -> Callable[..., object]:
         """Return a hook that changes the input of a module."""
         adds = tap.act == "add"
         function = tap.function
@@ -339,7 +346,7 @@ class TapHooks:
 
         return before
 
-    def _bias_hook(self, tap: Tap, causal: bool) -> Callable[..., Any]:
+    def _bias_hook(self, tap: Tap, *, causal: bool) -> Callable[..., object]:
         """Return a hook that adds a bias to the scores of an attention."""
         site = tap.site
         function = tap.function
@@ -350,12 +357,13 @@ class TapHooks:
             if bias is None:
                 return None
             columns = static_columns(call, site, bias.shape[-2])
-            mask = biased_mask(additive_mask(self._model, site, kwargs), bias, causal, columns)
+            mask = additive_mask(self._model, site, kwargs)
+            mask = biased_mask(mask, bias, causal=causal, columns=columns)
             return args, kwargs | {"attention_mask": mask}
 
         return before
 
-    def _after_hook(self, tap: Tap, input_key: Hashable | None) -> Callable[..., Any]:
+    def _after_hook(self, tap: Tap, input_key: Hashable | None) -> Callable[..., object]:
         """Return a hook that changes the output of a module.
 
         Args:
@@ -389,7 +397,16 @@ class TapHooks:
 
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
-    """Raise `TapConflictError` if taps of two owners replace the hidden states of the same site."""
+    """Check that no two owners replace the hidden states of the same site.
+
+    Args:
+        sites: the sites of the model.
+        taps: taps by owner.
+
+    Raises:
+        TapConflictError: taps of two owners replace the hidden states of one site.
+        TapError: a tap uses a site that the model does not have.
+    """
     owners: dict[tuple[nn.Module, str], object] = {}
     for owner, owner_taps in taps.items():
         for tap in owner_taps:

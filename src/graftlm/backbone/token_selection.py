@@ -61,9 +61,9 @@ class TokenSelection:
         return (self.take(args[0])[None], *args[1:])
 
     def take(self, values: Tensor) -> Tensor:
-        """Return the values (N, ...) of the selected tokens from those of all tokens, (B, T, ...)."""
+        """Return the values of the selected tokens, (N, ...), from those of all tokens, (B, T, ...)."""
         return values.flatten(0, 1).index_select(0, self.positions.to(values.device))
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Return the logits (N, V) of the selected tokens from the output of the pass."""
+        """Return the logits of the selected tokens, (N, V), from the output of the pass, (1, N, V) or (B, T, V)."""
         return logits.squeeze(0) if self.is_applied else self.take(logits)

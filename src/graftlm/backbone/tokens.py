@@ -43,10 +43,10 @@ def generate_rows(
     """Generate tokens for a batch of prompts.
 
     Args:
-        model: any transformers model.
+        model: any decoder-only transformers model.
         tokenizer: its tokenizer, for the padding token.
-        prompts: token ids of each prompt; they are padded on the left.
-        ends: ids that end a row.
+        prompts: token ids of each prompt, at least one; they are padded on the left.
+        ends: ids that end a text.
         options: further arguments of `model.generate`.
 
     Returns:
@@ -70,8 +70,8 @@ def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | to
     """Pad B prompts on the left, so that they end in the same column.
 
     Args:
-        prompts: token ids of each prompt.
-        padding: the id of padding.
+        prompts: token ids of each prompt, at least one.
+        padding: id that fills padded columns.
         device: device of the tensors.
 
     Returns:
@@ -112,7 +112,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> 
 
 
 def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the BOS id that the tokenizer puts before every text, or None.
+    """Return the BOS id that the tokenizer puts before every text; None if it puts none there.
 
     Models that were trained with a leading BOS predict badly without it. Documents therefore begin with it in training,
     in scoring and in generation alike.
@@ -126,7 +126,7 @@ def leading_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def max_sequence_length(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
     """Return the maximum sequence length in tokens by a model's config and, if given, its tokenizer.
 
-    `UNLIMITED` if neither sets one. RoBERTa-style models reserve `pad_token_id + 1` positions.
+    It is `UNLIMITED` if neither sets one. RoBERTa-style models reserve `pad_token_id + 1` positions, which don't count.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):

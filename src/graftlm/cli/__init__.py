@@ -22,7 +22,7 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFB
 
 
 class _Verbs(TyperGroup):
-    """Reports a user's mistake as one line on stderr and an exit code."""
+    """The group of all verbs. It reports a user's mistake as one line on stderr and exits with 2."""
 
     def invoke(self, ctx: Any) -> object:
         try:
@@ -38,7 +38,8 @@ class _Verbs(TyperGroup):
             if error.errno not in _DISK_ERRORS:
                 raise
             file = error.filename or "A file"
-            log(f"error: {file} can't be read or written ({error.strerror}): fix that, or name another path.")
+            problem = f"{file} can't be read or written ({error.strerror})"
+            log(f"error: {problem}: free disk space, change its permissions, or name another path.")
             raise typer.Exit(2) from None
         finally:
             # A verb that failed while it loaded leaves garbage collection disabled.
@@ -46,7 +47,7 @@ class _Verbs(TyperGroup):
 
 
 class _Verb(TyperCommand):
-    """Configures logging before a verb runs. The help of a verb does not need it, and appears sooner without."""
+    """A verb that configures logging before it runs. Its help is shown without this, because that takes a second."""
 
     def invoke(self, ctx: Any) -> object:
         recipe = ctx.params.get("recipe")
@@ -108,7 +109,10 @@ app.command(cls=_Verb)(training.schema)
 
 
 def main() -> None:
-    """Run the command line; it exits with 2 after a user's mistake and with 130 after an interruption."""
+    """Run the command `graft` with the arguments of the process.
+
+    It exits with 0 after success, with 2 after a user's mistake, and with 130 after an interruption.
+    """
     try:
         app()
     except KeyboardInterrupt:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def configure_logging() -> None:
-    """Send progress to stderr, and let libraries log errors only."""
+    """Send progress bars to stderr, and let transformers and the client of the hub log errors only.
+
+    Environment variables that are set already are kept. transformers is imported, which takes a second or more.
+    """
     os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # it warns about torchao
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -31,18 +34,18 @@ def configure_logging() -> None:
 
 
 def is_main_process() -> bool:
-    """Return whether this process prints; of the processes of a launcher, only the first one does."""
+    """Return whether this process is the only one, or the first of those that a launcher such as torchrun started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def log(text: str, *, quiet: bool = False) -> None:
-    """Print a line to stderr, unless `quiet`."""
+    """Print a line to stderr, unless `quiet` is set or this is not the main process."""
     if is_main_process() and not quiet:
         typer.echo(text, err=True)
 
 
-def logger(quiet: bool) -> Callable[[str], None]:
-    """Return `log` with a fixed value of `quiet`."""
+def logger(*, quiet: bool) -> Callable[[str], None]:
+    """Return `log` with this value of `quiet`."""
     return partial(log, quiet=quiet)
 
 
@@ -51,33 +54,37 @@ def print_text(text: str) -> None:
     typer.echo(text, nl=False)
 
 
-def print_result(document: object, as_json: bool, show: Callable[[], object]) -> None:
-    """Print a result to stdout.
+def print_json(document: object) -> None:
+    """Print a document of JSON values to stdout, if this is the main process."""
+    if is_main_process():
+        typer.echo(json.dumps(document, indent=2))
+
+
+def print_result(document: object, *, as_json: bool, show: Callable[[], object]) -> None:
+    """Print a result to stdout, if this is the main process.
 
     Args:
-        document: The result in types of JSON.
-        as_json: Print `document` as JSON.
-        show: Prints the result for people; called if `as_json` is false.
+        document: the result as JSON values.
+        as_json: print `document` as JSON.
+        show: prints the result for people; it is called if `as_json` is false.
     """
-    if not is_main_process():
-        return
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
-    else:
+        print_json(document)
+    elif is_main_process():
         show()
 
 
-def print_report(results: Results, folder: Path, as_json: bool) -> None:
-    """Print the table of a run and the paths of its files.
+def print_report(results: Results, folder: Path, *, as_json: bool) -> None:
+    """Print the table of a run and the paths of its files to stdout.
 
     Args:
-        results: The results of the run.
-        folder: The run's folder.
-        as_json: Print one JSON document instead.
+        results: the results of the run.
+        folder: the run's folder, which contains the report.
+        as_json: print one JSON document with the results and the paths instead.
     """
     from graftlm.cli.display import stdout_console
     from graftlm.evaluation import print_table
-    from graftlm.evaluation.kept_answers import AnswerPair
+    from graftlm.evaluation.kept_answers import reported_answers
     from graftlm.evaluation.report import report_files
     from graftlm.evaluation.terminal_tables import print_answers
 
@@ -87,11 +94,10 @@ def print_report(results: Results, folder: Path, as_json: bool) -> None:
         console = stdout_console()
         print_table(results, console)
         for row in results.rows:
-            worst = (results.details.get("answers") or {}).get(row.id, [])
-            print_answers([AnswerPair(**pair) for pair in worst], console)
+            print_answers(reported_answers(results, row.id), console)
         for kind, paths in files.items():
             for path in paths:
                 typer.echo(f"{kind:8} {path}")
 
     document = {"results": results.model_dump(mode="json"), "files": files}
-    print_result(document, as_json, show)
+    print_result(document, as_json=as_json, show=show)

@@ -36,7 +36,7 @@ class _LayerColumn(NamedTuple):
 
 
 def stdout_console() -> Console:
-    """Return the console for results. Files and pipes have no width and get 100 columns."""
+    """Return a console for stdout, with the width of the terminal, or of 100 columns for files and pipes."""
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     return Console(file=sys.stdout, width=width)
 
@@ -52,7 +52,7 @@ def print_inspection(inspection: Inspection) -> None:
 
 
 def print_adapter(adapter: AdapterInspection) -> None:
-    """Print the contents of a PEFT adapter, and how GraftLM and PEFT use it."""
+    """Print the contents of a PEFT adapter, the recipes that can use it, and the code that merges it."""
     console = stdout_console()
     _print_pairs(_adapter_summary(adapter), console)
     _print_tensors(adapter.tensors, console)
@@ -189,8 +189,8 @@ def _format_pairs(values: Mapping[str, object], *, show_unset: bool = False) -> 
     """Return keys with their values as text.
 
     Args:
-        values: The values; None marks a key without a value.
-        show_unset: Also list the keys without a value.
+        values: the values; None marks a key without a value.
+        show_unset: also list the keys without a value.
     """
     parts = []
     for key, value in values.items():
@@ -202,7 +202,7 @@ def _format_pairs(values: Mapping[str, object], *, show_unset: bool = False) -> 
 
 
 def _format_value(value: object) -> str:
-    """Return a value as text; long lists are shortened to their beginning and their length."""
+    """Return a value as text. A list of more than six items is shortened to the first six and the length."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):

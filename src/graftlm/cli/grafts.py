@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.common import log, print_result, print_text
+from graftlm.cli.common import log, print_json, print_result, print_text
 from graftlm.cli.inputs import (
     AsJson,
     BackboneName,
@@ -85,7 +85,10 @@ def evaluate(
     }
     if rows:
         if text or examples or tasks:
-            raise DataError("--rows can't be combined with --text, --examples or --tasks: run graft eval twice.")
+            raise DataError(
+                "--rows measures a graft with heads, and can't be combined with --text, --examples or --tasks, which "
+                "need a language model: leave out one or the other."
+            )
         files = files_by_name(rows, "files of rows", "--rows")
         results = evaluate_rows(load_task_graft(graft, **model), files, batch_size=batch_size)
     else:
@@ -116,7 +119,9 @@ def evaluate(
         )
     if out is not None:
         write_report(results, out)
-    print_result(results.model_dump(mode="json"), as_json, lambda: print_side_by_side(results, stdout_console()))
+    print_result(
+        results.model_dump(mode="json"), as_json=as_json, show=lambda: print_side_by_side(results, stdout_console())
+    )
 
 
 def audit(
@@ -179,14 +184,14 @@ def audit(
     texts = read_texts(text or (), text_column=text_column)
     result = run_audit(base, tuned, out, texts=texts, progress=not quiet, **settings)
     document = result.results.model_dump(mode="json")
-    print_result(document, as_json, lambda: print_audit(result, stdout_console()))
+    print_result(document, as_json=as_json, show=lambda: print_audit(result, stdout_console()))
     if out is not None:
         log(f"page     {result.write(out)}", quiet=quiet)
     result.check_budget()
 
 
 def _split_names(names: str) -> list[str]:
-    """Return the names of a list with commas."""
+    """Return the names in a list that is separated by commas."""
     return [name for name in names.split(",") if name]
 
 
@@ -261,7 +266,7 @@ def generate(
         else:
             typer.echo()  # ends the line of the text, which is printed already
 
-    print_result(result.to_json(), as_json, show)
+    print_result(result.to_json(), as_json=as_json, show=show)
 
 
 def chat(
@@ -332,7 +337,7 @@ def predict(
     rows = read_questions(task_graft.config(task), source, text_column or ())
     predictions = predict_rows(task_graft, task, rows, batch_size=batch_size)
     if as_json:
-        print_result(list(predictions), True, typer.echo)
+        print_json(list(predictions))
         return
     for prediction in predictions:
         typer.echo(json.dumps(prediction, ensure_ascii=False))
@@ -364,7 +369,9 @@ def inspect(
 
     if is_report:
         results = Results.read(folder)
-        print_result(results.model_dump(mode="json"), as_json, lambda: print_table(results, stdout_console()))
+        print_result(
+            results.model_dump(mode="json"), as_json=as_json, show=lambda: print_table(results, stdout_console())
+        )
         return
     inspection = inspect_graft(
         folder,
@@ -374,7 +381,7 @@ def inspect(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    print_result(inspection.model_dump(mode="json"), as_json, lambda: print_inspection(inspection))
+    print_result(inspection.model_dump(mode="json"), as_json=as_json, show=lambda: print_inspection(inspection))
 
 
 def export(
@@ -395,13 +402,14 @@ def export(
     if is_graft:
         read_manifest(graft).check_alone(graft, "an export")
     elif backbone or changes:
-        raise ArtifactError(f"{graft} is a complete model, but --backbone or --set was given: leave them out.")
+        given = " and ".join(name for name, value in (("--backbone", backbone), ("--set", changes)) if value)
+        raise ArtifactError(f"{graft} is a complete model, but {given} was given, which is for grafts: leave it out.")
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     if is_graft:
         folder = export_graft(load_graft(graft, loaded, changes or ()), loaded, to)
     else:
         folder = export_model(loaded, to)
-    print_result({"folder": str(folder)}, as_json, lambda: typer.echo(f"wrote {folder}"))
+    print_result({"folder": str(folder)}, as_json=as_json, show=lambda: typer.echo(f"wrote {folder}"))
 
 
 def push(
@@ -417,7 +425,7 @@ def push(
     from graftlm.store.upload import push_to_hub
 
     url = push_to_hub(folder, repository, private=not public)
-    print_result({"url": url}, as_json, lambda: typer.echo(f"wrote {url}"))
+    print_result({"url": url}, as_json=as_json, show=lambda: typer.echo(f"wrote {url}"))
 
 
 def import_peft(
@@ -429,7 +437,7 @@ def import_peft(
     from graftlm.generation.adapters import inspect_adapter
 
     inspection = inspect_adapter(adapter)
-    print_result(inspection.model_dump(mode="json"), as_json, lambda: print_adapter(inspection))
+    print_result(inspection.model_dump(mode="json"), as_json=as_json, show=lambda: print_adapter(inspection))
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -439,4 +447,4 @@ def methods(as_json: AsJson = False) -> None:
 
     listed = registered_methods()
     document = [method.model_dump(mode="json") for method in listed]
-    print_result(document, as_json, lambda: print_methods(listed))
+    print_result(document, as_json=as_json, show=lambda: print_methods(listed))

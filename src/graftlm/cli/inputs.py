@@ -9,34 +9,34 @@ from typer import Argument, Option
 
 
 def argument(metavar: str, text: str, *, show_default: bool = False) -> Any:
-    """Declare an argument.
+    """Declare a positional argument of a verb.
 
     Args:
-        metavar: Its name in the help.
-        text: Its description in the help.
-        show_default: Show the default value in the help.
+        metavar: name of the argument in the help.
+        text: description in the help.
+        show_default: show the default value in the help.
     """
     return Argument(metavar=metavar, help=text, show_default=show_default)
 
 
 def option(metavar: str, text: str, *names: str, **settings: Any) -> Any:
-    """Declare an option with a value.
+    """Declare an option of a verb that takes a value.
 
     Args:
-        metavar: The name of the value in the help.
-        text: Its description in the help.
-        names: Names of the option; by default the parameter's name.
-        settings: Further settings of `typer.Option`, such as `min`.
+        metavar: name of the value in the help.
+        text: description in the help.
+        names: names of the option, such as `--out`; without any, the name is that of the function's parameter.
+        settings: further settings of `typer.Option`, such as `min`.
     """
     return Option(*names, metavar=metavar, help=text, **settings)
 
 
 def flag(names: str, text: str) -> Any:
-    """Declare an option without a value.
+    """Declare an option of a verb that takes no value.
 
     Args:
-        names: Names of the option, separated by spaces.
-        text: Its description in the help.
+        names: names of the option, separated by spaces; `--on/--off` declares a pair.
+        text: description in the help.
     """
     return Option(*names.split(), help=text)
 

@@ -67,7 +67,7 @@ def summarize(
     """Summarize documents, and show the source of each sentence."""
     from graftlm.pipelines import summarize as api
 
-    tell = logger(quiet)
+    tell = logger(quiet=quiet)
     size = api.Budget.read(budget)
     trained_selector = None if selector is None else api.load_selector(selector, device=device)
     decoding = {"method": method, "max_new_tokens": length, "seed": seed}
@@ -107,11 +107,11 @@ def summarize(
             options.update(model.decoding.model_dump(mode="json"), window=window)
         _append_summaries(out, paths, options, batch_arguments, quiet=quiet)
     elif batch:
-        _check_rows(_printed_rows(api.summarize_many(paths, **batch_arguments)), tell)
+        _exit_if_failed(_printed_rows(api.summarize_many(paths, **batch_arguments)), tell)
     else:
         summaries = [api.summarize(path, **arguments) for path in paths]
         rows = [summary.to_json() for summary in summaries]
-        print_result(rows, as_json, lambda: _print_summaries(summaries, tell))
+        print_result(rows, as_json=as_json, show=lambda: _print_summaries(summaries, tell))
 
 
 def _append_summaries(
@@ -125,35 +125,35 @@ def _append_summaries(
     """Append the summaries of the documents that the file does not contain yet.
 
     Args:
-        out: The file of summaries.
-        paths: All documents.
-        options: JSON of the options of the run.
-        arguments: Arguments of `summarize_many`.
-        quiet: Print no progress and no notes.
+        out: the file of summaries.
+        paths: all documents.
+        options: the options of the run as JSON values, which must be equal to those of earlier runs with this file.
+        arguments: arguments of `summarize_many`.
+        quiet: print no progress and no notes.
     """
     from rich.progress import track
 
     from graftlm.pipelines.summarize import append_summaries, pending_documents
 
-    tell = logger(quiet)
+    tell = logger(quiet=quiet)
     pending = pending_documents(out, paths, options)
     rows = append_summaries(out, pending, options, **arguments)
-    tell(f"{len(paths) - len(pending)} of {len(paths)} documents are in {out} already")
+    tell(f"summaries already in {out}: {len(paths) - len(pending)} of {len(paths)}")
     is_hidden = quiet or not sys.stderr.isatty()
-    _check_rows(track(rows, "summarizing", total=len(pending), disable=is_hidden), tell)
+    _exit_if_failed(track(rows, "summarizing", total=len(pending), disable=is_hidden), tell)
     typer.echo(out)
 
 
 def _printed_rows(results: Iterable[Summary | SummaryFailure]) -> Iterator[Mapping[str, object]]:
-    """Print each result as a line of JSON, and yield it."""
+    """Print each result as a line of JSON, and yield this JSON object."""
     for result in results:
         row = result.to_json()
         typer.echo(json.dumps(row))
         yield row
 
 
-def _check_rows(rows: Iterable[Mapping[str, object]], tell: Callable[[str], None]) -> None:
-    """Read all rows, and exit with 2 if a document failed."""
+def _exit_if_failed(rows: Iterable[Mapping[str, object]], tell: Callable[[str], None]) -> None:
+    """Iterate over all rows, and then exit with 2 if one of them is an error."""
     count = 0
     failed = 0
     for row in rows:
@@ -161,7 +161,7 @@ def _check_rows(rows: Iterable[Mapping[str, object]], tell: Callable[[str], None
         if "error" in row:
             failed += 1
     if failed:
-        tell(f"error: {failed} of {count} documents have no summary: see the key error of their lines.")
+        tell(f"error: documents without a summary: {failed} of {count}; the key error of their lines has the reason.")
         raise typer.Exit(2)
 
 
@@ -252,7 +252,7 @@ def clarify(
         conversation = chain.run(conversation, keep=resume)
         written = conversation.written
         output = written.output if written else ""
-        print_result(conversation.to_json(), as_json, lambda: printer.finish(output))
+        print_result(conversation.to_json(), as_json=as_json, show=lambda: printer.finish(output))
     if not quiet and not as_json:
         for line in api.summary_lines(conversation):
             log(line)

@@ -78,7 +78,7 @@ def serve(
     from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
 
     pairs = [split_model(text) for text in backbone]
-    _check_single_backbone(pairs, name, chat_template)
+    _check_backbones(pairs, name, chat_template)
     folders = named_folders(graft or [])
     settings = ServerSettings(
         host=host,
@@ -127,19 +127,28 @@ def serve(
     server.serve(service, lambda address: log(f"serving {', '.join(service.engine.names)} at {address}"))
 
 
-def _check_single_backbone(
+def _check_backbones(
     pairs: list[tuple[str | None, str]],
     name: str | None,
     chat_template: Path | None,
 ) -> None:
-    """Check that the models exist, and that the options for a single backbone are used with one only."""
+    """Check the models' files, and that the options for a single backbone are not used with several.
+
+    Raises:
+        BackboneError: a local path is not a model.
+        GraftError: an option does not fit the backbones.
+    """
     for _, model in pairs:
         find_model(model)
     if name and (len(pairs) > 1 or pairs[0][0]):
-        raise GraftError("--name is for a single backbone without a name: use --backbone NAME=MODEL instead.")
+        raise GraftError(
+            f"--name {name} was given, but it is for a single backbone that --backbone gives no name: write --backbone "
+            "NAME=MODEL instead."
+        )
     if chat_template and len(pairs) > 1:
         raise GraftError(
-            "--chat-template is for a single backbone: put chat_template.jinja into the model's folder instead."
+            f"--chat-template was given for {len(pairs)} backbones, but it is for a single one: put "
+            "chat_template.jinja into the model's folder instead."
         )
 
 
@@ -160,16 +169,27 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def split_model(text: str) -> tuple[str | None, str]:
-    """Return the name, or None, and the model of `[NAME=]MODEL`."""
+    """Return the name and the model of `[NAME=]MODEL`.
+
+    A text that is an existing path is taken as a model without a name, even if it contains `=`.
+
+    Returns:
+        The name, which is None if there is none, and the model.
+
+    Raises:
+        GraftError: the name or the model is empty.
+    """
     name, equals, model = text.partition("=")
-    if equals and not (name and model):
+    if not equals:
+        return None, text
+    if not (name and model):
         raise GraftError(
-            f"--backbone is {text!r}, but MODEL or NAME=MODEL is expected, such as reader=bert-base-uncased."
+            f"--backbone is {text!r}, but MODEL or NAME=MODEL is expected, such as reader=bert-base-uncased: add the "
+            "missing part."
         )
-    is_path = Path(text).exists()
-    if equals and not is_path:
-        return name, model
-    return None, text
+    if Path(text).exists():
+        return None, text
+    return name, model
 
 
 def named_folders(pairs: list[str]) -> dict[str, Path]:
@@ -182,7 +202,10 @@ def named_folders(pairs: list[str]) -> dict[str, Path]:
     for pair in pairs:
         name, _, folder = pair.partition("=")
         if not name or not folder:
-            raise GraftError(f"--graft is {pair!r}, but NAME=DIR is expected, such as danish=runs/danish/graft.")
+            raise GraftError(
+                f"--graft is {pair!r}, but NAME=DIR is expected, such as danish=runs/danish/graft: add the missing "
+                "part."
+            )
         if name in folders:
             raise GraftError(f"--graft has the name {name} twice: give the grafts different names.")
         folders[name] = Path(folder)
@@ -190,8 +213,16 @@ def named_folders(pairs: list[str]) -> dict[str, Path]:
 
 
 def read_template(file: Path) -> str:
-    """Return the text of a chat template."""
+    """Return the text of a file with a chat template. Its Jinja is not checked.
+
+    Raises:
+        GraftError: the file can't be read, or is not UTF-8.
+    """
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GraftError(f"The chat template {file} can't be read ({error}): name a text file with Jinja.") from None
+    except OSError as error:
+        raise GraftError(f"The chat template {file} can't be read ({error.strerror}): name a Jinja file.") from None
+    except UnicodeDecodeError as error:
+        raise GraftError(
+            f"The chat template {file} is not UTF-8 text (byte {error.start}): name a Jinja file in UTF-8."
+        ) from None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from graftlm.cli.common import logger, print_report, print_result
+from graftlm.cli.common import logger, print_json, print_report, print_result
 from graftlm.cli.inputs import AsJson, Quiet, RecipeFile, RunFolder, Settings, flag, option
 from graftlm.errors import ForgettingBudgetError
 
@@ -23,7 +23,7 @@ def _run(
     quiet: bool,
     **options: object,
 ) -> None:
-    """Run a recipe by the function of the package with this name, and print the report."""
+    """Run a recipe with the function `graftlm.NAME`, and print the report, even if the run forgot too much."""
     import graftlm
     from graftlm.evaluation import Results
 
@@ -31,11 +31,11 @@ def _run(
     folder = out or Path(parsed.out)
     run = getattr(graftlm, name)
     try:
-        results = run(parsed, folder, progress=not quiet, log=logger(quiet), **options)
+        results = run(parsed, folder, progress=not quiet, log=logger(quiet=quiet), **options)
     except ForgettingBudgetError:
-        print_report(Results.read(folder), folder, as_json)
+        print_report(Results.read(folder), folder, as_json=as_json)
         raise
-    print_report(results, folder, as_json)
+    print_report(results, folder, as_json=as_json)
 
 
 def train(
@@ -82,14 +82,17 @@ def demo(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Teach a real chat model C++ from the headers of PyTorch.
+    """Teach a real chat model invented facts, and show what it forgot.
 
     The model comes from the extra smollm2 or from the hub.
     """
-    from graftlm.demo import run_chat_demo
+    from graftlm.cli.display import stdout_console
+    from graftlm.demo import run_demo
+    from graftlm.demo.display import print_demo
 
-    results = run_chat_demo(out, quick=quick, seed=seed, log=logger(quiet), progress=not quiet)
-    print_report(results, out, as_json)
+    results = run_demo(out, quick=quick, seed=seed, log=logger(quiet=quiet), progress=not quiet)
+    document = results.model_dump(mode="json")
+    print_result(document, as_json=as_json, show=lambda: print_demo(results, out, stdout_console()))
 
 
 def schema(
@@ -102,7 +105,7 @@ def schema(
 
     document = recipe_schema()
     if out is None:
-        print_result(document, True, typer.echo)
+        print_json(document)
         return
     path = write_atomically(out, json.dumps(document, indent=2).encode() + b"\n")
-    print_result({"schema": str(path)}, as_json, lambda: typer.echo(path))
+    print_result({"schema": str(path)}, as_json=as_json, show=lambda: typer.echo(path))

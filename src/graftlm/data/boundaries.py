@@ -31,9 +31,10 @@ def window_bounds(
     Args:
         n_tokens: number of tokens of the sequence.
         length: maximum number of tokens of a window.
-        overlap: number of tokens that a window shares with the previous one.
+        overlap: number of tokens that a window shares with the previous one. It must be smaller than `length`, and 0
+            with `starts`.
         starts: sorted positions at which documents start. A window then ends before the first document that does not
-            fit into it. Only documents that are longer than a window are cut.
+            fit into it, and only documents that are longer than a window are cut. None cuts anywhere.
     """
     start = 0
     stop = 0
@@ -53,18 +54,18 @@ def _last_up_to(positions: Sequence[int], stop: int) -> int:
     return int(positions[number - 1]) if number else 0
 
 
-def split_rows(stream: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
-    """Cut marked ids (n,) into padded rows (N, length)."""
-    rows = [pad_row(stream[start:stop], length) for start, stop in row_bounds(stream, length, boundaries)]
+def split_rows(marked: np.ndarray, length: int, boundaries: Boundaries) -> np.ndarray:
+    """Cut marked ids (n,) with at least one token into padded rows (N, length)."""
+    rows = [pad_row(marked[start:stop], length) for start, stop in row_bounds(marked, length, boundaries)]
     return np.stack(rows)
 
 
-def row_bounds(stream: np.ndarray, length: int, boundaries: Boundaries) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each row of at most `length` tokens in a stream of marked ids (n,)."""
+def row_bounds(marked: np.ndarray, length: int, boundaries: Boundaries) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each row of at most `length` tokens in marked ids (n,)."""
     starts = None
     if boundaries == "whole":
-        starts = np.flatnonzero(is_start(stream)).tolist()
-    return window_bounds(len(stream), length, starts=starts)
+        starts = np.flatnonzero(is_start(marked)).tolist()
+    return window_bounds(len(marked), length, starts=starts)
 
 
 def check_rows(n_tokens: int, length: int, boundaries: Boundaries, name: str) -> None:
@@ -76,9 +77,13 @@ def check_rows(n_tokens: int, length: int, boundaries: Boundaries, name: str) ->
         boundaries: how documents share rows; with `whole` a shorter row is padded.
         name: the name of the tokens in error messages.
     """
-    needed = 1 if boundaries == "whole" else length
-    if n_tokens < needed:
-        raise DataError(f"{name}: {n_tokens} tokens in all, but a row needs {length}: add text, or lower the length.")
+    if boundaries == "whole":
+        if n_tokens == 0:
+            raise DataError(f"{name}: there are no tokens, but a row needs at least one: add text.")
+    elif n_tokens < length:
+        raise DataError(
+            f"{name}: the number of tokens is {n_tokens}, but a row needs {length}: add text, or lower the length."
+        )
 
 
 def check_boundaries(model: PreTrainedModel, boundaries: Boundaries) -> None:

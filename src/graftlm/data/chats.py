@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graftlm.data.table_files import type_name
 from graftlm.errors import DataError, first_line
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class ChatExample:
     """A conversation.
 
     Attributes:
-        messages: the messages, with role, content, and other keys that the template uses.
+        messages: the messages, with role (system, user, assistant or tool), content, and other keys that the template
+            uses.
         tools: the tools that the model may call, as JSON schemas.
         where: its location, for error messages.
     """
@@ -85,20 +87,35 @@ def read_chat(value: object, where: str, tools: Sequence[object] | None = None) 
     """Read a conversation from a list of messages.
 
     Args:
-        value: messages with `role` and `content`, or with ShareGPT's `from` and `value`.
-        where: its location, for error messages.
+        value: a list of messages with `role` and `content`, or with ShareGPT's `from` and `value`. A content may be a
+            list of text parts. Keys whose value is None are left out.
+        where: the location of the conversation, for error messages.
         tools: the tools that the model may call, as JSON schemas.
 
+    Returns:
+        The conversation, with the roles system, user, assistant and tool; their synonyms, such as human, are replaced.
+
     Raises:
-        DataError: the list has another form or no turn of the assistant, or its roles are out of order.
+        DataError: the messages or the tools are not a list; there are no messages, or none of the assistant; a message
+            is not a mapping, its role is unknown or out of order, or its content is not text; or a message of the
+            assistant has neither text nor calls of tools.
     """
     if not isinstance(value, Sequence) or (isinstance(value, str) and value):
-        raise DataError(f"{where} has {type(value).__name__} for messages, but a list of messages is expected.")
+        raise DataError(
+            f"{where} has {type_name(value)} for messages, but a list of messages is expected: correct the "
+            "conversation."
+        )
     if not value:
-        raise DataError(f"{where} has no messages: leave the conversation out.")
+        raise DataError(f"{where} has no messages, but at least one is expected: leave the conversation out.")
+    if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str)):
+        raise DataError(
+            f"{where} has {type_name(tools)} for tools, but a list of JSON schemas is expected: convert the tools."
+        )
     messages = [_read_message(message, f"{where}, message {n}") for n, message in enumerate(value, start=1)]
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where} has no assistant's turn, so there is nothing to predict: leave the conversation out.")
+        raise DataError(
+            f"{where} has no message of the assistant, so there is nothing to predict: leave the conversation out."
+        )
     role_before = ""
     for number, message in enumerate(messages, start=1):
         _check_turn(message, role_before, f"{where}, message {number}")
@@ -110,25 +127,27 @@ def _read_message(message: object, where: str) -> Message:
     """Return a message with the keys role and content, and with its other keys."""
     if not isinstance(message, Mapping):
         raise DataError(
-            f"{where} has the type {type(message).__name__}, but an object with role and content is expected: correct "
+            f"{where} is of type {type(message).__name__}, but an object with role and content is expected: correct "
             "the message."
         )
     values = {str(key): value for key, value in message.items() if value is not None}
     role = _pop_either(values, "role", "from")
     content = _pop_either(values, "content", "value")
-    if role not in _ROLES:
-        raise DataError(f"{where} has the role {role!r}, but one of {', '.join(_ROLES)} is expected.")
+    if not isinstance(role, str) or role not in _ROLES:
+        found = "no role" if role is None else f"the role {role!r}"
+        raise DataError(f"{where} has {found}, but one of {', '.join(_ROLES)} is expected: correct the message.")
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and values.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise DataError(f"{where} has content of the type {type(content).__name__}, but text is expected.")
+        found = "no content" if content is None else f"content of type {type(content).__name__}"
+        raise DataError(f"{where} has {found}, but text is expected: correct the message.")
     return {"role": _ROLES[role], "content": content, **values}
 
 
 def _pop_either(values: Message, name: str, other: str) -> Any:
-    """Remove two keys and return the value of the first one that was there."""
+    """Remove both keys in place, and return the value of `name` if it was there, else that of `other` or None."""
     value = values.pop(other, None)
     return values.pop(name, value)
 
@@ -154,9 +173,11 @@ def _check_turn(message: Message, role_before: str, where: str) -> None:
 def render_chat(chat: ChatExample, tokenizer: PreTrainedTokenizerBase) -> RenderedChat:
     """Render a conversation with a tokenizer's chat template.
 
+    Turns of the assistant that have no text in the rendering are left out of `RenderedChat.turns`.
+
     Raises:
         DataError: the tokenizer has no template, the template can't render the conversation, or it renders the
-            beginning of the conversation differently than the whole.
+            messages before an answer differently than in the whole conversation.
     """
     if not tokenizer.chat_template:
         raise DataError(f"{chat.where} is a conversation, but the tokenizer has no chat template: name a chat model.")
@@ -212,6 +233,10 @@ def _prefix_error(chat: ChatExample, number: int) -> DataError:
 def render_question(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Render messages with the chat template, ending with its generation prompt.
 
+    Args:
+        messages: the messages, of which the last is usually one of the user.
+        tokenizer: the tokenizer with the chat template.
+
     Raises:
         DataError: the tokenizer has no template, or the template can't render the messages.
     """
@@ -246,16 +271,17 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[
     """Tokenize a conversation of n tokens.
 
     Returns:
-        The ids, int64, (n,); whether each token is predicted, bool, (n,); and the character at which each token ends,
-        int64, (n,).
+        The token ids, int64, (n,); which of them are predicted, bool, (n,); and the character of the rendered text at
+        which each token ends, int64, (n,).
 
     Raises:
-        DataError: the tokenizer is not a fast one, the conversation can't be rendered, no token is predicted, or the
-            template's own `{% generation %}` blocks mark other text.
+        DataError: the tokenizer is not a fast one, the conversation can't be rendered (see `render_chat`), no token is
+            predicted, or the template's own `{% generation %}` blocks mark other text.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
-            "Conversations need a fast tokenizer, which returns the positions of tokens: add a tokenizer.json."
+            f"{chat.where} is a conversation, but the tokenizer {type(tokenizer).__name__} does not return the "
+            "positions of tokens: use a backbone with a tokenizer.json."
         )
     rendered = render_chat(chat, tokenizer)
     encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -266,13 +292,16 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[
     for start, stop in rendered.turns:
         predicted |= (start <= begins) & (begins < stop)
     if not predicted.any():
-        raise DataError(f"{chat.where} has no token to predict: its assistant's turns are empty in the chat template.")
+        raise DataError(
+            f"{chat.where} has no token to predict, since the chat template renders no text of the assistant: leave "
+            "the conversation out, or set another chat_template."
+        )
     _check_own_mask(tokenizer, chat, ids, predicted)
     return ids, predicted, offsets[:, 1]
 
 
 def _first_visible(text: str, offsets: np.ndarray) -> np.ndarray:
-    """Return the position of each token's first character that is not white space, or of its first one, shape (n,)."""
+    """Return the position of each token's first visible character, or of its first one if none is visible: (n,)."""
     positions = []
     for start, stop in offsets.tolist():
         token = text[start:stop]
@@ -283,7 +312,7 @@ def _first_visible(text: str, offsets: np.ndarray) -> np.ndarray:
 
 
 def _check_own_mask(tokenizer: Any, chat: ChatExample, ids: np.ndarray, predicted: np.ndarray) -> None:
-    """Compare the predicted tokens with the template's own mask, if it has one.
+    """Raise `DataError` if the template marks the assistant's tokens itself, and they are not the predicted ones.
 
     White space and special tokens may differ.
     """

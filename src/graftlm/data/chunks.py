@@ -31,7 +31,7 @@ class TextChunk:
         text: the text.
         first: whether it is the first chunk of its document.
         last: whether it is the last chunk of its document.
-        prompt: whether it belongs to the document's prompt.
+        prompt: whether it belongs to the document's prompt rather than to its text.
         where: the document's location, for error messages.
         chat: the whole conversation, if the document is one. It is always a single chunk.
     """
@@ -45,15 +45,13 @@ class TextChunk:
 
 
 def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
-    """Split documents into chunks of at most `CHUNK_CHARACTERS`; a conversation stays one chunk.
+    """Split documents into chunks of at most `CHUNK_CHARACTERS` characters, which bounds the memory of tokenizers.
 
-    This bounds the memory of tokenizers. A chunk ends after the last line break between two visible characters, where
-    tokenizers split anyway, or at the limit if there is none. A tokenizer that marks the start of a text may add one
-    token per chunk.
+    A conversation stays one chunk, and other documents without text are left out. A chunk ends after the last line
+    break between two visible characters, where tokenizers split anyway, or at the limit if there is none. A tokenizer
+    that marks the start of a text may add one token per chunk.
     """
     for document in documents:
-        if not document.text:
-            continue
         if document.chat is not None:
             yield TextChunk(
                 text=document.text,
@@ -63,6 +61,8 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
                 where=document.where,
                 chat=document.chat,
             )
+            continue
+        if not document.text:
             continue
         first = True
         for start, stop in _chunk_bounds(document.prompt):
@@ -107,9 +107,9 @@ def _best_cut(text: str, start: int, stop: int) -> int:
 
 
 def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
-    """Group chunks into lists of at least `characters` characters, except the last.
+    """Group chunks into lists of at least `characters` characters. The last list may have fewer.
 
-    A prompt is never separated from the chunk after it.
+    A chunk of a prompt is always in the same list as the chunk after it.
     """
     group: list[TextChunk] = []
     size = 0
@@ -125,7 +125,15 @@ def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[
 
 
 def tokenize(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-    """Return the marked ids of each chunk, shape (its tokens,)."""
+    """Return the marked ids of each chunk: int32, (its number of tokens,).
+
+    Args:
+        group: chunks in the order of `split_documents`. The last one does not belong to a prompt.
+        tokenizer: the backbone's tokenizer.
+
+    Raises:
+        DataError: a conversation does not fit the tokenizer's chat template; see `chat_tokens`.
+    """
     encoded = tokenizer(
         [chunk.text for chunk in group],
         add_special_tokens=False,
@@ -157,7 +165,14 @@ def tokenize(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def mark_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> np.ndarray:
-    """Return the marked ids (n,) of a conversation. Its template contains the tokens that begin and end it."""
+    """Return the marked ids of a conversation of n tokens: int32, (n,).
+
+    The text before the first predicted token is the prompt. No BOS or EOS is added, since they are part of the chat
+    template.
+
+    Raises:
+        DataError: the conversation does not fit the tokenizer's chat template; see `chat_tokens`.
+    """
     ids, predicted, _ = chat_tokens(tokenizer, chat)
     first_predicted = int(predicted.argmax())
     positions = np.arange(len(ids))

@@ -25,19 +25,24 @@ def read_conll(
     columns: Mapping[str, str],
     header: Sequence[str] = (),
 ) -> Iterator[tuple[tuple[list[str], list[str]], str]]:
-    """Yield the words and the tags of each sentence, and its location, from a file with one word per line.
+    """Read tagged sentences from a file with one word per line.
 
-    Empty lines separate sentences. Columns are separated by tabs if the file has any, and otherwise by blanks. Comments
-    begin with `#` and have no column of tags. Lines with `-DOCSTART-` are skipped.
+    Empty lines separate sentences. Columns are separated by tabs if the file has any, and otherwise by blanks. Lines
+    whose first column is `-DOCSTART-` are skipped, and so are comments: lines that begin with `#` and, in a file with
+    tabs, have one column, or in a file with blanks, look like `# key = value`.
 
     Args:
-        path: the file.
+        path: a UTF-8 file, which may be gzipped.
         columns: names of the columns of words and tags by the config key that sets each; only used with a `header`.
         header: names of all columns. By default the first column has the words and the last one the tags, and in an
             `.iob2` file, as in Universal NER, the second and the third.
 
+    Yields:
+        The words and the tags of a sentence, and the location of its first line.
+
     Raises:
-        DataError: the file can't be read, or a line has no tag or a wrong number of columns.
+        DataError: the file can't be read, `header` lacks a column or has it twice, a line has a wrong number of
+            columns, or a word or tag is empty.
     """
     layout = _find_columns(path, columns, header)
     lines = read_text(path).split("\n")
@@ -53,7 +58,7 @@ def read_conll(
             tags = []
             continue
         cells = line.rstrip().split("\t") if has_tabs else line.split()
-        if _is_comment(cells, has_tabs) or cells[0] == "-DOCSTART-":
+        if _is_comment(cells, has_tabs=has_tabs) or cells[0] == "-DOCSTART-":
             continue
         _check_cells(cells, layout, f"{path}: line {number}")
         if not words:
@@ -63,6 +68,7 @@ def read_conll(
 
 
 def _find_columns(path: Path, columns: Mapping[str, str], header: Sequence[str]) -> _Columns:
+    """Return the positions of the words and tags: by the names in `header`, or by the suffix of the file."""
     if header:
         check_columns(header, columns, str(path), "task")
         word, tag = (list(header).index(name) for name in columns.values())
@@ -72,7 +78,7 @@ def _find_columns(path: Path, columns: Mapping[str, str], header: Sequence[str])
     return _Columns(word=0, tag=-1, count=2, exact=False)
 
 
-def _is_comment(cells: Sequence[str], has_tabs: bool) -> bool:
+def _is_comment(cells: Sequence[str], *, has_tabs: bool) -> bool:
     """Return whether a line is a comment: with tabs if it has one cell, and otherwise if it looks like `# key = value`.
 
     Other lines that begin with `#` have a word such as `#1`.
@@ -85,12 +91,17 @@ def _is_comment(cells: Sequence[str], has_tabs: bool) -> bool:
 
 
 def _check_cells(cells: Sequence[str], layout: _Columns, where: str) -> None:
-    is_wrong = len(cells) != layout.count if layout.exact else len(cells) < layout.count
-    if is_wrong:
-        expected = f"{layout.count}" if layout.exact else f"at least {layout.count}"
+    """Raise `DataError` if a line has a wrong number of columns, or an empty word or tag."""
+    if layout.exact and len(cells) != layout.count:
         raise DataError(
-            f"{where} has {len(cells)} columns, but {expected} are expected, including a word and its tag: correct the "
-            "line, or name the task's columns."
+            f"{where}: the number of columns is {len(cells)}, but the task names {layout.count}: correct the line, or "
+            "the task's columns."
         )
-    if not cells[layout.word].strip() or not cells[layout.tag].strip():
-        raise DataError(f"{where} has an empty word or tag: correct the line.")
+    if len(cells) < layout.count:
+        raise DataError(
+            f"{where}: the number of columns is {len(cells)}, but at least {layout.count} are expected, including a "
+            "word and its tag: correct the line, or name the task's columns."
+        )
+    for name, cell in (("word", cells[layout.word]), ("tag", cells[layout.tag])):
+        if not cell.strip():
+            raise DataError(f"{where} has an empty {name}: fill it in, or remove the line.")

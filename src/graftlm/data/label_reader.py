@@ -1,6 +1,6 @@
 """Read the labels of a task's column: classes, numbers, several labels, tags and answers.
 
-Labels are always text. A number in a file becomes the label with its digits.
+Classes and tags are always text. A number in a file becomes the text of its digits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from graftlm.data.table_files import type_name
-from graftlm.errors import DataError
+from graftlm.errors import DataError, shorten
 from graftlm.grafts.heads import TaskType
 
 
@@ -19,9 +19,9 @@ class AnswerSpan(NamedTuple):
     """An answer in a context.
 
     Attributes:
-        start: position of its first character.
-        end: position after its last character.
-        answers: all texts that count as correct.
+        start: index of its first character in the context.
+        end: index after its last character.
+        answers: all texts that count as correct; the first one is at `start`.
     """
 
     start: int
@@ -41,12 +41,12 @@ class _Seen(NamedTuple):
 
 
 class LabelReader:
-    """Read the labels of a column, and reject a column that mixes forms of labels.
+    """Read the labels of a column, and reject a column that mixes numbers and words, or 1 and 1.0.
 
     Args:
         task_type: the type of the task.
         column: the name of the column, for error messages.
-        separator: the separator of several labels in a text.
+        separator: the separator of several labels in a text; only multi-label tasks use it.
     """
 
     def __init__(self, task_type: TaskType, column: str, separator: str = ",") -> None:
@@ -58,11 +58,11 @@ class LabelReader:
         self._first_word: _Seen | None = None
 
     def target(self, value: object, texts: Sequence[str], where: str) -> Target:
-        """Return the target of a row.
+        """Return the target of a row. Its labels are kept for the checks of later rows.
 
         Args:
             value: the value of the column.
-            texts: the texts of the row.
+            texts: the texts of the row: of a span task question and context, of a tagging task the words.
             where: the location of the row, for error messages.
 
         Raises:
@@ -79,18 +79,23 @@ class LabelReader:
             labels = [self._label(label, where) for label in self._split(value, where)]
             return tuple(dict.fromkeys(labels))
         tags = tuple(self._label(tag, where) for tag in split_blanks(value, self.column, where))
-        if len(tags) != len(texts) or not texts:
+        if not texts:
+            raise DataError(f"{where} has no words, but at least one is expected: leave the row out.")
+        if len(tags) != len(texts):
             raise DataError(
-                f"{where} has {len(texts)} words and {len(tags)} tags, but the same number of both, and at least one, "
+                f"{where}: the number of words is {len(texts)} and that of tags {len(tags)}, but a tag for each word "
                 "is expected: correct the row."
             )
         return tags
 
     def _number(self, value: object, where: str) -> float:
+        """Return the target of a regression task, a number or the text of one."""
         number = _finite(value)
         if number is None:
             found = "nothing" if value is None or value == "" else repr(value)
-            raise DataError(f"{where} has {found} in the column {self.column!r}, but a finite number is expected.")
+            raise DataError(
+                f"{where} has {found} in the column {self.column!r}, but a finite number is expected: correct the row."
+            )
         return number
 
     def _split(self, value: object, where: str) -> list[object]:
@@ -163,53 +168,70 @@ def _finite(value: object) -> float | None:
 
 
 def split_blanks(value: object, column: str, where: str) -> list[Any]:
-    """Return the values of a list, or the words of a text.
+    """Return a list unchanged, or split a text at white space.
 
     Args:
-        value: the list or text.
+        value: a list, whose elements are not checked, or a text.
         column: the name of its column, for error messages.
         where: the location of its row, for error messages.
 
     Raises:
-        DataError: the value is something else.
+        DataError: the value is neither a list nor a text.
     """
     if isinstance(value, str):
         return value.split()
     if not isinstance(value, list):
-        raise DataError(f"{where} has {type_name(value)} in the column {column!r}, but a list or a text is expected.")
+        raise DataError(
+            f"{where} has {type_name(value)} in the column {column!r}, but a list or a text is expected: correct the "
+            "row."
+        )
     return value
 
 
 def answer_span(value: object, context: str, column: str, where: str) -> AnswerSpan:
     """Return the span of an answer in its context.
 
-    The first of several answers is learned. Without a start, its first occurrence in the context is used.
+    The span is that of the first of several answers, at its start if there is one, and otherwise at its first
+    occurrence in the context.
 
     Args:
-        value: a text that occurs in the context, a list of them, or SQuAD's {text, answer_start}.
+        value: a text of the context, a list of such texts, or SQuAD's mapping with `text`, which is one of these, and
+            `answer_start`, a character or a list of characters.
         context: the context.
         column: the name of the answer's column, for error messages.
         where: the location of its row, for error messages.
 
     Raises:
-        DataError: there is no answer, or it does not occur in the context.
+        DataError: there is no answer, an answer is empty or not text, or the first one does not occur in the context or
+            at its start.
     """
+    found = value
     starts: list[object] = []
     if isinstance(value, dict):
-        starts = list(value.get("answer_start") or [])
-        value = value.get("text")
-    answers = [value] if isinstance(value, str) else value
-    if not isinstance(answers, list) or not answers or not all(_is_answer(answer) for answer in answers):
+        found = value.get("text")
+        starts = _as_list(value.get("answer_start"))
+    answers = _as_list(found)
+    if not answers:
         raise DataError(
             f"{where} has no answer in the column {column!r}: enter a text of the context, or leave the row out."
         )
-    answer = answers[0]
-    start = starts[0] if starts else context.find(answer)
-    if not isinstance(start, int) or start < 0 or context[start : start + len(answer)] != answer:
+    for answer in answers:
+        if not isinstance(answer, str) or not answer.strip():
+            problem = "an empty answer" if isinstance(answer, str) else type_name(answer)
+            raise DataError(
+                f"{where} has {problem} in the column {column!r}, but a text of the context, or a list of such texts, "
+                "is expected: correct the row."
+            )
+    first = answers[0]
+    start = starts[0] if starts else context.find(first)
+    if not isinstance(start, int) or start < 0 or context[start : start + len(first)] != first:
         position = f"at character {start} of its context" if starts else "in its context"
-        raise DataError(f"{where} has the answer {answer[:60]!r}, which does not occur {position}: correct the row.")
-    return AnswerSpan(start, start + len(answer), tuple(answers))
+        raise DataError(f"{where} has the answer {shorten(first)!r}, which does not occur {position}: correct the row.")
+    return AnswerSpan(start, start + len(first), tuple(answers))
 
 
-def _is_answer(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _as_list(value: Any) -> list[Any]:
+    """Return a list unchanged, no elements for None, and any other value as the only element."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

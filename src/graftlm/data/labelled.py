@@ -68,17 +68,19 @@ class LabelledConfig(Config):
     def _problems(self) -> Iterator[str]:
         names = _listed(self.text)
         if self.text is not None:
-            expected = (2,) if self.type == "span" else (1, 2)
-            if len(names) not in expected:
-                yield "text names one column, or two of a pair; for span those of question and context"
-        if self.type == "tagging" and len(names) > 1:
-            yield "a tagging task has one text: name one column"
-        if len({*self.texts, self.label_column}) <= len(self.texts):
-            yield "text and label name one column twice: name each once"
+            if self.type == "span" and len(names) != 2:
+                yield f"the number of columns in text is {len(names)}, but a span task has two, of question and context"
+            if self.type == "tagging" and len(names) != 1:
+                yield f"the number of columns in text is {len(names)}, but a tagging task has one"
+            if len(names) not in (1, 2):
+                yield f"the number of columns in text is {len(names)}, but one, or two of a pair, are expected"
+        columns = [*self.texts, self.label_column]
+        if len(set(columns)) < len(columns):
+            yield f"text and label name the columns {', '.join(columns)}: name each column once"
         if self.labels and self.type in ("regression", "span"):
-            yield f"a {self.type} task has no labels: leave them out"
+            yield f"labels is set, but a {self.type} task has none: leave labels out"
         if self.metric is not None and self.metric not in METRICS[self.type]:
-            yield f"{self.metric} is not a metric of {self.type}: choose {', '.join(METRICS[self.type])}"
+            yield f"{self.metric} is not a metric of {self.type} tasks: choose one of {', '.join(METRICS[self.type])}"
 
     @property
     def texts(self) -> list[str]:
@@ -96,7 +98,7 @@ class LabelledConfig(Config):
         return "answers" if self.type == "span" else "label"
 
     def files(self, split: Split) -> list[Path]:
-        """Return the files of a split."""
+        """Return the files of a split, in which `~` is replaced by the home directory. They need not exist."""
         paths = {"train": self.train, "test": self.test, "validation": self.validation}
         return [Path(path).expanduser() for path in _listed(paths[split])]
 
@@ -114,7 +116,7 @@ class LabelledRow:
     Attributes:
         texts: the text, or both texts of a pair; for span question and context; for tagging the words.
         target: a label, a number, several labels, a tag for each word, or an answer; None for a row without labels.
-        where: file and line, for error messages.
+        where: the file and the line or row, for error messages.
     """
 
     texts: tuple[str, ...]
@@ -129,7 +131,7 @@ class TaskRows:
     Attributes:
         spec: the specification of the task's head.
         rows: the rows.
-        notes: warnings for the user, as sentences.
+        notes: warnings about labels with too few rows, as sentences.
     """
 
     spec: TaskSpec
@@ -150,7 +152,9 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
         config: the task.
 
     Raises:
-        DataError: a row is invalid, or there are too few rows or classes.
+        DataError: a file is missing or can't be read, a column is missing, a row is invalid or has a label that is not
+            in `config.labels`, there is no row, there are fewer labels than the type needs, or the numbers of a
+            regression task are too close for float32.
     """
     rows = _read(name, config, "train")
     spec = _build_spec(name, config, rows)
@@ -163,20 +167,21 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
 
 
 def _build_spec(name: str, config: LabelledConfig, rows: Sequence[LabelledRow]) -> TaskSpec:
+    """Return the specification of the task's head, with the labels or the range of numbers of its training rows."""
     if config.type == "regression":
         return TaskSpec(type=config.type, range=_number_range(name, rows))
     if config.type == "span":
         return TaskSpec(type=config.type)
     labels = config.labels
     if labels:
-        _check_known(name, rows, labels, "is not among the labels")
+        _check_known(name, rows, labels, "add the label to the labels of the task")
     else:
         labels = sorted({label for row in rows for label in labels_of(row)})
     if len(labels) < FEWEST_LABELS.get(config.type, 0):
         found = f"only the label {labels[0]!r}" if labels else "no label"
         raise DataError(
-            f"The task {name} has {found} in its {len(rows):,} rows, so there is nothing to learn: name files with "
-            "more labels, or leave the task out."
+            f"The task {name} has {found}, so there is nothing to learn (number of training rows: {len(rows):,}): name "
+            "files with more labels, or leave the task out."
         )
     return TaskSpec(type=config.type, labels=labels)
 
@@ -204,15 +209,19 @@ def read_held_out_rows(name: str, config: LabelledConfig, spec: TaskSpec, split:
         split: which set to read.
 
     Raises:
-        DataError: there is no row, a row is invalid, or it has an unknown label.
+        DataError: a file is missing or can't be read, a column is missing, a row is invalid or has a label that is not
+            in `spec.labels`, or there is no row.
     """
     rows = _read(name, config, split)
-    _check_known(name, rows, spec.labels, "is not among the labels in training")
+    _check_known(name, rows, spec.labels, "train with this label")
     return TaskRows(spec, rows)
 
 
 def labels_of(row: LabelledRow) -> tuple[str, ...]:
-    """Return the labels of a row: one, several, or none; for tagging those of its words."""
+    """Return the class of a row, its several labels, or the tags of its words.
+
+    The result is empty for a number, an answer, or a row without labels.
+    """
     if isinstance(row.target, str):
         return (row.target,)
     if isinstance(row.target, tuple) and not isinstance(row.target, AnswerSpan):
@@ -221,9 +230,9 @@ def labels_of(row: LabelledRow) -> tuple[str, ...]:
 
 
 def score_metric(config: LabelledConfig, spec: TaskSpec) -> Metric:
-    """Return the metric that is the task's score.
+    """Return the metric that is the task's score: that of the config, or the first of `METRICS`.
 
-    By default a tagging task counts entities if its tags look like B-PLACE, and words otherwise.
+    The default of a tagging task is `entity_f1` if any of its tags looks like B-PLACE, and `accuracy` otherwise.
     """
     if config.metric is not None:
         return config.metric
@@ -239,26 +248,29 @@ def _read(name: str, config: LabelledConfig, split: Split) -> list[LabelledRow]:
     files = config.files(split)
     for path in files:
         if not path.is_file():
-            raise DataError(f"There is no file {path}: check {split} of the task {name}.")
+            raise DataError(f"There is no file {path}: correct the files under {split} of the task {name}.")
         rows += _read_file(path, config, reader)
     if not rows:
         where = ", ".join(str(path) for path in files) or f"its {split} names no file"
-        raise DataError(f"The task {name} has no rows ({where}): name a file with at least one, or leave it out.")
+        raise DataError(
+            f"The task {name} has no rows under {split} ({where}): name a file with at least one row, or leave the "
+            "task out."
+        )
     return rows
 
 
 def _read_file(path: Path, config: LabelledConfig, reader: LabelReader) -> Iterator[LabelledRow]:
+    """Yield the rows of a file, after checking their texts and targets."""
     for values, where in _read_columns(path, config):
         *values_of_texts, label = values
-        names = config.texts
         if config.type == "tagging":
-            column = names[0]
-            values_of_texts = split_blanks(values_of_texts[0], column, where)
-            names = [column] * len(values_of_texts)
-        texts = tuple(
-            check_not_empty(value, column, where) for value, column in zip(values_of_texts, names, strict=True)
-        )
-        yield LabelledRow(texts, reader.target(label, texts, where), where)
+            column = config.texts[0]
+            words = split_blanks(values_of_texts[0], column, where)
+            texts = [check_not_empty(word, column, where) for word in words]
+        else:
+            named = zip(values_of_texts, config.texts, strict=True)
+            texts = [check_not_empty(value, column, where) for value, column in named]
+        yield LabelledRow(tuple(texts), reader.target(label, texts, where), where)
 
 
 def _read_columns(path: Path, config: LabelledConfig) -> Iterator[tuple[Sequence[Any], str]]:
@@ -276,12 +288,12 @@ def check_not_empty(text: object, column: str, where: str) -> str:
     """Return a text if it has more than white space.
 
     Args:
-        text: the text.
-        column: the name of its column, for error messages.
+        text: the value of a column, of any type.
+        column: the name of the column, for error messages.
         where: the location of its row, for error messages.
 
     Raises:
-        DataError: it is empty, or something else than text.
+        DataError: the value is not a string, has a lone surrogate, or has only white space.
     """
     checked = check_text(text, column, where)
     if not checked.strip():
@@ -289,20 +301,20 @@ def check_not_empty(text: object, column: str, where: str) -> str:
     return checked
 
 
-def _check_known(name: str, rows: Iterable[LabelledRow], labels: Sequence[str], problem: str) -> None:
-    """Raise `DataError` if a row has a label that is not one of `labels`."""
+def _check_known(name: str, rows: Iterable[LabelledRow], labels: Sequence[str], remedy: str) -> None:
+    """Raise `DataError` if a row has a label that is not one of `labels`; `remedy` is what the user can do."""
     for row in rows:
         for label in labels_of(row):
             if label not in labels:
                 suggestion = did_you_mean(label, labels) if len(labels) < _LISTED_LABELS else ""
                 raise DataError(
-                    f"{row.where} has the label {label!r}, which {problem} of the task {name}{suggestion}: correct the "
-                    "row, or train with this label."
+                    f"{row.where} has the label {label!r}, which is not among the labels of the task "
+                    f"{name}{suggestion}: correct the row, or {remedy}."
                 )
 
 
 def _label_notes(name: str, spec: TaskSpec, rows: Sequence[LabelledRow]) -> Iterator[str]:
-    """Yield warnings about labels with too few examples."""
+    """Yield warnings about labels with one row or none."""
     counts: Counter[str] = Counter()
     first_row: dict[str, str] = {}
     for row in rows:
@@ -317,4 +329,4 @@ def _label_notes(name: str, spec: TaskSpec, rows: Sequence[LabelledRow]) -> Iter
         yield f"The task {name} has labels with a single example, which is too few to learn them: {named}."
     missing = [label for label in spec.labels if not counts[label]]
     if missing:
-        yield f"The task {name} has {len(missing)} labels without an example, such as {missing[0]!r}."
+        yield f"The task {name} has labels without an example, such as {missing[0]!r}: {len(missing)} in all."

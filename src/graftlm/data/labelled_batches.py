@@ -52,7 +52,11 @@ class TaskBatch:
         return self.input_ids.shape[0]
 
     def rows(self, rows: slice) -> TaskBatch:
-        """Return some of the rows, such as a micro-batch, without the columns in which all of them have padding."""
+        """Return some of the rows, such as a micro-batch, without the columns in which all of them are padded.
+
+        Args:
+            rows: which rows, as a slice with a step of 1.
+        """
         attention_mask = self.attention_mask[rows]
         tagged = self.tagged[rows]
         width = int(attention_mask.sum(1).max()) if len(attention_mask) else 0
@@ -100,7 +104,7 @@ class TaskBatch:
         return {**self.prediction_inputs(), "targets": self.targets}
 
     def totals(self) -> Tensor:
-        """Return the number of rows, and of tokens without padding: float, (2,)."""
+        """Return the number of rows and the number of tokens without padding: float32, (2,)."""
         tokens = self.attention_mask.sum()
         rows = torch.full_like(tokens, len(self))
         return torch.stack([rows, tokens]).float()
@@ -110,11 +114,11 @@ TaskRow = tuple[EncodedRow, TaskSpec, int]
 """A row, the specification of its task's head, and the number of its task in the model."""
 
 Score = Callable[[TaskBatch], Sequence[float | None]]
-"""A function that returns a score of each row, from 0 to 1, such as the model's uncertainty; None for rows without."""
+"""A function that returns a score from 0 to 1 for each row, such as the model's uncertainty, or None for no score."""
 
 
 def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
-    """Return the batch of some rows. Its longest row is the first.
+    """Collate rows into a batch, sorted from the longest row to the shortest. Rows of one length keep their order.
 
     Args:
         rows: the rows, at least one.
@@ -179,18 +183,21 @@ class LabelledMixture:
         encoder: encodes the rows.
         sampler: the policy. Under `uncertainty` a task without a score (span) gets its share of uniform sampling,
             1 / number of tasks, unless `fixed` sets another one.
-        batch_size: rows of a step, over all processes.
+        batch_size: number of rows of a step, over all processes.
         seed: seed of the sampler.
-        score: scores rows with the model in training; needed by the policies uncertainty and entropy.
-        numbers: the number of each task in the model; by default the order in `rows`.
-        steps: number of steps of the run, over which the sampler's `passes` are spread.
+        score: scores rows with the model in training; needed by the policies `uncertainty` and `entropy`.
+        numbers: the number of each task in the model; by default its position in `rows`.
+        steps: number of steps of the run, at least 1, over which the sampler's `passes` are spread; None ignores
+            `passes`.
 
     Attributes:
         tasks: the encoded rows of each task.
         notes: warnings about truncated rows, as sentences.
 
     Raises:
-        DataError: a task has no rows, a row is too long, or the policy does not fit the tasks.
+        DataError: there is no task, a task has no rows, a row can't be encoded (see `RowEncoder.encode`), the policy
+            does not fit the tasks or needs a `score`, or `batch_size` is below 1.
+        BackboneError: a task has tags or spans, and the tokenizer is not a fast one.
     """
 
     def __init__(
@@ -227,23 +234,29 @@ class LabelledMixture:
             step: the number of the step, from 0. Steps must be drawn in order.
 
         Raises:
-            DataError: `step` is not the next one, or a prediction is not finite.
+            DataError: `step` is not the next one, or a score is not finite or, for the policy `entropy`, negative.
         """
         if step != self.sampler.step:
             raise DataError(
-                f"Step {step} was requested, but the sampler is at step {self.sampler.step}: draw steps in order."
+                f"Step {step} was requested, but the sampler is at step {self.sampler.step}: draw steps in order, or "
+                "load the state that was saved at that step."
             )
         candidates = self.sampler.candidates()
         scores = []
         if candidates:
-            scores = [score or 0.0 for score in self._scores(candidates)]
+            scores = [0.0 if score is None else score for score in self._scores(candidates)]
         picks = self.sampler.choose(scores)
         if self.sampler.config.policy == "entropy":
             self._observe(picks)
         return self._collate(picks)
 
     def sample(self, name: str, count: int) -> TaskBatch:
-        """Return the first `count` rows of a task, or all if there are fewer."""
+        """Return a batch of the first `count` rows of a task, or of all if there are fewer. The sampler is not used.
+
+        Args:
+            name: the name of the task.
+            count: maximum number of rows, at least 1.
+        """
         count = min(count, len(self.tasks[name]))
         return self._collate([Pick(name, row) for row in range(count)])
 
@@ -255,7 +268,7 @@ class LabelledMixture:
         """Continue from the `state_dict()` of a mixture.
 
         Raises:
-            DataError: the state belongs to other rows.
+            DataError: the state's tasks, or their numbers of rows, are not those of this mixture.
         """
         self.sampler.load_state_dict(state)
 
@@ -301,7 +314,7 @@ class LabelledMixture:
 
 
 def largest_entropy(spec: TaskSpec) -> float:
-    """Return the entropy of a uniform prediction in nats, H' in `graftlm.data.samplers`.
+    """Return the entropy of a task's uniform prediction in nats, H'_t in `graftlm.data.samplers`.
 
     It is log C for C classes, C log 2 for C labels of a multi-label task, and log 2 for tasks without labels.
     """
@@ -321,8 +334,8 @@ def _fit_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Scor
         return config
     if score is None:
         raise DataError(
-            f"The policy {config.policy} needs the predictions of a model, but there is no score: pass one, or set "
-            "policy to temperature."
+            f"The policy {config.policy} needs the predictions of a model, but score is None: pass a function, or set "
+            "the policy to temperature."
         )
     without = [name for name, task in rows.items() if task.spec.type == _WITHOUT_SCORE]
     if config.policy == "entropy" and without:
@@ -336,10 +349,8 @@ def _fit_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Scor
 
 def _truncation_note(name: str, task: EncodedTask, n_rows: int, length: int) -> str:
     """Return a warning about truncated rows of a task that had `n_rows` rows before it was encoded."""
-    note = (
-        f"{task.cut:,} of {n_rows:,} rows of the task {name} have more than {length} tokens and were cut at their end"
-    )
+    note = f"Rows of the task {name} with more than {length} tokens are cut at their end: {task.cut:,} of {n_rows:,}."
     left_out = n_rows - len(task)
     if left_out:
-        note += f"; {left_out:,} were left out, because their answer is not whole"
-    return f"{note}."
+        note += f" Rows that are left out because this cuts their answer: {left_out:,}."
+    return note

@@ -1,6 +1,6 @@
 """Marked ids: one int32 array represents token ids, prompts, starts of documents and padding.
 
-The stream of a source contains
+The array contains
 
     id                  for a token inside a document
     ~id                 (negative) for the first token of a document
@@ -29,11 +29,11 @@ def _without_start(marked: np.ndarray) -> np.ndarray:
 
 
 def unmark(marked: np.ndarray, pad_id: int) -> np.ndarray:
-    """Return the plain ids of marked ids of any shape.
+    """Return the token ids of marked ids, without marks and in the same shape.
 
     Args:
-        marked: the marked ids.
-        pad_id: the id of padding.
+        marked: marked ids of any shape.
+        pad_id: the token id that `PADDING` becomes.
     """
     bits = PROMPT | UNSCORED
     ids = _without_start(marked) & ~bits
@@ -52,7 +52,10 @@ def is_prompt(marked: np.ndarray) -> np.ndarray:
 
 
 def is_unscored(marked: np.ndarray) -> np.ndarray:
-    """Return which marked ids are in a prompt or a turn that is not predicted, as a boolean array of the same shape."""
+    """Return which marked ids are not predicted, as a boolean array of the same shape.
+
+    These are the tokens of prompts, and of later turns of a conversation that the assistant does not write.
+    """
     return _has_any(marked, PROMPT | UNSCORED)
 
 
@@ -64,6 +67,6 @@ def _has_any(marked: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pad_row(row: np.ndarray, length: int) -> np.ndarray:
-    """Pad marked ids (n,) at their end to (length,)."""
+    """Pad at most `length` marked ids (n,) at their end to (length,)."""
     missing = length - len(row)
     return np.pad(row, (0, missing), constant_values=PADDING)

@@ -53,9 +53,11 @@ class TokenBlocks:
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
         """Return rows of an endless sequence in which each epoch is a new order of all rows.
 
+        There must be at least one row.
+
         Args:
-            first: the number of the first row in the sequence.
-            count: number of rows.
+            first: position of the first returned row in the sequence, from 0.
+            count: number of rows to return.
             key: the seed and the domain. The order depends only on these and on the epoch.
 
         Returns:
@@ -70,6 +72,7 @@ class TokenBlocks:
 
 @lru_cache(maxsize=4)
 def _epoch_order(size: int, *key: int) -> np.ndarray:
+    """Return the order of `size` rows in an epoch; the key is the seed, the domain and the epoch."""
     return np.random.Generator(np.random.Philox(key)).permutation(size)
 
 
@@ -83,15 +86,18 @@ def pack(
 ) -> TokenBlocks:
     """Tokenize documents and pack them into rows.
 
+    A last row with too few tokens is padded.
+
     Args:
-        documents: the documents.
+        documents: the documents, read once.
         tokenizer: the backbone's tokenizer.
-        length: tokens of a row.
+        length: number of tokens of a row.
         boundaries: how documents share rows; see `DataConfig`.
         name: the name of the documents in error messages.
 
     Raises:
-        DataError: the documents have too few tokens for a row, or documents stay whole and one does not fit.
+        DataError: the documents have too few tokens for a row, a conversation does not fit the tokenizer's chat
+            template, or `boundaries` is `whole` and a conversation or a document with a prompt is longer than a row.
     """
     packer = RowPacker(lambda: documents, tokenizer, length, boundaries)
     rows = list(packer)
@@ -125,18 +131,19 @@ Blocks = TokenBlocks | StreamingBlocks
 class Mixture:
     """An endless sequence of batches that mixes domains by fixed shares. It depends only on the seed and the data.
 
-    Among n rows a domain of share p has floor(n p) rows, so shares are exact over many steps, and a batch differs from
-    its shares by less than one row. Batches of rows in memory can be drawn in any order; streams must be drawn step by
-    step.
+    Among the first n rows, the number of rows of a domain with share p differs from n p by less than one. With two
+    domains, the same holds for each batch. Batches of rows in memory can be drawn in any order; those of streams must
+    be drawn step by step.
 
     Args:
-        domains: the rows of each domain.
-        shares: the share of each domain; they sum to 1.
-        batch_size: rows of an optimizer step, over all processes and micro-batches.
+        domains: the rows of each domain. Domains with a share of 0 are not used.
+        shares: the share of each domain, from 0 to 1; they sum to 1.
+        batch_size: number of rows of an optimizer step, over all processes and micro-batches.
         seed: seed of the order of rows.
 
     Raises:
-        DataError: a domain with a share has no data, or the domains' rows differ in form.
+        DataError: a share is negative, the shares don't sum to 1, a domain with a share above 0 is not in `domains`, or
+            the domains' rows differ in length, boundaries or padding id.
     """
 
     def __init__(
@@ -160,8 +167,8 @@ class Mixture:
         for blocks in others:
             if _form(blocks) != _form(first):
                 raise DataError(
-                    "The domains' rows differ in (length, boundaries, padding id), which are "
-                    f"{_form(first)} and {_form(blocks)}: pack them with the same settings."
+                    f"One domain has rows of {_form(first)}, and another has rows of {_form(blocks)}, but all must be "
+                    "alike: pack them with the same settings."
                 )
         self.length = first.length
         self.boundaries: Boundaries = first.boundaries
@@ -180,7 +187,14 @@ class Mixture:
         return counts
 
     def batch(self, step: int) -> Batch:
-        """Return the rows of an optimizer step, counted from 0, in random order."""
+        """Return the rows of an optimizer step in random order.
+
+        Args:
+            step: the number of the step, from 0.
+
+        Raises:
+            DataError: a domain is a stream, and `step` is not the next one or the stream's source can't be read.
+        """
         before = self.counts(step * self.batch_size)
         after = self.counts((step + 1) * self.batch_size)
         rows = []
@@ -220,13 +234,13 @@ class Mixture:
         """Continue from the `state_dict()` of a mixture of the same data.
 
         Raises:
-            DataError: the state has other domains.
+            DataError: the state has streams of other domains, or a stream's buffer has another size.
         """
         streams = {str(domain): blocks for domain, blocks in self._streams().items()}
         if state.keys() != streams.keys():
             raise DataError(
-                f"The saved data state has streams for the domains {sorted(state)}, but this mixture has them for "
-                f"{sorted(streams)}: resume with the data settings of the run that saved it."
+                f"The saved data state has streams for {_domains_text(state)}, but this mixture has streams for "
+                f"{_domains_text(streams)}: resume with the data settings of the run that saved it."
             )
         for domain, blocks in streams.items():
             blocks.load_state_dict(state[domain])
@@ -235,15 +249,25 @@ class Mixture:
         return {domain: blocks for domain, blocks in self.domains.items() if isinstance(blocks, StreamingBlocks)}
 
 
-def _form(blocks: Blocks) -> tuple[int, Boundaries, int]:
-    """Return what must be equal in all domains."""
-    return blocks.length, blocks.boundaries, blocks.pad_id
+def _domains_text(keys: Iterable[str]) -> str:
+    """Return the names of the domains of a state's keys, for an error message."""
+    names = [DOMAIN_NAMES.get(int(key), key) for key in sorted(keys)]
+    return f"the domains {', '.join(names)}" if names else "no domain"
+
+
+def _form(blocks: Blocks) -> str:
+    """Return a description of what must be equal in all domains."""
+    return f"{blocks.length} tokens with {blocks.boundaries} boundaries and the padding id {blocks.pad_id}"
 
 
 def _exact_shares(shares: Mapping[int, float]) -> dict[int, Fraction]:
     """Return the shares above 0 as fractions that sum to 1, sorted by domain."""
     if abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0:
-        raise DataError(f"The domains' shares are {dict(shares)}, but shares from 0 to 1 that sum to 1 are expected.")
+        found = ", ".join(f"{DOMAIN_NAMES.get(domain, domain)} {share:g}" for domain, share in shares.items())
+        raise DataError(
+            f"The domains' shares are {found or 'missing'}, but shares from 0 to 1 that sum to 1 are expected: change "
+            "the shares."
+        )
     exact = {}
     for domain, share in sorted(shares.items()):
         if share > 0:
@@ -265,11 +289,12 @@ def build_mixture(
         config: the data section of the recipe.
         tokenizer: the backbone's tokenizer.
         batch_size: rows of an optimizer step.
-        own_text: marked ids (n,) of each text that the backbone sampled; these are old as well.
+        own_text: marked ids (n,) of each text that the backbone sampled; these are old as well. They are required if
+            `config.old` has only `self: true` sources and `replay_fraction` is above 0.
 
     Raises:
-        DataError: a source can't be read, there are no new sources, or there are no old sources although their share is
-            above 0.
+        DataError: there are no new sources, or no old text although `replay_fraction` is above 0; or the rows of a
+            domain can't be built (see `build_blocks`).
     """
     check_domains(config)
     shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
@@ -288,26 +313,32 @@ def build_blocks(
     tokenizer: PreTrainedTokenizerBase,
     own_text: Sequence[np.ndarray] = (),
 ) -> Blocks:
-    """Build the rows of one domain. They are streamed if any source is, and else in memory.
+    """Build the rows of one domain: a stream of rows if any source is streaming, and otherwise rows in memory.
 
     Args:
         sources: the sources of the domain's texts.
-        config: the form of the rows.
+        config: the data section of a recipe, of which `length` and `boundaries` are used.
         tokenizer: the backbone's tokenizer.
-        own_text: marked ids (n,) of each text that the backbone sampled.
+        own_text: marked ids (n,) of each text that the backbone sampled, which follow the sources' texts.
 
     Raises:
-        DataError: a source can't be read or has too little text, or is streamed although there is sampled text.
+        DataError: there are neither sources nor sampled texts, or a source is streaming although there are sampled
+            texts; or, of rows in memory, a source can't be read (see `read_documents`), its texts can't be packed (see
+            `pack`), or the sampled texts have too few tokens for a row.
     """
 
     def documents() -> Iterator[Document]:
         for source in sources:
             yield from read_documents(source)
 
+    if not sources and not own_text:
+        raise DataError("A domain has neither sources nor sampled texts: name a source, or pass texts as own_text.")
     if any(source.streaming for source in sources):
         if own_text:
+            names = ", ".join(source.name for source in sources if source.streaming)
             raise DataError(
-                "A streaming source can't be combined with the backbone's own text: set streaming to false."
+                f"The backbone's own text can't be combined with streaming sources ({names}): set their streaming to "
+                "false."
             )
         packer = RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True)
         return StreamingBlocks(packer)
@@ -326,7 +357,8 @@ def _pack_own_text(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TokenBlocks:
-    stream = np.concatenate(own_text)
-    check_rows(len(stream), config.length, config.boundaries, "The backbone's own text")
-    rows = split_rows(stream, config.length, config.boundaries)
+    """Pack the marked ids of sampled texts into rows."""
+    marked = np.concatenate(own_text)
+    check_rows(len(marked), config.length, config.boundaries, "The backbone's own text")
+    rows = split_rows(marked, config.length, config.boundaries)
     return TokenBlocks(rows, boundaries=config.boundaries, pad_id=padding_id(tokenizer))

@@ -22,7 +22,7 @@ import numpy as np
 
 from graftlm.backbone import Backbone, end_ids
 from graftlm.data.new_names import Name, NewNames, normalized, questions_of
-from graftlm.data.own_text import OwnText
+from graftlm.data.own_text import OwnText, first_samples
 from graftlm.data.own_text_sampling import ChatParts, check_backbone, free_starts, sample_batches, split_template
 from graftlm.data.sources import Document, SelfSourceConfig
 from graftlm.data.token_sampler import TokenSampler
@@ -45,6 +45,7 @@ _MAX_OPENING_TOKENS = 16
 _RARE_WORD_TOKENS = 3
 _MIN_ANSWER = 8
 _DRAWS = 200
+_SENTENCE_CHARACTERS = 400
 _RECENT_TEXTS = 128
 _MIN_SHARE = 0.02
 _SIMILAR = 0.8
@@ -70,25 +71,26 @@ def sample_near_text(
 ) -> list[OwnText]:
     """Sample text near new documents. Texts that an interrupted call left at `path` are kept.
 
-    Fewer tokens are sampled if the latest batches have hardly any text that is used.
+    Sampling stops early if nearly all of the latest texts are left out.
 
     Args:
         backbone: the backbone; grafts that are attached to it are not active.
         config: how much to sample, and how.
-        documents: the new documents.
+        documents: the new documents, at least one.
         length: maximum number of tokens of a text if the config has none.
         path: the file of texts, which is extended.
         key: identifies the texts; a file with another key is written anew. It must depend on the documents.
         progress: show a progress bar.
-        log: takes lines for people.
+        log: called with a line of text about the names of the new text, and with one if sampling stops early.
 
     Returns:
-        All texts, with those that are left out.
+        All texts of the file, including those that are left out.
 
     Raises:
         BackboneError: the backbone has no tokenizer.
-        DataError: the backbone can't sample such texts, no new document has words to begin with, or every text is left
-            out; or the file can't be written.
+        DataError: the backbone is not a causal language model, or has too few positions; new documents are
+            conversations, and its chat template is missing, can't be used or leaves no room for them; no opening is
+            found in the new documents; every text is left out; or the file can't be written.
     """
     sampler = NearTextSampler(backbone, config, documents, config.length or length)
     if log is not None:
@@ -110,8 +112,8 @@ class Opening:
     Attributes:
         text: the first words of a new question, prompt or sentence.
         ids: their token ids.
-        kind: chat, prompt or document.
-        system: the system message of the conversation, if there is one.
+        kind: what the new document is: chat, prompt (a prompt with a completion) or document (free text).
+        system: the system message of the conversation; None if there is none.
     """
 
     text: str
@@ -121,10 +123,10 @@ class Opening:
 
 
 class NewOpenings:
-    """Draw openings from new documents. They end before the first name or rare word.
+    """Draw openings of one to four words from new documents. They end before the first name or rare word.
 
     Args:
-        documents: the new documents.
+        documents: the new documents, at least one.
         names: the names of the documents.
         tokenizer: the backbone's tokenizer.
     """
@@ -143,7 +145,7 @@ class NewOpenings:
         """Return a random opening of a random document.
 
         Raises:
-            DataError: no document has an opening.
+            DataError: none of 200 random documents has an opening.
         """
         for _ in range(_DRAWS):
             document = self._documents[int(generator.integers(len(self._documents)))]
@@ -151,11 +153,12 @@ class NewOpenings:
             if opening is not None:
                 return opening
         raise DataError(
-            f"Of {len(self._documents):,} new texts, none was found that begins with words before a name (such as "
-            f"'What is'), so that nothing can be sampled near them: {_REMEDY}, or begin some new questions otherwise."
+            f"None of {_DRAWS} texts drawn from the new text begins with words before a name, such as 'What is', but "
+            f"text near the new text begins with such words: {_REMEDY}, or begin some new questions with common words."
         )
 
     def _opening(self, document: Document, generator: np.random.Generator) -> Opening | None:
+        """Return a random opening of a document, or None if it has none or its opening has too many tokens."""
         questions = questions_of(document)
         if questions:
             text = questions[0]
@@ -190,11 +193,11 @@ class NewOpenings:
 
 
 def _random_sentence(text: str, generator: np.random.Generator) -> str:
-    """Return the beginning of a random sentence of a document."""
+    """Return a part of a text from the beginning of a random sentence, or from that of the text."""
     position = int(generator.integers(len(text)))
     match = _SENTENCE_START.search(text, position)
     start = match.end() if match else 0
-    return text[start : start + 400].lstrip()
+    return text[start : start + _SENTENCE_CHARACTERS].lstrip()
 
 
 def _system_message(document: Document) -> str | None:
@@ -210,12 +213,14 @@ class NearTextSampler:
     Args:
         backbone: the backbone.
         config: how to sample.
-        documents: the new documents.
+        documents: the new documents, at least one.
         length: maximum number of tokens of a text.
 
     Raises:
         BackboneError: the backbone has no tokenizer.
-        DataError: the backbone can't sample texts of that length or no conversations, or no document has an opening.
+        DataError: the backbone is not a causal language model, or has fewer than `length` positions; new documents are
+            conversations, and its chat template is missing, can't be used or leaves no room for them; or no opening is
+            found in the new documents.
     """
 
     def __init__(
@@ -247,18 +252,19 @@ class NearTextSampler:
         self._n_read = 0
 
     def names_line(self) -> str:
-        """Return a line for people about the names of the new text."""
+        """Return a sentence with the first names of the new text, or that it has none, for a log."""
         names = sorted(" ".join(name) for name in self._names.told)
         if not names:
             return (
-                "The new text has no names that are recognised (capital letters inside sentences, numbers), so that "
-                "texts about them are not left out."
+                "No names are recognized in the new text (words with capital letters inside sentences, numbers), so no "
+                "texts near it are left out because of a name."
             )
         shown = ", ".join(names[:8])
         more = ", ..." if len(names) > 8 else ""
-        return f"{len(names):,} names of the new text are left out of the text near it: {shown}{more}."
+        return f"Names of the new text ({len(names):,}), which texts near it are not about: {shown}{more}."
 
     def _template(self, system: str | None) -> ChatParts:
+        """Return the parts of the chat template with a system message, after checking that a conversation has room."""
         if system not in self._templates:
             parts = split_template(self._tokenizer, self._length, self.name, system=system, remedy=_REMEDY)
             needed = len(parts.before) + len(parts.after) + _MAX_OPENING_TOKENS
@@ -276,9 +282,9 @@ class NearTextSampler:
         """Sample the next batch.
 
         Args:
-            number: the number of the batch, which determines its random numbers.
+            number: the number of the batch, from 0, which determines its random numbers.
             samples: the samples of all earlier batches.
-            needed: number of tokens to sample.
+            needed: number of tokens that are still to be sampled.
         """
         for sample in samples[self._n_read :]:
             if not sample.left_out:
@@ -291,19 +297,16 @@ class NearTextSampler:
             chats = self._conversations([opening for opening in openings if opening.kind == "chat"])
             prompted = self._free_texts([opening for opening in openings if opening.kind == "prompt"])
             documents = self._free_texts([opening for opening in openings if opening.kind == "document"])
-        kept = []
-        total = 0
-        for text in (*chats, *prompted, *documents):
-            if total < needed:
-                kept.append(text)
-            total += text.tokens
-        return kept
+        return first_samples([*chats, *prompted, *documents], needed)
 
     def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> bool:
-        """Return whether sampling goes on: it stops if the latest batches have hardly any text that is used.
+        """Return whether sampling goes on: False if at most 2 % of the latest 128 texts are used.
+
+        Args:
+            batches: all batches so far.
 
         Raises:
-            DataError: no text at all is used.
+            DataError: there are at least 128 texts, and none of them is used.
         """
         texts = [text for batch in batches for text in batch]
         used = sum(not text.left_out for text in texts[-_RECENT_TEXTS:])
@@ -314,7 +317,7 @@ class NearTextSampler:
         reasons = Counter(text.left_out for text in texts).most_common()
         counts = ", ".join(f"{count} ({reason})" for reason, count in reasons)
         raise DataError(
-            f"All of the first {len(texts)} texts that {self.name} samples near the new text are left out: {counts}. "
+            f"All of the first {len(texts):,} texts that {self.name} samples near the new text are left out: {counts}. "
             f"{LEFT_OUT[reasons[0][0]].capitalize()}, or {_REMEDY}."
         )
 
@@ -349,7 +352,7 @@ class NearTextSampler:
         return [text if text.left_out else self._answered(text, next(remaining)) for text in texts]
 
     def _asked(self, opening: Opening, prompt: list[int], turn: list[int]) -> OwnText:
-        """Return a conversation up to its answer, left out if its question can't be used."""
+        """Return a conversation without its answer. It is left out if its question can't be used."""
         before, after = self._template(opening.system)
         question = (len(before), len(prompt) + len(turn))
         if len(turn) < 2 or turn[-1] != after[0]:
@@ -366,16 +369,16 @@ class NearTextSampler:
         return OwnText(ids, [], question, reason)
 
     def _answered(self, text: OwnText, answer: list[int]) -> OwnText:
-        """Return a conversation with its answer."""
-        answer = answer[: self._length - len(text.ids)]
-        written = self._decode(answer)
+        """Return a conversation with its answer, which is cut at the length. It is left out if it can't be used."""
+        kept = answer[: self._length - len(text.ids)]
+        written = self._decode(kept)
         reason = ""
-        if not normalized(written) or _loops(answer):
+        if not normalized(written) or _loops(kept):
             reason = "no answer"
         elif self._names.leave_out("", written):
             reason = "new name"
         begin = len(text.ids)
-        ids = text.ids + answer
+        ids = text.ids + kept
         turns = [] if reason else [(begin, len(ids))]
         return OwnText(ids, turns, text.question, reason)
 
@@ -400,6 +403,7 @@ class NearTextSampler:
         return [self._free_text(start, new) for start, new in zip(starts, continued, strict=True)]
 
     def _free_text(self, start: list[int], new: list[int]) -> OwnText:
+        """Return a text of a start and sampled tokens. It is left out if it can't be used."""
         ids = start + new
         written = self._decode(ids)
         reason = ""
@@ -415,7 +419,7 @@ class NearTextSampler:
         return OwnText(ids, turns, left_out=reason)
 
     def _is_repeated(self, text: str) -> bool:
-        """Return whether a question or text is like an earlier one. If it is not, later ones are compared with it."""
+        """Return whether a question or text is similar to an earlier one. Otherwise it is kept for comparison."""
         words = frozenset(normalized(text))
         if any(_similar(words, other) for other in (*self._earlier, *self._in_batch)):
             return True
@@ -435,12 +439,12 @@ class NearTextSampler:
 
 
 def _similar(words: frozenset[str], other: frozenset[str]) -> bool:
-    """Return whether two texts share most of their words."""
+    """Return whether the Jaccard similarity of two sets of words is at least 0.8."""
     return len(words & other) >= _SIMILAR * len(words | other)
 
 
 def _loops(ids: Sequence[int]) -> bool:
-    """Return whether the repetitions of some four tokens make up a third of a sequence."""
+    """Return whether a run of four tokens occurs at least four times and makes up a third of a sequence."""
     counts = Counter(tuple(ids[start : start + _LOOP]) for start in range(len(ids) - _LOOP + 1))
     most = max(counts.values(), default=0)
     return most >= _LOOP_TIMES and 3 * _LOOP * most >= len(ids)

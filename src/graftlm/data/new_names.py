@@ -1,4 +1,4 @@
-"""The names of the new text, by which texts about the same things are recognised.
+"""The names of the new text, by which texts about the same things are recognized.
 
 A name is a run of words with capital letters inside a sentence, such as France or Velmora Coffee, or a number of at
 least three digits. If a sentence has a name that the backbone's tokenizer has no token for, such as Velmora, the known
@@ -13,8 +13,8 @@ In detail:
 - Words that contain both letters and digits are names.
 - Names are compared as they are written, so that the Turkey of a new text does not leave out a turkey.
 
-Languages that capitalise all nouns have more names than needed. In scripts without capital letters only numbers are
-recognised. A well-known thing that the new text names only at the beginning of sentences (Apple) is not recognised.
+Languages that capitalize all nouns have more names than needed. In scripts without capital letters only numbers are
+recognized. A well-known thing that the new text names only at the beginning of sentences (Apple) is not recognized.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _FREQUENT_BEGINNING = 0.05
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text without punctuation."""
+    """Return the words of a text, which are runs of letters, digits and underscores, as they are written."""
     return _WORD.findall(text)
 
 
 def normalized(text: str) -> Name:
-    """Return the words of a text without case and punctuation."""
+    """Return the words of a text after case folding, for comparisons that ignore case and punctuation."""
     return tuple(words_of(text.casefold()))
 
 
@@ -58,11 +58,11 @@ class NewNames:
 
     Args:
         documents: the new documents.
-        tokenizer: the backbone's tokenizer, which tells common words from others.
+        tokenizer: the backbone's tokenizer. A word for which it has a token in lower case is common.
 
     Attributes:
-        asked: names in the users' turns of conversations and in prompts.
-        told: names in all texts.
+        asked: names in the users' turns of conversations and in prompts, each as a tuple of words.
+        told: names in all texts, each as a tuple of words.
     """
 
     def __init__(self, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -87,9 +87,10 @@ class NewNames:
         return names
 
     def _names_of_sentence(self, sentence: str) -> list[Name]:
+        """Return the names in a sentence, without known single words if the sentence has an unknown name."""
         names: list[Name] = []
         for run, at_beginning in _runs(sentence):
-            names.extend(self._names_of_run(run, at_beginning))
+            names.extend(self._names_of_run(run, at_beginning=at_beginning))
         if any(self._is_unknown(name) for name in names):
             return [name for name in names if len(name) > 1 or _is_number(" ".join(name)) or self._is_unknown(name)]
         return names
@@ -102,7 +103,8 @@ class NewNames:
             if word not in _JOINING
         )
 
-    def _names_of_run(self, run: list[str], at_beginning: bool) -> Iterator[Name]:
+    def _names_of_run(self, run: list[str], *, at_beginning: bool) -> Iterator[Name]:
+        """Yield the names in a run of words: the whole run, and each of its words that is not common."""
         if at_beginning and self._is_usual_beginning(run[0]):
             run = run[1:]
         while run and run[0] in _JOINING:
@@ -135,7 +137,7 @@ class NewNames:
         return len(word) == 1 or word.lower() in self._lower
 
     def tokens_of(self, word: str) -> int:
-        """Return the number of tokens of a word in lower case inside a text."""
+        """Return the number of tokens that a word has in lower case after a blank."""
         return self._count_tokens(word.lower())
 
     def _count_tokens(self, word: str) -> int:
@@ -146,7 +148,7 @@ class NewNames:
         return self._token_counts[word]
 
     def first_position(self, text: str) -> int:
-        """Return the character at which the first name of a text begins; the length of the text if it has none."""
+        """Return the index of the character at which the first name begins; the length of the text if it has none."""
         matches = list(_WORD.finditer(text))
         words = [match.group() for match in matches]
         for number, match in enumerate(matches):
@@ -169,8 +171,8 @@ class NewNames:
     def leave_out(self, question: str, answer: str = "") -> bool:
         """Return whether a text is about a thing that the new text names.
 
-        It is if the question has any name of the new text, or the answer a name of a new question. An answer may have
-        names that only new answers have: what the model says about Paris is kept if a new answer is Paris.
+        This is so if the question has any name of the new text, or if the answer has a name of a new question. An
+        answer may have names that only new answers have: an answer about Paris is kept if a new answer is Paris.
 
         Args:
             question: the question, or a text without questions.
@@ -180,7 +182,7 @@ class NewNames:
 
 
 def questions_of(document: Document) -> list[str]:
-    """Return the users' turns or the prompt of a document; none for free text."""
+    """Return the users' turns of a conversation, or the prompt of another document; an empty list for free text."""
     if document.chat is not None:
         return [message["content"] for message in document.chat.messages if message["role"] == "user"]
     return [document.prompt] if document.prompt.strip() else []
@@ -194,7 +196,7 @@ def _is_number(word: str) -> bool:
     return digits > 0
 
 
-def _is_capitalised(word: str) -> bool:
+def _has_capital(word: str) -> bool:
     return any(character.isupper() for character in word)
 
 
@@ -207,6 +209,7 @@ def _first_words(text: str) -> Iterator[str]:
 
 
 def _begins_sentence(text: str, position: int) -> bool:
+    """Return whether a word at `position` is the first of the text or follows the end of a sentence."""
     before = text[max(0, position - 8) : position]
     if position <= len(before) and not _WORD.search(before):
         return True
@@ -214,7 +217,10 @@ def _begins_sentence(text: str, position: int) -> bool:
 
 
 def _runs(text: str) -> Iterator[tuple[list[str], bool]]:
-    """Yield the runs of words with capital letters or digits, and whether each begins a sentence."""
+    """Yield each run of words with capital letters or digits, and whether it begins a sentence.
+
+    A run may include a single word such as `of` between two of its words.
+    """
     run: list[str] = []
     joining: list[str] = []
     at_beginning = False
@@ -227,7 +233,7 @@ def _runs(text: str) -> Iterator[tuple[list[str], bool]]:
             run = []
         if not run:
             joining = []
-        if _is_capitalised(word) or _is_number(word):
+        if _has_capital(word) or _is_number(word):
             if not run:
                 at_beginning = begins
             run = [*run, *joining, word]

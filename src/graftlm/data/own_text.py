@@ -7,7 +7,7 @@ earlier batches, so an interrupted sampling continues after the last complete li
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ class OwnText:
 
     Attributes:
         ids: all token ids, including those that the text begins with.
-        turns: (start, stop) of each part that the model sampled and that is predicted: one part of free text, two of a
-            conversation, one of a conversation near the new text.
-        question: (start, stop) of the user's turn in a conversation near the new text, which is not predicted.
-        left_out: why the text is not used; empty if it is used. `read_own_text` leaves such texts out.
+        turns: (start, stop), in tokens, of each part that the model sampled and that is predicted: one part of free
+            text, two of a conversation, one of a conversation near the new text, and none of a text that is left out.
+        question: (start, stop), in tokens, of the user's turn in a conversation near the new text, which is not
+            predicted; None for other texts.
+        left_out: why the text is not used; empty if it is used.
     """
 
     ids: list[int]
@@ -47,9 +48,12 @@ class OwnText:
 
 
 def marked_ids(sample: OwnText) -> np.ndarray:
-    """Return a sample as marked ids (n,); see `graftlm.data.marked_ids`.
+    """Return a sample as marked ids, int32, (n,); see `graftlm.data.marked_ids`.
 
-    The tokens that a conversation or an opening begins with are its prompt.
+    The tokens before the first sampled one are the prompt, unless there is only one, such as BOS.
+
+    Args:
+        sample: a text that is not left out.
     """
     start, _ = sample.turns[0]
     ids = np.array(sample.ids, dtype=np.int32)
@@ -60,7 +64,9 @@ def marked_ids(sample: OwnText) -> np.ndarray:
 
 
 def read_own_text(path: Path) -> list[OwnText]:
-    """Read the samples of a file that are used.
+    """Read the samples of a file, without those that are left out.
+
+    The key of the file is not checked.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -72,17 +78,21 @@ def read_own_text(path: Path) -> list[OwnText]:
             samples += _parse_batch(line)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"The sampled text {path} can't be read ({first_line(error)}): remove it, and it is sampled again."
+            f"The file of sampled text {path} can't be read ({first_line(error)}): remove it if it exists, and run the "
+            "same command to sample the text again."
         ) from None
     return [sample for sample in samples if not sample.left_out]
 
 
 def read_complete_batches(path: Path, key: str) -> list[list[OwnText]]:
-    """Read the complete batches of an interrupted sampling, and remove the rest of the file.
+    """Read the complete batches of an interrupted sampling, and truncate the file after the last of them.
 
     Args:
         path: the file, which need not exist. Its folder is created.
         key: the key in the file's first line; a file with another key counts as empty and is not changed.
+
+    Raises:
+        OSError: the folder can't be created, or the file can't be truncated.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -94,6 +104,8 @@ def read_complete_batches(path: Path, key: str) -> list[list[OwnText]]:
     batches = []
     size = len(first)
     for line in lines:
+        if not line.endswith(b"\n"):
+            break
         try:
             batches.append(_parse_batch(line))
         except (ValueError, KeyError, TypeError):
@@ -105,13 +117,24 @@ def read_complete_batches(path: Path, key: str) -> list[list[OwnText]]:
 
 
 def key_line(key: str) -> bytes:
-    """Return the first line of a file of samples."""
+    """Return the first line of a file of samples, with its line break."""
     return json.dumps({"key": key}).encode() + b"\n"
 
 
 def batch_line(batch: Sequence[OwnText]) -> bytes:
-    """Return the line of a batch."""
+    """Return the line of a batch in a file of samples, with its line break."""
     return json.dumps([_sample_values(sample) for sample in batch]).encode() + b"\n"
+
+
+def first_samples(samples: Iterable[OwnText], tokens: int) -> list[OwnText]:
+    """Return the first samples that together have at least `tokens` sampled tokens, or all if they have fewer."""
+    kept = []
+    total = 0
+    for sample in samples:
+        if total < tokens:
+            kept.append(sample)
+        total += sample.tokens
+    return kept
 
 
 def _sample_values(sample: OwnText) -> dict[str, object]:

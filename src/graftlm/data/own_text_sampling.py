@@ -15,10 +15,10 @@ from rich.progress import MofNCompleteColumn
 
 from graftlm.backbone import Backbone, end_ids, leading_bos, max_sequence_length
 from graftlm.data.chats import render_question
-from graftlm.data.own_text import OwnText, batch_line, key_line, read_complete_batches
+from graftlm.data.own_text import OwnText, batch_line, first_samples, key_line, read_complete_batches
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.data.token_sampler import TokenSampler
-from graftlm.errors import DataError
+from graftlm.errors import DataError, shorten
 from graftlm.files.writing import write_errors
 from graftlm.progress import progress_bar
 
@@ -30,6 +30,7 @@ _CONTENT = "the-content-of-the-user"  # a placeholder for the user's turn, which
 _DEFAULT_CHAT_FRACTION = 0.5
 _BARREN_BATCHES = 3
 _MIN_TURN = 8
+_REAL_TEXT = "name real text under data.old, and set evaluation.own_tokens to 0"
 
 
 def sample_own_text(
@@ -53,10 +54,14 @@ def sample_own_text(
         model: a model that samples instead of the bare backbone, such as a `GraftedModel` on it.
         progress: show a progress bar.
 
+    Returns:
+        All samples of the file, in the order in which they were sampled.
+
     Raises:
         BackboneError: the backbone has no tokenizer.
-        DataError: the backbone is an encoder, has no chat template for the requested conversations, or samples only
-            texts that can't be used; or the file can't be written.
+        DataError: the backbone is not a causal language model, or has too few positions; its chat template is missing
+            or can't be used, although conversations are requested; an opening is too long; several batches in a row
+            have no usable text; or the file can't be written.
     """
     sampler = OwnTextSampler(backbone, config, config.length or length, model)
     return sample_batches(path, sampler, config.tokens, key=key, progress=progress)
@@ -69,17 +74,19 @@ class BatchSampler(Protocol):
         """Sample the next batch.
 
         Args:
-            number: the number of the batch, which determines its random numbers.
+            number: the number of the batch, from 0, which determines its random numbers.
             samples: the samples of all earlier batches.
-            needed: number of tokens to sample.
+            needed: number of tokens that are still to be sampled. A batch may have fewer or slightly more.
         """
         ...
 
     def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> bool:
-        """Return whether sampling goes on after these batches.
+        """Return whether sampling goes on after these batches, which are all so far.
+
+        It is called after each batch, also for the batches of an interrupted call.
 
         Raises:
-            DataError: the latest batches have no usable sample.
+            DataError: the batches have no usable sample, and sampling more would not help.
         """
         ...
 
@@ -92,23 +99,29 @@ def sample_batches(
     key: str,
     progress: bool,
 ) -> list[OwnText]:
-    """Sample batches into a file until they have enough tokens. Complete batches that the file has are kept.
+    """Sample batches into a file until they have enough tokens, or until the sampler stops.
+
+    Complete batches that the file has are kept.
 
     Args:
-        path: the file of samples, which is extended.
+        path: the file of samples, which is extended. Its folder is created.
         sampler: samples the batches.
         tokens: number of tokens to sample.
         key: identifies the samples; a file with another key is written anew.
         progress: show a progress bar.
 
+    Returns:
+        All samples of the file, in the order in which they were sampled.
+
     Raises:
-        DataError: the sampler yields nothing that can be used, or the file can't be written.
+        DataError: the sampler raises it because it yields nothing that can be used, or the file can't be written.
     """
     with write_errors(path, DataError, "free some space, and run the same command to go on"):
-        return _sample_to(path, sampler, tokens, key, progress)
+        return _sample_to(path, sampler, tokens, key=key, progress=progress)
 
 
-def _sample_to(path: Path, sampler: BatchSampler, tokens: int, key: str, progress: bool) -> list[OwnText]:
+def _sample_to(path: Path, sampler: BatchSampler, tokens: int, *, key: str, progress: bool) -> list[OwnText]:
+    """Extend a file with batches, and return all of its samples; see `sample_batches`."""
     batches = read_complete_batches(path, key)
     samples = [sample for batch in batches for sample in batch]
     total = _count_tokens(samples)
@@ -161,7 +174,9 @@ class OwnTextSampler:
 
     Raises:
         BackboneError: the backbone has no tokenizer.
-        DataError: the backbone can't sample texts of that length, or not the requested conversations.
+        DataError: the backbone is not a causal language model, or has fewer than `length` positions; its chat template
+            is missing or can't be used, although conversations are requested; or a text of `length` tokens has no room
+            after an opening.
     """
 
     def __init__(
@@ -206,27 +221,22 @@ class OwnTextSampler:
     def batch(self, number: int, samples: Sequence[OwnText], needed: int) -> list[OwnText]:
         """Sample the next batch.
 
-        It has conversations or free text, whichever misses more tokens to its share.
+        It has either conversations or free text, whichever has more tokens left to sample.
 
         Args:
-            number: the number of the batch, which determines its random numbers.
+            number: the number of the batch, from 0, which determines its random numbers.
             samples: the samples of all earlier batches.
-            needed: number of tokens to sample.
+            needed: number of tokens that are still to be sampled.
         """
         chat_tokens = sum(sample.tokens for sample in samples if sample.is_chat)
-        missing = self._chat_fraction * (_count_tokens(samples) + needed) - chat_tokens
-        is_chat = missing > needed - missing
-        needed_of_kind = math.ceil(missing if is_chat else needed - missing)
-        needed = min(needed, max(1, needed_of_kind))
-        rows = min(self._config.batch_size, math.ceil(needed / self._length) + 1)
+        missing_in_chats = self._chat_fraction * (_count_tokens(samples) + needed) - chat_tokens
+        missing_in_free_text = needed - missing_in_chats
+        is_chat = missing_in_chats > missing_in_free_text
+        missing = math.ceil(max(missing_in_chats, missing_in_free_text))
+        tokens = min(needed, max(1, missing))
+        rows = min(self._config.batch_size, math.ceil(tokens / self._length) + 1)
         texts = self._sample(number, rows, is_chat=is_chat)
-        kept = []
-        total = 0
-        for text in texts:
-            if total < needed:
-                kept.append(text)
-            total += text.tokens
-        return kept
+        return first_samples(texts, tokens)
 
     def _sample(self, number: int, rows: int, *, is_chat: bool) -> list[OwnText]:
         """Sample `rows` texts with the random numbers of a batch."""
@@ -238,7 +248,7 @@ class OwnTextSampler:
     def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> bool:
         """Check whether the latest batches have usable samples.
 
-        After several batches without any, conversations that were not requested explicitly are no longer sampled.
+        After several batches without any, conversations are no longer sampled, unless `chat_fraction` requests them.
 
         Args:
             batches: all batches so far.
@@ -247,7 +257,7 @@ class OwnTextSampler:
             True, since sampling always goes on.
 
         Raises:
-            DataError: several batches have no usable sample.
+            DataError: the latest batches have no usable sample, although they are free text or requested conversations.
         """
         barren = 0
         for batch in reversed(batches):
@@ -264,6 +274,7 @@ class OwnTextSampler:
         return True
 
     def _yield_error(self, samples: Sequence[OwnText], barren: int) -> DataError:
+        """Return the error that explains why the latest `barren` batches have no usable sample."""
         has_free_text = any(not sample.is_chat for sample in samples)
         if self._chat_fraction == 1 or (self._chat_fraction > 0 and has_free_text):
             problem = "no conversation whose user's turn ends"
@@ -278,6 +289,7 @@ class OwnTextSampler:
         )
 
     def _free_texts(self, rows: int, number: int) -> list[OwnText]:
+        """Sample texts after the starts in turn, without those that end at once."""
         first = number * self._config.batch_size
         starts = [self._starts[(first + row) % len(self._starts)] for row in range(rows)]
         ends = set(self._ends)
@@ -296,6 +308,7 @@ class OwnTextSampler:
         return texts
 
     def _conversations(self, rows: int) -> list[OwnText]:
+        """Sample users' turns and answers to them, without conversations whose user's turn does not end."""
         assert self._template is not None, "conversations have a template"
         before, after = self._template
         turn_end = after[0]
@@ -332,17 +345,24 @@ class OwnTextSampler:
         )
 
 
-def check_backbone(backbone: Backbone, length: int) -> None:
-    """Raise `DataError` if a backbone can't sample texts of `length` tokens."""
+def check_backbone(backbone: Backbone, length: int, remedy: str | None = None) -> None:
+    """Raise `DataError` if a backbone is not a causal language model, or has fewer than `length` positions.
+
+    Args:
+        backbone: the backbone.
+        length: maximum number of tokens of a sampled text.
+        remedy: what the user can do instead of sampling, for error messages; None names the settings of recipes.
+    """
     if not (backbone.sites.family.causal and backbone.model.can_generate()):
         raise DataError(
-            f"The backbone {backbone.name} can't sample text, since it is not a causal language model: name real text "
-            "under data.old, and set evaluation.own_tokens to 0."
+            f"The backbone {backbone.name} can't sample text, since it is not a causal language model: "
+            f"{remedy or _REAL_TEXT}."
         )
     limit = max_sequence_length(backbone.model)
     if limit < length:
         raise DataError(
-            f"Samples of {length} tokens do not fit the backbone, which has {limit} positions: lower the length."
+            f"The backbone {backbone.name} has {limit} positions, but texts of {length} tokens are to be sampled: "
+            f"{remedy or 'lower data.length or the length of the source'}."
         )
 
 
@@ -352,16 +372,19 @@ def free_starts(
     length: int,
     name: str,
 ) -> list[list[int]]:
-    """Return the tokens with which free texts begin in turn.
+    """Return the token ids that free texts begin with, one list for each opening.
+
+    A list has the token with which a document begins (the leading BOS, `<|endoftext|>`, another BOS or EOS), if there
+    is one, and the tokens of its opening.
 
     Args:
         tokenizer: the backbone's tokenizer.
-        openings: texts to begin with; if there are none, texts begin like a document.
+        openings: texts to begin with. If there are none, one list without an opening is returned.
         length: maximum number of tokens of a text.
         name: the backbone's name, for error messages.
 
     Raises:
-        DataError: the tokenizer has no token with which a text begins, or an opening is too long.
+        DataError: a list would be empty, or leaves no room for another token in `length` tokens.
     """
     candidates = (
         leading_bos(tokenizer),
@@ -378,11 +401,13 @@ def free_starts(
             f"The tokenizer of {name} has no token that begins or ends a text: set openings of the backbone's own "
             "text, and set evaluation.own_tokens to 0."
         )
-    longest = max(len(opening) for opening in encoded)
-    if longest + len(start) >= length:
-        raise DataError(
-            f"An opening has {longest} tokens, but a text has at most {length}: shorten it, or raise the length."
-        )
+    for text, ids in zip(openings, encoded, strict=False):
+        size = len(start) + len(ids)
+        if size >= length:
+            raise DataError(
+                f"The opening {shorten(text)!r} has {size} tokens with the beginning of a document, but a text has at "
+                f"most {length}: shorten the opening, or raise the length."
+            )
     return [start + opening for opening in encoded]
 
 
@@ -394,17 +419,18 @@ def split_template(
     system: str | None = None,
     remedy: str = "set chat_fraction to 0",
 ) -> ChatParts:
-    """Return the tokens of a chat template around a user's first turn.
+    """Split a chat template into the tokens before and after a user's first turn.
 
     Args:
         tokenizer: the backbone's tokenizer.
         length: maximum number of tokens of a text.
         name: the backbone's name, for error messages.
         system: a system message before the turn; None for that of the template, if it has one.
-        remedy: how to sample no conversations, for error messages.
+        remedy: what the user can do to sample no conversations, for error messages.
 
     Raises:
-        DataError: the tokenizer has no template, the template can't be used, or it leaves no space for turns.
+        DataError: the tokenizer has no template; the template can't be rendered, has no token before the turn or no
+            special token that ends it; or it leaves no room for two turns in `length` tokens.
     """
     if not tokenizer.chat_template:
         raise DataError(
@@ -415,17 +441,20 @@ def split_template(
         messages.insert(0, {"role": "system", "content": system})
     try:
         text = render_question(messages, tokenizer)
-    except DataError:
-        raise DataError(f"The chat template of {name} can't be rendered: {remedy}.") from None
+    except DataError as error:
+        raise DataError(f"The chat template of {name} can't be rendered: {remedy}.") from error
     text_before, content, text_after = text.partition(_CONTENT)
     before = tokenizer(text_before, add_special_tokens=False)["input_ids"]
     after = tokenizer(text_after, add_special_tokens=False)["input_ids"]
     if not content or not before or not after or after[0] not in tokenizer.added_tokens_decoder:
-        raise DataError(f"The chat template of {name} has no token that ends a user turn: {remedy}.")
+        raise DataError(
+            f"The chat template of {name} has no token before a user's turn, or no special token after it, but both "
+            f"are expected: {remedy}."
+        )
     size = len(before) + len(after)
     if length < size + 2 * _MIN_TURN:
         raise DataError(
-            f"The chat template of {name} has {size} tokens, but a text has at most {length}: raise the length, or "
-            f"{remedy}."
+            f"The chat template of {name} has {size} tokens, which leaves no room for two turns of {_MIN_TURN} tokens "
+            f"in a text of {length}: raise the length, or {remedy}."
         )
     return ChatParts(before, after)

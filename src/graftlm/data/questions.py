@@ -25,7 +25,10 @@ _REMEDY = "name questions of your own"
 
 
 def read_questions(path: str | Path) -> list[str]:
-    """Read a file of questions, one per line; empty lines are skipped.
+    """Read a file of questions, one per line. Empty lines are skipped, and white space around questions is removed.
+
+    Args:
+        path: a UTF-8 text file, which may be gzipped.
 
     Raises:
         DataError: the file can't be read, or has no question.
@@ -34,28 +37,30 @@ def read_questions(path: str | Path) -> list[str]:
     lines = [line.strip() for line in read_text(path).splitlines()]
     questions = [line for line in lines if line]
     if not questions:
-        raise DataError(f"{path} has no questions: write one per line.")
+        raise DataError(f"{path} has no questions, but one per line is expected: write at least one.")
     return questions
 
 
 def sample_questions(backbone: Backbone, count: int, seed: int, model: PreTrainedModel | None = None) -> list[str]:
-    """Sample different questions of at most 40 tokens from the unmodified distribution.
-
-    Fewer than `count` are returned if few of the sampled turns end.
+    """Sample different questions of at most 40 tokens and at least three words from the unmodified distribution.
 
     Args:
         backbone: the backbone; grafts that are attached to it are not active.
-        count: number of questions.
+        count: maximum number of questions.
         seed: the seed of the questions.
-        model: a model that samples instead of the bare backbone.
+        model: a model that samples instead of the bare backbone, such as a `GraftedModel` on it.
+
+    Returns:
+        The questions. There are fewer than `count`, or none, if 128 sampled turns have fewer that end.
 
     Raises:
         BackboneError: the backbone has no tokenizer.
-        DataError: the backbone is an encoder, or its chat template is missing or can't be used.
+        DataError: the backbone is not a causal language model, or has too few positions; or its chat template is
+            missing or can't be used.
     """
     tokenizer = backbone.need_tokenizer()
     parts = split_template(tokenizer, max_sequence_length(backbone.model), backbone.name, remedy=_REMEDY)
-    check_backbone(backbone, len(parts.before) + _TOKENS)
+    check_backbone(backbone, len(parts.before) + _TOKENS, _REMEDY)
     sampler = TokenSampler(backbone, seed, model)
     turn_end = parts.after[0]
     ends = end_ids(backbone.model, tokenizer) | {turn_end}

@@ -28,7 +28,7 @@ class EncodedRow:
     """A row of n tokens.
 
     Attributes:
-        ids: int32, (n,).
+        ids: token ids with special tokens, int32, (n,).
         segments: int8, (n,), 1 in the second text of a pair; None if the row has no such mark.
         target: the target as `graftlm.grafts.heads` expects it, for tagging (n,); None for a row without a label.
         alignment: for tagging (words,), the index of each word's first token, or -1; for span (n, 2), the range of
@@ -68,13 +68,13 @@ class RowEncoder:
     """Encode labelled rows as tokens.
 
     The tag of a word belongs to its first token. Rows of more than `length` tokens are truncated at their end: of a
-    pair the longer text first, of a span task only the context. If the tokenizer does not separate the texts of a pair,
-    a line break does.
+    pair the longer text first, of a span task only the context. If the tokenizer puts no special tokens between the
+    texts of a pair, the second one begins with a line break.
 
     Args:
         tokenizer: the backbone's tokenizer.
         length: maximum number of tokens of a row, including special tokens.
-        segments: whether the model marks the second text of a pair with `token_type_ids`.
+        segments: mark the second text of a pair in `EncodedRow.segments`, for models with `token_type_ids`.
         truncation: truncate longer rows instead of raising an error.
     """
 
@@ -97,10 +97,11 @@ class RowEncoder:
 
         Args:
             task: the rows.
-            training: leave out rows whose answer is truncated, because nothing can be learned from them.
+            training: leave out rows of a span task whose answer is truncated, because nothing can be learned from them.
 
         Raises:
-            DataError: a row has no tokens, a row is too long and must not be truncated, or no row is left.
+            DataError: a row has no tokens; a row is too long, and `truncation` is False or its question alone fills the
+                row; or all rows are left out.
             BackboneError: the task has tags or spans, and the tokenizer is not a fast one.
         """
         spec = task.spec
@@ -121,7 +122,8 @@ class RowEncoder:
             encoded = [row for row in encoded if _has_whole_answer(row)]
         if not encoded:
             raise DataError(
-                f"{task.rows[0].where}: no row has its answer in its first {self.length} tokens: raise the length."
+                f"No row of the task (the first is {task.rows[0].where}) has its whole answer in its first "
+                f"{self.length} tokens: raise the length."
             )
         return EncodedTask(spec, encoded, len(long))
 
@@ -143,7 +145,7 @@ class RowEncoder:
         """
         if spec.of_tokens and not self.tokenizer.is_fast:
             raise BackboneError(
-                f"Tasks of the type {spec.type} need the characters of each token, which the tokenizer "
+                f"A {spec.type} task needs the positions of tokens in the text, which the tokenizer "
                 f"{type(self.tokenizer).__name__} does not return: use a backbone with a tokenizer.json."
             )
         options: dict[str, Any] = {
@@ -176,8 +178,8 @@ class RowEncoder:
             question = [number for number in columns["sequences"][index] if number != _CONTEXT]
             if len(question) >= self.length:
                 raise DataError(
-                    f"{task.rows[index].where} has a question of {len(question)} tokens, which leaves no room for "
-                    f"context in a row of {self.length}: raise the length, or shorten the question."
+                    f"{task.rows[index].where} has {len(question)} tokens without its context, which leaves no room "
+                    f"for context in a row of {self.length}: raise the length, or shorten the question."
                 )
 
     def _truncate(
@@ -192,6 +194,7 @@ class RowEncoder:
     def _encode_row(
         self, spec: TaskSpec, row: LabelledRow, values: Mapping[str, Any], *, truncated: bool
     ) -> EncodedRow:
+        """Return a row with its target and alignment."""
         ids = np.asarray(values["input_ids"], dtype=np.int32)
         if not len(ids):
             raise DataError(f"{row.where} has no tokens: enter text with known characters, or leave the row out.")
@@ -261,13 +264,13 @@ def _encode_span(target: AnswerSpan, ranges: np.ndarray) -> Tensor:
 
 
 def first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the index of each word's first token, shape (words,), or -1 for a word without one.
+    """Return the index of each word's first token, or -1 for a word without one: int64, (words,).
 
     A token that covers two words counts for the first of them.
 
     Args:
-        words: words of a text that are joined by blanks.
-        offsets: the range of characters of each token.
+        words: the words of a text. The text has a blank between two words.
+        offsets: (start, stop), in characters of the text, of each token.
     """
     first = np.full(len(words), -1, dtype=np.int64)
     start = 0

@@ -75,10 +75,15 @@ class Batch:
         return inputs
 
     def totals(self, n_domains: int = 2) -> Tensor:
-        """Return the number of predicted tokens, and of each domain's input tokens without padding.
+        """Return the number of predicted tokens, followed by the number of input tokens of each domain.
+
+        Padding does not count.
+
+        Args:
+            n_domains: number of domains; every value of `domain` is smaller.
 
         Returns:
-            Float, (1 + n_domains,).
+            float32, (1 + n_domains,).
         """
         targets = (self.labels[:, 1:] != IGNORED).sum()
         mask = torch.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
@@ -100,8 +105,8 @@ def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, p
 
     Args:
         marked: marked ids, int32, (B, L).
-        domain: the domain of each row, (B,).
-        boundaries: how documents share rows.
+        domain: the domain of each row, `OLD` or `NEW`, (B,).
+        boundaries: how documents share rows; see `DataConfig`.
         pad_id: the token id of padding.
     """
     padding = marked == PADDING

@@ -64,7 +64,12 @@ class SamplerConfig(Config):
 
 
 class Pick(NamedTuple):
-    """A row of a task, by its number."""
+    """A row of a task.
+
+    Attributes:
+        task: the name of the task.
+        row: the number of the row in the task, from 0.
+    """
 
     task: str
     row: int
@@ -76,12 +81,17 @@ class TaskSampler:
     Args:
         sizes: number of rows of each task.
         config: the policy.
-        batch_size: rows of a batch, b in the table of the module.
+        batch_size: number of rows of a batch, b in the table of the module.
         seed: seed of all random numbers.
-        steps: number of steps of the run, over which `passes` are spread. None ignores `passes`.
+        steps: number of steps of the run, at least 1, over which `passes` are spread. None ignores `passes`.
+
+    Attributes:
+        step: number of batches that were chosen so far.
 
     Raises:
-        DataError: a task has no rows, a fixed share does not fit, or there are fewer candidates than rows of a batch.
+        DataError: there is no task, a task has no rows, `batch_size` is below 1; `fixed` is set for another policy than
+            `uncertainty`, has an unknown task or a share outside [0, 1), or leaves no rows to the other tasks; or
+            `passes` gives fewer candidates per step than rows of a batch.
     """
 
     def __init__(
@@ -118,8 +128,8 @@ class TaskSampler:
     def candidates(self) -> list[Pick]:
         """Return the rows whose scores `choose` needs.
 
-        These are the candidates of this step without a score that may be reused. The list is empty if the policy has
-        no scores.
+        These are the candidates of this step without a score that may be reused. The list is empty unless the policy is
+        `uncertainty`. The candidates are drawn in the first call of a step, and stay the same until `choose`.
         """
         if self.config.policy == "uncertainty" and not self._candidates:
             for task in self.sizes:
@@ -141,7 +151,7 @@ class TaskSampler:
         return scored_at != _NEVER and age < max(1, self.config.keep)
 
     def choose(self, scores: Sequence[float] = ()) -> list[Pick]:
-        """Choose the rows of the next batch.
+        """Choose the rows of the next batch, and advance to the next step.
 
         Args:
             scores: the score of each of `candidates()`, in their order.
@@ -160,10 +170,11 @@ class TaskSampler:
         return picks
 
     def _set_scores(self, picks: Sequence[Pick], scores: Sequence[float]) -> None:
+        """Store the scores of the candidates of this step, after checking them."""
         if len(scores) != len(picks):
             raise DataError(
-                f"choose got {len(scores)} scores for {len(picks)} candidates: give one for each of candidates(), in "
-                "their order."
+                f"The number of scores is {len(scores)}, but the number of candidates is {len(picks)}: give choose one "
+                "score for each of candidates(), in their order."
             )
         for pick, score in zip(picks, scores, strict=True):
             if not math.isfinite(score):
@@ -190,13 +201,20 @@ class TaskSampler:
         values = np.asarray(entropies, dtype=float)
         if not values.size:
             return
-        if not np.isfinite(values).all() or values.min() < 0:
-            raise DataError(f"An entropy of the task {task} is {values.min()}, but a finite number from 0 is expected.")
+        invalid = values[~np.isfinite(values) | (values < 0)]
+        if invalid.size:
+            raise DataError(
+                f"An entropy of the task {task} is {invalid[0]}, but a finite number from 0 is expected: check whether "
+                "the model's predictions overflow."
+            )
         self._entropy[task] = float(values.mean())
         self._scored += len(values)
 
     def shares(self) -> dict[str, float]:
-        """Return the probability q(t) of each task, or under `uncertainty` its share of the rows so far."""
+        """Return the probability q(t) of each task, or under `uncertainty` its share of the rows so far.
+
+        Shares are equal before the first batch under `uncertainty`, and under `entropy` until each task has an entropy.
+        """
         weights = self._weights()
         if not any(weights.values()):
             weights = dict.fromkeys(self.sizes, 1.0)
@@ -260,12 +278,12 @@ class TaskSampler:
         """Continue from the `state_dict()` of a sampler of the same tasks.
 
         Raises:
-            DataError: the state belongs to other tasks.
+            DataError: the state's tasks, or their numbers of rows, are not those of this sampler.
         """
         if state["sizes"] != self.sizes:
             raise DataError(
-                f"The saved sampler has the tasks and rows {state['sizes']}, but the data has {self.sizes}: resume "
-                "with the data of the run that saved it."
+                f"The saved sampler has the numbers of rows {_sizes_text(state['sizes'])}, but the data has "
+                f"{_sizes_text(self.sizes)}: resume with the data of the run that saved it."
             )
         self.step = state["step"]
         self._drawn = dict(state["drawn"])
@@ -322,7 +340,7 @@ class TaskSampler:
         return highest + fixed
 
     def _order(self, candidates: Sequence[Pick]) -> list[int]:
-        """Return the indices of candidates from the highest score to the lowest; of equal ones the first is first."""
+        """Return the indices of candidates from the highest score to the lowest. Equal scores keep their order."""
         scores = [self._scores[pick.task][pick.row] for pick in candidates]
         values = np.array(scores, dtype=float)
         if self.config.task_mean:
@@ -343,10 +361,14 @@ class TaskSampler:
         return indices
 
     def _due(self, share: float) -> int:
-        """Return the rows of this step for a share of all rows. Over many steps the share is exact."""
+        """Return the number of rows in this step that a share of all rows amounts to. Over many steps it is exact."""
         before = int(self.step * self.batch_size * share)
         after = int((self.step + 1) * self.batch_size * share)
         return after - before
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{task}: {size:,}" for task, size in sizes.items())
 
 
 def _as_lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
@@ -370,40 +392,46 @@ def _generator(*key: int) -> np.random.Generator:
 
 def _check_sizes(sizes: Mapping[str, int], batch_size: int) -> None:
     if not sizes:
-        raise DataError("There is no task: name at least one.")
+        raise DataError("There are no tasks to sample from: name at least one.")
     for task, size in sizes.items():
         if size < 1:
             raise DataError(f"The task {task} has no rows: name a file with at least one, or leave the task out.")
     if batch_size < 1:
-        raise DataError(f"batch_size is {batch_size}, but a whole number from 1 is expected.")
+        raise DataError(f"batch_size is {batch_size}, but a whole number from 1 is expected: set a larger one.")
 
 
 def _check_fixed(sizes: Mapping[str, int], config: SamplerConfig) -> None:
+    """Raise `DataError` if the fixed shares do not fit the policy or the tasks."""
     if not config.fixed:
         return
     if config.policy != "uncertainty":
         raise DataError(
-            f"fixed has shares, but they belong to the policy uncertainty and the policy is {config.policy}: leave "
-            "fixed out."
+            f"fixed is set, but only the policy uncertainty uses it and the policy is {config.policy}: leave fixed out."
         )
     for task, share in config.fixed.items():
         if task not in sizes:
             raise DataError(f"fixed has the unknown task {task!r}: choose among {', '.join(sizes)}.")
         if not 0 <= share < 1:
-            raise DataError(f"The fixed share of the task {task} is {share}, but a number in [0, 1) is expected.")
-    if sum(config.fixed.values()) >= 1 or set(config.fixed) >= set(sizes):
+            raise DataError(
+                f"The fixed share of the task {task} is {share:g}, but a number in [0, 1) is expected: change fixed."
+            )
+    total = sum(config.fixed.values())
+    if total >= 1 or set(config.fixed) >= set(sizes):
+        found = f"sum to {total:g}" if total >= 1 else "cover all tasks"
         raise DataError(
-            "The fixed shares leave no rows to choose by uncertainty: lower them, or set policy to temperature."
+            f"The fixed shares {found}, which leaves no rows to choose by uncertainty: lower them or leave one out, "
+            "or set policy to temperature."
         )
 
 
 def _check_passes(sizes: Mapping[str, int], config: SamplerConfig, batch_size: int, steps: int) -> None:
+    """Raise `DataError` if `passes` gives fewer candidates per step than rows of a batch."""
     if config.passes is None:
         return
     scored_sizes = [size for task, size in sizes.items() if task not in config.fixed]
     per_step = sum(int(config.passes * size / steps) for size in scored_sizes)
     if per_step < batch_size:
         raise DataError(
-            f"{config.passes:g} passes over {sum(scored_sizes):,} rows give {per_step} candidates in each of {steps:,} "
-            f"steps, but a batch has {batch_size} rows: raise passes, or lower steps or batch_size."
+            f"passes is {config.passes:g}, which gives {per_step} candidates per step (rows: {sum(scored_sizes):,}, "
+            f"steps: {steps:,}), but batch_size is {batch_size}: raise passes, or lower steps or batch_size."
         )

@@ -79,31 +79,38 @@ class SourceConfig(Config):
     @classmethod
     def _check_documents(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*", value):
-            raise ValueError("documents is a slice of numbers, such as '0:23' or '-2:'")
+            raise ValueError("a slice of numbers, such as '0:23' or '-2:', is expected")
         return value
 
     def _problems(self) -> Iterator[str]:
-        if (self.path is None) == (self.dataset is None):
-            yield "a source has either a path or a dataset: set one of them"
+        if self.path is None and self.dataset is None:
+            yield "a source has neither a path nor a dataset: set one of them"
+        if self.path is not None and self.dataset is not None:
+            yield "a source has both a path and a dataset: leave one out"
         if self.streaming and "-" in (self.documents or ""):
-            yield "a streaming source can't count documents from its end: use numbers from the start"
+            yield (
+                f"documents is {self.documents!r}, but a streaming source can't count documents from its end: use "
+                "numbers from the start"
+            )
         if (self.prompt_column or self.messages_column) and (self.skip_characters or self.limit_characters):
-            yield "prompts and completions are never cut: leave out skip_characters and limit_characters"
+            kind = "prompt_column" if self.prompt_column else "messages_column"
+            key = "skip_characters" if self.skip_characters else "limit_characters"
+            yield f"a source has a {kind}, whose texts are never cut, but also {key}: leave one out"
         if self.messages_column is not None and self.prompt_column is not None:
-            yield "a source has either a messages_column or a prompt_column: leave one out"
+            yield "a source has both a messages_column and a prompt_column: leave one out"
         if self.tools_column is not None and self.messages_column is None:
-            yield "tools belong to conversations: set messages_column too"
+            yield "a source has a tools_column but no messages_column: set messages_column, or leave tools_column out"
         if self.prompt_column == self.text_column:
             yield f"prompt_column and text_column are both {self.text_column!r}: name two columns"
 
     @property
     def name(self) -> str:
-        """The path or dataset."""
+        """The path as it is written in the config, or the name or folder of the dataset."""
         return str(self.path or self.dataset)
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that are read, by their config keys."""
+        """The columns that are read, by the config key that sets each, such as {"text_column": "body"}."""
         if self.messages_column is not None:
             columns = {"messages_column": self.messages_column}
             if self.tools_column is not None:
@@ -118,8 +125,8 @@ class SourceConfig(Config):
 class SelfSourceConfig(Config):
     """Text that the backbone samples, for backbones whose training data is not available.
 
-    The text is sampled before the first training that needs it, once for each backbone and these settings. With
-    `near`, the texts begin like those of `data.new`, and what they say about named things of the new text is left out.
+    The text is sampled before the first training that needs it, once for each combination of backbone and settings.
+    With `near`, the texts begin like those of `data.new`, and texts about things that the new text names are left out.
     """
 
     self: Literal[True] = Field(description="Marks a source whose text the backbone samples.")
@@ -170,7 +177,10 @@ class SelfSourceConfig(Config):
         keys_of_sources = SourceConfig.model_fields.keys() - cls.model_fields.keys()
         unexpected = sorted(keys_of_sources & values.keys())
         if unexpected:
-            raise ValueError(f"a source with self: true reads no files, but it has {unexpected[0]}: write two sources")
+            raise ValueError(
+                f"a source with self: true reads no files, but it has the key {unexpected[0]}: leave the key out, or "
+                "write two sources"
+            )
         if values.get("near") is not None:
             # Small models finish few questions sensibly if all tokens may be drawn.
             return {"top_p": _NEAR_TOP_P} | values
@@ -179,16 +189,16 @@ class SelfSourceConfig(Config):
     def _problems(self) -> Iterator[str]:
         if self.near is not None:
             if self.openings:
-                yield "texts near the new text begin like it, so openings are not used: leave out openings or near"
+                yield "openings is set, but with near the texts begin like the new text: leave out openings or near"
             if self.chat_fraction is not None:
                 yield (
-                    "texts near the new text are conversations where the new ones are, so chat_fraction is not used: "
-                    "leave out chat_fraction or near"
+                    "chat_fraction is set, but with near the texts are conversations where the new ones are: leave out "
+                    "chat_fraction or near"
                 )
             return
         for key in _NEAR_KEYS:
             if getattr(self, key) != type(self).model_fields[key].default:
-                yield f"{key} belongs to texts near the new text: set near to new, or leave {key} out"
+                yield f"{key} is set, but only near uses it: set near to new, or leave {key} out"
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
@@ -253,15 +263,20 @@ class DataConfig(Config):
     def _problems(self) -> Iterator[str]:
         has_near = any(isinstance(source, SelfSourceConfig) and source.near for source in self.old)
         if has_near and any(source.streaming for source in self.new):
-            yield "text near the new text needs all new texts before training: set streaming to false, or remove near"
+            yield (
+                "a source of new is streaming, but near needs all new texts before training: set streaming to false, "
+                "or leave near out"
+            )
 
 
 def check_sources(config: DataConfig) -> None:
-    """Read the first document of each source, so that a wrong one is an error before anything is computed.
+    """Check that the sources of new text and, unless `replay_fraction` is 0, of old text can be read.
+
+    Only the first document of each source is read. Texts for tests and text that the backbone samples are not checked.
 
     Raises:
-        DataError: a source can't be read, there are no new sources, or there are no old sources although their share is
-            above 0.
+        DataError: there are no new sources, or no old sources although `replay_fraction` is above 0; or the first
+            document of a source can't be read (see `read_documents`).
     """
     check_domains(config)
     sources: list[OldSource] = [*config.new]
@@ -273,30 +288,33 @@ def check_sources(config: DataConfig) -> None:
 
 
 def check_domains(config: DataConfig) -> None:
-    """Raise `DataError` if a domain that training reads has no sources."""
+    """Raise `DataError` if there are no new sources, or no old ones although `replay_fraction` is above 0."""
     if not config.new:
-        raise DataError("The recipe has no new sources, so there is nothing to learn: name some under new.")
+        raise DataError("The recipe has no new sources, so there is nothing to learn: name some under data.new.")
     if config.replay_fraction > 0 and not config.old:
         raise DataError(
-            f"replay_fraction is {config.replay_fraction:g}, but the recipe has no old sources: name some under old, "
-            "or set replay_fraction to 0."
+            f"data.replay_fraction is {config.replay_fraction:g}, but the recipe has no old sources: name some under "
+            "data.old, or set data.replay_fraction to 0."
         )
 
 
 def build_documents(sources: Iterable[SourceConfig]) -> list[Document]:
-    """Read all documents of some sources into memory.
+    """Read all documents of some sources into memory, in the order of the sources.
 
     Raises:
-        DataError: a source can't be read, or has no text.
+        DataError: a source can't be read, or has no text; see `read_documents`.
     """
     return [document for source in sources for document in read_documents(source)]
 
 
 def read_documents(config: SourceConfig) -> Iterator[Document]:
-    """Yield the documents of a source in a fixed order, without empty ones.
+    """Yield the documents of a source in a fixed order, without those that have only white space.
+
+    Errors are raised during the iteration.
 
     Raises:
-        DataError: the source can't be read, or has no text.
+        DataError: a file or dataset does not exist or can't be read, a column is missing, a row is invalid, or none of
+            the selected documents has text.
     """
     selected = _select(_read_source(config), config.documents)
     is_empty = True
@@ -314,7 +332,8 @@ def _read_source(config: SourceConfig) -> Iterator[Document]:
         documents = _read_files(path, config)
     else:
         documents = _read_dataset(config)
-    return (document for document in documents if document.text.strip())
+    # A conversation whose only answers are calls of tools has no text.
+    return (document for document in documents if document.chat is not None or document.text.strip())
 
 
 def _read_files(path: Path, config: SourceConfig) -> Iterator[Document]:
@@ -323,7 +342,7 @@ def _read_files(path: Path, config: SourceConfig) -> Iterator[Document]:
 
 
 def _select(documents: Iterator[Document], selection: str | None) -> Iterator[Document]:
-    """Return the documents of a slice such as `0:23` or `-2:`. Only negative numbers read all of them first."""
+    """Return the documents of a slice such as `0:23` or `-2:`. With a negative number, all of them are read first."""
     if selection is None:
         return documents
     start, stop = (int(part) if part.strip() else None for part in selection.split(":"))
@@ -333,10 +352,15 @@ def _select(documents: Iterator[Document], selection: str | None) -> Iterator[Do
 
 
 def _limited(documents: Iterator[Document], config: SourceConfig) -> Iterator[Document]:
-    """Apply the limits of a source."""
+    """Apply the limits of a source, and leave out documents without text after the skipped characters."""
     left = config.limit_characters
     for document in islice(documents, config.limit_documents):
+        if document.chat is not None:
+            yield document
+            continue
         text = document.text[config.skip_characters :]
+        if not text.strip():
+            continue
         yield replace(document, text=text[:left])
         if left is not None:
             left -= len(text)
@@ -345,11 +369,15 @@ def _limited(documents: Iterator[Document], config: SourceConfig) -> Iterator[Do
 
 
 def find_files(path: Path, pattern: str | None = None) -> list[Path]:
-    """Return the file at `path`, or the files below a folder, sorted. Hidden files and folders are skipped.
+    """Return the file at `path`, or the files below a folder, sorted.
+
+    Hidden files and folders, and links to folders, are skipped.
 
     Args:
         path: a file or a folder.
-        pattern: a glob such as `*.c` or `letters/*.txt`; by default all files with a known suffix.
+        pattern: a glob that selects files of a folder: by their names, such as `*.c`, or by their paths inside the
+            folder if it contains a slash, such as `letters/*.txt`. None selects files with a suffix of
+            `SEARCHED_SUFFIXES`. It is ignored if `path` is a file.
 
     Raises:
         DataError: nothing is at `path`, or the folder has no such file.
@@ -357,15 +385,20 @@ def find_files(path: Path, pattern: str | None = None) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError(f"There is no file or folder {path}: check the source's path.")
+        raise DataError(f"There is no file or folder {path}: correct the source's path.")
     files = sorted(file for file in walk(path) if _matches(file.relative_to(path), pattern))
-    if not files:
-        suffixes = ", ".join(SEARCHED_SUFFIXES)
-        expected = (
-            f"files that match {pattern!r}" if pattern else f"files ending in {suffixes}, optionally followed by .gz"
+    if files:
+        return files
+    if pattern is not None:
+        raise DataError(
+            f"The folder {path} has no files that match the pattern {pattern!r}: put text there, or correct the "
+            "source's pattern."
         )
-        raise DataError(f"The folder {path} has no {expected}: put text there, or set the source's pattern.")
-    return files
+    suffixes = ", ".join(SEARCHED_SUFFIXES)
+    raise DataError(
+        f"The folder {path} has no files ending in {suffixes}, optionally followed by .gz: put text there, or set the "
+        "source's pattern."
+    )
 
 
 def _matches(relative: Path, pattern: str | None) -> bool:
@@ -380,10 +413,15 @@ def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
-    """Yield the documents of a file: the rows of a table, or a whole file of plain text.
+    """Yield the documents of a file: the rows of a JSON, parquet or CSV file, or a whole file of plain text.
+
+    Args:
+        path: the file. A file with any other suffix is plain text.
+        config: the source, of which only the names of columns are used.
 
     Raises:
-        DataError: the file can't be read, or contradicts its suffix. The message contains the line, row or byte.
+        DataError: the file can't be read, its content contradicts its suffix, a column is missing, or a row is invalid;
+            or the file is plain text, but the source has a `prompt_column` or `messages_column`.
     """
     # Of documents, TSV is plain text.
     if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):
@@ -402,7 +440,9 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
 def _document(values: list[Any], config: SourceConfig, where: str) -> Document:
     """Return the document of a row, from the values of its columns."""
     if config.messages_column is not None:
-        chat = read_chat(values[0], where, *values[1:])
+        messages, *rest = values
+        tools = rest[0] if rest else None
+        chat = read_chat(messages, where, tools)
         return Document(chat.answers, where, chat=chat)
     texts = {}
     for value, (key, column) in zip(values, config.columns.items(), strict=True):
@@ -444,12 +484,15 @@ def _load_saved(path: Path, split: str) -> Dataset:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise DataError(f"The dataset folder {path} is incomplete ({first_line(error)}): write it again.") from None
+        raise DataError(
+            f"The dataset folder {path} can't be loaded ({first_line(error)}): write it again with save_to_disk."
+        ) from None
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if split not in loaded:
         names = [str(name) for name in loaded]
-        raise DataError(f"The dataset folder {path} has no split {split!r}{did_you_mean(split, names)}.")
+        suggestion = did_you_mean(split, names)
+        raise DataError(f"The dataset folder {path} has no split {split!r}{suggestion}: correct the source's split.")
     return loaded[split]
 
 
@@ -459,7 +502,10 @@ def _load_from_hub(config: SourceConfig) -> Dataset | IterableDataset:
     try:
         return datasets.load_dataset(config.name, config.subset, split=config.split, streaming=config.streaming)
     except Exception as error:  # The errors of the loader share no base class.
+        selection = f"split {config.split}"
+        if config.subset is not None:
+            selection = f"subset {config.subset}, {selection}"
         raise DataError(
-            f"The dataset {config.name} (subset {config.subset}, split {config.split}) can't be loaded "
-            f"({first_line(error)}): check its name, subset and split, and the network."
+            f"The dataset {config.name} ({selection}) can't be loaded ({first_line(error)}): check its name, subset "
+            "and split, and the network."
         ) from None

@@ -28,17 +28,17 @@ class RowPacker:
     """Pack documents into rows of tokens.
 
     Args:
-        open_documents: returns the documents from their beginning.
+        open_documents: called without arguments at the beginning of each epoch; returns all documents in a fixed order.
         tokenizer: the backbone's tokenizer.
-        length: tokens of a row.
+        length: number of tokens of a row.
         boundaries: how documents share rows; see `DataConfig`.
-        repeat: start again after the last document.
+        repeat: start again after the last document, so that the rows never end.
 
     Attributes:
         tail: int32, (n,), marked ids that are tokenized and not yet in a row.
         chunks: number of chunks that were tokenized in this epoch.
         epoch: number of times that the documents were read to their end.
-        n_tokens: number of tokens so far.
+        n_tokens: number of tokens that this packer has tokenized, over all epochs.
     """
 
     def __init__(
@@ -71,9 +71,12 @@ class RowPacker:
     def next_row(self) -> np.ndarray | None:
         """Return the next row of marked ids (length,), or None after the last one.
 
+        Errors of `open_documents` and of its iterator are passed on.
+
         Raises:
-            DataError: a source that is repeated has no text; or documents stay whole, and one with a prompt does not
-                fit into a row.
+            DataError: documents that are repeated have no text; a conversation does not fit the tokenizer's chat
+                template; or `boundaries` is `whole`, and a conversation or a document with a prompt is longer than a
+                row.
         """
         needed = self.length
         if self.boundaries == "whole":
@@ -91,7 +94,13 @@ class RowPacker:
         return pad_row(row, self.length)
 
     def resume(self, tail: np.ndarray, chunks: int, epoch: int) -> None:
-        """Continue from the attributes of another packer of the same documents."""
+        """Continue where another packer of the same documents was.
+
+        Args:
+            tail: its `tail`.
+            chunks: its `chunks`.
+            epoch: its `epoch`.
+        """
         self.tail = tail
         self.chunks = chunks
         self.epoch = epoch
@@ -107,6 +116,7 @@ class RowPacker:
         self.n_tokens += sum(len(stream) for stream in streams)
 
     def _next_group(self) -> list[TextChunk] | None:
+        """Return the next chunks, from the first document on at the end of an epoch; None after the last ones."""
         group = next(self._open_groups(), None)
         if group is not None or not self._repeat:
             return group
@@ -135,8 +145,8 @@ class RowPacker:
             size += len(stream)
             if size > self.length:
                 raise DataError(
-                    f"{chunk.where} has at least {size} tokens with its prompt, but a row has {self.length} and "
-                    "documents stay whole: raise the length, leave the row out, or set boundaries to separate."
+                    f"{chunk.where} has at least {size} tokens with its prompt, but boundaries is whole and a row has "
+                    f"only {self.length}: raise the length, leave the text out, or set boundaries to separate."
                 )
 
     def _last_document_size(self) -> int | None:
@@ -153,8 +163,8 @@ class StreamingBlocks:
     depends only on the key of `take` and the number of the row.
 
     Args:
-        packer: a packer that repeats its documents.
-        buffer_rows: rows of the buffer.
+        packer: a packer with `repeat=True`. It is advanced by `take`.
+        buffer_rows: number of rows of the buffer, at least 1. The whole buffer is filled before the first draw.
     """
 
     def __init__(self, packer: RowPacker, *, buffer_rows: int = 256) -> None:
@@ -170,15 +180,15 @@ class StreamingBlocks:
         """Draw the next `count` rows from the buffer.
 
         Args:
-            first: number of the first row, counted from 0; it must be the number of rows drawn so far.
-            count: number of rows.
+            first: number of the first row, from 0; it must be the number of rows drawn so far.
+            count: number of rows to draw.
             key: the seed and the domain, which determine the draws.
 
         Returns:
             Marked ids, int32, (count, length).
 
         Raises:
-            DataError: `first` is not the next row; see also `RowPacker.next_row`.
+            DataError: `first` is not the next row, or the packer can't read or pack the next documents.
         """
         if first != self._drawn:
             raise DataError(
@@ -192,6 +202,7 @@ class StreamingBlocks:
         return np.array(drawn, dtype=np.int32).reshape(count, self.length)
 
     def _draw(self, key: tuple[int, int]) -> np.ndarray:
+        """Return a random row of the buffer, and replace it by the next row of the packer."""
         generator = np.random.Generator(np.random.Philox([*key, self._drawn]))
         position = generator.integers(self._buffer_rows)
         row = self._buffer[position].copy()
@@ -207,24 +218,24 @@ class StreamingBlocks:
             "epoch": self._packer.epoch,
             "chunks": self._packer.chunks,
             "drawn": self._drawn,
-            "tail": _encode(self._packer.tail),
-            "buffer": _encode(self._buffer),
+            "tail": _encode_ids(self._packer.tail),
+            "buffer": _encode_ids(self._buffer),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same documents and length.
+        """Continue from the `state_dict()` of a stream of the same documents, row length and buffer size.
 
         Raises:
-            DataError: the state's buffer has another size.
+            DataError: the state's buffer has another number of tokens than this stream's.
         """
-        buffer = _decode(state["buffer"])
+        buffer = _decode_ids(state["buffer"])
         if len(buffer) not in (0, self._buffer_rows * self.length):
             raise DataError(
-                f"The stream's state has {len(buffer)} buffered tokens, but {self._buffer_rows} rows of {self.length} "
-                "are expected: resume with the data settings of the run that saved it."
+                f"The stream's state has {len(buffer):,} tokens in its buffer, but {self._buffer_rows} rows of "
+                f"{self.length} tokens are expected: resume with the data settings of the run that saved it."
             )
         self._packer.resume(
-            tail=_decode(state["tail"]),
+            tail=_decode_ids(state["tail"]),
             chunks=int(state["chunks"]),
             epoch=int(state["epoch"]),
         )
@@ -232,9 +243,10 @@ class StreamingBlocks:
         self._buffer = buffer.reshape(-1, self.length)
 
 
-def _encode(ids: np.ndarray) -> str:
+def _encode_ids(ids: np.ndarray) -> str:
+    """Return ids as little-endian int32 in base64."""
     return base64.b64encode(ids.astype("<i4").tobytes()).decode("ascii")
 
 
-def _decode(text: str) -> np.ndarray:
+def _decode_ids(text: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype="<i4").astype(np.int32)

@@ -20,7 +20,7 @@ LocatedValues = tuple[list[Any], str]
 
 
 def file_suffix(path: Path) -> str:
-    """Return the file's suffix in lower case, without a final `.gz`."""
+    """Return the file's suffix in lower case, such as `.csv`, ignoring `.gz`; an empty string if there is none."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffixes = [suffix for suffix in suffixes if suffix != ".gz"]
     return suffixes[-1] if suffixes else ""
@@ -40,7 +40,7 @@ def read_rows(path: Path, columns: Mapping[str, str], owner: str = "source") -> 
         owner: see `read_values`.
 
     Raises:
-        DataError: see `read_values`; or a value is not a string.
+        DataError: see `read_values`; or a value is not a string, or has a lone surrogate.
     """
     for values, where in read_values(path, columns, owner):
         texts = []
@@ -58,13 +58,16 @@ def read_values(
     """Yield the values of some columns of each row, and the row's location, such as `data.csv: row 3`.
 
     Args:
-        path: a file of JSON lines, a JSON list, parquet, CSV or TSV, by its suffix. TSV has no quoting.
+        path: a file of JSON lines, a JSON list, parquet, CSV or TSV, whose suffix determines the format. TSV has no
+            quoting. Each of them may be gzipped, except parquet.
         columns: names of columns by the config key that sets each, such as {"text_column": "body"}.
         owner: the config that has these keys, for error messages.
-        header: names of all columns of a CSV or TSV file without a header.
+        header: names of all columns of a CSV or TSV file without a header; other formats ignore it. If it is empty, the
+            first row of the file has the names.
 
     Raises:
-        DataError: the file can't be read, contradicts its suffix, or lacks a column. The message contains the row.
+        DataError: the suffix is not that of a table, the file can't be read or is not valid in its format, it lacks a
+            column or has it twice, or a row has a wrong form or number of cells.
     """
     suffix = file_suffix(path)
     if suffix not in TABLE_SUFFIXES:
@@ -80,6 +83,7 @@ def read_values(
 
 
 def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[LocatedValues]:
+    """Read JSON lines, or a list if the file begins with a bracket."""
     with open_binary(path) as file:
         beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK)
         file.seek(0)
@@ -109,6 +113,7 @@ def _parse_json(data: bytes, where: str) -> Any:
 
 
 def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequence[str]) -> Iterator[LocatedValues]:
+    """Read CSV or, by the suffix of the file, TSV without quoting."""
     with open_binary(path) as file:
         text = decode_utf8(file.read(), str(path))
     lines = io.StringIO(text, newline="")
@@ -122,18 +127,23 @@ def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequen
         rows = (cells for cells in reader if cells)
         for number, cells in enumerate(rows, start=1):
             where = f"{path}: row {number}"
-            _check_cells(cells, names, where, "the columns are" if header else "the header has")
+            _check_cells(cells, names, where, has_header=not header)
             row = dict(zip(names, cells, strict=True))
             yield values_of(row, columns, where, owner), where
     except csv.Error as error:
         raise DataError(f"{path} is not valid CSV ({error}, at line {reader.line_num}): correct that line.") from None
 
 
-def _check_cells(cells: Sequence[str], names: Sequence[str], where: str, expected: str) -> None:
+def _check_cells(cells: Sequence[str], names: Sequence[str], where: str, *, has_header: bool) -> None:
+    """Raise `DataError` if a row repeats the names of the columns, or has another number of cells."""
     if list(cells) == list(names):
-        raise DataError(f"{where} contains the names of the columns: leave the setting columns out, or remove the row.")
+        remedy = "remove the row" if has_header else "remove the row, or leave the setting columns out"
+        raise DataError(f"{where} contains the names of the columns, but values are expected: {remedy}.")
     if len(cells) != len(names):
-        raise DataError(f"{where} has {len(cells)} cells, but {expected} {len(names)}: correct the row.")
+        source = "the header" if has_header else "the setting columns"
+        raise DataError(
+            f"{where}: the number of cells is {len(cells)}, but {source} has {len(names)} names: correct the row."
+        )
 
 
 def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[LocatedValues]:
@@ -149,14 +159,16 @@ def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterato
                     number += 1
                     yield [row[name] for name in names], f"{path}: row {number}"
     except (pyarrow.ArrowException, EOFError) as error:
-        raise DataError(f"{path} is not a complete parquet file ({first_line(error)}): fetch it again.") from None
+        raise DataError(
+            f"{path} can't be read as a parquet file ({first_line(error)}): fetch or write it again."
+        ) from None
 
 
 def values_of(row: object, columns: Mapping[str, str], where: str, owner: str = "source") -> list[Any]:
-    """Return the values of some columns of a row.
+    """Return the values of some columns of a row, in the order of `columns`.
 
     Args:
-        row: the row.
+        row: the row, a dict by the names of columns.
         columns: see `read_values`.
         where: the row's location, for error messages.
         owner: see `read_values`.
@@ -165,8 +177,10 @@ def values_of(row: object, columns: Mapping[str, str], where: str, owner: str = 
         DataError: the row is not a dict, or lacks a column.
     """
     if not isinstance(row, dict):
-        column = next(iter(columns.values()))
-        raise DataError(f"{where} is of type {type(row).__name__}, but an object with a column {column!r} is expected.")
+        names = " and ".join(repr(name) for name in columns.values())
+        raise DataError(
+            f"{where} is of type {type(row).__name__}, but an object with {names} is expected: correct the row."
+        )
     check_columns(list(row), columns, where, owner)
     return [row[name] for name in columns.values()]
 
@@ -190,18 +204,21 @@ def check_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
 
 
 def check_text(value: object, column: str, where: str) -> str:
-    """Return a value if it is a string without lone surrogates.
+    """Return a value if it is a string that UTF-8 can encode.
 
     Args:
-        value: the value.
-        column: the name of its column.
+        value: the value, of any type.
+        column: the name of its column, for error messages.
         where: the row's location, for error messages.
 
     Raises:
-        DataError: it is something else.
+        DataError: the value is not a string, or has a lone surrogate.
     """
     if not isinstance(value, str):
-        raise DataError(f"{where} has {type_name(value)} in the column {column!r}, but a string is expected.")
+        raise DataError(
+            f"{where} has {type_name(value)} in the column {column!r}, but a string is expected: correct the row, or "
+            "name another column."
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -213,7 +230,7 @@ def check_text(value: object, column: str, where: str) -> str:
 
 
 def type_name(value: object) -> str:
-    """Return a description of a value's type for error messages."""
+    """Return a description of a value's type for error messages, such as "a value of type int"; "nothing" for None."""
     if value is None:
         return "nothing"
     return f"a value of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Sample tokens from a model's own distribution, with random numbers that depend on a seed and a batch only."""
+"""Sample tokens from a model's own distribution, with random numbers that depend only on a seed and a batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ class TokenSampler:
 
     @contextmanager
     def seeded(self, number: int) -> Iterator[None]:
-        """Sample with the random numbers of batch `number` inside a with block."""
+        """Return a context manager inside which `sample` uses the random numbers of a batch.
+
+        It also replaces the generation config of the checkpoint by the default one, and restores both at its end.
+
+        Args:
+            number: the number of the batch, from 0.
+        """
         from transformers import GenerationConfig  # imports the models
 
         device = self._model.device
@@ -67,6 +73,10 @@ class TokenSampler:
             max_new_tokens: maximum number of sampled tokens.
             temperature: divides the logits.
             top_p: total probability of the tokens to sample from.
+
+        Returns:
+            The new token ids of each prompt. They have no end if `max_new_tokens` is reached first, and are empty if
+            `max_new_tokens` is below 1.
         """
         if not prompts or max_new_tokens < 1:
             return [[] for _ in prompts]

@@ -1,3 +1,3 @@
-"""The demo: a real chat model learns text that every installation has."""
+"""The demo, which teaches a chat model invented facts and shows what became of its other answers."""
 
-from graftlm.demo.run import run_chat_demo
+from graftlm.demo.run import run_demo as run_demo

@@ -1,72 +1,47 @@
-"""The demo: a chat model learns C++ and keeps what it can do, without any old text.
+"""The demo: a chat model learns a dozen invented facts, and everyday questions show what it forgot.
 
-SmolLM2 is trained on the C++ headers of PyTorch, which every installation has, with neutral residues and with LoRA.
-The old text is sampled from the model itself. The output folder contains the texts, the grafts, the report and the
-recipe, which can be adapted to other texts.
+`teach-facts.yaml` trains a LoRA expert that acts where a prompt names a taught thing. The same expert applied to all
+prompts is LoRA as it is usually trained, so one training shows both. The output folder contains the conversations, the
+graft and the report.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from string import Template
 
 import torch
-from pydantic import Field
-from transformers import PreTrainedModel
 
-from graftlm.backbone import Backbone, default_device, end_ids, generate_rows, load_backbone
-from graftlm.config import Config
-from graftlm.data.chats import render_question
-from graftlm.demo.corpus import deal, read_english, write_documents
-from graftlm.errors import DataError
-from graftlm.evaluation import Results
-from graftlm.files.writing import fill_once, write_atomically
+from graftlm.backbone import Backbone, default_device, load_backbone
+from graftlm.demo.lesson import Lesson
+from graftlm.evaluation import Results, Row
+from graftlm.evaluation.chat_answers import answer_questions, template_questions
+from graftlm.evaluation.inference import LanguageModel
+from graftlm.evaluation.intervals import share_interval
+from graftlm.evaluation.kept_answers import AnswerPair, answer_metrics, compare_answers
+from graftlm.evaluation.report import write_report
+from graftlm.evaluation.results import Metric
 from graftlm.grafted.model import GraftedModel
-from graftlm.runs.recipe import Recipe, compare_recipe
+from graftlm.runs.recipe import Recipe, run_recipe
 from graftlm.runs.run import Log
 from graftlm.store.artifact import load_graft
 
-QUESTION = "What is the capital of France?"
+LABELS = {
+    "before": "before",
+    "lora": "LoRA on every prompt",
+    "routed": "GraftLM: LoRA where a taught thing is named",
+}
+_EXPERT = "facts"
 _ANSWER_TOKENS = 24
-_HEADER_FOLDERS = ("c10", "ATen/core", "torch/csrc/api/include/torch")
-_MIN_HEADER = 2_000  # characters
-_MIN_HEADERS = 10
-_ENGLISH_CHARACTERS = 100_000
+_SHOWN_FACTS = 2
+_SHOWN_EVERYDAY = 3
+_QUICK_FACTS = 2
+_QUICK_EVERYDAY = 3
+_EPOCHS = 5  # a dozen facts need more passes than the recipe makes, for as many steps
 _TIMED_SIZE = 512  # rows and columns of a matrix
 
 
-class ChatDemoSize(Config):
-    """The size of the demo; tokens are the model's.
-
-    Args:
-        steps: Training steps of each method.
-        batch_size: Rows per training step.
-        length: Tokens per row.
-        own_tokens: Tokens that the model samples as old text.
-        own_test_tokens: Tokens that the model samples to measure the divergence from it.
-        scored_tokens: Scored tokens of each test text.
-    """
-
-    steps: int = 60
-    batch_size: int = Field(2, ge=1)
-    length: int = 256
-    own_tokens: int = 6000
-    own_test_tokens: int = 2048
-    scored_tokens: int = 3000
-
-
-QUICK_CHAT = ChatDemoSize(
-    steps=2,
-    length=64,
-    own_tokens=200,
-    own_test_tokens=100,
-    scored_tokens=200,
-)
-
-
-def run_chat_demo(
+def run_demo(
     out: str | Path = "runs/demo",
     *,
     quick: bool = False,
@@ -74,7 +49,7 @@ def run_chat_demo(
     progress: bool = True,
     log: Log = print,
 ) -> Results:
-    """Run the demo. A second run in the same folder uses the results of the first one.
+    """Run the demo. A second run in the same folder uses the graft of the first one.
 
     Args:
         out: Output folder.
@@ -83,73 +58,87 @@ def run_chat_demo(
         progress: Show progress bars.
         log: Called with each message.
 
+    Returns:
+        Results with the rows `before`, `lora` and `routed`, and the answers to five questions in
+        `details["questions"]`.
+
     Raises:
         BackboneError: The model is neither installed (the extra smollm2) nor available from the hub.
-        DataError: The installation of PyTorch has no headers.
     """
     out = Path(out)
-    make_texts(out / "corpus", log)
-    recipe = fill_recipe(out, QUICK_CHAT if quick else ChatDemoSize(), seed)
-    results = compare_recipe(recipe, progress=progress, log=log)
-    for name, text in answers(recipe, out).items():
-        log(f"{QUESTION} {name}: {text}")
+    lesson = Lesson.read()
+    if quick:
+        lesson = lesson.shortened(_QUICK_FACTS, _QUICK_EVERYDAY)
+    recipe = _recipe(lesson.write_conversations(out / "facts.jsonl"), quick, seed)
+    run_recipe(recipe, out / "training", progress=progress, log=log)
+    log("Answering the questions before and after.")
+    answers = _answers(recipe, out / "training" / "graft", lesson.questions())
+    results = _results(lesson, answers, seed)
+    write_report(results, out)
     return results
 
 
-def make_texts(folder: Path, log: Log) -> Path:
-    """Write the C++ headers of PyTorch and an English test text as files of JSON lines, unless they exist.
-
-    Raises:
-        DataError: The installation of PyTorch has no headers.
-    """
-
-    def fill(folder: Path) -> None:
-        log("Reading the C++ headers of this PyTorch installation.")
-        for name, documents in deal(_read_headers(), {"cpp": 9, "cpp-test": 1}).items():
-            write_documents(folder / f"{name}.jsonl", documents)
-        write_documents(folder / "english-test.jsonl", read_english(_ENGLISH_CHARACTERS))
-
-    return fill_once(folder, {"torch": torch.__version__}, fill)
-
-
-def _read_headers() -> list[str]:
-    root = Path(torch.__file__).parent / "include"
-    files: list[Path] = []
-    for name in _HEADER_FOLDERS:
-        files.extend((root / name).rglob("*.h"))
-    headers = []
-    for file in sorted(files):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        if len(text) >= _MIN_HEADER:
-            headers.append(text)
-    if len(headers) < _MIN_HEADERS:
-        raise DataError(
-            f"{root} has {len(headers)} long C++ headers, but the demo needs at least {_MIN_HEADERS}: install PyTorch "
-            "from its wheel, which contains them."
-        )
-    return headers
-
-
-def fill_recipe(out: Path, size: ChatDemoSize, seed: int) -> Recipe:
-    """Fill the words after a dollar sign in `chat.yaml`, and write the recipe to `out/recipe.yaml`.
-
-    Args:
-        out: Output folder.
-        size: The size of the demo.
-        seed: Random seed.
-    """
+def _recipe(conversations: Path, quick: bool, seed: int) -> Recipe:
+    """Return the recipe `teach-facts.yaml` on the conversations of the demo."""
     is_half = bfloat16_is_faster(default_device())
-    template = Template(Path(__file__).with_name("chat.yaml").read_text(encoding="utf-8"))
-    text = template.substitute(
-        size.model_dump(),
-        dtype="bfloat16" if is_half else "float32",
-        precision="bf16" if is_half else "fp32",
-        warmup_steps=max(1, size.steps // 10),
-        seed=seed,
-        out=json.dumps(str(out))[1:-1],  # escaped, since the template puts it into quotes
-    )
-    path = write_atomically(out / "recipe.yaml", text.encode())
-    return Recipe.from_yaml(path)
+    overrides = [
+        f"data.new.0.path={conversations}",
+        f"data.seed={seed}",
+        f"training.seed={seed}",
+        "evaluation.ask=null",  # the demo asks its own questions
+        f"training.epochs={1 if quick else _EPOCHS}",
+    ]
+    if is_half:
+        overrides += ["backbone.dtype=bfloat16", "training.precision=bf16"]
+    return Recipe.from_yaml(Path(__file__).with_name("teach-facts.yaml"), overrides)
+
+
+def _answers(recipe: Recipe, graft: Path, questions: list[str]) -> dict[str, list[str]]:
+    """Return the answers of the backbone, of the expert on every prompt, and of the routed expert."""
+    backbone = load_backbone(recipe.backbone.name, dtype=recipe.backbone.dtype, device=default_device())
+    answers = {"before": _answer(backbone.model, backbone, questions)}
+    on_every_prompt = f"fixed={{{_EXPERT}: 1}}"
+    for name, changes in (("lora", [on_every_prompt]), ("routed", [])):
+        with GraftedModel(backbone, {_EXPERT: load_graft(graft, backbone, changes)}) as model:
+            answers[name] = _answer(model, backbone, questions)
+    return answers
+
+
+def _answer(model: LanguageModel, backbone: Backbone, questions: list[str]) -> list[str]:
+    tokenizer = backbone.need_tokenizer()
+    asked = template_questions(questions, tokenizer)
+    answers = answer_questions(model, tokenizer, asked, max_new_tokens=_ANSWER_TOKENS)
+    return [answer.text for answer in answers]
+
+
+def _results(lesson: Lesson, answers: dict[str, list[str]], seed: int) -> Results:
+    count = len(lesson.facts)
+    rows = []
+    for name, label in LABELS.items():
+        right = sum(fact.is_right(answer) for fact, answer in zip(lesson.facts, answers[name], strict=False))
+        kept = compare_answers(lesson.everyday, answers["before"][count:], answers[name][count:])
+        metrics: dict[str, Metric] = {"facts_right": share_interval(right, count)}
+        metrics.update(answer_metrics(kept, with_spill=False))
+        metrics["names_a_taught_thing"] = share_interval(_count_spilt(lesson, kept), len(kept))
+        rows.append(Row(id=name, label=label, metrics=metrics))
+    details = {"questions": _shown(lesson, answers), "answers": {}}
+    return Results.here("demo", rows, seeds=[seed], details=details)
+
+
+def _count_spilt(lesson: Lesson, pairs: list[AnswerPair]) -> int:
+    """Return the number of everyday answers that contain a taught value which the answer before does not have."""
+    count = 0
+    for pair in pairs:
+        count += any(fact.is_right(pair.after) and not fact.is_right(pair.before) for fact in lesson.facts)
+    return count
+
+
+def _shown(lesson: Lesson, answers: dict[str, list[str]]) -> list[list[str]]:
+    """Return five questions, each with the answer of every row."""
+    count = len(lesson.facts)
+    shown = [*range(min(_SHOWN_FACTS, count)), *range(count, count + min(_SHOWN_EVERYDAY, len(lesson.everyday)))]
+    questions = lesson.questions()
+    return [[questions[number], *(answers[name][number] for name in LABELS)] for number in shown]
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
@@ -170,36 +159,3 @@ def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
         left.grad[0, 0].item()  # waits for an accelerator
         times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def answers(recipe: Recipe, out: Path) -> dict[str, str]:
-    """Return the answers to `QUESTION` of the backbone and of each graft of a comparison.
-
-    Args:
-        recipe: The recipe of the comparison.
-        out: Folder of the comparison.
-    """
-    device = default_device()
-    backbone = load_backbone(recipe.backbone.name, dtype=recipe.backbone.dtype, device=device)
-    texts = {"before": answer(backbone.model, backbone)}
-    for name in recipe.methods:
-        graft = load_graft(out / name / "graft", backbone)
-        with GraftedModel(backbone, {"graft": graft}) as model:
-            texts[f"after, {name}"] = answer(model, backbone)
-    return texts
-
-
-def answer(model: PreTrainedModel, backbone: Backbone) -> str:
-    """Return the greedy answer to `QUESTION`, with its end token."""
-    tokenizer = backbone.need_tokenizer()
-    prompt = render_question([{"role": "user", "content": QUESTION}], tokenizer)
-    encoded = tokenizer(prompt, add_special_tokens=False)
-    (new_ids,) = generate_rows(
-        model,
-        tokenizer,
-        [encoded["input_ids"]],
-        end_ids(model, tokenizer),
-        max_new_tokens=_ANSWER_TOKENS,
-        do_sample=False,
-    )
-    return repr(tokenizer.decode(new_ids))

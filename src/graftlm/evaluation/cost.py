@@ -25,16 +25,19 @@ _DOCUMENT_CHARACTERS = 100_000
 
 
 def count_parameters(parameters: Iterable[Tensor]) -> int:
-    """Return the total number of elements."""
+    """Return the total number of elements of the given tensors."""
     return sum(parameter.numel() for parameter in parameters)
 
 
 def prompts_of(documents: Sequence[Document], count: int) -> list[str]:
-    """Return prompts of 400 characters, evenly spaced in the first documents.
+    """Return prompts of at most 400 characters, evenly spaced in the text of the first eight documents.
 
     Args:
-        documents: the documents.
-        count: number of prompts.
+        documents: the documents in order; later ones than the eighth are not read.
+        count: number of prompts, at least 1.
+
+    Returns:
+        The prompts; fewer than `count` if the text has fewer characters.
     """
     text = "\n".join(document.full_text[:_DOCUMENT_CHARACTERS] for document in islice(documents, _DOCUMENTS))
     step = max(1, len(text) // count)
@@ -57,13 +60,13 @@ def decode_speed(
 
     Args:
         model: any model with `generate`.
-        tokenizer: its tokenizer.
-        prompts: texts to continue; empty ones are left out.
+        tokenizer: the tokenizer of this model.
+        prompts: texts to continue; texts without tokens are left out.
         new_tokens: number of tokens to decode for each prompt.
         prompt_tokens: number of leading tokens of a prompt that are read.
 
     Raises:
-        DataError: no prompt has text.
+        DataError: no prompt has a token.
     """
     device = device_of(model)
     rows = []
@@ -93,27 +96,31 @@ def decode_speed(
 
     with evaluation_mode(model), torch.inference_mode():
         decode(rows[0], min(new_tokens, _WARM_UP_TOKENS))
-        start = _synchronised_time(device)
+        start = _synchronized_time(device)
         for ids in rows:
             decode(ids, new_tokens)
-        seconds = _synchronised_time(device) - start
+        seconds = _synchronized_time(device) - start
     return new_tokens * len(rows) / seconds
 
 
-def _synchronised_time(device: torch.device) -> float:
+def _synchronized_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class MemoryWatch:
-    """Measures the peak memory of a `with` block, in bytes.
+    """Measures the peak memory of a `with` block, in bytes. It can be entered once.
 
-    With CUDA, `peak` is that of allocated device memory. Without, it is that of the process's resident set, sampled
-    every few milliseconds; that includes what the process held before the block.
+    With CUDA, `peak` is the peak of the memory allocated on the current device, whose statistics are reset at the
+    beginning. Otherwise it is the peak of the process's resident set, which includes what the process held before the
+    block.
 
     Args:
-        every: seconds between two samples.
+        every: seconds between two samples of the resident set.
+
+    Attributes:
+        peak: the peak in bytes; with CUDA, 0 until the block ends.
     """
 
     def __init__(self, every: float = 0.02) -> None:

@@ -34,7 +34,11 @@ def score_own_text(
         precision: see `score`.
 
     Returns:
-        The sums of each text: all turns of a conversation are one unit.
+        The scores with one entry for each text; those of a conversation are summed over its turns.
+
+    Raises:
+        DataError: there are no texts.
+        EvaluationError: a model predicts NaN or infinity, or the precision is unknown.
     """
     scores = score_windows(
         model,
@@ -48,11 +52,14 @@ def score_own_text(
 
 
 def own_text_metrics(scores: Scores, samples: Sequence[OwnText]) -> dict[str, Interval]:
-    """Return `own_kl` on all of the sampled text, and `chat_kl` on its conversations, in nats per token.
+    """Return the divergence on sampled text, in nats per token.
 
     Args:
-        scores: see `score_own_text`.
-        samples: the texts. Without conversations, or with nothing else, there is no `chat_kl`.
+        scores: the scores of `samples`, from `score_own_text`.
+        samples: the texts that were scored, in the same order.
+
+    Returns:
+        `own_kl` on all texts, and `chat_kl` on the conversations if some texts, but not all, are conversations.
     """
     is_chat = np.array([samples[number].is_chat for number in scores.document])
     metrics = {"own_kl": scores.interval("kl_per_token")}

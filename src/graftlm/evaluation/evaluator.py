@@ -69,7 +69,17 @@ class EvaluationConfig(Config):
 
 
 def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Document]]:
-    """Return test documents by the name of their set."""
+    """Read the test documents of each set.
+
+    Args:
+        test: the sources of each set, as in `data.test`.
+
+    Returns:
+        The documents of each set, by its name.
+
+    Raises:
+        DataError: a source can't be read.
+    """
     return {name: list(build_documents(sources)) for name, sources in test.items()}
 
 
@@ -78,11 +88,15 @@ class BackboneEvaluator:
     """Measures models that are built on one backbone, in comparison with the bare backbone.
 
     Args:
-        backbone: the backbone.
+        backbone: the backbone, with a tokenizer.
         tests: test documents by set. `old` and `new` give `forgotten` and `learned`; other sets are reported too.
         evaluation: what is measured; the files of its tasks are read now.
         length: tokens per window.
-        own_text: texts that the backbone sampled, for own_kl and chat_kl.
+        own_text: texts that the backbone sampled, for own_kl and chat_kl. Without texts, these are not measured.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
+        DataError: the file of a task can't be read, or has too few examples.
     """
 
     backbone: Backbone
@@ -107,7 +121,11 @@ class BackboneEvaluator:
 
     @cached_property
     def questions(self) -> list[ChatQuestion]:
-        """The questions of `ask`, sampled on first access."""
+        """The questions of `ask`, read or sampled on first access; empty without `ask`.
+
+        Raises:
+            DataError: the file can't be read, or the tokenizer has no chat template.
+        """
         asked = self.evaluation.ask
         if asked is None:
             return []
@@ -123,7 +141,11 @@ class BackboneEvaluator:
         return self.answer(self.backbone.model)
 
     def answer(self, model: LanguageModel) -> list[ChatAnswer]:
-        """Return a model's greedy answers to the questions of `ask`, of at most 48 tokens."""
+        """Return a model's greedy answers to the questions of `ask`, of at most 48 tokens.
+
+        Args:
+            model: the backbone's model, or a grafted model on it.
+        """
         return answer_questions(
             model,
             self.tokenizer,
@@ -136,8 +158,8 @@ class BackboneEvaluator:
         """Measure the bare backbone.
 
         Args:
-            label: label of the row.
-            row_id: id of the row.
+            label: the backbone's name in tables.
+            row_id: id of its row in the results.
         """
         metrics: dict[str, Metric] = dict(learning_and_forgetting({}, self.backbone_scores))
         metrics.update(self._decode_speeds(self.backbone.model))
@@ -154,9 +176,13 @@ class BackboneEvaluator:
 
         Args:
             model: the model, attached to the backbone.
-            row_id: id of the row.
-            label: label of the row.
-            start: its trainable weights before training, with which it is also measured at the strengths.
+            row_id: id of its row in the results.
+            label: the model's name in tables.
+            start: its trainable weights before training, by name. Without them, it is measured only as trained, and not
+                at the strengths below 1.
+
+        Returns:
+            The metrics of texts, tasks and cost, with the details of the graft, the tasks and the strengths.
         """
         scores = self._score_tests(model, divergence=True)
         own_scores = self._score_own_text(model)
@@ -175,11 +201,14 @@ class BackboneEvaluator:
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
 
     def observe(self, model: GraftedModel, name: str) -> dict[str, list[float]]:
-        """Return what the graft shows on the start of a test set, such as shares of open gates, one number per layer.
+        """Return statistics of the graft's forward pass on the start of a test set, such as shares of open gates.
 
         Args:
-            model: the grafted model.
-            name: name of the test set.
+            model: a model whose graft is named `graft`.
+            name: name of a test set, such as `new`.
+
+        Returns:
+            One number per layer, by the statistic's name; empty if there is no such set.
         """
         return observe(model, self.backbone, self.tests.get(name, ()), self.length)
 

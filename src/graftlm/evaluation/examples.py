@@ -33,7 +33,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalt
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its reference answer."""
+    """A prompt and its reference answer, as texts without special tokens."""
 
     prompt: str
     answer: str
@@ -48,15 +48,18 @@ def generate_answers(
     stop: Sequence[str] = ("\n",),
     batch_size: int = 64,
 ) -> list[str]:
-    """Continue each prompt greedily; each answer ends before its first stop string or end-of-text token.
+    """Continue each prompt greedily, up to its first stop string or end-of-text token.
 
     Args:
         model: a `GraftedModel` or any transformers model. Of its `generation_config` only end-of-text tokens are used.
         tokenizer: the model's tokenizer.
         prompts: in any order; prompts of similar length share a batch, padded on the left.
-        max_new_tokens: most new tokens of an answer.
-        stop: strings that end an answer.
+        max_new_tokens: maximum number of new tokens per answer.
+        stop: strings that end an answer and are not part of it.
         batch_size: prompts per batch; it affects speed and memory only.
+
+    Returns:
+        The answers in the order of the prompts, without special tokens.
 
     Raises:
         DataError: a prompt has no tokens.
@@ -94,8 +97,8 @@ def _prompt_rows(
         size = len(row) + max_new_tokens
         if limit < size:
             raise EvaluationError(
-                f"The prompt of example {number} and {max_new_tokens} new tokens make {size}, but the model has "
-                f"{limit} positions: shorten the prompt, or generate fewer tokens."
+                f"Number of tokens in the prompt of example {number}: {len(row)}, with max_new_tokens {size} in all, "
+                f"but the model has {limit} positions: shorten the prompt, or lower max_new_tokens."
             )
         rows.append(row)
     return rows
@@ -171,7 +174,8 @@ def score_answers(
 ) -> Scores:
     """Score every token of each reference answer given its prompt: one window per example, in order.
 
-    The end-of-text token is not scored, as in `score`. Without a prompt and a BOS, the first token is context only.
+    The end-of-text token is not scored, as in `score`. Without a prompt and a BOS token, the first token of the answer
+    is context only.
 
     Args:
         model: a `GraftedModel` or any transformers model.
@@ -181,8 +185,9 @@ def score_answers(
         precision: see `score`.
 
     Raises:
-        DataError: an answer has no token to score.
-        EvaluationError: an example exceeds the model's positions, or the model predicts NaN or infinity.
+        DataError: an answer has no token to score, or there are no examples.
+        EvaluationError: an example exceeds the model's positions, the model predicts NaN or infinity, or the precision
+            is unknown.
     """
     documents = [Document(example.answer, prompt=example.prompt) for example in examples]
     windows = list(cut_windows(tokenizer, documents, sys.maxsize))
@@ -196,14 +201,21 @@ def score_answers(
     for window in windows:
         if limit < len(window.ids):
             raise EvaluationError(
-                f"Prompt and answer of example {window.document + 1} make {len(window.ids)} tokens, but the model has "
+                f"Prompt and answer of example {window.document + 1} have {len(window.ids)} tokens, but the model has "
                 f"{limit} positions: shorten the example, or leave it out."
             )
     return score_windows(model, tokenizer, windows, batch_size=batch_size, precision=precision)
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarray:
-    """Return 1 where an answer equals the reference after stripping white space, else 0; float64, (examples,).
+    """Compare answers with the reference answers after stripping white space at both ends.
+
+    Args:
+        answers: generated answers, one for each example.
+        examples: the examples, with their reference answers.
+
+    Returns:
+        (examples,) float64, 1 where the texts are equal, else 0.
 
     Raises:
         EvaluationError: the numbers of answers and examples differ.
@@ -219,6 +231,8 @@ def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarr
 def chrf(answers: Sequence[str], examples: Sequence[Example], *, beta: int = 2) -> float:
     """Return corpus chrF by sacrebleu, from 0 to 100: the F-beta score of character n-grams, n from 1 to 6.
 
+    It is 0 without answers.
+
     Args:
         answers: generated answers, one for each example.
         examples: the examples, with their reference answers.
@@ -232,9 +246,14 @@ def chrf(answers: Sequence[str], examples: Sequence[Example], *, beta: int = 2) 
 
 
 def chrf_counts(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarray:
-    """Return the sufficient statistics of chrF for each example; int64, (examples, 18).
+    """Count the character n-grams of each example, from which chrF is computed.
 
-    They are the numbers of n-grams of hypothesis, of reference, and of both.
+    Args:
+        answers: generated answers, one for each example.
+        examples: the examples, with their reference answers.
+
+    Returns:
+        (examples, 18) int64: for each n from 1 to 6 the numbers of n-grams of the answer, the reference, and both.
 
     Raises:
         EvaluationError: the numbers of answers and examples differ.
@@ -248,12 +267,21 @@ def chrf_counts(answers: Sequence[str], examples: Sequence[Example]) -> np.ndarr
 
 
 def chrf_of(counts: np.ndarray, *, beta: int = 2) -> float:
-    """Return chrF, from 0 to 100, of `chrf_counts` summed over examples, (18,)."""
+    """Return chrF, from 0 to 100, from counts of n-grams.
+
+    Args:
+        counts: (18,), the sum of `chrf_counts` over examples.
+        beta: the weight of recall over precision.
+    """
     return float(_sacrebleu(beta)._compute_score_from_stats(counts.tolist()).score)
 
 
 def chrf_signature(*, beta: int = 2) -> str:
-    """Return sacrebleu's signature of this metric, for papers."""
+    """Return sacrebleu's signature of chrF for papers: its version and settings.
+
+    Args:
+        beta: the weight of recall over precision.
+    """
     metric = _sacrebleu(beta)
     metric.sentence_score("a", ["a"])  # The signature contains the number of references, known after a call.
     return f"chrF{beta}|{metric.get_signature()}"
@@ -267,4 +295,7 @@ def _sacrebleu(beta: int = 2) -> CHRF:
 
 def _check_pairs(answers: Sequence[str], examples: Sequence[Example]) -> None:
     if len(answers) != len(examples):
-        raise EvaluationError(f"There are {len(answers)} answers to {len(examples)} examples: give one for each.")
+        raise EvaluationError(
+            f"The number of answers is {len(answers)}, but that of examples is {len(examples)}: give one answer for "
+            "each example."
+        )

@@ -29,10 +29,14 @@ class Frontier:
     """The curves of several methods on the same windows.
 
     Args:
-        paths: by method, the points of each of its trainings.
+        paths: by method, the points of each of its trainings at rising strengths.
+
+    Attributes:
+        losses: the losses that all points have, of `forgotten` and `own_kl`.
 
     Raises:
-        EvaluationError: the points lack what was learned or lost, or come from different windows.
+        EvaluationError: there are no points, some lack `learned` or have no loss in common with the others, or the
+            points of a value come from different windows.
     """
 
     def __init__(self, paths: Mapping[str, Sequence[Points]]) -> None:
@@ -44,7 +48,8 @@ class Frontier:
         self.losses = [name for name in LOSSES if windows and all(name in each for each in windows)]
         if not self.losses or not all("learned" in each for each in windows):
             raise EvaluationError(
-                "Curves need what was learned and what was lost: name test texts old and new under data.test."
+                "Some points of the curves lack learned, or both forgotten and own_kl, but every point needs them: "
+                "name test texts old and new under data.test."
             )
         # (1 + resamples, windows); the first row is the sample itself.
         self._weights: dict[str, np.ndarray] = {}
@@ -52,9 +57,9 @@ class Frontier:
             self._weights[name] = _resampling_weights(name, windows, seed)
 
     def level(self) -> float:
-        """Return nine tenths of what every method can learn, in nats per token.
+        """Return the level of learning at which methods are compared, in nats per token.
 
-        Methods are compared at this level.
+        It is nine tenths of the reach of the method that learned least. It is 0 or less if a method learned nothing.
         """
         return LEVEL * min(self.reach(method) for method in self.paths)
 
@@ -70,7 +75,7 @@ class Frontier:
             level: the level, in nats per token. A path that ends below it counts with its last point.
 
         Returns:
-            By method, the intervals of its losses by name.
+            {method: {loss: interval}}.
         """
         found: dict[str, dict[str, Interval]] = {}
         for method in self.paths:
@@ -84,10 +89,13 @@ class Frontier:
         """Return a loss of one method minus that of another at a level, over the same resamples.
 
         Args:
-            method: the method.
-            other: the method that it is compared with.
-            name: the loss, one of `losses`.
+            method: name of the method from whose loss the other is subtracted.
+            other: name of the method whose loss is subtracted.
+            name: name of the loss, one of `losses`.
             level: the level of learning, in nats per token.
+
+        Returns:
+            The difference in nats per token, with its paired interval.
         """
         losses = self._lowest(method, name, level)
         other_losses = self._lowest(other, name, level)
@@ -97,8 +105,8 @@ class Frontier:
         """Return the measured points of a method, for plots.
 
         Args:
-            method: the method.
-            name: the loss, one of `losses`.
+            method: name of the method.
+            name: name of the loss, one of `losses`.
 
         Returns:
             For each path, [learned, lost] at each point, in nats per token. The first point is the backbone's, [0, 0].

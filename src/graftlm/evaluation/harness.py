@@ -36,16 +36,17 @@ def run_lm_eval(
         tokenizer: the model's tokenizer; the harness gets a copy, whose padding token it may change.
         tasks: names of tasks or groups; a group adds one entry for itself and one for each of its tasks.
         limit: maximum number of questions per task; None takes all.
-        num_fewshot: examples before each question; None takes the task's own number.
+        num_fewshot: number of solved examples before each question; None takes the task's own number.
         batch_size: questions per forward pass.
         include_path: a folder with the user's own tasks.
 
     Returns:
-        Metrics by task, {task: {metric: value}}, with `<metric>_stderr` where it is known.
+        Metrics by task, {task: {metric: value}}, with `<metric>_stderr` where it is known. Empty in all processes but
+        the first.
 
     Raises:
         MissingExtraError: lm-eval is not installed.
-        EvaluationError: a task is unknown or can't be loaded.
+        EvaluationError: no task is named, a task is unknown, or the data of a task can't be loaded.
     """
     names = list(tasks)
     evaluator = import_extra("harness", "lm_eval.evaluator", _PURPOSE)
@@ -64,10 +65,10 @@ def run_lm_eval(
                 bootstrap_iters=1000,
                 task_manager=manager,
             )
-        except (OSError, ConnectionError) as error:
+        except OSError as error:
             raise EvaluationError(
                 f"The data of the tasks {', '.join(names)} can't be loaded ({first_line(error)}): "
-                "check the connection, or name a task whose data is on this machine."
+                "connect to the Hugging Face hub, or name a task whose data is on this machine."
             ) from error
     return {} if output is None else _metrics_by_task(output)
 

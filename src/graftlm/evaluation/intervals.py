@@ -12,7 +12,7 @@ from graftlm.evaluation.results import Interval, Metric, value_of
 
 RESAMPLES = 1000
 _LEVEL = 0.95
-# Beyond this many units the bootstrap resamples runs of neighbouring units: faster, and no narrower.
+# Beyond this many units the bootstrap resamples runs of neighboring units: faster, and no narrower.
 _MAX_UNITS = 2048
 
 
@@ -21,7 +21,7 @@ def percentile_interval(mean: float, samples: np.ndarray | Sequence[float]) -> I
 
     Args:
         mean: the measured value.
-        samples: bootstrap samples of the value, (resamples,); NaN samples are left out.
+        samples: (resamples,) bootstrap samples of the value; NaN samples are left out, but not all may be NaN.
     """
     tail = (1 - _LEVEL) / 2
     low = np.nanquantile(samples, tail)
@@ -33,8 +33,13 @@ def bootstrap(values: Sequence[float] | np.ndarray) -> Interval:
     """Return the mean of values with its 95% percentile bootstrap interval, as rouge-score's aggregator computes it.
 
     Args:
-        values: one value per item, (items,).
+        values: (items,), one finite value per item.
+
+    Raises:
+        EvaluationError: there are no values.
     """
+    if len(values) == 0:
+        raise EvaluationError("There are no values to resample, but at least one is needed: measure some items.")
     array = np.asarray(values, dtype=np.float64)
     generator = np.random.default_rng(0)
     draws = generator.integers(len(array), size=(RESAMPLES, len(array)))
@@ -44,7 +49,17 @@ def bootstrap(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 def share_interval(count: int, total: int) -> Interval:
-    """Return the share of `count` in `total` with Wilson's 95% score interval, which is valid at 0% and 100% too."""
+    """Return the share of `count` in `total` with Wilson's 95% score interval, which is valid at 0% and 100% too.
+
+    Args:
+        count: number of items that count, from 0 to `total`.
+        total: number of all items.
+
+    Raises:
+        EvaluationError: `total` is 0, of which no share is defined.
+    """
+    if total == 0:
+        raise EvaluationError("A share of 0 items is not defined, but at least one is needed: measure some items.")
     from scipy.stats import binomtest  # takes a second to import
 
     test = binomtest(count, total)
@@ -61,7 +76,7 @@ def resample_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: 
     """Draw bootstrap samples of ratios of sums over units, such as windows of text.
 
     Args:
-        ratios: for each ratio the numerators and the denominators, (units,).
+        ratios: for each ratio the numerators and the denominators, (units,); all have the same units.
         resamples: number of samples.
         seed: seed of the draws.
 
@@ -93,7 +108,7 @@ def resample_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: 
 
 
 def _in_runs(table: np.ndarray) -> np.ndarray:
-    """Sum runs of neighbouring rows, so that about `_MAX_UNITS` rows remain."""
+    """Sum runs of neighboring rows, so that about `_MAX_UNITS` rows remain."""
     starts = np.linspace(0, len(table), _MAX_UNITS, endpoint=False)
     return np.add.reduceat(table, starts.astype(np.int64), axis=0)
 

@@ -16,12 +16,12 @@ takes "hot" and "warm" for different answers, and two long answers about the sam
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from graftlm.evaluation.intervals import share_interval
-from graftlm.evaluation.results import Interval
+from graftlm.evaluation.results import Interval, Results
 
 if TYPE_CHECKING:
     from graftlm.data.new_names import NewNames
@@ -32,7 +32,7 @@ WORST = 10
 _READ_WORDS = 40
 _SHORT_WORDS = 15
 _SHARED_TERMS = 0.5
-_WORD = re.compile(r"\w+(?:['’]\w+)?")
+_WORD = re.compile(r"\w+(?:'\w+)?")
 _SENTENCE_END = re.compile(r"[.!?:]\W*$")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 _NEGATIONS = frozenset(["no", "not", "never", "none", "nothing", "neither", "cannot", "without"])
@@ -114,13 +114,16 @@ def compare_answers(
     after: Sequence[str],
     names: NewNames | None = None,
 ) -> list[AnswerPair]:
-    """Compare the answers of two models.
+    """Compare the answers of two models to the same questions.
 
     Args:
-        questions: the questions.
-        before: the base's answers.
-        after: the tuned model's answers.
-        names: the names of the new text; None if it is not known.
+        questions: the texts of the questions.
+        before: the base's answer to each question.
+        after: the tuned model's answer to each question.
+        names: finds the names of the new text; None if that is not known, and no names count as spilled.
+
+    Returns:
+        One pair for each question, in order.
     """
     pairs = []
     for question, base_answer, tuned_answer in zip(questions, before, after, strict=True):
@@ -154,15 +157,26 @@ def answer_metrics(pairs: Sequence[AnswerPair], *, with_spill: bool) -> dict[str
 
 
 def worst_answers(pairs: Sequence[AnswerPair], count: int = WORST) -> list[AnswerPair]:
-    """Return the answers that changed most: first those that spill, then those with the least overlap."""
+    """Return the answers that changed most: first those that spill, then those with the least overlap.
+
+    Args:
+        pairs: the compared answers.
+        count: maximum number of answers.
+    """
     changed = [pair for pair in pairs if pair.spilled or not pair.kept]
     changed.sort(key=lambda pair: (not pair.spilled, pair.kept, pair.overlap))
     return changed[:count]
 
 
+def reported_answers(results: Results, row_id: str) -> list[AnswerPair]:
+    """Return the answers that the results of a run report for a row; none if it was not asked questions."""
+    by_row = cast("Mapping[str, list[dict[str, Any]]]", results.details.get("answers") or {})
+    return [AnswerPair(**pair) for pair in by_row.get(row_id, [])]
+
+
 def _tokens(text: str) -> list[tuple[str, bool]]:
     """Return the first words of a text, and whether each may be capitalized because it begins a sentence."""
-    text = _THOUSANDS.sub("", text)
+    text = _THOUSANDS.sub("", text).replace("’", "'")
     tokens = []
     stop = 0
     for match in _WORD.finditer(text):
@@ -176,7 +190,7 @@ def _tokens(text: str) -> list[tuple[str, bool]]:
 
 
 def _words(text: str) -> list[str]:
-    return [word.casefold().replace("’", "'") for word, _ in _tokens(text)]
+    return [word.casefold() for word, _ in _tokens(text)]
 
 
 def _terms(text: str) -> set[str]:

@@ -29,16 +29,20 @@ class _Decision(NamedTuple):
 def task_diagnostics(
     spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Sequence[Prediction]
 ) -> dict[str, object]:
-    """Return what metrics leave out.
+    """Return the errors of predicted numbers, or the confusion and the calibration of predicted labels.
 
-    Regression has errors in the unit of the numbers. Other types have a `confusion_matrix` (true label, predicted
-    label, count, without zeros), the labels that are `most_confused`, and the `calibration`. With multi-label, each
-    label counts as x or not x; with tagging, each word counts. A span is exact or other.
+    With multi-label, each label counts as x or not x. With tagging, each word counts. A span is exact or other.
 
     Args:
         spec: the specification of the task.
-        rows: labelled rows.
-        predictions: the predictions for these rows.
+        rows: labelled rows, at least one.
+        predictions: the predictions for these rows, in their order.
+
+    Returns:
+        Plain JSON values. For regression, `mean_absolute_error`, `root_mean_squared_error` and `max_error` in the unit
+        of the numbers. For other types, `confusion_matrix` as {true label: {predicted label: count}} without zeros,
+        the three most frequent confusions `most_confused` as [true label, predicted label, count], and the values of
+        `calibration`.
     """
     if spec.type == "regression":
         truth = [row.target for row in rows]
@@ -64,6 +68,7 @@ def task_diagnostics(
 
 
 def _decisions(spec: TaskSpec, target: Any, prediction: Prediction) -> Iterator[_Decision]:
+    """Yield the labels that were decided in a row: one, one per word, or one per possible label."""
     if spec.type == "multi-label":
         for label, probability in (prediction.probabilities or {}).items():
             yield _Decision(

@@ -36,8 +36,11 @@ def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Seque
 
     Args:
         spec: the specification of the task.
-        rows: labelled rows.
-        predictions: the predictions for these rows.
+        rows: labelled rows, at least one.
+        predictions: the predictions for these rows, in their order.
+
+    Returns:
+        The metrics by the names in the documentation of this module.
     """
     truth = [row.target for row in rows]
     predicted = [prediction.value for prediction in predictions]
@@ -49,14 +52,26 @@ def task_metrics(spec: TaskSpec, rows: Sequence[LabelledRow], predictions: Seque
 
 
 def is_exact(reference: AnswerSpan, predicted: AnswerSpan) -> bool:
-    """Return whether a predicted span equals one of a row's answers, as SQuAD compares them."""
-    words = _normalised_words(predicted.answers[0])
-    return any(words == _normalised_words(answer) for answer in reference.answers)
+    """Return whether a predicted span equals one of a row's answers, as SQuAD compares them.
+
+    Args:
+        reference: the row's answers.
+        predicted: the predicted span, whose first answer is its text.
+    """
+    words = _normalized_words(predicted.answers[0])
+    return any(words == _normalized_words(answer) for answer in reference.answers)
 
 
 # scikit-learn and scipy take a second to import, so functions import them.
 def sklearn_metric(name: str, truth: object, predicted: object, **options: object) -> float:
-    """Return a metric of scikit-learn by its name."""
+    """Compute a metric of scikit-learn.
+
+    Args:
+        name: name of a function of `sklearn.metrics`.
+        truth: the true values, in a form that the function takes.
+        predicted: the predicted values, in the same form.
+        options: further arguments of the function.
+    """
     import sklearn.metrics
 
     metric = getattr(sklearn.metrics, name)
@@ -64,6 +79,7 @@ def sklearn_metric(name: str, truth: object, predicted: object, **options: objec
 
 
 def _correlation(name: str, truth: Sequence[float], predicted: Sequence[float]) -> float:
+    """Return a correlation coefficient of scipy; 0 where it is not defined."""
     import scipy.stats
 
     if len(set(truth)) < 2 or len(set(predicted)) < 2:
@@ -76,6 +92,7 @@ def _correlation(name: str, truth: Sequence[float], predicted: Sequence[float]) 
 
 
 def _multi_label_f1(average: str, truth: Sequence[Iterable[str]], predicted: Sequence[Iterable[str]]) -> float:
+    """Return the F1 score over the labels of all rows, with an averaging of scikit-learn."""
     from sklearn.preprocessing import MultiLabelBinarizer
 
     binarizer = MultiLabelBinarizer().fit([*truth, *predicted])
@@ -91,6 +108,7 @@ def _multi_label_f1(average: str, truth: Sequence[Iterable[str]], predicted: Seq
 
 
 def _entity_f1(truth: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:
+    """Return the micro-averaged F1 score of entities, which count if their words and type match."""
     total = 0
     shared = 0
     for true_tags, predicted_tags in zip(truth, predicted, strict=True):
@@ -113,12 +131,12 @@ def _best_over_answers(
     """Return the mean over rows of the best score over a row's answers."""
     best = []
     for reference, span in zip(truth, predicted, strict=True):
-        words = _normalised_words(span.answers[0])
-        best.append(max(score(_normalised_words(answer), words) for answer in reference.answers))
+        words = _normalized_words(span.answers[0])
+        best.append(max(score(_normalized_words(answer), words) for answer in reference.answers))
     return statistics.fmean(best)
 
 
-def _normalised_words(text: str) -> list[str]:
+def _normalized_words(text: str) -> list[str]:
     """Return words without case, punctuation and English articles, as SQuAD's evaluation normalizes them."""
     text = text.lower().translate(_NO_PUNCTUATION)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()

@@ -43,7 +43,12 @@ class Prediction:
     truncated: bool = False
 
     def to_json(self, spec: TaskSpec, row: LabelledRow) -> dict[str, object]:
-        """Return the plain values that `graft predict` prints, with `truncated` only if it is true."""
+        """Return the plain values that `graft predict` prints, with `truncated` only if it is true.
+
+        Args:
+            spec: the specification of the task.
+            row: the row that was predicted, whose words are part of the values in tagging.
+        """
         values = self._values(spec, row)
         if self.truncated:
             values["truncated"] = True
@@ -71,7 +76,9 @@ class Prediction:
 
 
 def predictor(model: GraftedModel, precision: Precision = "fp32") -> PredictFn:
-    """Return a function that predicts in evaluation mode, without gradients, and restores the model's mode.
+    """Return a function that predicts a batch of rows.
+
+    It runs the model in evaluation mode, without gradients, and restores the model's mode.
 
     Args:
         model: a model with a graft that has heads.
@@ -94,11 +101,11 @@ def predict_labelled(
     """Return predictions for the rows of one task, in order.
 
     Args:
-        predict: a `predictor`.
+        predict: a function that `predictor` returned.
         encoder: turns rows into tokens.
         task: the task's rows and specification.
         number: the number of the task's head in the model.
-        batch_size: rows per batch.
+        batch_size: rows per batch; it affects speed and memory only.
 
     Raises:
         EvaluationError: a prediction is not finite.
@@ -123,8 +130,8 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
 
     Args:
         spec: the specification of the task.
-        row: the row.
-        encoded: its tokens.
+        row: the labelled row, which names its place in messages and has the text of spans.
+        encoded: the row's tokens, with the positions of its words.
         output: the model's output: (outputs,), or (T, outputs) for tagging and span.
 
     Raises:
@@ -142,6 +149,7 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
 
 
 def _decode(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, logits: Tensor) -> Prediction:
+    """Return the prediction of finite logits, without its field `truncated`."""
     if spec.type == "classification":
         probabilities = logits.softmax(-1)
         best = int(probabilities.argmax())

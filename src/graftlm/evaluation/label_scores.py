@@ -23,7 +23,7 @@ class TaskTestSet:
 
     Attributes:
         number: the number of the task's head in the model.
-        rows: the rows.
+        rows: the rows, with the task's specification.
         metric: the metric that is the task's score.
     """
 
@@ -64,10 +64,16 @@ def measure_labelled(
     """Measure a model on the test rows of tasks.
 
     Args:
-        predict: a `predictor`.
+        predict: a function that `predictor` returned.
         encoder: turns rows into tokens.
-        tests: test rows by the name of the task.
-        batch_size: rows per batch.
+        tests: test rows by the name of the task, at least one row each.
+        batch_size: rows per batch; it affects speed and memory only.
+
+    Returns:
+        The scores by the name of the task.
+
+    Raises:
+        EvaluationError: a prediction is not finite.
     """
     scores = {}
     for name, test in tests.items():
@@ -83,7 +89,7 @@ def measure_labelled(
 
 
 def summary_metrics(scores: Mapping[str, TaskScore]) -> dict[str, float]:
-    """Return each task's score by name, their `average` and `task_sigma`, in points."""
+    """Return each task's score by name, their `average` and `task_sigma`, in points; empty without tasks."""
     if not scores:
         return {}
     metrics = {name: score.value for name, score in scores.items()}

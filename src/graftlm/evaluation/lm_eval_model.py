@@ -28,8 +28,12 @@ class GraftedHFLM(HFLM):
     Args:
         graft: a graft's folder, or a `GraftedModel`.
         backbone: the backbone's name or folder, if it is not where it was when the graft was trained.
-        device: device of the backbone, for a folder.
-        options: options of `HFLM`.
+        device: device of the backbone, if `graft` is a folder; None for the default device.
+        options: further arguments of `HFLM`; the tokenizer is the backbone's unless they have one.
+
+    Raises:
+        ArtifactError: the folder is not a complete, readable graft.
+        BackboneError: the backbone can't be loaded, or has no tokenizer.
     """
 
     def __init__(

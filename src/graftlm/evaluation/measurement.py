@@ -1,4 +1,4 @@
-"""The measured result of one run."""
+"""`Measurement`: the measured result of one run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ class Measurement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Measurement:
-        """Read what `to_json` returned."""
+        """Make a measurement from the values that `to_json` returned.
+
+        Raises:
+            KeyError: the row or the details are missing.
+            ValueError: the row is invalid.
+        """
         return cls(row=Row.model_validate(values["row"]), details=dict(values["details"]))
 
     def add_metrics(self, metrics: Mapping[str, object]) -> None:
-        """Add metrics to the row."""
+        """Add metrics to the row by name; they replace metrics of the same name."""
         self.row = self.row.model_copy(update={"metrics": {**self.row.metrics, **metrics}})

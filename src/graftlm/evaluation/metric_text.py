@@ -20,13 +20,13 @@ _BYTE_UNITS = {" GiB": 2**30, " MiB": 2**20, " KiB": 2**10}
 
 
 def metric_names(results: Results) -> list[str]:
-    """Return the metrics of all rows; those of the row with most of them come first."""
+    """Return the distinct metrics of all rows by name, beginning with those of the row that has the most."""
     rows = sorted(results.rows, key=lambda row: len(row.metrics), reverse=True)
     return _distinct_metrics(rows)
 
 
 def present_metrics(results: Results) -> list[str]:
-    """Return the metrics of all rows, in the order of the rows."""
+    """Return the distinct metrics of all rows by name, in the order of the rows."""
     return _distinct_metrics(results.rows)
 
 
@@ -41,7 +41,7 @@ def metric_title(name: str, names: Collection[str] = ()) -> str:
     """Return a metric's title with its unit.
 
     Args:
-        name: the metric's name.
+        name: the metric's name in `results.json`.
         names: the names of all metrics. A test set's loss, such as `new`, is in nats per token if they include its
             bits per byte, `new_bpb`.
     """
@@ -62,8 +62,8 @@ def format_metric(name: str, metric: Metric | None) -> str:
     """Return a metric with the unit that its name implies, and with its interval if it has one.
 
     Args:
-        name: the metric's name.
-        metric: its value; None was not measured.
+        name: the metric's name in `results.json`, which implies its unit.
+        metric: its value; None for a metric that was not measured, which becomes a dash.
     """
     if not isinstance(metric, Interval) or metric.low == metric.high:
         return format_mean(name, metric)
@@ -74,14 +74,19 @@ def format_metric(name: str, metric: Metric | None) -> str:
 
 
 def format_mean(name: str, metric: Metric | None) -> str:
-    """Return a metric with its unit and without its interval."""
+    """Return a metric with its unit and without its interval; None, for one that was not measured, becomes a dash."""
     if metric is None:
         return ABSENT
     return format_value(name, value_of(metric))
 
 
 def format_value(name: str, value: float) -> str:
-    """Return a value with the unit that the metric's name implies."""
+    """Return a value as text with the unit that the metric's name implies, such as GiB for `_bytes`.
+
+    Args:
+        name: the metric's name in `results.json`.
+        value: a single value of it.
+    """
     if name.endswith("parameters"):
         return _with_unit(value, _COUNT_UNITS)
     if name.endswith("_bytes"):
@@ -97,7 +102,7 @@ def format_value(name: str, value: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Return a number to four digits; None was not measured."""
+    """Return a number with four significant digits; None, for one that was not measured, becomes a dash."""
     if value is None:
         return ABSENT
     return f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""What a graft shows about itself: its description, and statistics of a forward pass, such as shares of open gates."""
+"""The description of a graft, and statistics of its forward pass on text, such as shares of open gates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ _DOCUMENTS = 8
 def observe(
     model: GraftedModel, backbone: Backbone, documents: Sequence[Document], length: int
 ) -> dict[str, list[float]]:
-    """Return what the graft named `graft` shows on the start of documents, one number per layer.
+    """Return statistics of a forward pass of the graft named `graft` on the start of documents.
 
     Args:
-        model: the grafted model.
-        backbone: its backbone.
-        documents: the documents; about the first 4,096 tokens of them are read.
+        model: a model whose graft is named `graft`.
+        backbone: the backbone of this model, whose tokenizer is used.
+        documents: the documents; at most 4,096 tokens of the first eight are read, and at least one row.
         length: tokens per row.
+
+    Returns:
+        One number per layer, by the statistic's name; empty if the documents have no tokens.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
     text = "\n".join(document.full_text[:_CHARACTERS] for document in islice(documents, _DOCUMENTS))
     tokenizer = backbone.need_tokenizer()
@@ -43,13 +49,19 @@ def observe(
 def graft_statistics(
     model: GraftedModel, backbone: Backbone, tests: Mapping[str, Sequence[Document]], length: int
 ) -> dict[str, object]:
-    """Return the description of the graft named `graft`, and what it shows on test sets, as plain JSON values.
+    """Return the description of the graft named `graft`, and its statistics on test sets, as plain JSON values.
 
     Args:
-        model: the grafted model.
-        backbone: its backbone.
+        model: a model whose graft is named `graft`.
+        backbone: the backbone of this model, whose tokenizer is used.
         tests: test documents by the name of their set.
         length: tokens per row.
+
+    Returns:
+        The values of `Graft.describe`, and {set: [number per layer]} for each statistic of `observe`, by name.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
     graft: Any = model.grafts["graft"]
     statistics: dict[str, Any] = dict(graft.describe(backbone))

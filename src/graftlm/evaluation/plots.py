@@ -97,7 +97,7 @@ def open_share(shares: Mapping[str, Sequence[float]], *, title: str = "Open gate
 
     Args:
         shares: by domain, one share per layer.
-        title: the figure's title.
+        title: heading of the figure.
     """
     figure, axes = _figure(title, x_label="layer", y_label="share of tokens with an open gate")
     for index, (domain, values) in enumerate(shares.items()):
@@ -115,7 +115,7 @@ def spectrum(spectra: Mapping[str, Any], *, title: str = "Singular values of the
     Args:
         spectra: by name, such as graft or backbone, the values of one matrix or of one matrix per layer. Layers are
             thin lines, their mean is a thick line.
-        title: the figure's title.
+        title: heading of the figure.
     """
     figure, axes = _figure(
         title,
@@ -181,8 +181,8 @@ def by_length(
 
     Args:
         curves: by label, (length, bits per byte) pairs.
-        trained: the trained length, which a dotted line marks.
-        title: the figure's title.
+        trained: the length in tokens with which the models were trained, which a dotted line marks; None for no line.
+        title: heading of the figure.
     """
     figure, axes = _figure(title, x_label="tokens of a window", y_label="bits per byte")
     for index, (name, points) in enumerate(curves.items()):
@@ -201,7 +201,14 @@ def _whole_number(value: float, _: int | None) -> str:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG at 150 dots per inch and return its path.
+    """Write a PNG at 150 dots per inch.
+
+    Args:
+        figure: a figure of this module, or any other of matplotlib.
+        path: the file to write; missing folders are created.
+
+    Returns:
+        The path.
 
     Raises:
         EvaluationError: the path can't be written to.

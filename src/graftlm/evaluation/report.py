@@ -39,7 +39,7 @@ def write_report(results: Results, out: str | Path, *, plots: Mapping[str, Figur
 
     Raises:
         EvaluationError: the folder can't be written to.
-        DataError: the details have another form than the one above.
+        DataError: the statistics or the losses in the details are not mappings.
     """
     from graftlm.evaluation.plots import save
 
@@ -64,8 +64,8 @@ def _draw_figures(results: Results) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     if any({"learned", "forgotten"} <= row.metrics.keys() for row in methods):
         figures["learn-against-forget"] = plots.learn_against_forget(methods)
-    for row_id, value in _mapping(results.details.get("statistics")).items():
-        statistics = _mapping(value)
+    for row_id, value in _mapping(results.details.get("statistics"), "statistics").items():
+        statistics = _mapping(value, f"statistics.{row_id}")
         label = labels.get(row_id, row_id)
         if statistics.get("open_share"):
             title = f"{label}: open gates"
@@ -73,7 +73,7 @@ def _draw_figures(results: Results) -> dict[str, Figure]:
         if statistics.get("spectrum"):
             title = f"{label}: spectrum of the gating matrices"
             figures[f"spectrum-{row_id}"] = plots.spectrum(statistics["spectrum"], title=title)
-    losses = _mapping(results.details.get("losses"))
+    losses = _mapping(results.details.get("losses"), "losses")
     if losses:
         curves = {labels.get(row_id, row_id): pairs for row_id, pairs in losses.items()}
         figures["training-loss"] = plots.loss_curves(curves)
@@ -81,7 +81,14 @@ def _draw_figures(results: Results) -> dict[str, Figure]:
 
 
 def report_files(folder: str | Path) -> dict[str, list[str]]:
-    """Return the paths of the grafts, models, report and plots in a run's folder, by kind."""
+    """Return the files of a run by kind: graft, model, report, results, plot.
+
+    Args:
+        folder: the output folder of the run.
+
+    Returns:
+        The sorted paths of each kind; kinds without files are left out.
+    """
     files: dict[str, list[str]] = {}
     for kind, patterns in _FILES.items():
         paths: list[str] = []
@@ -92,9 +99,13 @@ def report_files(folder: str | Path) -> dict[str, list[str]]:
     return files
 
 
-def _mapping(value: object) -> dict[str, Any]:
+def _mapping(value: object, key: str) -> dict[str, Any]:
+    """Return a part of the details, which may be absent, as a mapping."""
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise DataError(f"The results contain details of type {type(value).__name__}, but a mapping is expected.")
+        raise DataError(
+            f"details.{key} of the results is of type {type(value).__name__}, but a mapping is expected: write it in "
+            "the form that the documentation of graftlm.evaluation.report shows."
+        )
     return value

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from graftlm.evaluation.kept_answers import reported_answers
 from graftlm.evaluation.metric_text import (
     ABSENT,
     LEARNING_METRICS,
@@ -40,8 +41,8 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the report as Markdown.
 
     Args:
-        results: the results.
-        pictures: names of pictures in the same folder.
+        results: the results, of which empty sections are left out.
+        pictures: file names of pictures in the report's folder, which are shown at the end.
     """
     seeds = ", ".join(str(seed) for seed in results.seeds)
     parts = [
@@ -61,7 +62,8 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 
 
 def _describe(machine: Machine) -> str:
-    parts = [machine.cpu, f"{machine.cores} cores", machine.gpu, f"torch {machine.torch}"]
+    cores = "1 core" if machine.cores == 1 else f"{machine.cores} cores"
+    parts = [machine.cpu, cores, machine.gpu, f"torch {machine.torch}"]
     return ", ".join(part for part in parts if part)
 
 
@@ -117,9 +119,9 @@ def _answers_section(results: Results) -> str:
     """Return the answers that changed most, next to those of the backbone."""
     rows = []
     for row in results.rows:
-        for pair in (results.details.get("answers") or {}).get(row.id, []):
-            texts = [" ".join(pair[key].split()) for key in ("question", "before", "after")]
-            rows.append([row.label, *texts])
+        for pair in reported_answers(results, row.id):
+            texts = (pair.question, pair.before, pair.after)
+            rows.append([row.label, *(" ".join(text.split()) for text in texts)])
     return _section("Answers that changed most", ["method", "question", "before", "after"], rows)
 
 
@@ -144,6 +146,7 @@ def _aims_section(results: Results) -> str:
 
 
 def _paper_section(results: Results) -> str:
+    """Return a table of published metrics next to the measured ones; an empty text without published ones."""
     measured = {row.id: row for row in results.rows}
     rows = []
     for published in results.paper:

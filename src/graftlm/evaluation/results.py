@@ -22,7 +22,7 @@ FILE_NAME = "results.json"
 
 
 class Interval(Config):
-    """A value with the ends of its interval, in the metric's unit."""
+    """A value with the two ends of its 95% interval, in the metric's unit."""
 
     mean: float
     low: float
@@ -30,7 +30,7 @@ class Interval(Config):
 
     def _problems(self) -> Iterator[str]:
         if self.low > self.high:
-            yield "the low end of an interval lies above its high end"
+            yield f"the low end of an interval, {self.low}, lies above its high end, {self.high}"
 
 
 Metric = float | int | Interval
@@ -42,7 +42,7 @@ def value_of(metric: Metric) -> float:
 
 
 class Row(Config):
-    """The metrics of one method."""
+    """The metrics of one method, by stable names; `label` is its name in tables."""
 
     id: str
     label: str
@@ -60,7 +60,7 @@ class Aim(Config):
 
 
 class PaperRow(Config):
-    """Published figures of a row, and where the paper has them."""
+    """Published metrics of the row with the same id; `where` is their place in the paper, such as a table."""
 
     id: str
     metrics: dict[str, float]
@@ -68,7 +68,7 @@ class PaperRow(Config):
 
 
 class Results(Config):
-    """One `results.json`."""
+    """The content of a `results.json`: what was measured, by which command, where and with which seeds."""
 
     name: str
     command: str
@@ -82,8 +82,9 @@ class Results(Config):
 
     def _problems(self) -> Iterator[str]:
         ids = [row.id for row in self.rows]
-        if len(set(ids)) < len(ids):
-            yield f"row ids repeat: {', '.join(ids)}"
+        repeated = sorted({row_id for row_id in ids if ids.count(row_id) > 1})
+        if repeated:
+            yield f"several rows have the id {repeated[0]}, but ids must differ: rename all but one"
 
     @classmethod
     def here(cls, name: str, rows: Sequence[Row], *, seeds: Sequence[int] = (0,), **more: Any) -> Self:
@@ -91,7 +92,7 @@ class Results(Config):
 
         Args:
             name: name of the run or experiment.
-            rows: the measured rows.
+            rows: the measured rows, with different ids.
             seeds: seeds of the runs.
             more: further fields; they may replace the machine, the commit and the command.
         """
@@ -126,8 +127,8 @@ class Results(Config):
         """Read a `results.json`, or the one in a folder.
 
         Raises:
-            EvaluationError: the file can't be read, or is not JSON.
-            RecipeError: the JSON has another form.
+            EvaluationError: there is no such file, it can't be read, or it is not JSON.
+            RecipeError: the JSON does not have the fields of `Results`.
         """
         path = Path(path)
         if path.is_dir():
@@ -139,5 +140,7 @@ class Results(Config):
         except OSError as error:
             raise EvaluationError(f"{path} can't be read ({error.strerror}): name a readable {FILE_NAME}.") from None
         except (UnicodeDecodeError, json.JSONDecodeError):
-            raise EvaluationError(f"{path} is not JSON, but a {FILE_NAME} is expected: run the report again.") from None
+            raise EvaluationError(
+                f"{path} is not JSON, but a {FILE_NAME} is expected: name another file, or run its command again."
+            ) from None
         return cls.parse(values, where=str(path))

@@ -49,11 +49,11 @@ class Scores:
     """Sums over the scored tokens of each window, in the order of the documents; arrays of shape (windows,).
 
     Attributes:
-        nats: the summed losses.
-        tokens: the numbers of scored tokens.
-        bytes: the numbers of UTF-8 bytes of the scored tokens.
-        document: the number of the document of each window.
-        kl: the summed divergences from the reference, in nats; None without a reference.
+        nats: the summed losses, float64.
+        tokens: the numbers of scored tokens, int64.
+        bytes: the numbers of UTF-8 bytes of the scored tokens, int64.
+        document: the number of the document of each window, counted from 0.
+        kl: the summed divergences from the reference in nats, float64; None without a reference.
     """
 
     nats: np.ndarray
@@ -64,7 +64,13 @@ class Scores:
 
     @classmethod
     def of_windows(cls, windows: Sequence[Window], nats: np.ndarray, kl: np.ndarray | None) -> Self:
-        """Return the scores of windows from their summed losses and divergences, (windows,)."""
+        """Make the scores of windows.
+
+        Args:
+            windows: the scored windows.
+            nats: (windows,), their summed losses.
+            kl: (windows,), their summed divergences; None without a reference.
+        """
         return cls(
             nats=nats,
             tokens=np.array([window.tokens for window in windows]),
@@ -89,14 +95,21 @@ class Scores:
     def fraction(self, metric: MetricName) -> tuple[np.ndarray, np.ndarray]:
         """Return the numerator and the denominator of a metric in each window, (windows,).
 
+        Args:
+            metric: the metric, see `value`.
+
         Raises:
-            EvaluationError: the metric is unknown, was not measured, or is undefined for these tokens.
+            EvaluationError: the metric is unknown, is `kl_per_token` without a reference, or is `bits_per_byte` of
+                tokens without bytes.
         """
         if metric == "nats_per_token":
             return self.nats, self.tokens
         if metric == "kl_per_token":
             if self.kl is None:
-                raise EvaluationError("These scores have no divergence: score the text with a reference.")
+                raise EvaluationError(
+                    "kl_per_token was not measured, because the text was scored without a reference: pass one to "
+                    "`score` as reference."
+                )
             return self.kl, self.tokens
         if metric != "bits_per_byte":
             raise EvaluationError(
@@ -110,7 +123,11 @@ class Scores:
         return self.nats, self.bytes * math.log(2)
 
     def subset(self, chosen: np.ndarray) -> Scores:
-        """Return the windows at which `chosen`, (windows,), is True."""
+        """Return the scores of some windows.
+
+        Args:
+            chosen: (windows,) bool, True at the windows to keep.
+        """
         return Scores(
             nats=self.nats[chosen],
             tokens=self.tokens[chosen],
@@ -158,20 +175,26 @@ class Scores:
 def paired_difference(a: Scores, b: Scores, metric: MetricName = "nats_per_token") -> Interval:
     """Return `a`'s metric minus `b`'s with a paired bootstrap interval: both are resampled at the same windows.
 
+    Args:
+        a: the scores from whose metric the other is subtracted.
+        b: the scores of another model on the same windows.
+        metric: the metric, see `Scores.value`.
+
     Raises:
-        EvaluationError: the two were scored on different windows.
+        EvaluationError: the windows have different numbers of tokens or bytes, or the metric is not defined, see
+            `Scores.fraction`.
     """
     if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.bytes, b.bytes)):
         raise EvaluationError(
-            f"The scores are of {_size(a)} and of {_size(b)}, but a paired difference needs the same windows: "
-            "score the same documents with the same tokenizer and length."
+            f"The scores come from different windows ({_size(a)}; {_size(b)}), but a paired difference needs the same "
+            "ones: score the same documents with the same tokenizer and length."
         )
     samples_a, samples_b = resample_ratios([a.fraction(metric), b.fraction(metric)], RESAMPLES, seed=0)
     return percentile_interval(a.value(metric) - b.value(metric), samples_a - samples_b)
 
 
 def _size(scores: Scores) -> str:
-    return f"{len(scores.tokens)} windows of {scores.tokens.sum()} tokens and {scores.bytes.sum()} bytes"
+    return f"windows: {len(scores.tokens)}, tokens: {scores.tokens.sum()}, bytes: {scores.bytes.sum()}"
 
 
 def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str, Scores]) -> dict[str, Interval]:
@@ -189,7 +212,7 @@ def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str,
         over the same windows.
 
     Raises:
-        EvaluationError: the two were scored on different windows.
+        EvaluationError: the two were scored on different windows, or a set has no bytes of text.
     """
     metrics: dict[str, Interval] = {}
     for name, scores in method.items():
@@ -215,30 +238,35 @@ def score(
     limit_tokens: int | None = None,
     reference: LanguageModel | None = None,
 ) -> Scores:
-    """Score every token of documents in windows of `length` tokens.
+    """Score every token of documents in windows of at most `length` tokens.
 
     Args:
         model: called as `model(input_ids=, attention_mask=, use_cache=False).logits`, (B, T) -> (B, T, V). A
             `GraftedModel` also receives the mask of prompt tokens.
         tokenizer: turns text into ids; it also decides whether a text begins with a BOS token.
-        documents: strings, or objects with `.text` and `.prompt`; read once, and a stream never has to fit in memory.
-        length: tokens of a window, its context token and BOS included.
+        documents: strings or `Document`s, of whose conversations only the answers are scored. They are read once, and
+            a stream never has to fit in memory.
+        length: maximum number of tokens of a window, its context token and BOS included; at least 3.
         batch_size: windows per call of the model; it affects speed and memory only.
         precision: `bf16` computes under autocast; `fp32` leaves the model in its own dtype. Losses are always float32.
         limit_tokens: number of tokens to score; None scores all.
         reference: a model with the same tokenizer, called like `model`, from which the divergence is measured.
 
     Raises:
-        EvaluationError: the model predicts NaN or infinity, or `length` does not fit the model.
-        DataError: there is nothing to score.
+        EvaluationError: `length` is below 3 or exceeds the model's positions, the precision is unknown, or the model
+            predicts NaN or infinity.
+        DataError: there is no token to score.
     """
     if length < 3:
-        raise EvaluationError(f"Windows of {length} tokens are too short to score: pass a length of 3 or more.")
+        raise EvaluationError(
+            f"The length of a window is {length}, but at least 3 tokens are needed: set length (--length, or "
+            "evaluation.length or data.length of a recipe) to 3 or more."
+        )
     limit = max_sequence_length(model)
     if limit < length:
         raise EvaluationError(
             f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
-            f"set length (--length, or data.length of a recipe) to {limit} or less."
+            f"set length (--length, or evaluation.length or data.length of a recipe) to {limit} or less."
         )
     windows = limit_scored(cut_windows(tokenizer, documents, length), limit_tokens)
     return score_windows(
@@ -260,7 +288,23 @@ def score_windows(
     precision: Precision = "fp32",
     reference: LanguageModel | None = None,
 ) -> Scores:
-    """Score windows; see `score` for the arguments and errors."""
+    """Score the tokens of windows that were cut before.
+
+    Args:
+        model: see `score`.
+        tokenizer: the model's tokenizer, for padding.
+        windows: the windows, which must fit the model's positions.
+        batch_size: windows per call of the model; it affects speed and memory only.
+        precision: see `score`.
+        reference: see `score`.
+
+    Returns:
+        The scores in the order of the windows.
+
+    Raises:
+        EvaluationError: the precision is unknown, or the model predicts NaN or infinity.
+        DataError: there are no windows.
+    """
     windows = iter(windows)
     scored: list[Window] = []
     sums: list[np.ndarray] = []
@@ -319,9 +363,10 @@ def _score_batch(
         reference_logits, _ = scored_logits(reference, tokenizer, batch)
         sums[:, 1] = _sum_by_window(_token_divergences(reference_logits, logits), batch)
     if not sums.isfinite().all():
+        value = "divergence from the reference" if sums[:, 0].isfinite().all() else "loss"
         raise EvaluationError(
-            "The model predicts NaN or infinity on this text: its weights are broken or overflow in this precision "
-            '(try precision="fp32", or train with a lower learning rate).'
+            f"The {value} on this text is NaN or infinite, because weights are damaged or activations overflow in this "
+            "precision: set precision to fp32, or train with a lower learning rate."
         )
     return sums.numpy()
 

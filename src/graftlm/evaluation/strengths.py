@@ -24,9 +24,9 @@ def weights_moved_back(
     """Set weights to start + strength (weight - start) in a `with` block, and restore them afterwards.
 
     Args:
-        weights: trained weights by name.
-        start: the same weights before training.
-        strength: share of the way from their start, 0 to 1.
+        weights: trained weights by name, which are changed in place.
+        start: the same weights before training, by name, on the same device.
+        strength: share of the way from the start to the trained weights, 0 to 1.
     """
     trained = {name: weight.detach().clone() for name, weight in weights.items()}
     with torch.no_grad():
@@ -48,12 +48,12 @@ def strength_point(
     """Return one point of a curve over strengths, as plain JSON values.
 
     Args:
-        strength: the strength.
+        strength: share of the way from the weights' start, 0 to 1.
         metrics: the model's metrics at that strength.
-        changes: see `changes_by_window`.
+        changes: the nats and tokens of each window, from `changes_by_window`.
 
     Returns:
-        `strength`, `metrics` as in a row, and `windows`: the `nats` and `tokens` of each window, by what changed.
+        `strength`, `metrics` as in a row, and `windows`: {change: {"nats": [...], "tokens": [...]}}.
     """
     windows = {}
     for name, (nats, tokens) in changes.items():
@@ -68,15 +68,19 @@ def strength_point(
 def changes_by_window(
     backbone: Mapping[str, Scores], method: Mapping[str, Scores], own: Scores | None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return what a method changed in each window: nats and tokens, (windows,).
+    """Return the change of the loss, or the divergence, in each window.
 
     `learned`, `forgotten` and `own_kl` are sums of these nats over sums of these tokens, so that any value
     interpolated between two strengths has an interval.
 
     Args:
         backbone: the backbone's scores by evaluation set.
-        method: the method's scores by evaluation set.
+        method: the method's scores by evaluation set, on the same windows.
         own: the method's scores on the backbone's own text; None without such text.
+
+    Returns:
+        Summed nats and numbers of tokens, (windows,) each, for those of `own_kl`, `learned` and `forgotten` that were
+        measured.
     """
     changes = {}
     if own is not None and own.kl is not None:

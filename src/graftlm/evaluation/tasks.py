@@ -62,17 +62,17 @@ class TaskConfig(Config):
             yield "a text of stop is empty, and would end every answer before it begins: leave it out"
 
     def columns(self) -> dict[str, str]:
-        """Return the names of columns by the keys that configure them."""
+        """Return the names of the columns by the config keys that set them: prompts first, then answers."""
         return {"prompt_column": self.prompt_column, "answer_column": self.answer_column}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A config with its examples.
+    """The examples of a task, and the config that they were read by.
 
     Attributes:
-        config: the config.
-        examples: the examples to measure.
+        config: the config that the examples were read by.
+        examples: the examples to measure, without those that serve as shots.
         shots: the text of the solved examples, which precedes every prompt.
     """
 
@@ -81,19 +81,23 @@ class Task:
     shots: str = ""
 
     def prompts(self) -> list[str]:
-        """Return the model's input for each example."""
+        """Return the model's input for each example: the shots, then the example's prompt."""
         return [self.shots + example.prompt for example in self.examples]
 
 
 def read_task(config: TaskConfig) -> Task:
     """Read the examples of a task.
 
+    Args:
+        config: the file, its columns, and how many of its examples are shots and measured.
+
     Raises:
-        DataError: the file can't be read, lacks a column or a text, or has no more examples than shots.
+        DataError: there is no such file, it can't be read, lacks a column or a text, or has too few examples for the
+            shots.
     """
     path = Path(config.path).expanduser()
     if not path.is_file():
-        raise DataError(f"There is no file {path}: check the task's path.")
+        raise DataError(f"The task's path is {path}, but there is no such file: name a JSON, parquet or CSV file.")
     count = None if config.limit is None else config.shots + config.limit
     rows = islice(read_rows(path, config.columns(), "task"), count)
     examples = [Example(*texts) for texts, _ in rows]
@@ -101,8 +105,8 @@ def read_task(config: TaskConfig) -> Task:
         raise DataError(f"{path} has no examples: add some, one per row.")
     if len(examples) <= config.shots:
         raise DataError(
-            f"{path} has {len(examples)} examples, but {config.shots} shots need at least {config.shots + 1}: "
-            "add examples, or lower shots."
+            f"{path} has too few examples ({len(examples)}), since {config.shots} are used as shots and at least one "
+            "more must be measured: add examples, or lower shots."
         )
     shots = ""
     for example in examples[: config.shots]:
@@ -115,7 +119,7 @@ class TaskResult:
     """A model's result on a task.
 
     Attributes:
-        metric: the metric's name.
+        metric: `exact-match`, `chrf` or `log-perplexity`.
         sums: the terms that the metric sums over examples; float64, (examples, columns). Exact match: correct, 1.
             chrF: n-gram counts. Log-perplexity: nats, tokens, bytes.
         answers: the generated answers; empty for log-perplexity.
@@ -127,14 +131,17 @@ class TaskResult:
 
     @property
     def value(self) -> float:
-        """The metric over all examples."""
+        """The metric over all examples, in the unit of `metric`: a share, 0 to 100, or nats per token."""
         return _value(self.metric, self.sums.sum(axis=0))
 
     def metrics(self, name: str) -> dict[str, Interval]:
-        """Return the metrics of a task: `<name>_<metric>`, and for log-perplexity `<name>_log-perplexity_bpb`.
+        """Return the metric with its 95% interval, and for log-perplexity bits per byte too.
 
         Args:
-            name: the task's name.
+            name: the task's name, with which the names of its metrics begin.
+
+        Returns:
+            `<name>_<metric>`, and for log-perplexity `<name>_log-perplexity_bpb`.
         """
         key = f"{name}_{self.metric}"
         if self.metric == "exact-match":
@@ -150,19 +157,27 @@ class TaskResult:
         return metrics
 
     def gain(self, name: str, base: TaskResult) -> dict[str, Interval]:
-        """Return `<name>_<metric>_gain`: the improvement over `base` on the same examples; positive is better.
+        """Return the improvement over another model on the same examples, with its paired 95% interval.
 
         Args:
-            name: the task's name.
-            base: the other model's result.
+            name: the task's name, with which the name of the gain begins.
+            base: the other model's result on the same task, which is not checked beyond metric and number of examples.
+
+        Returns:
+            `<name>_<metric>_gain`; positive is better.
 
         Raises:
-            EvaluationError: `base` is a result on other examples.
+            EvaluationError: `base` has another metric or another number of examples.
         """
-        if self.sums.shape != base.sums.shape or self.metric != base.metric:
+        if self.metric != base.metric:
             raise EvaluationError(
-                f"The results are {base.metric} of {len(base.sums)} examples and {self.metric} of {len(self.sums)}, "
-                "but a gain needs one metric of the same examples: measure both models on one task."
+                f"The results are {base.metric} and {self.metric}, but a gain needs one metric: measure both models on "
+                "one task."
+            )
+        if self.sums.shape != base.sums.shape:
+            raise EvaluationError(
+                f"The numbers of examples are {len(base.sums)} and {len(self.sums)}, but a gain needs the same "
+                "examples: measure both models on one task."
             )
         sign = -1 if self.metric == "log-perplexity" else 1
         gains = []
@@ -173,7 +188,11 @@ class TaskResult:
         return {f"{name}_{self.metric}_gain": percentile_interval(gain, gains)}
 
     def describe(self, task: Task) -> dict[str, object]:
-        """Return details as plain JSON values: the number of examples, sacrebleu's signature, a few answers."""
+        """Return details as plain JSON values: the number of examples, sacrebleu's signature, the first five answers.
+
+        Args:
+            task: the measured task, which has the prompts and the reference answers.
+        """
         details: dict[str, object] = {"metric": self.metric, "examples": len(self.sums)}
         if self.metric == "chrf":
             details["signature"] = chrf_signature()
@@ -204,8 +223,9 @@ def measure_task(
         precision: precision of log-perplexity, see `score`; answers are generated in the model's own dtype.
 
     Raises:
-        DataError: an example has no token.
-        EvaluationError: an example exceeds the model's positions.
+        DataError: a prompt has no tokens, or for log-perplexity an answer has no token to score.
+        EvaluationError: an example exceeds the model's positions, or for log-perplexity the model predicts NaN or
+            infinity or the precision is unknown.
     """
     config = task.config
     if config.metric == "log-perplexity":

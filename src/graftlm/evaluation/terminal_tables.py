@@ -38,10 +38,10 @@ _MARKS = {True: "✓", False: "✗", None: ABSENT}
 
 
 def print_table(results: Results, console: Console | None = None) -> None:
-    """Print the rows, the metrics of further sets and tasks, and the aims, in at most 100 columns.
+    """Print the usual metrics of all rows, tables of further metrics, and the aims.
 
     Args:
-        results: the results.
+        results: the results, with any metrics.
         console: where to print; standard output by default.
     """
     console = console or Console()
@@ -75,7 +75,12 @@ def _aim_line(aim: Aim) -> str:
 
 
 def print_side_by_side(results: Results, console: Console) -> None:
-    """Print one line per metric and one column per row."""
+    """Print a table with a line for each metric and a column for each row.
+
+    Args:
+        results: the results, with any metrics.
+        console: where to print.
+    """
     names = metric_names(results)
     lines = []
     for name in names:
@@ -114,7 +119,12 @@ def print_columns(
 
 
 def print_answers(pairs: Sequence[AnswerPair], console: Console) -> None:
-    """Print questions with the answers before and after, shortened; nothing if there are none."""
+    """Print questions with the answers before and after, shortened; nothing if there are none.
+
+    Args:
+        pairs: the compared answers.
+        console: where to print.
+    """
     if not pairs:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_lines=False)

@@ -27,13 +27,13 @@ from graftlm.evaluation.inference import LanguageModel, device_of
 
 @dataclass(frozen=True)
 class Window:
-    """One row for the model.
+    """Tokens of one document that a model reads in one row, the last of which are scored.
 
     Attributes:
-        ids: the tokens, with a leading BOS if the tokenizer has one, (T,).
-        first: the index of the first scored token.
-        bytes: the UTF-8 bytes of each scored token, (T - first,).
-        document: the number of the document.
+        ids: (T,) int64 token ids, with a leading BOS if the tokenizer has one.
+        first: the index of the first scored token, at least 1; all tokens from it on are scored.
+        bytes: (T - first,) int64, the number of UTF-8 bytes of each scored token.
+        document: the number of the document, counted from 0.
         prompt: the number of leading tokens that belong to the document's prompt, BOS included.
     """
 
@@ -56,8 +56,8 @@ def cut_windows(
 
     Args:
         tokenizer: turns text into ids.
-        documents: strings, or objects with `.text` and `.prompt`; those with a `.chat` have one window per answer.
-        length: most tokens of a window, BOS included.
+        documents: strings or `Document`s. A conversation has at least one window for each turn of the assistant.
+        length: maximum number of tokens of a window, BOS included; at least 3.
     """
     for number, document in enumerate(documents):
         chat = getattr(document, "chat", None)
@@ -70,6 +70,7 @@ def cut_windows(
 def _text_windows(
     tokenizer: PreTrainedTokenizerBase, document: str | Document, length: int, number: int
 ) -> Iterator[Window]:
+    """Yield the windows of a text after its prompt, without those that have nothing to score."""
     text = document if isinstance(document, str) else document.text
     text_ids, text_bytes = encode_with_bytes(tokenizer, text)
     prompt_ids, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))
@@ -130,7 +131,12 @@ def own_windows(samples: Iterable[OwnText]) -> Iterator[Window]:
 
 
 def limit_scored(windows: Iterable[Window], limit: int | None) -> Iterator[Window]:
-    """Yield windows until `limit` tokens are scored, shortening the last one; None yields all."""
+    """Yield windows until `limit` tokens are scored, shortening the last one.
+
+    Args:
+        windows: the windows in the order in which they are scored.
+        limit: maximum number of scored tokens; None yields all windows.
+    """
     left = sys.maxsize if limit is None else limit
     for window in windows:
         if left <= 0:
@@ -142,11 +148,11 @@ def limit_scored(windows: Iterable[Window], limit: int | None) -> Iterator[Windo
 def encode_with_bytes(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids of a text without special tokens, and the number of UTF-8 bytes of each token.
 
-    The numbers sum to the text's bytes. Bytes that the tokenizer drops count for the next token. A character that is
-    split over tokens counts for the first of them.
+    The numbers sum to the text's bytes. Bytes that the tokenizer drops count for the next token, or for the last if
+    none follows. A character that is split over tokens counts for the first of them.
 
     Returns:
-        Ids (n,) and numbers of bytes (n,).
+        (n,) int64 ids and (n,) int64 numbers of bytes.
     """
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
@@ -187,11 +193,17 @@ def _ends_from_decoding(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, tex
 def window_batch(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Window]
 ) -> tuple[dict[str, object], Tensor | None, Tensor]:
-    """Turn windows into the inputs of a model, padded on the right.
+    """Turn windows into the inputs of a model, padded on the right, on the model's device.
+
+    Args:
+        model: the model that will read them.
+        tokenizer: the model's tokenizer, for padding.
+        batch: the windows, at least one.
 
     Returns:
-        Arguments of any model, (B, T); bool (B, T), True for tokens of prompts, or None if there is no prompt; and
-        labels (B, T), each at the position that predicts it, -100 where no token is scored.
+        The keyword arguments of any model, with `input_ids` and `attention_mask` (B, T); a bool mask (B, T), True for
+        tokens of prompts, or None if there is no prompt; and labels (B, T), each at the position that predicts it,
+        -100 where no token is scored.
     """
     shape = (len(batch), max(len(window.ids) for window in batch))
     ids = torch.full(shape, padding_id(tokenizer))
@@ -217,9 +229,16 @@ def window_batch(
 def scored_logits(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Window]
 ) -> tuple[Tensor, Tensor]:
-    """Return a model's logits (N, V) at the N scored positions of a batch, and the ids that they predict, (N,).
+    """Run a model on a batch of windows, and return what predicts their scored tokens.
 
-    The positions are in the order of the windows, each of which has `Window.tokens` of them.
+    Args:
+        model: the model; a `GraftedModel` also receives the mask of prompt tokens.
+        tokenizer: the model's tokenizer, for padding.
+        batch: the windows, at least one.
+
+    Returns:
+        The logits (N, V) at the N positions before scored tokens, and the ids of these tokens, (N,). They are in the
+        order of the windows, each of which has `Window.tokens` of them.
     """
     from graftlm.grafted.model import GraftedModel  # takes seconds to import
 

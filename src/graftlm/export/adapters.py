@@ -29,11 +29,19 @@ _RELATIVE_ERROR = 1e-4
 
 
 def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
-    """Write the backbone with a graft's adapters: weights, config and code. Then load the model and compare it.
+    """Write the backbone with a graft's adapters as weights, config and code, and verify the written model.
+
+    The model is loaded again, and its logits for a short prompt are compared with those of the grafted model.
+
+    Args:
+        graft: a detached graft of a kind that is `ExportsAdapter`.
+        backbone: the backbone that it was trained on.
+        folder: an existing folder.
 
     Raises:
-        ArtifactError: the backbone has no FFNs to which adapters can be added, or the saved model and the grafted
-            model compute different logits.
+        ArtifactError: the backbone is not a causal language model, has no FFNs to which adapters can be added, or has
+            unknown code; or the saved model can't be loaded, or computes other logits than the grafted model.
+        OSError: the folder can't be written.
     """
     assert isinstance(graft, ExportsAdapter)
     adapter = graft.exported_adapter(backbone)
@@ -54,8 +62,8 @@ def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
     difference = _difference(folder, graft, backbone)
     if difference:
         raise ArtifactError(
-            f"The exported {backbone.sites.model_type} model and the grafted model compute different logits "
-            f"({difference}): {_REMEDY}"
+            f"The exported {backbone.sites.model_type} model does not reproduce the grafted model ({difference}): "
+            f"{_REMEDY}"
         )
 
 
@@ -184,7 +192,7 @@ def _plans(adapter: ExportedAdapter, config: type, ffn: str) -> str:
 
 
 def _graft_sites(family: Family) -> str:
-    """Return the family's row for the model with adapters, by which GraftLM finds the modules of a backbone."""
+    """Return the class attribute with the fields of the exported model's `Family`, as code."""
     ffn_prefix = re.compile(rf"^{re.escape(family.ffn.entry)}\.")
     moved = replace(
         family,
@@ -202,7 +210,11 @@ def _graft_sites(family: Family) -> str:
 
 @torch.no_grad()
 def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
-    """Describe how far the logits of the saved model are from the grafted model's; empty within rounding."""
+    """Describe the difference between the logits of the saved and of the grafted model, or the error at loading.
+
+    Returns:
+        A clause; empty if the logits are equal except for rounding.
+    """
     vocabulary = backbone.config.get_text_config().vocab_size
     ids = torch.arange(1, 6, device=backbone.device)[None] * vocabulary // 6
     bare = backbone.bare_model(input_ids=ids, use_cache=False).logits
@@ -230,6 +242,7 @@ def _load_saved(folder: Path) -> nn.Module:
 
     saved = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     module = sys.modules[type(saved).__module__]
+    # The module's name begins with transformers_modules and the name of the copy's folder, which may have subfolders.
     depth = len(module.__name__.split("."))
     code = Path(str(module.__file__))
     shutil.rmtree(code.parents[depth - 3])

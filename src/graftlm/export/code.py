@@ -18,11 +18,13 @@ _LOADERS = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 
 
 def save_unchanged(model: PreTrainedModel, folder: Path, **options: Any) -> None:
-    """Save a model by `save_pretrained` without its side effects on the config, where it notes class and dtype.
+    """Save a model with `save_pretrained`, and leave the model's config unchanged.
+
+    `save_pretrained` alone would write the class and the dtype into the config of the model.
 
     Args:
         model: the model.
-        folder: the folder to write to.
+        folder: the folder to write to; it is created if necessary.
         options: further arguments of `save_pretrained`.
     """
     shallow = copy.copy(model)
@@ -31,10 +33,14 @@ def save_unchanged(model: PreTrainedModel, folder: Path, **options: Any) -> None
 
 
 def copy_code(model: PreTrainedModel, folder: Path) -> bool:
-    """Copy the code of one of GraftLM's own models into the folder of its weights.
+    """Copy the code of a model of GraftLM into the folder of its weights, and name its classes in `config.json`.
+
+    Args:
+        model: any model; for a model that is not defined in GraftLM, nothing is done.
+        folder: the folder that `save_pretrained` wrote.
 
     Returns:
-        Whether the model is one of GraftLM's own. The folder is unchanged if not.
+        Whether the model is defined in GraftLM.
     """
     if not is_own(type(model)):
         return False
@@ -47,7 +53,7 @@ def copy_code(model: PreTrainedModel, folder: Path) -> bool:
 
 
 def model_classes(model: PreTrainedModel) -> list[type]:
-    """Return the classes of a model's config, base model and model."""
+    """Return the classes of a model's config, of its base model, and of the model itself, in this order."""
     return [type(model.config), type(model.base_model), type(model)]
 
 
@@ -57,7 +63,14 @@ def is_own(cls: type) -> bool:
 
 
 def copy_module(module: str, folder: Path) -> str:
-    """Copy a module of GraftLM, and those that it imports, side by side into a folder.
+    """Copy a module of GraftLM, and the modules of GraftLM that it imports, side by side into a folder.
+
+    The copies import each other relatively. Modules must differ in the last part of their names: a file that exists
+    already is kept.
+
+    Args:
+        module: dotted name of the module.
+        folder: an existing folder.
 
     Returns:
         The module's name in the folder.
@@ -82,9 +95,9 @@ def write_config(folder: Path, classes: Sequence[str], **changes: object) -> Non
     """Change `config.json`: name the classes that the Auto classes load, and set further keys.
 
     Args:
-        folder: the model's folder.
-        classes: module and name of the config, the base model and the model.
-        changes: further keys and their values.
+        folder: the model's folder, with a `config.json`.
+        classes: MODULE.CLASS of the config, the base model and the model, in this order.
+        changes: further keys and their JSON values.
     """
     path = folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ _CARD = Path(__file__).with_name("card.md")
 
 
 def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
-    """Write the backbone with a graft as one model that needs transformers only, with its tokenizer and a card.
+    """Write the backbone with a graft as one model that needs only transformers, with its tokenizer and a card.
 
     Args:
         graft: the graft, detached; its kind must be `Exportable` or `ExportsAdapter`.
@@ -33,8 +33,8 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
         The folder.
 
     Raises:
-        ArtifactError: a plain model can't express the graft, the backbone is quantized or carries an adapter, or the
-            folder contains other files or can't be written.
+        ArtifactError: a model of transformers can't express the graft, the backbone is quantized or has a PEFT
+            adapter, or the folder contains files or can't be written.
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
@@ -55,17 +55,18 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
 
 
 def export_model(backbone: Backbone, folder: str | Path) -> Path:
-    """Write a model of one of GraftLM's own architectures with its code, so that it needs transformers only.
+    """Write a model whose architecture is defined in GraftLM with its code, which needs only transformers.
 
     Args:
-        backbone: the model.
+        backbone: the model, with its tokenizer, if it has one.
         folder: a new or empty folder.
 
     Returns:
         The folder.
 
     Raises:
-        ArtifactError: the model is one of transformers', or the folder contains other files or can't be written.
+        ArtifactError: the architecture is defined in transformers, only a part of the model was loaded, or the folder
+            contains files or can't be written.
     """
     with _new_model(Path(folder), backbone, "the code of its architecture") as draft:
         save_unchanged(backbone.model, draft)
@@ -81,8 +82,7 @@ def _check_weights(backbone: Backbone) -> None:
     """Raise `ArtifactError` if a backbone's weights are not plain tensors of its own modules."""
     if any(isinstance(module, BaseTunerLayer) for module in backbone.model.modules()):
         raise ArtifactError(
-            "The backbone carries a PEFT adapter, which the exported model would lack: merge it first "
-            "(merge_and_unload)."
+            "The backbone has a PEFT adapter, which the exported model would lack: merge it first (merge_and_unload)."
         )
     for weight in backbone.model.parameters():
         if type(weight.data) is not Tensor or weight.is_quantized:
@@ -95,15 +95,15 @@ def _check_weights(backbone: Backbone) -> None:
 def _check_target(folder: Path, backbone: Backbone) -> None:
     """Raise `ArtifactError` if the folder is in use, or the head of a model of our own was not loaded."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} is not an empty folder, so it is left unchanged: name a new one.")
+        raise ArtifactError(f"{folder} exists and is not an empty folder, so it is left unchanged: name a new folder.")
     model = type(backbone.model)
     if not is_own(model):
         return
     for name in backbone.model.config.architectures or ():
         if name != model.__name__:
             raise ArtifactError(
-                f"{backbone.name} contains a {name}, but only {model.__name__} can be exported: load it where graftlm "
-                "is installed."
+                f"{backbone.name} contains a {name}, of which only the {model.__name__} was loaded and could be "
+                "exported: use it with graftlm installed instead."
             )
 
 

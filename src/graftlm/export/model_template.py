@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 
 
 class GraftedLlamaConfig(LlamaConfig):
-    """`LlamaConfig` with the inner width of the adapters."""
+    """`LlamaConfig` with the inner width of the adapters, `adapter_width`."""
 
     model_type = "grafted_llama"
     adapter_width: int = 64
@@ -29,12 +29,12 @@ class Adapter(nn.Module):
         self.w_o = nn.Linear(config.adapter_width, width, bias=False)
 
     def forward(self, hidden_states):
-        """Return the adapter's output for the FFN's input."""
+        """Return the adapter's output (batch, tokens, width) for the FFN's input of the same shape."""
         return self.w_o(self.act(self.w_i(hidden_states)))
 
 
 class FFNWithAdapter(nn.Module):
-    """FFN(x) + adapter(x)."""
+    """An FFN with an adapter in parallel: FFN(x) + adapter(x)."""
 
     def __init__(self, ffn, config):
         super().__init__()
@@ -42,7 +42,7 @@ class FFNWithAdapter(nn.Module):
         self.adapter = Adapter(config)
 
     def forward(self, hidden_states, *args, **kwargs):
-        """Add the adapter's output to the FFN's output."""
+        """Return the sum of the FFN's and the adapter's output; other outputs of the FFN are unchanged."""
         output = self.ffn(hidden_states, *args, **kwargs)
         adapted = self.adapter(hidden_states)
         if isinstance(output, tuple):  # Some mixtures of experts also return the choices of their router.

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import ArtifactError
+from graftlm.errors import ArtifactError, shorten
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
@@ -17,10 +17,11 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
 
     Args:
         folder: the adapter's folder.
-        what: name of the adapter in messages.
+        what: name of the adapter in messages, without an article.
 
     Raises:
-        ArtifactError: a file is missing or broken, a value is not finite, or the weights are pickled.
+        ArtifactError: `adapter_config.json` is missing, is not a JSON object or has a number that is not finite, or
+            the folder has no weights in safetensors.
     """
     values = _read_json(folder, what)
     for key, value in values.items():
@@ -28,8 +29,8 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
             json.dumps(value, allow_nan=False)
         except ValueError:
             raise ArtifactError(
-                f"{folder / ADAPTER_CONFIG} has {value} as {key}, but finite numbers are expected: correct it, or copy "
-                f"the {what} again."
+                f"{folder / ADAPTER_CONFIG} has {shorten(str(value))} as {key}, but finite numbers are expected: set "
+                f"{key} to one, or copy the {what} again."
             ) from None
     _check_weights(folder, what)
     return values

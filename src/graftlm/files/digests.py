@@ -20,13 +20,20 @@ _FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "dataset", "tr
 
 
 def digest(*values: object) -> str:
-    """Return the SHA-256 digest of plain JSON values in hexadecimal. The order of keys does not matter."""
+    """Return the SHA-256 digest of JSON values in hexadecimal.
+
+    Mappings that differ only in the order of their keys have the same digest.
+    """
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 digest of a file's bytes in hexadecimal."""
+    """Return the SHA-256 digest of a file's bytes in hexadecimal.
+
+    Raises:
+        OSError: the file can't be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -35,12 +42,13 @@ def by_content(values: Any, key: str = "") -> Any:
     """Replace strings that name local files or folders by digests of their content.
 
     Args:
-        values: plain JSON values, nested to any depth.
+        values: JSON values, nested to any depth.
         key: the key under which `values` was found. A string without a slash is taken for a folder only under the keys
             in `_FOLDER_KEYS`, since other strings may match a folder's name by chance.
 
     Returns:
-        The same structure. A file becomes its digest, a folder a list of [relative path, digest] pairs.
+        The same structure, with lists for tuples. The name of a file becomes its digest. The name of a folder becomes
+        a sorted list of [relative path, digest] pairs of its files, without hidden ones.
     """
     if isinstance(values, Mapping):
         return {name: by_content(value, name) for name, value in values.items()}
@@ -59,9 +67,9 @@ def by_content(values: Any, key: str = "") -> Any:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder except hidden ones.
+    """Yield all files below a folder, in no particular order.
 
-    Links to folders are not followed, since they may be circular.
+    Hidden files and folders are omitted. Links to folders are not followed, since they may be circular.
     """
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -17,10 +17,14 @@ def import_extra(extra: str, module: str, purpose: str) -> Any:
     Args:
         extra: name of the extra.
         module: dotted name of the module.
-        purpose: what needs the module, as the beginning of a sentence.
+        purpose: what needs the module, as the subject of a sentence.
+
+    Returns:
+        The module.
 
     Raises:
         MissingExtraError: the package is not installed.
+        ModuleNotFoundError: the package is installed, but lacks the module or a dependency.
     """
     try:
         return import_module(module)

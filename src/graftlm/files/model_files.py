@@ -18,7 +18,7 @@ class ModelFiles:
 
     Attributes:
         source: a folder, or a name on the hub.
-        gguf_file: name of the GGUF file in it, if the model is one.
+        gguf_file: name of the GGUF file in the source; None for a model in the format of transformers.
     """
 
     source: str
@@ -36,15 +36,16 @@ class ModelFiles:
 
 
 def find_model(name: str) -> ModelFiles:
-    """Find a model's files before anything slow is imported. Names on the hub are not checked.
+    """Locate a model's files. Nothing slow is imported, and names on the hub are not checked.
 
     Args:
         name: a folder, a GGUF file (its path, or OWNER/REPOSITORY/FILE.gguf on the hub), a key of `PACKAGED_MODELS`
             (the package's file if it is installed, otherwise the model on the hub), or a name on the hub.
 
     Raises:
-        BackboneError: the name is a local path, and no model can be loaded from it.
-        MissingExtraError: the name is a GGUF file, and the package `gguf` is not installed.
+        BackboneError: the name is a local path from which no model can be loaded, or the name of a GGUF file without
+            OWNER/REPOSITORY.
+        MissingExtraError: the model is a GGUF file, and the package `gguf` is not installed.
     """
     path = packaged_model(name) or Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
@@ -69,7 +70,16 @@ def packaged_model(name: str) -> Path | None:
 
 
 def named_model(name: str) -> str:
-    """Return the model's name if `name` is the folder of its package, which PEFT records as the base; else `name`."""
+    """Return the name of the packaged model in a folder.
+
+    PEFT records the folder of the package as the base model of an adapter.
+
+    Args:
+        name: a folder or any name of a model.
+
+    Returns:
+        The key of `PACKAGED_MODELS` whose package has the folder's name; `name` if there is none.
+    """
     folder = Path(name).name
     for model, (package, _) in PACKAGED_MODELS.items():
         if package == folder:
@@ -83,7 +93,8 @@ def _find_gguf(name: str, path: Path) -> ModelFiles:
             magic = file.read(4)
         if magic != b"GGUF":
             raise BackboneError(
-                f"{name} is not a GGUF file (it begins with {magic!r}): fetch it again, or name another."
+                f"{name} begins with {magic!r}, but a GGUF file begins with b'GGUF': download it again, or name "
+                "another file."
             )
         files = ModelFiles(str(path.parent), path.name)
     else:
@@ -103,7 +114,11 @@ def _check_model_folder(name: str, folder: Path) -> None:
     """Raise `BackboneError` if a local folder contains no model that transformers can load."""
     if not folder.is_dir():
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if folder.exists() or is_path:
+        if folder.exists():
+            raise BackboneError(
+                f"{name} is a file, but the folder of a model is expected: name the folder, or a GGUF file."
+            )
+        if is_path:
             raise BackboneError(f"There is no folder {name}: name the folder of a model, or a model on the hub.")
         return
     if (folder / "graft.json").exists():

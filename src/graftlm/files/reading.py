@@ -16,24 +16,37 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert errors that the block raises while it reads a file to a `DataError` that names the file."""
+    """Convert errors that the block raises while it reads a file to a `DataError` that names the file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: the block raised an `OSError`, or an error of decompression.
+    """
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise DataError(f"{path} is not a complete gzip file: fetch it again, or unpack it first.") from None
+        raise DataError(f"{path} is not a complete gzip file: download it again, or decompress it first.") from None
     except OSError as error:
-        raise DataError(f"{path} can't be read ({error.strerror or error}): check the file.") from None
+        raise DataError(f"{path} can't be read ({error.strerror or error}): name a readable file.") from None
 
 
 def open_binary(path: Path) -> BinaryIO:
-    """Open a file for reading; a file whose name ends in `.gz` is decompressed."""
+    """Open a file for reading bytes. A file whose name ends in `.gz` is decompressed while it is read.
+
+    Raises:
+        OSError: the file can't be opened.
+    """
     if path.suffix.lower() == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile reads like a BinaryIO
     return path.open("rb")
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 text file. The byte order mark is removed, and CRLF line ends become LF.
+    """Read a UTF-8 text file, decompressed if its name ends in `.gz`.
+
+    A byte order mark is removed, and CRLF line ends become LF.
 
     Raises:
         DataError: the file can't be read, is binary, or is not UTF-8.
@@ -43,7 +56,7 @@ def read_text(path: Path) -> str:
     if b"\0" in data:
         raise DataError(
             f"{path} is a binary file (a NUL byte at byte {data.index(0)}), but UTF-8 text is expected: "
-            "convert it, or exclude it by the source's pattern."
+            "convert it to text, or leave it out (in a recipe, by the pattern of the source)."
         )
     return decode_utf8(data, str(path)).replace("\r\n", "\n")
 

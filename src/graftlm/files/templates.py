@@ -6,7 +6,15 @@ from pathlib import Path
 
 
 def fill_page(path: Path, **values: object) -> str:
-    """Render an HTML page from a Jinja template. Values are escaped; an unknown name in the template is an error."""
+    """Return an HTML page that is rendered from a Jinja template.
+
+    Args:
+        path: the template.
+        values: values of the names in the template; they are escaped.
+
+    Raises:
+        jinja2.UndefinedError: the template uses a name without a value.
+    """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(

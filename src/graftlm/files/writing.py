@@ -18,25 +18,27 @@ def fill_once(folder: Path, settings: Mapping[str, object], fill: Callable[[Path
     """Fill a folder unless it was already filled with equal settings.
 
     Content that was written with other settings is removed first. After an interruption, `fill` is called again and
-    finds the files that it had written.
+    finds the files that it had written. The file `filled.json` in the folder records the settings.
 
     Args:
         folder: the folder to fill.
-        settings: plain JSON values that determine the content. Paths in them are compared by content.
+        settings: JSON values that determine the content. Files and folders that they name are compared by content.
         fill: writes the files into the folder.
 
     Returns:
         The folder.
 
     Raises:
-        EvaluationError: the folder contains files that this function did not write.
+        EvaluationError: the folder contains files but no `filled.json`, or can't be written.
     """
     marker = folder / "filled.json"
     key = digest(by_content(settings))
     begun = json.dumps({"key": key, "complete": False}).encode()
     complete = json.dumps({"key": key, "complete": True}).encode()
     if not marker.exists() and folder.is_dir() and any(folder.iterdir()):
-        raise EvaluationError(f"{folder} contains other files: move them, or choose another output folder.")
+        raise EvaluationError(
+            f"{folder} contains other files, but an empty folder is expected: move them, or choose another one."
+        )
     state = marker.read_bytes() if marker.exists() else b""
     if state == complete:
         return folder
@@ -49,7 +51,7 @@ def fill_once(folder: Path, settings: Mapping[str, object], fill: Callable[[Path
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a file atomically: write a temporary file, flush it to disk and rename it.
+    """Write a temporary file next to the path, flush it to disk and rename it. Missing folders are created.
 
     Returns:
         The path.
@@ -77,23 +79,29 @@ def write_errors(path: Path, kind: type[GraftError], remedy: str) -> Iterator[No
     Args:
         path: the file or folder that is being written.
         kind: class of the error to raise.
-        remedy: what the user can do, as the end of a sentence.
+        remedy: what the user can do, as an imperative clause without a full stop.
+
+    Raises:
+        GraftError: the block raised an `OSError`; the error is an instance of `kind`.
     """
     try:
         yield
     except OSError as error:
-        raise kind(f"{path} can't be written ({error.strerror}): {remedy}.") from None
+        raise kind(f"{path} can't be written ({error.strerror or error}): {remedy}.") from None
 
 
 @contextmanager
 def staged_folder(folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, and rename it when the block has succeeded.
 
-    On success the draft is flushed to disk and replaces `folder`. On an error the draft is removed and `folder` is left
-    unchanged.
+    On success the draft is flushed to disk and replaces `folder` with all of its files. On an error the draft is
+    removed and `folder` is left unchanged.
 
     Yields:
-        The path of the draft; the block creates it.
+        The path of the draft, next to `folder`. The block must create this folder and its files.
+
+    Raises:
+        OSError: the draft can't be flushed or renamed. An error of the block is raised unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unique = uuid.uuid4().hex[:8]
@@ -119,7 +127,11 @@ def staged_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
+    """Flush a file or folder to disk.
+
+    Raises:
+        OSError: the file can't be opened or flushed.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

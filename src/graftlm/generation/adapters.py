@@ -23,15 +23,15 @@ class AdapterInspection(Config):
     Args:
         folder: folder or hub name of the adapter.
         method: PEFT's name of the method.
-        base: the model that the adapter was trained on, according to its config.
-        rank: the rank in its config.
-        alpha: the scale (`lora_alpha` and the like) in its config.
-        targets: the modules that it changes, according to its config.
+        base: the model that the adapter was trained on, according to its config; None if it names none.
+        rank: the rank in its config; None if it has none.
+        alpha: the scale in its config, such as `lora_alpha`; None if it has none.
+        targets: the modules that it changes, according to its config, as names or a pattern.
         parameters: number of values in its tensors.
         size: size of the file of tensors, in bytes.
         tensors: the saved tensors, grouped by name.
-        sections: the `graft` section of a recipe, by the kind of a graft that accepts the adapter.
-        refusals: the reason and the remedy, by the kind of a graft that rejects the adapter.
+        sections: the section `graft` of a recipe for each kind of graft that accepts the adapter.
+        refusals: the error message of each kind of graft that rejects the adapter.
         mergeable: whether PEFT can merge the adapter into the model.
     """
 
@@ -55,9 +55,13 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
     Args:
         folder: folder of the adapter, or its name on the hub.
 
+    Returns:
+        The config and the tensors of the adapter, and its uses.
+
     Raises:
-        ArtifactError: the folder is not a PEFT adapter, its config is damaged, or its weights are pickled.
-        RecipeError: the rank or alpha is not a number.
+        ArtifactError: the folder is not a PEFT adapter, its config or its file of tensors is damaged, or its weights
+            are pickled.
+        RecipeError: a value of the config has a wrong type, such as a rank that is not a number.
     """
     local = fetch_folder(folder, ADAPTER_CONFIG)
     config = read_adapter_config(local)

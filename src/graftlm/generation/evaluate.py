@@ -38,20 +38,25 @@ def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
     """Measure a trained graft and its bare backbone.
 
     Args:
-        folder: folder of a graft or of a model.
+        folder: folder of a graft, or OWNER/NAME on the hub.
         backbone: name or folder of the graft's backbone; None uses the recorded one.
         changes: overrides of the graft's config, as `KEY=VALUE`.
-        texts: documents by evaluation set. The sets `old` and `new` give the metrics forgotten and learned.
+        texts: documents by evaluation set. The set `old` gives the metric `forgotten`, and `new` gives `learned`.
         tasks: tasks of lm-evaluation-harness; their metrics are named `<task>_<metric>`.
-        limit: maximum number of questions per task.
-        evaluation: settings of the measurement, and tasks from files; by default without decoding speed.
+        limit: maximum number of questions per task of lm-evaluation-harness; None asks all.
+        evaluation: settings of the measurement, and tasks from files; None measures without the decoding speed.
         device: torch device; None selects the fastest available one.
         trust_remote_code: allow the backbone's repository to run its own code.
 
+    Returns:
+        Results with a row of the bare backbone and a row of the graft. Grafts that `graft grow` had attached while
+        this one was trained are attached too.
+
     Raises:
-        DataError: there is neither a text nor a task, or an example can't be read.
+        DataError: there is neither a text nor a task, an example can't be read, or the graft predicts with heads.
         ArtifactError: the folder is not a complete graft, or the graft belongs to another backbone.
-        BackboneError: the backbone can't be loaded.
+        RecipeError: a change does not fit the graft's config.
+        BackboneError: the backbone can't be loaded, or has no tokenizer.
         MissingExtraError: tasks need lm-eval, which is not installed.
     """
     from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig

@@ -36,11 +36,11 @@ class Decoding(Config):
 
     Args:
         max_new_tokens: maximum number of new tokens.
-        sample: sample tokens instead of taking the likeliest one.
-        temperature: sampling temperature; 1 by default. Requires `sample`.
-        top_p: total probability of the candidates of nucleus sampling; 1 by default. Requires `sample`.
+        sample: sample tokens instead of selecting the most likely one.
+        temperature: sampling temperature, which requires `sample`; None means 1.
+        top_p: total probability of the candidates of nucleus sampling, which requires `sample`; None means 1.
         num_beams: number of beams; 1 disables beam search.
-        seed: random seed; None leaves the state of the generator unchanged.
+        seed: seed of PyTorch's global random generator; None leaves its state unchanged.
     """
 
     max_new_tokens: int = Field(64, ge=1)
@@ -54,7 +54,7 @@ class Decoding(Config):
         if self.sample:
             return
         if self.temperature is not None or self.top_p is not None:
-            yield "temperature and top_p only affect sampling: add sample (--sample)"
+            yield "temperature and top_p only affect sampling, but sample is off: set sample (--sample)"
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers' `generate`, which override the checkpoint's defaults."""
@@ -76,7 +76,7 @@ class TracedToken:
 
     Args:
         text: the text of the token.
-        values: trace value by label.
+        values: value of the trace by label, such as the weight of each expert or the mean opening of the gates.
     """
 
     text: str
@@ -89,9 +89,9 @@ class Generation:
 
     Args:
         prompt: the prompt; for a chat, the rendered chat template.
-        text: the new text.
-        tokens: number of new tokens.
-        seconds: duration of the generation.
+        text: the new text, without special tokens.
+        tokens: number of new tokens, including an end token.
+        seconds: duration of the generation, without tokenization and trace.
         trace: one entry per new token, or None if no trace was requested.
     """
 
@@ -102,12 +102,12 @@ class Generation:
     trace: list[TracedToken] | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields as JSON values."""
+        """Return the fields by name as JSON values; `trace` is a list of {"text": ..., "values": {...}}, or None."""
         return asdict(self)
 
 
 class _Stream(TextStreamer):
-    """Call `on_text` with each complete word."""
+    """Calls `on_text` with each complete word of the text."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, skip_prompt: bool) -> None:
         super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
@@ -118,10 +118,10 @@ class _Stream(TextStreamer):
 
 
 def read_prompt(argument: str) -> str:
-    """Return a prompt of the command line.
+    """Return the prompt that an argument of the command line gives.
 
     Args:
-        argument: the prompt, or `-` to read it from stdin without the final line break.
+        argument: the prompt, or `-` to read it from stdin without a final line break.
 
     Raises:
         DataError: the prompt is not UTF-8 text.
@@ -145,16 +145,20 @@ def load_model(
     """Load a graft on its backbone, or a model, with the tokenizer.
 
     Args:
-        folder: folder of a graft or of a model.
+        folder: folder of a graft or of a model, or OWNER/NAME on the hub.
         backbone: name or folder of the graft's backbone; None uses the recorded one.
         changes: overrides of the graft's config, as `KEY=VALUE`.
         bare: load the backbone without the graft.
         device: torch device; None selects the fastest available one.
         trust_remote_code: allow the backbone's repository to run its own code.
 
+    Returns:
+        The model, a `GraftedModel` if it has grafts, and its tokenizer.
+
     Raises:
         ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone.
-        BackboneError: the backbone can't be loaded.
+        RecipeError: a change does not fit the graft's config.
+        BackboneError: the backbone can't be loaded, or has no tokenizer.
     """
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     tokenizer = loaded.need_tokenizer()
@@ -178,24 +182,26 @@ def generate_text(
     """Continue a prompt, or answer the last message of a conversation.
 
     Args:
-        model: a `GraftedModel` or any transformers model.
+        model: a `GraftedModel` or any causal language model of transformers.
         tokenizer: the model's tokenizer.
         prompt: text to continue, or messages, which are rendered with the tokenizer's chat template.
-        decoding: decoding options; 64 greedy tokens by default.
+        decoding: decoding options; None generates at most 64 tokens greedily.
         on_text: called with each new piece of text. For a text prompt, the first piece is the prompt itself. With beam
             search it is called once, with the whole text.
         trace: return the graft's trace of each token, such as the chosen expert or the fraction of open gates.
         cache: a cache that already contains the first tokens of the prompt. New tokens are added to it.
 
+    Returns:
+        The prompt, the new text, and the number of new tokens.
+
     Raises:
-        DataError: the prompt has no tokens, exceeds the maximum length of the model, or does not fit the chat template.
-        GraftError: a trace is requested, but the model has no graft with a trace, or beam search is enabled.
+        DataError: the prompt has no tokens, does not fit the chat template, or exceeds the maximum length of the model
+            together with the new tokens.
+        GraftError: a trace is requested together with beam search, or from a model without a graft that has a trace.
     """
     decoding = decoding or Decoding()
     if trace and decoding.num_beams > 1:
-        raise GraftError(
-            f"A trace follows a single continuation, but num_beams is {decoding.num_beams}: leave out num_beams."
-        )
+        raise GraftError(f"A trace follows a single continuation, but num_beams is {decoding.num_beams}: set it to 1.")
     is_chat = not isinstance(prompt, str)
     rendered = render_question(prompt, tokenizer) if is_chat else prompt
     # Chat templates contain special tokens already.
@@ -264,7 +270,10 @@ def _trace(
         if not traces:  # A graft that stores no trace in the cache may trace a forward pass.
             _, traces = model.forward_traces(input_ids=tokens[None, :-1], use_cache=False)
     if not traces:
-        raise GraftError("There is no trace: the model has no graft that makes a decision at each token.")
+        raise GraftError(
+            "A trace was requested, but the model has no graft that makes a decision at each token: leave out the "
+            "trace, or use such a graft."
+        )
     texts = token_texts(tokenizer, tokens[prompt_length:], skip_special_tokens=True)
     return [
         TracedToken(text=text, values=trace_values(traces, row=0, token=position))
@@ -273,27 +282,31 @@ def _trace(
 
 
 def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
+    """Raise `DataError` if a prompt is empty, or does not fit into the model's positions with the new tokens."""
     if prompt == 0:
         raise DataError("The prompt has no tokens: give at least one word to continue.")
     limit = max_sequence_length(model)
     if limit < prompt + new:
         raise DataError(
-            f"The prompt and {new} new tokens make {prompt + new} tokens, but the model has {limit} positions: "
-            "shorten the prompt, or request fewer tokens."
+            f"The prompt's length is {prompt} and max_new_tokens is {new}, {prompt + new} in all, but the model has "
+            f"{limit} positions: shorten the prompt, or request fewer new tokens."
         )
 
 
 class ChatSession:
-    """A conversation with a model that reads the whole history, `messages`.
+    """A conversation with a model, which reads all messages again for each answer.
 
     Args:
-        model: a `GraftedModel` or any transformers model.
+        model: a `GraftedModel` or any causal language model of transformers.
         tokenizer: the model's tokenizer, with a chat template.
-        decoding: decoding options; 64 greedy tokens by default.
+        decoding: decoding options; None generates at most 64 tokens greedily.
         system: the system message; None leaves it to the template.
 
+    Attributes:
+        messages: the conversation so far, as {"role": ..., "content": ...}.
+
     Raises:
-        DataError: the tokenizer has no chat template.
+        DataError: the tokenizer has no chat template, or its template can't render the system message and a question.
     """
 
     def __init__(
@@ -326,14 +339,20 @@ class ChatSession:
             self.messages = []
 
     def reply(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
-        """Answer a message and add both to the history, which stays the same if the answer fails or is interrupted.
+        """Answer a message, and add the message and the answer to `messages`.
+
+        If the generation fails or is interrupted, `messages` stays the same.
 
         Args:
             text: the user's message.
             on_text: called with each new piece of the answer.
 
+        Returns:
+            The answer.
+
         Raises:
-            DataError: the conversation exceeds the maximum length of the model.
+            DataError: the conversation and the new tokens exceed the maximum length of the model, or the chat template
+                can't render the conversation.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         generation = generate_text(self._model, self._tokenizer, messages, self._decoding, on_text=on_text)
@@ -343,11 +362,13 @@ class ChatSession:
 
 
 def talk(session: ChatSession, write: Callable[[str], None]) -> None:
-    """Read messages and commands from stdin until it ends, and write the answers.
+    """Read messages and commands from stdin until its end or /exit, and write the answers.
+
+    A message that can't be answered is reported by `write`, and the conversation goes on.
 
     Args:
-        session: the conversation.
-        write: receives the text to show.
+        session: the conversation, which is continued in place.
+        write: called with each piece of text to show; it must not add line breaks.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -23,8 +23,11 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
         named: paths, or `NAME=PATH`; a path without a name is named by its stem.
         text_column: the column of tables that contains the text.
 
+    Returns:
+        The documents of each path by name; a folder or a table has several.
+
     Raises:
-        DataError: a path can't be read, or two texts have the same name.
+        DataError: a path can't be read, two texts have the same name, or a name or a path is empty.
     """
     from graftlm.data import SourceConfig, build_documents
 
@@ -36,23 +39,26 @@ def read_texts(named: Sequence[str], *, text_column: str = "text") -> dict[str, 
 
 
 def read_tasks(named: Sequence[str], **settings: object) -> dict[str, TaskConfig]:
-    """Return tasks by name from files of examples.
+    """Return the configs of tasks, whose examples are in files, by name. The files are not read.
 
     Args:
         named: files, or `NAME=FILE`; a file without a name is named by its stem.
-        settings: keys of all these tasks, such as `metric`; None leaves a key at its default.
+        settings: values of keys of `TaskConfig` for all of these tasks, such as `metric`, which is required if there
+            are files; None leaves a key at its default.
 
     Raises:
-        DataError: two files have the same name, or examples or their metric are missing.
+        DataError: there are files but no metric or the reverse, two files have the same name, or a name or a path is
+            empty.
         RecipeError: a setting is invalid.
     """
     from graftlm.evaluation import TaskConfig
 
     values = {key: value for key, value in settings.items() if value is not None}
     if ("metric" in values) != bool(named):
+        given = "a file of examples" if named else "a metric"
         raise DataError(
-            "Examples need a metric, and a metric needs examples, but only one of them was given: "
-            "write --examples sums=FILE --metric exact-match, or chrf or log-perplexity."
+            f"Examples and their metric are expected together, but only {given} was given: write --examples sums=FILE "
+            "--metric exact-match, or another metric (chrf, log-perplexity)."
         )
     files = files_by_name(named, "files of examples", "--examples")
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
@@ -91,11 +97,11 @@ def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str
 
     Args:
         named: paths, or `NAME=PATH`; a path without a name is named by its stem.
-        what: what the files are, in the plural, for the error message.
-        option: the option of the command line, for the error message.
+        what: a plural noun for the files, such as `texts`, for the error message.
+        option: the option of the command line, such as `--text`, for the error message.
 
     Raises:
-        DataError: two files have the same name.
+        DataError: two files have the same name, or a name or a path is empty.
     """
     paths: dict[str, str] = {}
     for argument in named:
@@ -103,6 +109,8 @@ def files_by_name(named: Sequence[str], what: str, option: str) -> dict[str, str
         if not equals or Path(argument).exists():
             name = Path(argument).stem
             path = argument
+        if not name or not path:
+            raise DataError(f"{option} is {argument!r}, but a path or NAME=PATH is expected: add the missing part.")
         if name in paths:
             raise DataError(f"Two {what} are called {name}: give them different names, as in {option} first=FILE.")
         paths[name] = path

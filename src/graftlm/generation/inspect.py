@@ -38,7 +38,7 @@ class TensorGroup(Config):
         count: number of tensors.
         shape: shape of the first tensor.
         parameters: number of values in all tensors.
-        effective_rank: one value per matrix; matrices with more than 2^24 values are omitted.
+        effective_rank: one value per matrix; matrices with more than 2^24 values, NaN or infinity are omitted.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Inspection(Config):
         config: the graft's config.
         library: the version of graftlm that saved the graft.
         backbone: name, model type and fingerprint of the backbone.
-        parameters: number of trainable parameters.
+        parameters: number of values in the saved tensors.
         tensors: the saved tensors, grouped by name.
         training: steps, tokens and settings of the training run.
         measured: metrics at the end of the run.
-        layers: {quantity: {text or model: one number per layer}}, on the run's test texts and on further texts.
-        described: further values that the method reports.
+        layers: {quantity: {name of a text or model: one number per layer}}, from the run and from `inspect_graft`.
+        described: further values that the method reports, such as counts of its modules.
     """
 
     folder: str
@@ -90,20 +90,21 @@ def inspect_graft(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Inspection:
-    """Describe a graft by its files and, if there is a backbone or a text, by forward passes.
+    """Describe a graft by its files and, if a backbone or texts are given, by its effect on the backbone.
 
     Args:
         folder: folder of the graft.
         backbone: name or folder of the backbone; None loads the recorded one, and only if there are texts.
-        changes: overrides of the graft's config, as `KEY=VALUE`.
+        changes: overrides of the graft's config, as `KEY=VALUE`; unused if no backbone is loaded.
         texts: documents by name. The method's per-layer quantities are measured on the beginning of each text.
-        length: number of tokens per row of these texts.
+        length: number of tokens of each sequence into which these texts are divided.
         device: torch device; None selects the fastest available one.
         trust_remote_code: allow the backbone's repository to run its own code.
 
     Raises:
         ArtifactError: the folder is not a complete graft, or the graft belongs to another backbone.
-        BackboneError: the backbone can't be loaded.
+        RecipeError: a change does not fit the graft's config, or the record of the training is damaged.
+        BackboneError: the backbone can't be loaded, or has no tokenizer for the texts.
     """
     manifest = read_manifest(folder)
     inspection = _inspect_files(Path(folder), manifest)
@@ -152,7 +153,7 @@ def group_tensors(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorGroup]:
     """Group tensors with the same number of dimensions whose names differ only in their numbers.
 
     Args:
-        tensors: names and tensors.
+        tensors: names and tensors, which are read one at a time.
     """
     shapes: defaultdict[tuple[str, int], list[list[int]]] = defaultdict(list)
     ranks: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -201,12 +202,13 @@ def _add_observations(
 
 
 def effective_rank(matrix: Tensor) -> float:
-    """Return (Σ s²)² / Σ s⁴ over the singular values s of a matrix; n equal values give n.
+    """Return the effective rank (Σ s²)² / Σ s⁴ over the singular values s of a matrix.
 
-    It is computed from the traces of W Wᵀ and of its square, without a decomposition.
+    If n singular values are equal and the others are 0, the effective rank is n. It is computed from the traces of
+    W Wᵀ and of its square, without a decomposition. A zero matrix has the effective rank 0.
 
     Args:
-        matrix: the matrix W, (rows, columns).
+        matrix: the matrix W, (rows, columns), with finite values and at least one.
     """
     wide = matrix.float()
     if matrix.shape[0] > matrix.shape[1]:

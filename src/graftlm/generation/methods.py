@@ -16,8 +16,9 @@ class Method(Config):
     Args:
         kind: the kind, as in recipes.
         label: the method's name in tables.
-        summary: the first line of its documentation.
-        config: keys and default values of its config; None for a key without a default.
+        summary: the first line of the docstring of its class.
+        config: default values of its config by key, without `kind`; None for a key that has no default or defaults to
+            None.
     """
 
     kind: str
@@ -27,7 +28,7 @@ class Method(Config):
 
 
 def methods() -> list[Method]:
-    """Describe every registered kind of graft."""
+    """Describe every registered kind of graft, in the order of `graftlm.grafts.kinds`."""
     return [_describe_method(kind, graft_class(kind)) for kind in kinds()]
 
 

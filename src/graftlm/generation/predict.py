@@ -35,10 +35,10 @@ class TaskGraft:
     """A trained graft with heads that is not attached to its backbone yet.
 
     Args:
-        backbone: the backbone.
+        backbone: the backbone, to which `graft` belongs.
         graft: the graft.
-        configs: the configs of the tasks in training, without files.
-        length: maximum number of tokens per row, as in training.
+        configs: the configs with which the tasks were trained, without their files, by task; it may lack tasks.
+        length: maximum number of tokens per labelled row, as in training.
     """
 
     backbone: Backbone
@@ -48,7 +48,10 @@ class TaskGraft:
 
     @classmethod
     def of(cls, manifest: Manifest, graft: Graft, backbone: Backbone) -> TaskGraft:
-        """Combine a loaded graft with the configs of its tasks in the manifest."""
+        """Combine a loaded graft with the configs of its tasks in the manifest.
+
+        If the manifest has no readable configs, `config` returns default ones. If it has no length, 128 is used.
+        """
         length = manifest.training.get("length")
         if not isinstance(length, int):
             length = _DEFAULT_LENGTH
@@ -75,7 +78,7 @@ class TaskGraft:
         return self.tasks[name]
 
     def config(self, name: str) -> LabelledConfig:
-        """Return the config that describes how the rows of a task are read.
+        """Return the config that describes how the rows of a task are read, with default columns if none is recorded.
 
         Raises:
             DataError: the graft has no such task.
@@ -104,7 +107,8 @@ def load_task_graft(
         trust_remote_code: allow the backbone's repository to run its own code.
 
     Raises:
-        ArtifactError: the folder is not a complete graft, or the graft has no heads.
+        ArtifactError: the folder is not a complete graft, the graft has no heads, or it belongs to another backbone.
+        RecipeError: a change does not fit the graft's config.
         BackboneError: the backbone can't be loaded.
     """
     manifest = read_manifest(folder)
@@ -131,8 +135,11 @@ def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size
 
     Args:
         task_graft: the graft.
-        files: a file of rows per task, with the columns of the training rows.
+        files: a file of rows by task, with the columns of the training rows.
         batch_size: number of rows per forward pass.
+
+    Returns:
+        Results with one row of metrics; the details have the scores of each task.
 
     Raises:
         DataError: the graft has no such task, or a row can't be read.
@@ -160,11 +167,11 @@ def predict_rows(
     Args:
         task_graft: the graft.
         name: the task.
-        rows: rows to predict; labels are optional.
+        rows: rows to predict; labels are optional. They are read 1024 at a time.
         batch_size: number of rows per forward pass.
 
     Raises:
-        DataError: the graft has no such task, or a row can't be read.
+        DataError: the graft has no such task, or a row is not a `LabelledRow`. Both are raised during the iteration.
     """
     spec = task_graft.task(name)
     encoder = task_graft.encoder
@@ -195,17 +202,17 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     Args:
         config: the config of the task.
         source: a table, a text file, or `-` for stdin.
-        columns: the columns of the texts; lines are then JSON objects with these keys. By default the columns of the
-            training rows.
+        columns: the columns of the texts; lines are then JSON objects with these keys. If empty, tables have the
+            columns of the training rows, and lines are plain texts.
 
     Raises:
-        DataError: the source can't be read, or a row lacks a text.
+        DataError: the number of columns is wrong, the source can't be read, or a row lacks a text.
     """
     texts = list(columns) or config.texts
     if len(texts) != len(config.texts):
         raise DataError(
-            f"columns has {len(texts)} names, but the task has {len(config.texts)} texts ({', '.join(config.texts)}): "
-            "name one column per text."
+            f"The number of text columns is {len(texts)}, but the task expects {len(config.texts)} "
+            f"({', '.join(config.texts)}): name one column per text (--text-column)."
         )
     if source != "-" and is_table(Path(source)) and Path(source).is_file():
         keys = {f"text.{i}": name for i, name in enumerate(texts)}
@@ -238,8 +245,8 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
             return [values[name] for name in columns]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DataError(
-                f"{where} is not a JSON object with {' and '.join(columns)}: correct it, or leave out --text-column "
-                "to read plain lines."
+                f"{where} is not a JSON object with {' and '.join(columns)}: write one such object per line, or leave "
+                "out --text-column to read plain lines."
             ) from None
     if len(config.texts) > 1:
         return line.split("\t")
@@ -247,12 +254,13 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
 
 
 def read_question(config: LabelledConfig, values: Sequence[object], names: Sequence[str], where: str) -> LabelledRow:
-    """Return a row without a label.
+    """Return the row of a task without a label.
 
     Args:
         config: the config of the task.
-        values: the texts, one per name; for tagging, a text or a list of words.
-        names: the columns of the texts.
+        values: the texts, one per name; for tagging, a text, whose words are separated by white space, or a list of
+            words.
+        names: the columns of the texts, for error messages.
         where: file and line of the row, for error messages.
 
     Raises:
@@ -260,8 +268,8 @@ def read_question(config: LabelledConfig, values: Sequence[object], names: Seque
     """
     if len(values) != len(names):
         raise DataError(
-            f"{where}: the number of texts is {len(values)}, but {len(names)} ({', '.join(names)}) is expected: give "
-            "one for each."
+            f"{where}: the number of texts is {len(values)}, but {len(names)} is expected: give one for each of "
+            f"{', '.join(names)}."
         )
     if config.type == "tagging":
         words = values[0].split() if isinstance(values[0], str) else values[0]

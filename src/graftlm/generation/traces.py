@@ -16,11 +16,11 @@ _GREY = "#8A8A8A"  # the color of the label `none`
 
 
 def print_trace(generation: Generation, console: Console | None = None) -> None:
-    """Print the text, with each token in the color of its largest value, and a legend.
+    """Print the text, with each token in the color of the label with its largest value, and a legend.
 
     Args:
-        generation: a generation with a trace.
-        console: receives the text; stdout by default.
+        generation: a generation with a trace; without one, only the prompt is printed.
+        console: receives the text; None prints to stdout.
     """
     console = console or Console()
     tokens = generation.trace or []
@@ -42,7 +42,7 @@ def print_trace(generation: Generation, console: Console | None = None) -> None:
 
 
 def trace_page(generation: Generation) -> str:
-    """Return a self-contained HTML page that shows each token in the color of its largest value.
+    """Return a self-contained HTML page that shows each token in the color of the label with its largest value.
 
     All values of a token appear on hover and on focus.
 

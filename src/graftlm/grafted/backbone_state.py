@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 class BackboneState:
-    """A copy of a model's flags, modes and configs.
+    """A copy of each parameter's `requires_grad`, each module's mode, and the attributes of the model's configs.
 
     Args:
         model: the backbone's model.
@@ -21,7 +21,7 @@ class BackboneState:
         self._configs = [(config, dict(vars(config))) for config in configs if config is not None]
 
     def restore(self) -> None:
-        """Restore all flags, modes and configs. Trainers write to the configs."""
+        """Set flags, modes and configs to the values they had when this object was made."""
         for name, parameter in self._model.named_parameters():
             was_trainable = self._trainable.get(name, parameter.requires_grad)
             parameter.requires_grad_(was_trainable)

@@ -17,15 +17,16 @@ _Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 def checkpointed_modules(model: nn.Module) -> list[Any]:
-    """Return the modules whose gradient checkpoints are enabled."""
+    """Return the modules of a model whose gradient checkpoints are enabled."""
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
 
 class LayerCheckpoints:
-    """Gradient checkpoints of a model's layers in which a recomputation runs with the call of its own pass.
+    """Gradient checkpoints of a model's layers in which a recomputation runs with the `Call` of its own pass.
 
     Args:
-        contexts: returns the contexts of the forward pass and of the recomputation.
+        contexts: returns the context managers of the forward pass and of the recomputation, as `context_fn` of
+            `torch.utils.checkpoint.checkpoint` does.
     """
 
     def __init__(self, contexts: Callable[[], _Contexts]) -> None:
@@ -35,8 +36,10 @@ class LayerCheckpoints:
     def enable(self, model: PreTrainedModel) -> None:
         """Recompute each layer of a model in the backward pass instead of keeping its activations.
 
+        Layers in evaluation mode stay in it during the recomputation, too.
+
         Args:
-            model: the live model, whose layers have the modes that they have in training.
+            model: the live model, with every module in the mode that it has in training.
         """
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         frozen_layers: list[Any] = [layer for layer in layers if not layer.training]
@@ -49,16 +52,24 @@ class LayerCheckpoints:
         self._functions = [module._gradient_checkpointing_func for module in checkpointed_modules(model)]
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raise `GraftError` if a model has other checkpoints, in which taps would have no call."""
+        """Raise `GraftError` if a model has gradient checkpoints that `enable` didn't set.
+
+        The taps would have no `Call` in their recomputation.
+        """
         for module in checkpointed_modules(model):
             if module._gradient_checkpointing_func not in self._functions:
                 raise GraftError(
-                    "The backbone's layers have gradient checkpoints that taps can't follow: call its "
-                    "gradient_checkpointing_disable(), and GraftedModel.enable_gradient_checkpointing()."
+                    "The backbone has gradient checkpoints that taps can't follow: call "
+                    "gradient_checkpointing_disable() of its model, and then enable_gradient_checkpointing() of the "
+                    "GraftedModel."
                 )
 
     def disable(self, model: PreTrainedModel) -> None:
-        """Remove the checkpoints from a model."""
+        """Remove the checkpoints that `enable` has set, if any.
+
+        Args:
+            model: the live model.
+        """
         if not self._functions:
             return
         model.gradient_checkpointing_disable()

@@ -35,7 +35,11 @@ from graftlm.grafts.heads import pooled
 
 
 def supports_row_groups(graft: Graft) -> bool:
-    """Return whether a graft acts through taps only, so that other grafts can act on other rows of the same batch."""
+    """Return whether a graft acts through taps only, which allows other grafts on other rows of the same batch.
+
+    Args:
+        graft: the graft, attached or not.
+    """
     return not (isinstance(graft, ReplacesModel) and graft.changes_all_rows())
 
 
@@ -55,14 +59,15 @@ class GraftSet:
 
 
 class RowGroupError(Exception):
-    """A forward pass failed; the cause is the graft's exception, and the batch is unchanged.
+    """A failed forward pass of a mixed batch, which is unchanged. `__cause__` is the original exception.
 
     Attributes:
         group: index of the row group whose grafts failed; None if the failure belongs to no group.
     """
 
     def __init__(self, group: int | None) -> None:
-        super().__init__("a forward pass failed")
+        place = "" if group is None else f" in the grafts of row group {group}"
+        super().__init__(f"a forward pass failed{place}")
         self.group = group
 
 
@@ -76,6 +81,10 @@ class MultiGraftModel:
 
     Attributes:
         wired: the graft sets whose taps are connected.
+
+    Raises:
+        BackboneError: `backbone` is not a `Backbone`.
+        TapConflictError: the backbone has grafts already.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -87,10 +96,14 @@ class MultiGraftModel:
         self.wired: tuple[GraftSet, ...] = ()
 
     def wire(self, graft_sets: Sequence[GraftSet]) -> None:
-        """Connect the taps of these graft sets, and disconnect all others.
+        """Connect the taps of these graft sets, and disconnect all others. The grafts are put into evaluation mode.
+
+        Args:
+            graft_sets: the graft sets; the same sets in another order change nothing.
 
         Raises:
-            GraftError: The grafts of a set conflict, or a graft acts on all rows of a batch.
+            TapConflictError: two grafts of a set replace the same activation.
+            GraftError: a graft acts on all rows of a batch.
         """
         if set(graft_sets) == set(self.wired):
             return
@@ -100,10 +113,12 @@ class MultiGraftModel:
         self.wired = tuple(graft_sets)
 
     def _taps(self, graft_set: GraftSet) -> list[Tap]:
+        """Check the grafts of a set, put them into evaluation mode, and return their taps."""
         for name, graft in graft_set.grafts:
             if not supports_row_groups(graft):
                 raise GraftError(
-                    f"The graft {name} adds its own modules to the model, which act on every row: run it alone."
+                    f"The graft {name} changes the model and so acts on every row of a batch, but here each graft must "
+                    "act on its own rows only: attach it with GraftedModel, or serve it alone."
                 )
             graft.eval()
         taps = {name: graft.taps() for name, graft in graft_set.grafts}
@@ -129,21 +144,25 @@ class MultiGraftModel:
         tags: Sequence[object],
         pasts: Sequence[Cache] = (),
     ) -> tuple[MixedBatch, Tensor]:
-        """Read prompts.
+        """Run prompts through the model, and start a batch that `decode` and `extend` continue.
+
+        Graft sets that are not yet connected are connected first, see `wire`.
 
         Args:
             graft_sets: the graft set of all prompts, or one per prompt; consecutive rows with the same set form a
                 group.
-            prompts: token ids.
-            tags: an object of the caller for each prompt.
-            pasts: a cache for each prompt, with the tokens before it. The prompts then have the same length and the
-                same graft set.
+            prompts: token ids of each prompt. There is at least one prompt, and none is empty.
+            tags: any object for each prompt, which `MixedBatch.tags` keeps with its row.
+            pasts: a cache for each prompt, with the tokens before it; empty if no tokens precede the prompts. With
+                caches, the prompts must have the same length and the same graft set.
 
         Returns:
             A new batch, and the logits (B, V) of each row's next token.
 
         Raises:
-            RowGroupError: The pass failed.
+            RowGroupError: the pass failed.
+            TapConflictError: two grafts of a set replace the same activation.
+            GraftError: a graft acts on all rows of a batch, or caches of `pasts` can't be joined.
         """
         if isinstance(graft_sets, GraftSet):
             graft_sets = [graft_sets] * len(prompts)
@@ -162,13 +181,15 @@ class MultiGraftModel:
 
         Args:
             graft_set: the graft set of all texts.
-            texts: token ids.
+            texts: token ids of each text. There is at least one text, and none is empty.
 
         Returns:
-            (B, D)
+            (B, D) in float32.
 
         Raises:
-            RowGroupError: The pass failed.
+            RowGroupError: the pass failed.
+            TapConflictError: two grafts of the set replace the same activation.
+            GraftError: a graft acts on all rows of a batch.
         """
         ids, mask = self._padded(texts)
         owners = [graft_set] * len(texts)
@@ -179,12 +200,12 @@ class MultiGraftModel:
         return pooled(h_BTD, mask, "mean")
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Return ids and mask (B, T) of prompts."""
+        """Return the ids and the attention mask, both (B, T), of prompts that are padded on the left."""
         inputs = left_padded(prompts, 0, self._device)
         return inputs["input_ids"], inputs["attention_mask"]
 
     def _new_batch(self, owners: Sequence[GraftSet], tags: Sequence[object], pasts: Sequence[Cache]) -> MixedBatch:
-        """Return a batch whose rows have the tokens of `pasts`, or none."""
+        """Connect new graft sets, and return a batch whose rows have the tokens of `pasts`, or no tokens."""
         new = [owner for owner in dict.fromkeys(owners) if owner not in self.wired]
         self.wire([*self.wired, *new])
         lengths = [past.get_seq_length() for past in pasts] or [0] * len(owners)
@@ -205,18 +226,33 @@ class MultiGraftModel:
         return MixedBatch(cache=shared, mask=mask, groups=groups, tags=list(tags))
 
     def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
-        """Append a token to each row, and return the logits (B, V); raises the errors of `extend`."""
-        return self.extend(batch, [[token] for token in tokens_B])
+        """Append a token to each row of a batch.
 
-    @torch.inference_mode()
-    def extend(self, batch: MixedBatch, tokens_BT: Sequence[Sequence[int]]) -> Tensor:
-        """Append T tokens to each row.
+        Args:
+            batch: a batch of this model.
+            tokens_B: the new token of each row.
 
         Returns:
             The logits (B, V) of each row's next token.
 
         Raises:
-            RowGroupError: The pass failed; the batch is unchanged.
+            RowGroupError: the pass failed; the batch is unchanged.
+        """
+        return self.extend(batch, [[token] for token in tokens_B])
+
+    @torch.inference_mode()
+    def extend(self, batch: MixedBatch, tokens_BT: Sequence[Sequence[int]]) -> Tensor:
+        """Append T tokens to each row of a batch.
+
+        Args:
+            batch: a batch of this model.
+            tokens_BT: the new tokens of each row, equally many in all rows.
+
+        Returns:
+            The logits (B, V) of the token after the last of each row.
+
+        Raises:
+            RowGroupError: the pass failed; the batch is unchanged.
         """
         ids = torch.tensor(tokens_BT, device=self._device)
         with _restored_on_failure(batch):
@@ -225,6 +261,7 @@ class MultiGraftModel:
         return logits[:, -1]
 
     def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> CausalLMOutputWithPast:
+        """Run a pass of a batch, whose mask and calls are updated; raise `RowGroupError` if it fails."""
         assert self._tap_hooks is not None, "prefill connects the taps"
         batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
         inputs: dict[str, object] = dict(options)
@@ -260,7 +297,12 @@ def _scope(group: RowGroup) -> RowScope:
 
 
 def keeps_columns(batch: MixedBatch, group: RowGroup) -> bool:
-    """Return whether the state of a new batch's group consists of keys and values with a column for each token."""
+    """Return whether all caches of a group keep the keys and values of every token, one column for each token.
+
+    Args:
+        batch: a batch whose rows and columns have not changed since `prefill`.
+        group: one of its groups.
+    """
     layers: list[Any] = [layer for layer, _ in batch.layers_of(group.span.rows.start)]
     types = {type(layer) for layer in layers}
     if not layers or not types <= {GrowingLayer, DynamicLayer}:
@@ -270,7 +312,15 @@ def keeps_columns(batch: MixedBatch, group: RowGroup) -> bool:
 
 
 def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Return the trace values of some rows' newest tokens: row -> label -> value."""
+    """Return the trace values of the newest tokens of some rows.
+
+    Args:
+        batch: a batch after a pass.
+        rows: the rows to read.
+
+    Returns:
+        A dict from row to label to value. Rows in groups without traces have an empty dict.
+    """
     traces_by_row: dict[int, dict[str, float]] = {}
     for group, call in zip(batch.groups, batch.calls, strict=True):
         span = group.span.rows
@@ -285,6 +335,7 @@ def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str,
 
 
 def _prepare(owner: Hashable, call: Call) -> None:
+    """Prepare a pass for the grafts of a row group; raise `GraftError` if one replaced the backbone's cache layers."""
     assert isinstance(owner, GraftSet)
     for name, graft in owner.grafts:
         graft.prepare(call)

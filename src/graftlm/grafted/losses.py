@@ -1,4 +1,4 @@
-"""The language-modelling loss, and the distillation of old rows.
+"""The language-modeling loss, and the distillation of old rows.
 
 Shape suffixes: B rows, T tokens, N targets, V in the vocabulary.
 """
@@ -17,13 +17,15 @@ IGNORED = -100
 """The label of tokens that are not predicted."""
 
 OLD_DOMAIN = 0
+"""The value of `domain` in rows of the old domain."""
 
 
 class Targets(TokenSelection):
-    """The targets of a batch; its selected tokens are those before them.
+    """The targets of a batch. The selected tokens are the N tokens before the targets.
 
     Args:
-        labels: (B, T), aligned with the inputs; -100 for tokens that are not predicted.
+        labels: (B, T), aligned with the inputs; -100 for tokens that are not predicted. The first label of a row is
+            never a target.
 
     Attributes:
         labels: (N,) the targets, row by row.
@@ -44,8 +46,12 @@ def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | Non
 
     Args:
         logits: (B, T, V)
-        labels: (B, T), aligned with the inputs; -100 for tokens that are not predicted.
+        labels: (B, T), aligned with the inputs; -100 for tokens that are not predicted. The first label of a row is
+            never a target.
         totals: the first entry is the divisor; None counts the targets of `labels`.
+
+    Returns:
+        A float32 scalar, which is 0 without targets.
     """
     predictions = logits[:, :-1].reshape(-1, logits.shape[-1])
     return target_loss(predictions, labels[:, 1:].reshape(-1), totals)
@@ -58,6 +64,9 @@ def target_loss(logits: Tensor, targets: Tensor, totals: Tensor | None = None) -
         logits: (N, V)
         targets: (N,); -100 for tokens that are not predicted.
         totals: the first entry is the divisor; None counts the targets.
+
+    Returns:
+        A float32 scalar, which is 0 without targets.
     """
     nats = functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
     count = (targets != IGNORED).sum() if totals is None else totals[0]
@@ -68,13 +77,16 @@ def distillation_loss(logits: Tensor, taught: Tensor, totals: Tensor) -> Tensor:
     """Compute the sum of KL(teacher || model) over targets in nats, divided by the number of targets.
 
     Args:
-        logits: (N, V), of the model before each target.
-        taught: (N, V), of the teacher.
-        totals: the first entry is the divisor.
+        logits: (N, V), the model's logits before each target.
+        taught: (N, V), the teacher's logits before each target.
+        totals: the first entry is the divisor, which may count targets of other rows as well.
+
+    Returns:
+        A float32 scalar.
     """
-    own = logits.float().log_softmax(-1)
-    other = taught.float().log_softmax(-1)
-    divergence = functional.kl_div(own, other, reduction="sum", log_target=True)
+    model_log_p = logits.float().log_softmax(-1)
+    teacher_log_p = taught.float().log_softmax(-1)
+    divergence = functional.kl_div(model_log_p, teacher_log_p, reduction="sum", log_target=True)
     return divergence / totals[0].clamp(min=1)
 
 
@@ -88,12 +100,16 @@ def loss_with_distilled_rows(
     """Compute a loss in which rows of the old domain follow a teacher's distributions instead of their labels.
 
     Args:
-        logits: (N, V), of the model before each target.
-        targets: the targets.
+        logits: (N, V), the model's logits before each target.
+        targets: the targets of all rows.
         domain: (B,), 0 for the old domain.
         totals: the first entry is the divisor; None counts the targets.
-        teach: returns the teacher's logits before all targets of the rows with these indices; not called without old
-            rows.
+        teach: takes the indices of the old rows and returns the teacher's logits before all their targets, in the order
+            of the rows; it is not called if there are no old rows.
+
+    Returns:
+        A float32 scalar: the cross-entropy of the other rows plus the divergence of the old rows, both divided by the
+        number of all targets.
     """
     if totals is None:
         totals = torch.full((1,), len(targets.labels), device=logits.device)
@@ -109,7 +125,12 @@ def loss_with_distilled_rows(
 
 
 def loss_parts(lm_loss: Tensor | None, auxiliary_loss: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the loss and its detached parts: `loss` = `lm_loss` + `auxiliary_loss`."""
+    """Return the loss and its detached parts: `loss` = `lm_loss` + `auxiliary_loss`.
+
+    Args:
+        lm_loss: the loss of the targets; without one, `loss` is None.
+        auxiliary_loss: the loss of the grafts; None adds nothing.
+    """
     loss = lm_loss
     if lm_loss is not None and auxiliary_loss is not None:
         loss = lm_loss + auxiliary_loss

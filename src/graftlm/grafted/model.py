@@ -34,10 +34,10 @@ class GraftedOutput(ModelOutput):
         loss: `lm_loss` + `auxiliary_loss`; only this sum has gradients.
         logits: (B, T, V); None in a pass with `return_logits=False`.
         lm_loss: the loss of the labels, or of the heads' targets.
-        auxiliary_loss: the loss of the grafts; None without one.
-        past_key_values: the cache.
-        hidden_states: (B, T, d) of each layer, if they were requested.
-        attentions: the attention weights of each layer, if they were requested.
+        auxiliary_loss: the sum of the grafts' losses; None if no graft has one.
+        past_key_values: the cache, if it was used.
+        hidden_states: a tuple of (B, T, d), the embeddings and the output of each layer, if they were requested.
+        attentions: a tuple of the attention weights of each layer, if they were requested.
     """
 
     loss: Tensor | None = None
@@ -59,16 +59,17 @@ def _live_attribute(name: str, *default: object) -> Any:
 
 
 class GraftedModel(TrainerSupport):
-    """A backbone with grafts attached; trainers and other tools use it as a transformers model.
+    """A backbone with grafts attached, which trainers and other tools use as a transformers model.
 
     Its trainable parameters are those of the grafts. `model` is the live transformers model with the grafts' taps. It
     can generate and be read from, but a trainer needs the `GraftedModel`.
 
     Args:
         backbone: the backbone, which is frozen until `detach` restores its flags and mode. Its weights never change.
-        grafts: grafts by name, built for this backbone.
-        old_objective: the loss of rows of the old domain. `replay` predicts their tokens as in other rows; `distil` is
-            the divergence KL(bare backbone || model) at each of their tokens, which needs a pass of the bare backbone.
+        grafts: grafts by name, built for this backbone; None for no grafts. They act in the order of the dict.
+        old_objective: the loss of training rows of the old domain. `replay` predicts their tokens as in other rows;
+            `distil` is the divergence KL(bare backbone || model) at each of their tokens, which needs a pass of the
+            bare backbone.
 
     Attributes:
         backbone: the backbone.
@@ -76,9 +77,13 @@ class GraftedModel(TrainerSupport):
         grafts: the grafts by name.
 
     Raises:
-        TapConflictError: two grafts replace the same activation, or the backbone has grafts already.
-        GraftError: the grafts are not a dict of grafts, or the objective is unknown.
-        BackboneError: the backbone is not a `Backbone`.
+        TapConflictError: two grafts replace the same activation or can't change the model together, or the backbone
+            has other grafts or a PEFT adapter already.
+        TapError: a graft has a tap that the backbone does not support.
+        GraftError: the grafts are not a dict of grafts, a name can't be that of a submodule, or the objective is
+            unknown.
+        BackboneError: the backbone is not a `Backbone`, or a graft that changes or copies it can't do so, for example
+            because its weights are quantized.
         WrongBackboneError: a graft was built for another backbone.
     """
 
@@ -106,11 +111,14 @@ class GraftedModel(TrainerSupport):
         grafts = {} if grafts is None else grafts
         _check_grafts(need_backbone(backbone), grafts)
         if old_objective not in get_args(OldObjective):
-            raise GraftError(f"There is no objective {old_objective!r} of old rows: choose replay or distil.")
+            raise GraftError(
+                f"old_objective is {old_objective!r}, but {' or '.join(get_args(OldObjective))} is expected: choose "
+                "one of them."
+            )
         if backbone.model in self._with_grafts:
             raise TapConflictError(
-                f"The backbone {backbone.name} has grafts already, and further ones would act on top of them unnoticed:"
-                " detach those first, or attach all of them in one GraftedModel."
+                f"The backbone {backbone.name} is part of another GraftedModel, whose grafts would act below the new "
+                "ones: detach that model first, or attach all grafts in one GraftedModel."
             )
         self.backbone = backbone
         self.name_or_path = backbone.name
@@ -152,8 +160,8 @@ class GraftedModel(TrainerSupport):
             layers = self._replacing[-1].sites(self.model).layers
             if layers is not Sites(self.model).layers:
                 raise TapConflictError(
-                    f"Of the grafts {names}, one adds layers to the backbone, and another changes its modules, which "
-                    "then have other numbers: attach one of them."
+                    f"Of the grafts {names}, one adds layers to the backbone, which changes the layer numbers by which "
+                    "another finds the modules that it changes: attach only one of the two."
                 )
         below = self.model
         self.model = graft.attach(below)
@@ -161,8 +169,8 @@ class GraftedModel(TrainerSupport):
         is_copy = self.model is not below
         if is_copy and below is not self.backbone.model:
             raise TapConflictError(
-                f"Two of the grafts {names} each train a copy of the backbone, but only one copy can run: attach one "
-                "of them."
+                f"Two of the grafts {names} each replace the model by a copy, but only one copy can run: attach only "
+                "one of the two."
             )
 
     def detach(self) -> Backbone:
@@ -188,7 +196,18 @@ class GraftedModel(TrainerSupport):
         self.detach()
 
     def train(self, mode: bool = True) -> Self:
-        """Set the grafts' mode; the frozen backbone stays in evaluation mode, without dropout."""
+        """Set the grafts' mode. The frozen backbone stays in evaluation mode, without dropout.
+
+        Args:
+            mode: True for training mode, False for evaluation mode.
+
+        Returns:
+            This model.
+
+        Raises:
+            GraftError: PEFT has put an adapter into the backbone, or the backbone has gradient checkpoints other than
+                those of `enable_gradient_checkpointing`.
+        """
         self._check_trainable(mode)
         super().train(mode)
         self.backbone.model.eval()
@@ -199,7 +218,7 @@ class GraftedModel(TrainerSupport):
         return self
 
     def _prepare(self, call: Call) -> None:
-        """Prepare the grafts for a pass."""
+        """Check a pass, and prepare the grafts for it."""
         if torch.is_grad_enabled():
             self._check_backbone_mode()
         self._check_documents(call)
@@ -232,7 +251,7 @@ class GraftedModel(TrainerSupport):
             position_ids: (B, T). Without a mask, positions that restart inside a row begin a new document, and
                 attention stays inside each document.
             labels: (B, T) aligned with `input_ids`, -100 for tokens that are not predicted. They are shifted here.
-            domain: (B,) domains, 0 for old and 1 for new.
+            domain: (B,) domain of each row, 0 for old and 1 for new.
             token_mask: (B, T), True for tokens that are not padding, if there is no `attention_mask`.
             totals: (1 + domains,) counts over the whole optimizer step, see `Call`; None takes those of this pass.
             prompt: (B, T), True for the tokens of the prompt.
@@ -241,13 +260,21 @@ class GraftedModel(TrainerSupport):
                 is the loss of the heads.
             num_items_in_batch: number of targets of the whole optimizer step, which trainers pass instead of `totals`.
             return_logits: False returns only the loss of `labels`, and the output layer runs only for the tokens before
-                targets.
+                targets. Without `labels` it only omits the logits.
             kwargs: passed to the model. By default, `use_cache` is true only if the caller passes a cache, because
-                transformers ignores where documents begin if it makes a new cache.
+                transformers ignores where documents begin if it makes a new cache. With `return_dict=False` a tuple is
+                returned.
+
+        Returns:
+            The losses and the model's outputs. If `num_items_in_batch` is given, the parts of the loss are None,
+            because trainers take all other fields for predictions.
 
         Raises:
-            GraftError: targets without exactly one graft with heads, a trainer's pass that would lose an auxiliary
-                loss, or a row of several documents that the backbone can't keep separate.
+            GraftError: targets without exactly one graft with heads, a pass in training mode that would lose an
+                auxiliary loss or, with `distil`, has no `domain`, a row of several documents that the backbone can't
+                keep separate, or inputs that a graft does not accept.
+            TapError: the cache contains tokens that were read without these grafts.
+            BackboneError: with `distil`, the bare backbone can't run without the hooks of another library.
         """
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs: dict[str, Any] = {
@@ -289,9 +316,14 @@ class GraftedModel(TrainerSupport):
         """Return the logits (N, V) of some tokens of one pass, row by row, without those of other tokens.
 
         Args:
-            is_selected: bool (B, T).
+            is_selected: bool (B, T), True for the tokens whose logits are returned.
             prompt: (B, T), True for the tokens of the prompt.
             inputs: inputs of the model, such as `input_ids` and `attention_mask`.
+
+        Raises:
+            TapError: the cache contains tokens that were read without these grafts.
+            GraftError: a row has several documents that the backbone can't keep separate, or a graft does not accept
+                the inputs.
         """
         selection = TokenSelection(is_selected)
         self._set_cache(inputs)
@@ -400,16 +432,20 @@ class GraftedModel(TrainerSupport):
         extras: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> list[Tensor]:
-        """Predict each row with the heads of a graft, see `grafts.heads`; gradients are kept.
+        """Predict each row with the heads of a graft. Gradients are recorded, and the mode stays as it is.
 
         Args:
             input_ids: (B, T) token ids.
-            attention_mask: (B, T), 1 for real tokens; padding may be on either side.
-            extras: other inputs of grafts, by name: `task` (B,) if the graft has several tasks.
+            attention_mask: (B, T), 1 for real tokens; padding may be on either side. None when all tokens are real.
+            extras: other inputs of grafts, by name: `task` (B,), the index of each row's task, if the graft has several
+                tasks.
             kwargs: passed to the model, such as `token_type_ids`.
 
+        Returns:
+            A prediction per row. `grafts.heads` lists the shapes of each type of task.
+
         Raises:
-            GraftError: the number of grafts with heads is not one.
+            GraftError: the number of attached grafts with heads is not one, or rows have a wrong task or none.
         """
         heads = self._graft_with_heads()
         call, hidden = self._last_hidden(extras, input_ids=input_ids, attention_mask=attention_mask, **kwargs)
@@ -422,11 +458,11 @@ class GraftedModel(TrainerSupport):
         extras: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute the last hidden states, which heads read; gradients are kept.
+        """Compute the last hidden states, which heads read. Gradients are recorded.
 
         Args:
             input_ids: (B, T) token ids.
-            attention_mask: (B, T), 1 for real tokens; padding may be on either side.
+            attention_mask: (B, T), 1 for real tokens; padding may be on either side. None when all tokens are real.
             extras: other inputs of grafts, by name.
             kwargs: passed to the model, such as `token_type_ids`.
 
@@ -453,28 +489,32 @@ class GraftedModel(TrainerSupport):
         return calls[0], output[0]
 
     def _graft_with_heads(self) -> HasHeads:
+        """Return the only graft with heads; raise `GraftError` unless there is exactly one."""
         grafts = [graft for graft in self._by_name.values() if isinstance(graft, HasHeads)]
         if len(grafts) != 1:
             names = ", ".join(self.grafts) or "none"
             raise GraftError(
-                f"{len(grafts)} of the attached grafts ({names}) have heads to predict with, but exactly one is "
-                "expected: attach one that was trained on tasks."
+                f"The number of attached grafts that have heads is {len(grafts)}, but exactly one is expected "
+                f"(attached: {names}): attach one that was trained on tasks."
             )
         return grafts[0]
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call transformers' own `generate` of `model`; grafts see which tokens are the prompt.
+        """Generate with transformers' own `generate` of `model`. Grafts see which tokens are the prompt.
 
         Args:
-            inputs: (B, T) token ids of the prompts.
+            inputs: (B, T) token ids of the prompts; padding is on the left.
             args: further arguments of transformers' `generate`.
             kwargs: further arguments of transformers' `generate`.
+
+        Returns:
+            The result of transformers' `generate`.
         """
         return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mix-in's method
 
     @torch.no_grad()
     def observe(self, **inputs: object) -> dict[str, dict[str, Tensor]]:
-        """Return the statistics of one pass, see `Graft.observe`.
+        """Run one pass, and return the statistics of `Graft.observe`.
 
         Args:
             inputs: inputs of the model, and `domain`, `token_mask` and `prompt` as in `forward`.
@@ -489,14 +529,23 @@ class GraftedModel(TrainerSupport):
         return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
-        """Return what each graft did at each token of the generation that a cache belongs to, by the graft's name."""
+        """Return the grafts' traces of all tokens in a cache, by the graft's name.
+
+        Grafts without a trace are omitted.
+
+        Args:
+            cache: the cache of a generation of this model.
+        """
         return cache_traces(self._by_name, cache)
 
     def forward_traces(self, **inputs: object) -> tuple[Any, dict[str, Trace]]:
-        """Run one pass, and return the model's output and what each graft did at each token, by the graft's name.
+        """Run one pass, and return the model's output and the grafts' traces of its tokens.
 
         Args:
             inputs: inputs of the model.
+
+        Returns:
+            The model's output, and the traces by the graft's name; grafts without a trace are omitted.
         """
         self._keep_documents(inputs)
         with self._tap_hooks.announce() as calls:
@@ -515,9 +564,12 @@ def _check_grafts(backbone: Backbone, grafts: object) -> None:
     for name, graft in grafts.items():
         if not isinstance(graft, Graft):
             raise GraftError(
-                f"{name!r} is of type {type(graft).__name__}, but a graft is expected: make one with build_graft or "
-                "load_graft."
+                f"The graft {name!r} is of type {type(graft).__name__}, but a Graft is expected: make one with "
+                "build_graft or load_graft."
             )
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
-            raise GraftError(f"A graft can't have the name {name!r}, which no submodule can have: choose another word.")
+            raise GraftError(
+                f"A graft has the name {name!r}, but the name of a submodule is expected, which has no dots and is not "
+                "an attribute of nn.ModuleDict: choose another name."
+            )
         backbone.check_graft(name, graft._fingerprint)

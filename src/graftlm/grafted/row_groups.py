@@ -31,8 +31,8 @@ class RowSpan:
 
     Attributes:
         shared: the batch's cache.
-        rows: the rows of the group.
-        offset: the first column of the group.
+        rows: the rows of the group in the batch.
+        offset: the first column of the batch that the group's grafts see.
     """
 
     shared: Cache
@@ -42,6 +42,8 @@ class RowSpan:
 
 class LayerView(DynamicLayer):
     """A layer of the batch's cache as the grafts of a row group see it: their rows, from their first column on.
+
+    The states are those of the batch's layer. Assigned keys and values may cover the group's rows only.
 
     Args:
         span: the position of the group.
@@ -63,7 +65,7 @@ class LayerView(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys of the group's rows."""
+        """The keys of the group's rows, (group's rows, H, S, d), or None before the first pass."""
         return self._read("keys")
 
     @keys.setter
@@ -72,7 +74,7 @@ class LayerView(DynamicLayer):
 
     @property
     def values(self) -> Tensor | None:
-        """The values of the group's rows."""
+        """The values of the group's rows, (group's rows, H, S, d), or None before the first pass."""
         return self._read("values")
 
     @values.setter
@@ -88,6 +90,7 @@ class LayerView(DynamicLayer):
         return states[self._span.rows, :, first:]
 
     def _write(self, name: str, value: Tensor) -> None:
+        """Write keys or values of the group's rows, or of all rows, to the batch's layer."""
         states = getattr(self._layer, name)
         if value.shape != states.shape:
             # The value covers some rows or columns; the others keep their states.
@@ -107,16 +110,24 @@ class LayerView(DynamicLayer):
         return stop - first, first
 
     def update(self, *args: object, **kwargs: object) -> Any:
-        """Raise GraftError: only the backbone appends to its own layers."""
+        """Raise `GraftError`, because only the backbone appends to its own layers."""
         raise GraftError(
-            "A graft appends to a layer of the backbone's cache, which only the backbone may fill: use slots."
+            f"A graft appends to layer {self._index} of the cache, but only the backbone may fill it: let the graft "
+            "append to layers of its own, which graftlm.backbone.cache.slots returns."
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Do nothing: the batch selects the rows of the shared cache."""
 
     def join(self, layers: Sequence[Any], paddings: Sequence[int]) -> LayerView:
-        """Return this view; `RowGroup.replace_cache` then points it at the joined rows."""
+        """Return this view.
+
+        `RowGroup.replace_cache` replaces it by a view of the joined rows.
+
+        Args:
+            layers: not used.
+            paddings: not used.
+        """
         return self
 
 
@@ -133,7 +144,7 @@ class RowGroup:
         size: number of rows.
         cache: the cache as the grafts see it.
         span: the group's position in the batch.
-        separate: whether the grafts' own layers can not be joined with those of other groups.
+        separate: whether the grafts' own layers can't be joined with those of other groups.
     """
 
     owner: Hashable
@@ -144,10 +155,10 @@ class RowGroup:
 
     @classmethod
     def create(cls, owner: Hashable, size: int, shared: Cache, layers: int) -> RowGroup:
-        """Create a group of new rows; the batch sets its position.
+        """Create a group of new rows, whose cache has only layer views. `MixedBatch` sets its position.
 
         Args:
-            owner: the grafts of the rows.
+            owner: the grafts whose taps act on the rows.
             size: number of rows.
             shared: the batch's cache.
             layers: number of layers of the backbone.
@@ -157,7 +168,7 @@ class RowGroup:
         return cls(owner, size, RowGroupCache(layers=views), span)
 
     def replace_cache(self, cache: Cache) -> None:
-        """Use another cache, and point its layer views at this group's position."""
+        """Use another `RowGroupCache`, whose layer views are replaced in place by views of this group's rows."""
         assert isinstance(cache, RowGroupCache)
         self.cache = cache
         for index, layer in enumerate(cache.layers):
@@ -165,13 +176,21 @@ class RowGroup:
                 cache.layers[index] = LayerView(self.span, index)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the group."""
+        """Keep only some rows of the group.
+
+        Args:
+            rows: the different indices in the group of the rows to keep, in ascending order.
+        """
         if len(rows) < self.size:
             self.cache.batch_select_indices(torch.tensor(rows))
             self.size = len(rows)
 
     def single_row(self, row: int) -> RowGroup:
-        """Return a new group with a single row; this group does not change."""
+        """Return a new group with a copy of a single row. This group does not change.
+
+        Args:
+            row: index of the row in this group.
+        """
         group = RowGroup(
             owner=self.owner,
             size=self.size,
@@ -184,14 +203,14 @@ class RowGroup:
         return group
 
     def absorb(self, other: RowGroup, columns: int) -> bool:
-        """Append another group's rows, if the layers can be joined.
+        """Append another group's rows, if both have the same grafts and the grafts' own layers can be joined.
 
         Args:
             other: the group whose rows are appended.
-            columns: number of columns of the batch.
+            columns: number of columns of the batch, which is the same for both groups.
 
         Returns:
-            Whether the rows were appended.
+            Whether the rows were appended. If not, this group does not change.
         """
         if self.owner != other.owner or self.separate or other.separate:
             return False
@@ -216,8 +235,8 @@ class MixedBatch:
         cache: the backbone's keys and values of all rows.
         mask: (B, S), 1 for real tokens.
         groups: the row groups, in the order of the rows.
-        tags: an object of the caller for each row.
-        separate: whether the backbone's layers can not be joined with those of another batch.
+        tags: any object for each row, which moves with the row.
+        separate: whether the backbone's layers can't be joined with those of another batch.
         calls: the `Call` of each group in the last pass.
     """
 
@@ -235,9 +254,13 @@ class MixedBatch:
         return len(self.tags)
 
     def join(self, other: MixedBatch) -> bool:
-        """Append the rows of another batch, if the caches can be joined; the other batch must not be used again.
+        """Append the rows of another batch, if the caches can be joined.
 
-        An empty batch absorbs no rows, because its cache still has the states of the rows that left.
+        Rows of the same grafts become neighbors, so the order of all rows may change; `tags` shows the new order. An
+        empty batch absorbs no rows, because its cache still has the states of the rows that left.
+
+        Args:
+            other: the other batch of the same model, which must not be used again if its rows were appended.
 
         Returns:
             Whether the rows were appended.
@@ -280,15 +303,19 @@ class MixedBatch:
         self._select([row for rows in order for row in rows])
 
     def _absorb(self, group: RowGroup) -> int | None:
-        """Merge a group into an own one, and return the number of the latter; None if no group can absorb it."""
+        """Append a group's rows to a group of this batch, and return its index; None if no group can absorb them."""
         columns = self.mask.shape[1]
-        for number, own in enumerate(self.groups):
-            if own.absorb(group, columns):
+        for number, candidate in enumerate(self.groups):
+            if candidate.absorb(group, columns):
                 return number
         return None
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, and drop the columns that are padding in all of them."""
+        """Keep only some rows in their present order, and drop the columns that are padding in all of them.
+
+        Args:
+            rows: the different indices of the rows to keep, in any order.
+        """
         if len(rows) == len(self):
             return
         if not rows:
@@ -298,8 +325,8 @@ class MixedBatch:
             return
         kept = set(rows)
         groups = []
-        for group, own in zip(self.groups, _rows_of(self.groups), strict=True):
-            kept_of_group = [row - own.start for row in own if row in kept]
+        for group, rows_of_group in zip(self.groups, _rows_of(self.groups), strict=True):
+            kept_of_group = [row - rows_of_group.start for row in rows_of_group if row in kept]
             if kept_of_group:
                 group.select(kept_of_group)
                 groups.append(group)
@@ -308,21 +335,33 @@ class MixedBatch:
         self._trim()
 
     def layers_of(self, row: int) -> list[tuple[Any, int]]:
-        """Return the cache layers with columns of a row, the backbone's first, each with the row's index in it."""
+        """Return the cache layers that store a row, each with the row's index in that layer.
+
+        Args:
+            row: index of the row in the batch.
+
+        Returns:
+            The backbone's layers, then those of the grafts of the row's group.
+        """
         group = next(group for group in self.groups if row < group.span.rows.stop)
         row_of_group = row - group.span.rows.start
-        shared = [(layer, row) for layer in self.cache.layers]
-        own = [(layer, row_of_group) for layer in group.cache.layers[len(shared) :]]
-        return shared + own
+        backbone_layers = [(layer, row) for layer in self.cache.layers]
+        graft_layers = [(layer, row_of_group) for layer in group.cache.layers[len(backbone_layers) :]]
+        return backbone_layers + graft_layers
 
     def split(self, number: int) -> None:
-        """Replace a group by a group for each of its rows."""
+        """Replace a group by a group for each of its rows.
+
+        Args:
+            number: index of the group in `groups`.
+        """
         group = self.groups[number]
         single_rows = [group.single_row(row) for row in range(group.size)]
         self.groups[number : number + 1] = single_rows
         self._update_spans()
 
     def _select(self, rows: list[int]) -> None:
+        """Select and reorder the rows of cache, mask and tags, and update the spans."""
         if rows != list(range(len(self.tags))):
             self.cache.batch_select_indices(torch.tensor(rows))
             self.mask = self.mask[rows]
@@ -330,13 +369,13 @@ class MixedBatch:
         self._update_spans()
 
     def _update_spans(self) -> None:
-        """Set the cache and the rows of each group's span."""
+        """Make the span of each group refer to the batch's cache and to the group's rows in it."""
         for group, rows in zip(self.groups, _rows_of(self.groups), strict=True):
             group.span.shared = self.cache
             group.span.rows = slice(rows.start, rows.stop)
 
     def _trim(self) -> None:
-        """Drop the columns that are padding in all rows, unless a separate group still counts them."""
+        """Drop the columns that are padding in all rows, except those that a separate group still has."""
         if not self.tags or self.separate:
             return
         columns = self._droppable_columns()
@@ -366,7 +405,7 @@ class MixedBatch:
 
 
 def _rows_of(groups: Iterable[RowGroup]) -> list[range]:
-    """Return the rows of consecutive groups."""
+    """Return each group's rows in a batch that consists of these groups in this order."""
     ranges = []
     first = 0
     for group in groups:

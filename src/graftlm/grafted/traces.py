@@ -11,7 +11,12 @@ from graftlm.grafts.base import Graft, Trace, Traceable
 
 
 def forward_traces(grafts: Mapping[str, Graft], call: Call) -> dict[str, Trace]:
-    """Return the traces of the tokens of a pass, by the graft's name; grafts without a trace are omitted."""
+    """Return the traces of the tokens of a pass, by the graft's name, without grafts that have no trace.
+
+    Args:
+        grafts: the grafts by name.
+        call: the pass, after it has run.
+    """
 
     def read(graft: Traceable) -> Trace | None:
         return graft.forward_trace(call)
@@ -20,11 +25,11 @@ def forward_traces(grafts: Mapping[str, Graft], call: Call) -> dict[str, Trace]:
 
 
 def cache_traces(grafts: Mapping[str, Graft], cache: Cache) -> dict[str, Trace]:
-    """Return the traces of the tokens of a generation, by the graft's name; grafts without a trace are omitted.
+    """Return the traces of all tokens in a cache, by the graft's name, without grafts that have no trace.
 
     Args:
         grafts: the grafts by name.
-        cache: the cache of the generation.
+        cache: the cache of the generation, filled while these grafts were attached.
     """
 
     def read(graft: Traceable) -> Trace | None:
@@ -34,6 +39,7 @@ def cache_traces(grafts: Mapping[str, Graft], cache: Cache) -> dict[str, Trace]:
 
 
 def _collect_traces(grafts: Mapping[str, Graft], read: Callable[[Traceable], Trace | None]) -> dict[str, Trace]:
+    """Return the traces that `read` returns, by the name of the graft."""
     traces: dict[str, Trace] = {}
     for name, graft in grafts.items():
         if not isinstance(graft, Traceable):
@@ -45,12 +51,12 @@ def _collect_traces(grafts: Mapping[str, Graft], read: Callable[[Traceable], Tra
 
 
 def trace_values(traces: Mapping[str, Trace], row: int, token: int = -1) -> dict[str, float]:
-    """Return the trace values of a token by label. If several grafts trace, the graft's name precedes the label.
+    """Return the trace values of a token by label. With several traces, "NAME: " of the graft precedes the label.
 
     Args:
         traces: the traces by the graft's name.
-        row: index of the row.
-        token: index of the token.
+        row: index of the row in the traces' values.
+        token: index of the token in the row; negative values count from the end.
     """
     values_by_label: dict[str, float] = {}
     for name, trace in traces.items():

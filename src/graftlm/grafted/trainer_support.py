@@ -19,11 +19,11 @@ from graftlm.grafts.base import Graft
 from graftlm.store.artifact import save_into
 
 _PLAIN_CHECKPOINTS = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
-"""The options of gradient checkpoints that trainers may pass."""
+"""The options of gradient checkpoints that trainers may pass, with the only accepted values."""
 
 
 class TrainerSupport(PreTrainedModel):
-    """The part of `GraftedModel` that trainers use. Everything that would train without its grafts is refused.
+    """The part of `GraftedModel` that trainers use. Calls that would change the backbone or bypass grafts raise errors.
 
     Attributes:
         backbone: the frozen backbone.
@@ -50,14 +50,17 @@ class TrainerSupport(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | Path, is_main_process: bool = True, state_dict: object = None
     ) -> None:
-        """Write the graft as an artefact, and `model.safetensors`, from which a trainer resumes.
+        """Write the graft as an artifact, and `model.safetensors`, from which a trainer resumes.
 
-        Other files in the folder stay. Several grafts are written to folders of their names.
+        Other files in the folder stay. Several grafts are written to subfolders with their names.
 
         Args:
-            save_directory: the folder.
-            is_main_process: whether this process writes.
+            save_directory: the folder, which is created if it does not exist.
+            is_main_process: whether this process writes; False does nothing.
             state_dict: not used, because the backbone is never written.
+
+        Raises:
+            ArtifactError: a tensor contains NaN or infinity, or the artifact can't be written.
         """
         if not is_main_process:
             return
@@ -82,21 +85,29 @@ class TrainerSupport(PreTrainedModel):
         """The model below its output layer, for trainers that compute their own loss.
 
         Raises:
-            GraftError: rows have an auxiliary loss, or a graft acts on the output layer.
+            GraftError: the model is in training mode and would lose an auxiliary loss, or a graft acts on the output
+                layer.
         """
         self._refuse_auxiliary_loss("this trainer computes its own loss")
         head = self.get_output_embeddings()
         if head is not None and (head._forward_hooks or head._forward_pre_hooks):
-            raise GraftError("A graft acts on the output layer, which this trainer bypasses: use transformers.Trainer.")
+            raise GraftError(
+                "A graft acts on the output layer, but this trainer computes the logits without it: use a trainer that "
+                "calls the whole model, such as transformers.Trainer."
+            )
         return self.model.base_model
 
     def tie_weights(self, *_: object, **__: object) -> None:
         """Do nothing: the backbone's tied weights stay tied."""
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute each layer in the backward pass instead of keeping its activations."""
+        """Recompute each layer in the backward pass instead of keeping its activations.
+
+        Raises:
+            GraftError: the backbone has other gradient checkpoints, or PEFT has put an adapter into it.
+        """
         mode = self.training
-        self.train()  # Which layers are frozen shows in training mode.
+        self.train()  # LayerCheckpoints reads from the modes which layers are frozen.
         self._checkpoints.enable(self.model)
         self.train(mode)
 
@@ -105,28 +116,39 @@ class TrainerSupport(PreTrainedModel):
     ) -> None:
         """Call `enable_gradient_checkpointing`, under the name that trainers use.
 
+        Args:
+            activation_checkpointing_kwargs: options of the checkpoints. Only `use_reentrant=False`, `every_n_layers=1`
+                and `offload=False` are accepted, which are the defaults.
+            options: the same options by keyword.
+
         Raises:
-            GraftError: other options than those of plain checkpoints of all layers.
+            GraftError: an option has another value, or as in `enable_gradient_checkpointing`.
         """
         options.update(activation_checkpointing_kwargs or {})
-        if options.items() - _PLAIN_CHECKPOINTS.items():
+        refused = [
+            f"{name}={value!r}"
+            for name, value in options.items()
+            if name not in _PLAIN_CHECKPOINTS or value != _PLAIN_CHECKPOINTS[name]
+        ]
+        if refused:
             raise GraftError(
-                "Taps follow only plain gradient checkpoints of all layers: omit use_reentrant and other options."
+                f"The gradient checkpoints have the options {', '.join(refused)}, but taps can follow only plain "
+                "checkpoints of all layers: omit these options, whose defaults are accepted."
             )
         self.enable_gradient_checkpointing()
 
     def _check_trainable(self, mode: bool) -> None:
-        """Raise `GraftError` if the backbone was changed so that this model can't train.
+        """Raise `GraftError` if other libraries changed the backbone so that this model can't train.
 
         Args:
-            mode: whether training mode is being set.
+            mode: whether training mode is being set; gradient checkpoints are checked only then.
         """
         if mode:
             self._checkpoints.check(self.model)
         if "peft_config" in vars(self):
             raise GraftError(
-                "PEFT put an adapter into the frozen backbone below the grafts: load the backbone again, and train "
-                "the GraftedModel without peft_config, or the backbone without GraftedModel."
+                "PEFT put an adapter into the frozen backbone below the grafts, which would change it: load the "
+                "backbone again, and train the GraftedModel without peft_config, or the backbone without GraftedModel."
             )
 
     def _set_modes_inside_backbone(self, mode: bool) -> None:
@@ -138,22 +160,22 @@ class TrainerSupport(PreTrainedModel):
             embedding.training = mode
 
     def _check_backbone_mode(self) -> None:
-        """Raise `GraftError` if the backbone is in training mode, except for what `train` sets."""
+        """Raise `GraftError` if the backbone is in training mode, except for modules whose mode `train` sets."""
         backbone = self.backbone.model
         for module in (backbone, *backbone.children()):
             if not module.training or module is self.get_input_embeddings():
                 continue
             if not getattr(module, "gradient_checkpointing", False):
                 raise GraftError(
-                    "GraftedModel.model was put into training mode, in which the frozen backbone would drop "
-                    "activations and no auxiliary loss is added: pass the GraftedModel itself to the trainer."
+                    "GraftedModel.model was put into training mode, but the frozen backbone must stay in evaluation "
+                    "mode: pass the GraftedModel itself to the trainer, or call its train()."
                 )
 
     def _refuse_auxiliary_loss(self, problem: str) -> None:
-        """Raise `GraftError` if old rows have their own loss in training: that of a graft, or of distillation.
+        """Raise `GraftError` in training mode if old rows have an additional loss: that of a graft or of distillation.
 
         Args:
-            problem: why the trainer would lose it.
+            problem: why the trainer would lose this loss, as a main clause.
         """
         if not self.training:
             return
@@ -188,8 +210,12 @@ class TrainerSupport(PreTrainedModel):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move to a device.
 
+        Args:
+            args: a device, as in `nn.Module.to`.
+            kwargs: `device` and `non_blocking`, as in `nn.Module.to`.
+
         Raises:
-            GraftError: a dtype, to which the backbone's weights would be cast.
+            GraftError: the arguments contain a dtype, to which the backbone's weights would be cast.
         """
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]  # as nn.Module.to does
         if dtype is not None:
@@ -220,7 +246,9 @@ class TrainerSupport(PreTrainedModel):
 
     def add_adapter(self, *_: object, **__: object) -> NoReturn:
         """Raise `GraftError`, because a graft is the adapter."""
-        raise GraftError("A GraftedModel takes no PEFT adapter below its grafts: attach it as a graft instead.")
+        raise GraftError(
+            "A GraftedModel can't have a PEFT adapter below its grafts: attach the adapter as a graft of the kind peft."
+        )
 
     def load_adapter(self, *_: object, **__: object) -> NoReturn:
         """Raise `GraftError`, because a graft is the adapter."""
@@ -234,9 +262,9 @@ class TrainerSupport(PreTrainedModel):
 
 
 def is_frozen(graft: Graft) -> bool:
-    """Return whether a graft has parameters, none of which train.
+    """Return whether a graft has parameters, none of which requires gradients.
 
-    Its auxiliary loss would only reach the grafts below it, and train them.
+    The auxiliary loss of a frozen graft is not computed, because it could only train other grafts.
     """
     parameters = list(graft.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

@@ -38,8 +38,9 @@ class GraftConfig(Config):
     """The base class of a graft's config.
 
     Attributes:
-        kind: the name of the method in recipes and in the registry.
-        needs_tasks: whether the graft is built for labelled tasks, which a run adds to the config.
+        kind: the name of the method in recipes and in the registry; a subclass gives it one value, which is its
+            default.
+        needs_tasks: whether the graft is built for labeled tasks, which a run adds to the config.
         saved_keys: keys that a saved config must have; the tensors of a config without them were trained with another
             computation.
         graft_class: the class that is built from the config; set by `Graft.__init_subclass__`.
@@ -70,7 +71,14 @@ class GraftConfig(Config):
         return self
 
     def check_rows(self, length: int) -> None:
-        """Raise `RecipeError` if independent training rows of `length` tokens are too short for the graft to learn."""
+        """Check that training rows are long enough for the graft to learn. By default, every length is.
+
+        Args:
+            length: number of tokens of each row; rows are independent texts.
+
+        Raises:
+            RecipeError: the rows are too short.
+        """
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -112,7 +120,14 @@ class Graft(nn.Module):
         return []
 
     def prepare(self, call: Call) -> None:
-        """Prepare a forward pass, for example by computing routes or running another model."""
+        """Prepare a forward pass, for example by computing routes or running another model.
+
+        Args:
+            call: the pass, whose `scratch` keeps values for the taps.
+
+        Raises:
+            GraftError: the graft does not accept the inputs of the pass.
+        """
 
     def auxiliary_loss(self, call: Call) -> Tensor | None:
         """Compute the weighted loss that the graft adds to the training loss of a pass.
@@ -125,28 +140,39 @@ class Graft(nn.Module):
         return None
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Return statistics of a pass by name, as means over its tokens, (layers,)."""
+        """Return statistics of a pass by name, each (layers,) and averaged over the tokens of the pass.
+
+        Args:
+            call: the pass, after it has run with `observing` set.
+        """
         return {}
 
     def describe(self, backbone: Backbone) -> dict[str, object]:
-        """Return statistics of the parameters as plain numbers and lists, without any text."""
+        """Return statistics of the graft's parameters by name, as JSON values.
+
+        Args:
+            backbone: the backbone, whose parameters may be described for comparison.
+        """
         return {}
 
 
 class HasHeads(ABC):
-    """A graft that predicts the labels of tasks; see `grafts.heads`."""
+    """A graft that predicts the labels of tasks. `grafts.heads` lists the types of tasks."""
 
     @abstractmethod
     def tasks(self) -> dict[str, TaskSpec]:
-        """Return the tasks by name, in order; `extras["task"]` (B,) of a batch has each row's index in this order."""
+        """Return the tasks by name, in the order to which the indices in a batch's `extras["task"]` refer."""
 
     @abstractmethod
     def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:
         """Predict each row.
 
         Args:
-            call: the pass.
+            call: the pass, whose `extras["task"]` has each row's task.
             hidden: (B, T, D), the backbone's last hidden states.
+
+        Returns:
+            A prediction per row, with the shapes of the table in `grafts.heads`.
         """
 
     @abstractmethod
@@ -180,17 +206,20 @@ class FitsOnText(ABC):
 
     @abstractmethod
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
-        """Return the sources of the texts, in the form of a recipe's data, by names that the graft chooses.
+        """Return the sources of the texts, as lists of sources of a recipe's data, by names that the graft chooses.
 
         A name without sources takes the new text of the run.
         """
 
     @abstractmethod
     def fit(self, texts: Mapping[str, Sequence[str]]) -> list[str]:
-        """Learn from the texts of `sources`.
+        """Learn from texts.
+
+        Args:
+            texts: the texts that were read from `sources`, by the same names.
 
         Returns:
-            What the user should know about the texts, as sentences; empty if all is well.
+            Sentences that warn the user of problems of the texts; an empty list without problems.
         """
 
 
@@ -199,7 +228,7 @@ class ReadsModels(ABC):
 
     @abstractmethod
     def frozen_models(self) -> Mapping[str, Backbone]:
-        """Return the other models by name. An artefact stores their fingerprints."""
+        """Return the other models by name. An artifact stores their fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +237,7 @@ class Trace:
 
     Attributes:
         labels: the names of the values, for example of experts.
-        values: (B, tokens, labels)
+        values: (B, tokens, labels), with the values of a token in the order of `labels`.
     """
 
     labels: list[str]
@@ -219,11 +248,22 @@ class Traceable:
     """A graft that records values at each token, available from the cache or from a forward pass."""
 
     def cache_trace(self, cache: Cache) -> Trace | None:
-        """Return the trace of all tokens in `cache`; None if the cache does not store it."""
+        """Return the trace of all tokens in a cache, or None if the cache does not store it.
+
+        Args:
+            cache: the cache of a generation with this graft.
+        """
         return None
 
     def forward_trace(self, call: Call) -> Trace | None:
-        """Return the trace of the T tokens of a pass; by default the last T tokens of `cache_trace`."""
+        """Return the trace of the T tokens of a pass, by default the last T tokens of `cache_trace`.
+
+        Args:
+            call: the pass, after it has run.
+
+        Returns:
+            The trace; None if it can't be determined, by default without a cache or token ids.
+        """
         if call.cache is None or call.input_ids is None:
             return None
         trace = self.cache_trace(call.cache)
@@ -238,14 +278,30 @@ class ReplacesModel(ABC):
 
     @abstractmethod
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model to run instead of `model`."""
+        """Return the model to run instead of `model`, which is a copy of it or `model` itself with added modules.
+
+        Args:
+            model: the backbone's model, or what the grafts before this one made of it.
+
+        Raises:
+            BackboneError: the graft can't change or copy this model.
+            TapConflictError: another adapter in the model prevents it.
+        """
 
     @abstractmethod
     def detach(self, model: PreTrainedModel) -> None:
-        """Undo `attach`; the graft keeps its tensors."""
+        """Undo `attach`. The graft keeps its tensors.
+
+        Args:
+            model: the backbone's model.
+        """
 
     def sites(self, model: PreTrainedModel) -> Sites:
-        """Return where taps find the backbone's parts in the model that `attach` returned."""
+        """Return the sites of the backbone's own parts, at which taps act, in an attached model.
+
+        Args:
+            model: the model that `attach` returned.
+        """
         return Sites(model)
 
     def eval_only_modules(self) -> Iterable[nn.Module]:
@@ -262,9 +318,15 @@ class Exportable(ABC):
 
     @abstractmethod
     def merged(self, backbone: Backbone) -> PreTrainedModel:
-        """Return a new model of the backbone's class with the logits of the grafted model; the graft is detached.
+        """Return a new model of the backbone's class that has the logits of the grafted model up to rounding.
 
-        The model is in evaluation mode, and shares no weights with the backbone.
+        The graft must be detached. The new model is in evaluation mode, and shares no weights with the backbone.
+
+        Args:
+            backbone: the backbone, which does not change.
+
+        Raises:
+            ArtifactError: the graft can't be merged.
         """
 
 
@@ -293,8 +355,8 @@ class ExportedAdapter:
         source: the code of `class Adapter(nn.Module)`, which is built from a config with `adapter_width`. The names nn
             and ACT2FN are imported.
         width: the value of `adapter_width`.
-        tensors: the state of the module in each layer.
-        parallel: how tensor parallelism splits the Linears: `colwise` or `rowwise`, by name.
+        tensors: the `state_dict` of the module in each layer, in the order of the layers.
+        parallel: how tensor parallelism splits the Linears: `colwise` or `rowwise`, by the name of the Linear.
     """
 
     source: str
@@ -308,19 +370,28 @@ class ExportsAdapter(ABC):
 
     @abstractmethod
     def exported_adapter(self, backbone: Backbone) -> ExportedAdapter:
-        """Return the modules that are parallel to the FFNs of an exported model; the graft is detached."""
+        """Return the modules that are parallel to the FFNs of an exported model.
+
+        The graft must be detached.
+
+        Args:
+            backbone: the backbone that the graft was built for.
+        """
 
 
 class HasTensors(ABC):
-    """A graft whose artefact contains tensors that differ from its `state_dict`."""
+    """A graft whose artifact contains tensors that differ from its `state_dict`."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the artefact by name."""
+        """Return the tensors of the artifact by name."""
 
     @abstractmethod
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors of the form that `tensors` returns.
+
+        Args:
+            tensors: the tensors by name, with the names and shapes of those of `tensors`.
 
         Raises:
             ArtifactError: names or shapes differ.
@@ -328,7 +399,15 @@ class HasTensors(ABC):
 
 
 def check_tensors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
-    """Raise `ArtifactError` unless both have the same names and shapes."""
+    """Check the names and shapes of a graft's tensors before they are loaded.
+
+    Args:
+        expected: the graft's own tensors by name.
+        actual: the tensors that are to be loaded.
+
+    Raises:
+        ArtifactError: names or shapes differ.
+    """
     _check_names(expected, actual)
     for name, tensor in expected.items():
         shape = tuple(actual[name].shape)
@@ -345,8 +424,8 @@ def _check_names(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -
     foreign = sorted(set(actual) - set(expected))
     if not missing and not foreign:
         return
-    problem = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which this graft does not have"
+    problem = f"lacks the tensor {missing[0]}" if missing else f"has the unexpected tensor {foreign[0]}"
     raise ArtifactError(
-        f"The graft's tensor file {problem} ({len(missing)} missing, {len(foreign)} unexpected): it is damaged or "
-        "belongs to another config; train or copy the graft again."
+        f"The graft's tensor file {problem} ({len(missing)} missing, {len(foreign)} unexpected): the file is damaged "
+        "or belongs to another config; train or copy the graft again."
     )

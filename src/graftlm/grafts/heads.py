@@ -37,11 +37,12 @@ FEWEST_LABELS: dict[TaskType, int] = {
 
 
 class TaskSpec(Config):
-    """The specification of a labelled task.
+    """The specification of a labeled task.
 
     Args:
-        type: the type of the prediction; see the table of this module. Tasks of the types regression and span have no
-            labels.
+        type: the type of the prediction, which fixes its shape and loss: `classification` chooses one label of a row,
+            `multi-label` any number of them, `tagging` one label of each token; `regression` predicts a number, and
+            `span` the first and the last token of an answer. The last two have no labels.
         labels: the classes, in order.
         range: for regression, the lowest and the highest target of the training rows; the head's outputs 0 and 1 are
             mapped to them.
@@ -54,19 +55,22 @@ class TaskSpec(Config):
     def _problems(self) -> Iterator[str]:
         fewest = FEWEST_LABELS.get(self.type)
         if fewest is None and self.labels:
-            yield f"a {self.type} task has no labels: leave them out"
+            yield f"the number of labels is {len(self.labels)}, but a {self.type} task has no labels: leave labels out"
         if fewest is not None and len(self.labels) < fewest:
-            yield f"a {self.type} task needs at least {fewest} labels, but it has {len(self.labels)}: name more"
+            yield (
+                f"the number of labels is {len(self.labels)}, but for a {self.type} task at least {fewest} is expected:"
+                " name more labels"
+            )
         lowest, highest = self.range
         if not lowest < highest:
-            yield f"range is {list(self.range)}: give two numbers, the smaller first"
+            yield f"range is [{lowest}, {highest}], but its first number must be less than the second: exchange them"
         repeated = sorted({label for label in self.labels if self.labels.count(label) > 1})
         if repeated:
-            yield f"the label {repeated[0]!r} appears twice: name it once"
+            yield f"the label {repeated[0]!r} occurs more than once: name each label once"
 
     @property
     def outputs(self) -> int:
-        """The number of outputs per row, or per token for tagging and span."""
+        """The number of outputs of the head's Linear per row, or per token for tagging and span."""
         if self.type == "regression":
             return 1
         if self.type == "span":
@@ -75,7 +79,7 @@ class TaskSpec(Config):
 
     @property
     def unit(self) -> float:
-        """The width of `range`."""
+        """The highest minus the lowest target of `range`."""
         lowest, highest = self.range
         return highest - lowest
 
@@ -109,6 +113,9 @@ class Heads(nn.Module):
         pooling: how a row's vector is computed: from its first real token, its last real token, or the mean of all
             real tokens.
         dropout: dropout probability of the Linears' inputs during training.
+
+    Raises:
+        GraftError: the name of a task is empty or contains a dot.
     """
 
     def __init__(
@@ -128,7 +135,11 @@ class Heads(nn.Module):
             self.add(name, spec)
 
     def add(self, name: str, spec: TaskSpec) -> nn.Linear:
-        """Append a newly initialized head, and return its Linear.
+        """Append a newly initialized head, and return its Linear, which is on the default device.
+
+        Args:
+            name: the name of the new task.
+            spec: the specification of the new task.
 
         Raises:
             GraftError: the name is empty, contains a dot, or belongs to another task.
@@ -153,7 +164,7 @@ class Heads(nn.Module):
         return ""
 
     def linear(self, name: str) -> nn.Linear:
-        """Return a task's Linear."""
+        """Return the Linear (D to the outputs of the task) of a task by the task's name."""
         return self.linears[task_key(name)]  # type: ignore[return-value]  # a ModuleDict holds modules
 
     def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor | None) -> list[Tensor]:
@@ -169,6 +180,9 @@ class Heads(nn.Module):
 
         Returns:
             A prediction per row, in the order of the rows, with the shapes of the table of this module.
+
+        Raises:
+            GraftError: there is no task with the index of a row.
         """
         weight = next(self.linears.parameters())
         hidden_BTD = hidden_BTD.to(weight.dtype)
@@ -202,12 +216,16 @@ class Heads(nn.Module):
 
         Args:
             predictions: the output of `forward`.
-            targets: a target per row.
+            targets: a target per row, with the shapes of the table of this module.
             task_B: (B,) long, the index of each row's task; None when all rows have the first task.
-            scaled: divide each loss by the task's `chance_loss`, so that tasks of all types have the same weight.
+            scaled: divide each loss by the task's `chance_loss`, which gives tasks of all types the same weight.
 
         Returns:
-            A scalar per row, in nats or squared units.
+            A float32 scalar per row, in nats, or for regression in squared units of the target; if `scaled`, as a
+            multiple of the loss at chance.
+
+        Raises:
+            GraftError: there is no task with the index of a row.
         """
         losses: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B, len(predictions)):
@@ -221,14 +239,14 @@ class Heads(nn.Module):
         return [losses[row] for row in range(len(predictions))]
 
     def _by_task(self, task_B: Tensor | None, rows: int) -> Iterator[tuple[str, list[int]]]:
-        """Yield the name and the row numbers of every task in the batch."""
+        """Yield the name and the row indices of every task in a batch of `rows` rows."""
         tasks = [0] * rows if task_B is None else task_B.tolist()
         names = list(self.specs)
         for task in sorted(set(tasks)):
             if not 0 <= task < len(names):
                 raise GraftError(
-                    f"The batch has a row of task number {task}, but the graft has {len(names)} tasks, counted from 0: "
-                    "correct the row's task."
+                    f"The batch has a row of task number {task}, but the graft's tasks have the numbers 0 to "
+                    f"{len(names) - 1}: give the row one of them."
                 )
             rows_of_task = [row for row, number in enumerate(tasks) if number == task]
             yield names[task], rows_of_task
@@ -240,6 +258,7 @@ def task_key(name: str) -> str:
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Select different rows of a tensor, which are in ascending order."""
     if len(rows) == len(tensor):
         return tensor
     index = torch.tensor(rows).to(tensor.device, non_blocking=True)
@@ -252,15 +271,17 @@ def _stacked(targets: Sequence[Tensor], rows: Sequence[int], device: torch.devic
 
 
 def pooled(hidden_RTD: Tensor, mask_RT: Tensor, pooling: Pooling) -> Tensor:
-    """Reduce each row to one vector, from its real tokens only; padding may be on either side.
+    """Reduce the hidden states of each row to one vector.
+
+    Padding may be on either side. Each row must have a real token.
 
     Args:
         hidden_RTD: (R, T, D) hidden states.
-        mask_RT: (R, T), True for real tokens.
+        mask_RT: (R, T), True or 1 for real tokens.
         pooling: `first` and `last` select a real token, `mean` averages all real tokens.
 
     Returns:
-        (R, D)
+        (R, D) in the dtype of the hidden states.
     """
     if pooling == "mean":
         weights = mask_RT.to(hidden_RTD.dtype)
@@ -281,11 +302,12 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         spec: the task.
-        predictions: (R, ...), the stacked predictions.
-        targets: (R, ...), the stacked targets.
+        predictions: (R, ...), the predictions, with the other dimensions in the table of this module.
+        targets: (R, ...), the targets, with the other dimensions in the table of this module.
 
     Returns:
-        (R,) losses.
+        (R,) losses in nats, or for regression in squared units of the target. A tagging row without labels has the
+        loss 0.
     """
     if spec.type == "classification":
         return functional.cross_entropy(predictions, targets, reduction="none")
@@ -299,9 +321,9 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
     nats = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     if spec.type == "span":
         return nats.mean(-1)
-    is_labelled = targets != IGNORED
-    labelled_R = is_labelled.sum(-1)
-    return nats.sum(-1) / labelled_R.clamp(min=1)
+    is_labeled = targets != IGNORED
+    labeled_R = is_labeled.sum(-1)
+    return nats.sum(-1) / labeled_R.clamp(min=1)
 
 
 def uncertainty(
@@ -309,12 +331,12 @@ def uncertainty(
     specs: Sequence[TaskSpec],
     targets: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Compute the uncertainty of each prediction, from 0 to 1.
+    """Compute the uncertainty of each prediction, from 0 (certain) to 1.
 
     | type | uncertainty |
     |---|---|
     | classification | entropy over log C |
-    | tagging | maximum over the labelled tokens, since most tokens are outside entities and certain |
+    | tagging | maximum over the labeled tokens, since most tokens are outside entities and certain |
     | multi-label | mean entropy of the labels, each over log 2 |
     | regression | absolute error over the task's range, at most 1; None without targets |
     | span | None |
@@ -359,7 +381,7 @@ def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tens
     entropy = _entropy(log_probabilities) / math.log(logits.shape[-1])
     if spec.type == "classification":
         return entropy
-    return _largest_of_labelled(entropy, targets)
+    return _largest_of_labeled(entropy, targets)
 
 
 def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -368,7 +390,8 @@ def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Ten
     return (errors / spec.unit).clamp(max=1)
 
 
-def _largest_of_labelled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor:
+def _largest_of_labeled(values_RT: Tensor, targets_RT: Tensor | None) -> Tensor:
+    """Return each row's largest value among its labeled tokens, or among all tokens without targets."""
     if targets_RT is not None:
         values_RT = values_RT.masked_fill(targets_RT == IGNORED, 0)
     return values_RT.amax(-1)

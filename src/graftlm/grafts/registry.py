@@ -26,14 +26,15 @@ REGISTRY: dict[str, str | type[Graft]] = {
 
 
 def register_graft(kind: str, graft: str | type[Graft]) -> None:
-    """Add a method to the recipes, artefacts and command line of this process.
+    """Add a method to the recipes, artifacts and command line of this process.
 
     Args:
         kind: the name in recipes, which is the only value of `Config.kind` of the class.
         graft: the class, or `"module:Class"`, which is imported when it is first needed.
 
     Raises:
-        GraftError: another class has the kind, or `graft` is not the class of a graft with a config of this kind.
+        GraftError: another class has the kind, or `graft` is neither the class of a graft with a config of this kind
+            nor of the form `"module:Class"`. A class given in this form is checked when it is imported.
     """
     if kind in REGISTRY and _path(REGISTRY[kind]) != _path(graft):
         raise GraftError(
@@ -59,12 +60,14 @@ def _check_class(kind: str, graft: object) -> type[Graft]:
     """Return `graft`; raise GraftError unless it is the class of a graft with a config of this kind."""
     if not (isinstance(graft, type) and issubclass(graft, Graft) and hasattr(graft, "Config")):
         raise GraftError(
-            f"{graft!r} is registered as {kind!r}, but a subclass of Graft with a Config is expected: register one."
+            f"{graft!r} is registered as {kind!r}, but a subclass of Graft with a Config is expected: register such a "
+            "class."
         )
-    default = graft.Config.model_fields["kind"].default
-    if default != kind:
+    field = graft.Config.model_fields["kind"]
+    if field.default != kind:
+        found = "no default kind" if field.is_required() else f"the kind {field.default!r}"
         raise GraftError(
-            f"The config of {graft.__name__} has the kind {default!r}, but is registered as {kind!r}: write "
+            f"{graft.__name__} is registered as {kind!r}, but its config has {found}: write "
             f'`kind: Literal["{kind}"] = "{kind}"` in {graft.Config.__name__}.'
         )
     return graft
@@ -76,11 +79,14 @@ def kinds() -> list[str]:
 
 
 def graft_class(kind: str) -> type[Graft]:
-    """Import and return the class of a kind.
+    """Return the class of a kind, which is imported if necessary.
+
+    Args:
+        kind: a registered kind, or the name of an entry point of the group `graftlm.grafts` in an installed package.
 
     Raises:
         RecipeError: there is no such kind.
-        GraftError: the registered name is not that of a graft's class.
+        GraftError: the registered class can't be imported, or is not the class of a graft with a config of this kind.
     """
     graft = REGISTRY.get(kind) or _installed(kind)
     if graft is None:
@@ -101,12 +107,14 @@ def _installed(kind: str) -> str | None:
 
 
 def _import(kind: str, path: str) -> type[Graft]:
+    """Import the class of a kind from "module:Class", and check it."""
     module, _, name = path.partition(":")
     try:
         graft = getattr(import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise GraftError(
-            f"The graft {kind} can't be imported from {path} ({error}): install its package, or correct the path."
+            f"The graft {kind} is registered as {path}, which can't be imported ({error}): install its package, or "
+            "register the existing module and class."
         ) from error
     return _check_class(kind, graft)
 
@@ -116,10 +124,11 @@ def graft_config(values: dict[str, object], where: str = "graft") -> GraftConfig
 
     Args:
         values: the section.
-        where: the name of the section for error messages.
+        where: the name of the section, with which error messages begin.
 
     Raises:
-        RecipeError: the kind is missing or unknown, or a value is invalid.
+        RecipeError: `values` is not a dict, the kind is missing or unknown, or a value is invalid.
+        GraftError: the registered class of the kind can't be imported.
     """
     if not isinstance(values, dict):
         raise RecipeError(
@@ -134,7 +143,15 @@ def graft_config(values: dict[str, object], where: str = "graft") -> GraftConfig
 
 
 def default_config(kind: str) -> GraftConfig | None:
-    """Return the config of a kind with default values; None for a kind that has required values."""
+    """Return the config of a kind with default values, or None if the kind needs values or labeled tasks.
+
+    Args:
+        kind: the kind of the graft.
+
+    Raises:
+        RecipeError: there is no such kind.
+        GraftError: the registered class of the kind can't be imported.
+    """
     config = graft_class(kind).Config
     if config.needs_tasks:
         return None
@@ -145,10 +162,20 @@ def default_config(kind: str) -> GraftConfig | None:
 
 
 def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
-    """Build an untrained graft for a backbone; its random values come from torch's default generator."""
+    """Build an untrained graft, which is not yet attached. Random values come from torch's default generator.
+
+    Args:
+        config: the graft's config.
+        backbone: the backbone to build it for, which does not change.
+
+    Raises:
+        GraftError: `config` is not a `GraftConfig`, or the constructor of the graft raised one, for example since the
+            config does not fit the backbone.
+        BackboneError: `backbone` is not a `Backbone`.
+    """
     if not isinstance(config, GraftConfig):
         raise GraftError(
-            f"A graft's config has the type {type(config).__name__}, but a GraftConfig is expected: pass "
+            f"The graft's config is of type {type(config).__name__}, but a GraftConfig is expected: pass "
             "graft_config({'kind': ...})."
         )
     graft = config.graft_class(config, need_backbone(backbone))

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class TrainsCopy(Graft, ReplacesModel, HasTensors):
     """A graft that trains weights of a copy of the backbone, which shares all other weights with the backbone.
 
-    The copy of a backbone in half precision is float32 and shares nothing, since half precision would lose small
-    updates. A subclass calls `copy_weights` in `__init__`. An artefact contains the graft's own tensors and the copied
-    weights.
+    If weights that train are in half precision, the copy is float32 and shares nothing, since half precision would lose
+    small updates. A subclass calls `copy_weights` in `__init__`. An artifact contains the graft's own tensors and the
+    copied weights.
 
     Attributes:
-        prefix: prefix of the copied weights' names in an artefact.
+        prefix: prefix of the copied weights' names in an artifact.
         remedy: what the user of a quantized backbone can do instead of loading it without quantization.
     """
 
@@ -35,8 +35,8 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         """Choose the weights that train. The copy is made by `attach`.
 
         Args:
-            model: the backbone.
-            names: the names of the weights in `model`.
+            model: the backbone's model.
+            names: names of parameters of `model`; without any, `attach` makes no copy.
         """
         parameters = dict(model.named_parameters())
         # A plain dict and a plain list do not register the backbone's weights and the copy with this module.
@@ -53,8 +53,8 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
         parameters = dict(model.named_parameters())
         if not self._originals.keys() <= parameters.keys():
             raise TapConflictError(
-                "The modules to copy are wrapped by adapters of PEFT: place the graft that trains a copy before them "
-                "in the dict."
+                "Adapters of PEFT wrap modules of the model, but a graft that trains a copy must be attached before "
+                "them: place it first in the dict of GraftedModel."
             )
         to_train = {name: parameters[name] for name in self._originals}
         check_plain(to_train, self.remedy)
@@ -119,15 +119,19 @@ def _sharing_copy(model: PreTrainedModel, to_train: Mapping[str, Tensor]) -> Pre
 
 
 def check_plain(parameters: Mapping[str, Tensor], remedy: str) -> None:
-    """Raise `BackboneError` if a parameter is quantized.
+    """Check that parameters can be trained, which quantized ones can't.
 
     Args:
         parameters: the parameters by name.
-        remedy: what the user can do instead of loading the backbone without quantization.
+        remedy: what the user can do instead of loading the backbone without quantization, in the imperative.
+
+    Raises:
+        BackboneError: a parameter is not a plain `nn.Parameter` with a floating-point dtype.
     """
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            kind = type(parameter).__name__
             raise BackboneError(
-                f"The weight {name} is quantized ({type(parameter).__name__}), but only floating-point weights can be "
-                f"trained: load the backbone without quantization, or {remedy}."
+                f"The weight {name} is quantized ({kind} of dtype {parameter.dtype}), but only ordinary floating-point "
+                f"parameters can be trained: load the backbone without quantization, or {remedy}."
             )

@@ -40,8 +40,9 @@ class RecurrentCacheLayer(CacheLayerMixin):
         """
         if tokens_to_remove and self.is_initialized:
             raise GraftError(
-                "Assisted decoding removes tokens from the cache, but a recurrent state can't be rewound: use greedy "
-                "decoding, beam search or sampling, without an assistant or prompt_lookup_num_tokens."
+                "Tokens are to be removed from the cache, as in assisted decoding, but a recurrent state can't be "
+                "rewound: use greedy decoding, beam search or sampling, without an assistant or "
+                "prompt_lookup_num_tokens."
             )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

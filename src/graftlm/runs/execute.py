@@ -1,8 +1,8 @@
 """Execute any number of runs: cached, resumed, in one process pool.
 
     OUT/measurements/ID.json    key and measurement of a finished run: the one cache of results
-    OUT/ID/                     checkpoints and artefact of the run
-    OUT/ID/run.json             key of the run that made the artefact
+    OUT/ID/                     checkpoints and artifacts of the run
+    OUT/ID/run.json             key of the run that made the artifacts
     OUT/.lock                   locked while a process works in OUT
 
 Every recipe, comparison, demo and experiment is a list of runs.
@@ -47,31 +47,32 @@ def execute(
 ) -> dict[str, Measurement]:
     """Execute the runs that are not finished in `out`.
 
-    The measurement and the folder of a finished run have the run's key, and its artefacts exist. An interrupted run
+    The measurement and the folder of a finished run have the run's key, and its artifacts exist. An interrupted run
     resumes from its checkpoints.
 
     Args:
         runs: in the order in which they start, as far as their dependencies allow. Equal runs may appear twice.
-        out: the output folder.
-        jobs: number of processes with one thread each. With 1, runs use this process and torch's threads, since
-            starting a process takes longer than training a small model.
+        out: the output folder; it is created if necessary.
+        jobs: number of processes with one thread each, at least 1. With 1, runs use this process and torch's threads,
+            since starting a process takes longer than training a small model.
         title: shows one progress bar over all runs with this title. None shows the progress of each training.
         progress: False shows no progress.
-        log: takes lines for people.
+        log: receives each line of the log of runs in this process, unless there is a title.
 
     Returns:
         The measurement of every run by its id.
 
     Raises:
-        RecipeError: two different runs have one id or folder, a dependency is missing, or another process works in
-            `out`.
+        RecipeError: two different runs have one id or folder, an id can't be the name of a folder, a dependency is
+            missing, runs depend on each other in a circle, another process works in `out`, or `out` can't be written.
+        GraftError: a run fails; the measurements of finished runs are kept.
     """
     out = Path(out)
     with_needed = [each for run in runs for each in (*run.needs(), run)]
     by_id = _checked_by_id(with_needed)
     try:
         with locked(out):
-            done = _Execution(by_id, out, title, progress, log).complete(jobs)
+            done = _Execution(by_id, out, title=title, progress=progress, log=log).complete(jobs)
     finally:
         # After an error too: the next call must not meet a backbone or texts of this one.
         for kind in {type(run) for run in by_id.values()}:
@@ -82,7 +83,15 @@ def execute(
 class _Execution:
     """One call of `execute`."""
 
-    def __init__(self, by_id: Mapping[str, Run], out: Path, title: str | None, progress: bool, log: Log) -> None:
+    def __init__(
+        self,
+        by_id: Mapping[str, Run],
+        out: Path,
+        *,
+        title: str | None,
+        progress: bool,
+        log: Log,
+    ) -> None:
         self._by_id = by_id
         self._out = out
         self._title = title
@@ -161,20 +170,25 @@ def _checked_by_id(runs: Sequence[Run]) -> dict[str, Run]:
         if by_id.setdefault(run.id, run) != run:
             raise RecipeError(f"Two different runs have the id {run.id!r}: give each run its own id.")
         if run.id != Path(run.id).name or run.id in (MEASUREMENTS, RUN_RECORD):
-            raise RecipeError(f"A run has the id {run.id!r}, which can't be the name of its folder: choose another.")
+            raise RecipeError(
+                f"A run has the id {run.id!r}, but a name for its folder is expected, without slashes and other than "
+                f"{MEASUREMENTS} and {RUN_RECORD}: choose another id."
+            )
         owner = owners.setdefault(_folder(run, Path()), run.id)
         if owner != run.id:
             raise RecipeError(f"The runs {owner!r} and {run.id!r} have the same folder: give each run its own folder.")
     dependencies = {name: run.dependencies() for name, run in by_id.items()}
-    for names in dependencies.values():
+    for run_id, names in dependencies.items():
         for name in names:
             if name not in by_id:
-                raise RecipeError(f"A run depends on {name!r}, which is not among the runs: add it.")
+                raise RecipeError(f"The run {run_id!r} depends on {name!r}, which is not among the runs: add it.")
     try:
         TopologicalSorter(dependencies).prepare()
     except CycleError as error:
         _, *circle = error.args[1]
-        raise RecipeError(f"The runs {', '.join(circle)} depend on each other in a circle: break it.") from None
+        raise RecipeError(
+            f"The runs {', '.join(circle)} depend on each other in a circle: remove one of these dependencies."
+        ) from None
     return by_id
 
 
@@ -190,6 +204,11 @@ def _measurement_file(run: Run, out: Path) -> Path:
 def locked(out: Path) -> Iterator[None]:
     """Hold the lock of an output folder in the main process, since two processes would replace each other's files.
 
+    A process that holds the lock may acquire it again.
+
+    Args:
+        out: the output folder; it is created if necessary.
+
     Raises:
         RecipeError: another process holds the lock, or the folder can't be written.
     """
@@ -201,7 +220,7 @@ def locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise RecipeError(f"Another process works in {out}: wait for its end, or choose another folder.") from None
+        raise RecipeError(f"Another process works in {out}: wait until it ends, or choose another folder.") from None
     except OSError as error:
         raise RecipeError(f"{out} can't be written ({error.strerror}): name another folder.") from None
     try:

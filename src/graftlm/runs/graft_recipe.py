@@ -36,7 +36,7 @@ class TextRecipe(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def backbone_runs(self) -> list[Run]:
-        """Return the run that measures the bare backbone; no run without tests and tasks."""
+        """Return the run that measures the bare backbone, in a list that is empty without test texts and tasks."""
         if not (self.data.test or self.evaluation.tasks):
             return []
         run = GraftRun(
@@ -56,7 +56,7 @@ class TextRecipe(Config):
             where: its path in the recipe, such as `methods.lora`.
 
         Raises:
-            ValueError: the test texts are changed.
+            ValueError: the data section is changed in its test texts.
             RecipeError: a changed key is unknown, or its value does not fit.
         """
         if "test" in config.data:
@@ -73,11 +73,11 @@ class FrontierConfig(Config):
     """What `graft compare --frontier` sweeps for every method alike."""
 
     rates: list[Annotated[float, Field(gt=0)]] = Field(
-        [0.5, 2.0], description="Factors on each method's learning rate, beside 1."
+        [0.5, 2.0], description="Factors on each method's learning rate, in addition to 1."
     )
     strengths: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         [0.25, 0.5, 0.75],
-        description="Shares of the way from the weights' start to where training took them, beside 1.",
+        description="Shares of the way from the weights' start to where training took them, in addition to 1.",
     )
 
 
@@ -96,7 +96,7 @@ class Recipe(TextRecipe):
                 "instead of data"
             )
         if self.graft is None and not self.methods:
-            yield "a recipe needs a graft section, or methods to compare, but both are missing"
+            yield "the recipe has neither graft nor methods: name a graft to train, or methods to compare"
         if BACKBONE_ROW in self.methods:
             yield "the method id backbone is the id of the backbone's own row: choose another"
         if self.training.has_steps and not self.data.new:
@@ -128,9 +128,13 @@ class Recipe(TextRecipe):
         )
 
     def comparison(self) -> list[GraftRun]:
-        """Return the runs of a comparison.
+        """Return the runs of a comparison, one for each method.
 
-        They train the recipe's methods; without methods, its graft and every kind of graft that needs no settings.
+        Without methods, they train the recipe's graft and every other kind of graft that needs no settings.
+
+        Raises:
+            ValueError: a method changes the test texts.
+            RecipeError: a key that a method changes is unknown, or its value does not fit.
         """
         methods = self.methods or self._default_methods()
         runs = []
@@ -149,6 +153,7 @@ class Recipe(TextRecipe):
         return runs
 
     def _default_methods(self) -> dict[str, MethodConfig]:
+        """Return the recipe's graft, and every other kind of graft that needs no settings, as methods."""
         assert self.graft is not None, "a recipe without methods has a graft"
         configs: dict[str, GraftConfig] = {self.graft.kind: self.graft}
         for kind in kinds():
@@ -163,12 +168,13 @@ class Recipe(TextRecipe):
         The first run of a method has the method's own rate.
 
         Raises:
-            RecipeError: the recipe lacks the test texts old or new, so that learning or forgetting is not measured.
+            RecipeError: the recipe lacks the test texts old or new, or strengths do not fit its training section.
         """
-        if not {OLD_SET, NEW_SET} <= self.data.test.keys():
+        missing = [name for name in (OLD_SET, NEW_SET) if name not in self.data.test]
+        if missing:
             raise RecipeError(
-                "A frontier plots what was learned against what was forgotten: name test texts old and new under "
-                "data.test."
+                f"data.test has no texts {' and '.join(missing)}, but a frontier compares what was learned of new text "
+                "with what was forgotten of old text: name test texts old and new."
             )
         evaluation = self.evaluation.model_copy(update={"strengths": self.frontier.strengths or [1.0]})
         # Parsed again, since strengths do not fit every training section.
@@ -194,11 +200,21 @@ def _at_rate(run: GraftRun, factor: float) -> GraftRun:
 
 
 def check_sections(training: TrainingConfig, data: DataConfig, evaluation: EvaluationConfig) -> None:
-    """Raise `ValueError` if sections of a recipe do not fit together."""
+    """Check that sections of a recipe fit together.
+
+    Args:
+        training: the training section of a run.
+        data: its data section.
+        evaluation: its evaluation section.
+
+    Raises:
+        ValueError: the training is sharded but uses strengths or distillation, text that continues from step to step
+            does not fit the other keys, or the text of own_kl has the seed of training text.
+    """
     if training.sharded and evaluation.strengths:
         raise ValueError(
-            "strengths move weights back to their start, but training.sharded spreads the weights over processes: set "
-            "sharded to false, or leave evaluation.strengths out"
+            "evaluation.strengths moves weights back to their start, but training.sharded spreads the weights over "
+            "processes: set sharded to false, or leave strengths out"
         )
     if training.sharded and data.old_objective == "distil":
         raise ValueError(
@@ -221,10 +237,20 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
 
 
 def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
-    if data.boundaries != "joined" or data.replay_fraction or training.gradient_checkpointing:
+    """Raise `ValueError` if other keys do not fit rows that continue from step to step."""
+    changes = []
+    if data.boundaries != "joined":
+        changes.append("boundaries to joined")
+    if data.replay_fraction:
+        changes.append("replay_fraction to 0")
+    if training.gradient_checkpointing:
+        changes.append("training.gradient_checkpointing to false")
+    if changes:
         raise ValueError(
-            "data.stream reads new text once and in order: set boundaries to joined, replay_fraction to 0 and "
-            "training.gradient_checkpointing to false, or stream to false"
+            f"data.stream reads new text once and in order: set {' and '.join(changes)}, or set stream to false"
         )
     if any(source.streaming for source in data.new):
-        raise ValueError("data.stream cuts its rows from text in memory: set streaming or stream to false")
+        raise ValueError(
+            "data.stream cuts its rows from text in memory, but a source under data.new has streaming: true: set "
+            "streaming or stream to false"
+        )

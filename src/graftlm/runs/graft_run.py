@@ -19,19 +19,21 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
+from graftlm.data.conflicts import find_conflicts
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
-from graftlm.errors import RecipeError
+from graftlm.errors import RecipeError, shorten
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig
 from graftlm.evaluation.kept_answers import answer_metrics, compare_answers, worst_answers
+from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
-from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
 from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
 from graftlm.store.artifact import load_graft, save_graft
@@ -40,6 +42,8 @@ from graftlm.store.manifest import TENSORS_NAME
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches, StatefulModel
 
+_SHOWN_CONFLICTS = 3
+_CHECKED_CHATS = 256
 GRAFT_NAME = "graft"
 """Name of the graft that a run trains, among the attached grafts."""
 
@@ -102,7 +106,11 @@ class GraftRun(TrainingRun):
         return () if self.graft is None else ("graft/graft.json",)
 
     def check(self) -> None:
-        """Attach an untrained graft, so that settings which don't fit the backbone raise an error at once."""
+        """Check that the graft fits the backbone, by attaching an untrained one.
+
+        Raises:
+            GraftError: the backbone can't be loaded, or the graft does not fit it.
+        """
         if self.graft is None:
             return
         backbone = load_shared(self.backbone)
@@ -141,6 +149,9 @@ class GraftRun(TrainingRun):
 
         Args:
             dependencies: folders of the runs of `needs` by id; without them, `own_kl` is not measured.
+
+        Raises:
+            GraftError: the backbone, the test texts, the tasks or the sampled texts can't be read.
         """
         own_text = None
         test_samples = self._test_samples()
@@ -164,6 +175,17 @@ class GraftRun(TrainingRun):
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee[GraftedModel, GraftEvaluation]]:
+        """Build the grafted model and its batches, after the bare backbone was measured.
+
+        The grafts are detached from the backbone when the block ends.
+
+        Args:
+            context: the folders of earlier grafts and of sampled text, and where to log.
+
+        Raises:
+            GraftError: the backbone, an earlier graft or the texts can't be read, or the graft does not fit the
+                backbone.
+        """
         assert self.graft is not None, "a bare backbone is not trained"
         evaluator = self.evaluator(context.dependencies)
         backbone = evaluator.backbone
@@ -179,6 +201,8 @@ class GraftRun(TrainingRun):
         _ = evaluator.backbone_scores
         _ = evaluator.backbone_outcomes
         _ = evaluator.backbone_answers
+        for note in self._notes_on_conversations(backbone):
+            context.log(note)
         self._log_start(context)
         if isinstance(graft, FitsOnText) and continued is None:
             for note in self._fit(graft):
@@ -232,11 +256,35 @@ class GraftRun(TrainingRun):
             texts[name] = [_whole_text(document) for document in build_documents(parsed)]
         return graft.fit(texts)
 
+    def _notes_on_conversations(self, backbone: Backbone) -> Iterator[str]:
+        """Yield what the user should know about new conversations: contradictions, and answers that are known."""
+        has_chats = any(source.messages_column for source in self.data.new)
+        if not (has_chats and self.training.has_steps) or any(source.streaming for source in self.data.new):
+            return
+        documents = build_documents(self.data.new)
+        conflicts = find_conflicts(documents)
+        for conflict in conflicts[:_SHOWN_CONFLICTS]:
+            (first, answer), (second, other) = conflict.first, conflict.second
+            yield (
+                f"{first} and {second} answer {shorten(conflict.question)!r} differently: {shorten(answer)!r} and "
+                f"{shorten(other)!r}. Keep one of them."
+            )
+        if len(conflicts) > _SHOWN_CONFLICTS:
+            yield f"Questions with different answers in all: {len(conflicts):,}."
+        chats = [document for document in documents if document.chat is not None]
+        checked = chats[:: max(1, len(chats) // _CHECKED_CHATS)][:_CHECKED_CHATS]
+        known = find_known(backbone, checked)
+        if known:
+            yield (
+                f"The backbone already gives the answers of {len(known):,} of {len(checked):,} conversations, such as "
+                f"{known[0].where}: they teach it nothing."
+            )
+
     def _log_start(self, context: RunContext) -> None:
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         if self.training.steps:
-            context.log(f"Training {label} for {self.training.steps:,} steps.")
+            context.log(f"Training {label} for {steps_text(self.training.steps)}.")
         elif self.training.has_steps:
             context.log(f"Training {label}.")
         else:
@@ -259,6 +307,7 @@ class GraftRun(TrainingRun):
         return shared_batches((self.backbone, data, self.training.batch_size), build)
 
     def _build_batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
+        """Read the run's texts, including sampled ones, into batches."""
         tokenizer = backbone.need_tokenizer()
         files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
         own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
@@ -299,7 +348,7 @@ class GraftRun(TrainingRun):
         summary: TrainingSummary | None,
         measurement: Measurement,
     ) -> None:
-        """Write the graft with its model card."""
+        """Write the graft with its model card into the folder `graft` of the run's folder."""
         model = trainee.model
         graft = model.grafts[GRAFT_NAME]
         assert isinstance(graft, Graft), "a grafted model has grafts only"

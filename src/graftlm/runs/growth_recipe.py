@@ -73,7 +73,10 @@ class GrowthRecipe(TextRecipe):
         if not stage.data.new:
             yield f"{where} has no new text: name some under its data.new"
         if stage.graft.needs_tasks:
-            yield f"{where} has a graft of the kind {stage.graft.kind}, which learns tasks, but stages have text"
+            yield (
+                f"{where} has a graft of the kind {stage.graft.kind}, which learns tasks, but stages have text: choose "
+                "another kind"
+            )
         if not is_first and stage.data.replay_fraction and stage.data.old_objective == "distil":
             yield (
                 f"{where} has old_objective distil, which follows the bare backbone, but the bare backbone has not "
@@ -92,6 +95,7 @@ class GrowthRecipe(TextRecipe):
             yield "one_graft trains one graft further, but the stages name different ones: name it once"
 
     def _trained_stages(self) -> Iterator[_Stage]:
+        """Yield the stages in order with their sections; earlier new text is added to the old text of later stages."""
         earlier: list[SourceConfig] = []
         for name, stage in self.stages.items():
             graft = stage.graft or self.graft
@@ -103,7 +107,7 @@ class GrowthRecipe(TextRecipe):
             earlier.extend(data.new)
 
     def runs(self) -> list[Run]:
-        """Return the run of the bare backbone, if there is something to measure, and those of the stages in order."""
+        """Return the run of the bare backbone, unless there is nothing to measure, and those of the stages in order."""
         runs = self.backbone_runs()
         earlier: list[str] = []
         for stage in self._trained_stages():
@@ -132,7 +136,7 @@ class GrowthRecipe(TextRecipe):
             lost_NAME    = loss of the row's model - loss of the model of stage NAME, in rows after that stage
 
         Args:
-            rows: the measured rows.
+            rows: the measured rows of all stages and of the backbone.
 
         Returns:
             The rows, with each stage's metrics on the test sets that are named after stages. Without a backbone row,
@@ -144,6 +148,7 @@ class GrowthRecipe(TextRecipe):
         return [self._compared_row(row, by_id) if row.id in self.stages else row for row in rows]
 
     def _compared_row(self, row: Row, by_id: Mapping[str, Row]) -> Row:
+        """Return the row of a stage with `learned_NAME`, and `lost_NAME` of earlier stages."""
         backbone = by_id[BACKBONE_ROW].metrics
         order = list(self.stages)
         metrics: dict[str, Metric] = dict(row.metrics)

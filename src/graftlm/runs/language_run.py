@@ -24,7 +24,7 @@ from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import load_tests
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once
-from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.training import language_model
 from graftlm.training.config import TrainingConfig
 from graftlm.training.language_model import MIN_VOCAB_SIZE, LanguageModel
@@ -42,7 +42,9 @@ class TokenizerConfig(Config):
     vocab_size: int | None = Field(
         None, ge=MIN_VOCAB_SIZE, description="Learn a byte-level BPE tokenizer of at most this many tokens instead."
     )
-    characters: int = Field(20_000_000, ge=1, description="Characters of text to learn the tokenizer from, at most.")
+    characters: int = Field(
+        20_000_000, ge=1, description="Maximum number of characters of text to learn the tokenizer from."
+    )
 
     def _problems(self) -> Iterator[str]:
         if (self.name is None) == (self.vocab_size is None):
@@ -54,7 +56,7 @@ class LanguageDataConfig(Config):
 
     train: list[SourceConfig] = Field(min_length=1, description="Training texts.")
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name, disjoint from the training texts.")
-    length: int = Field(1024, ge=2, description="Tokens per row.")
+    length: int = Field(1024, ge=3, description="Tokens per row.")
     boundaries: Literal["joined", "separate", "whole"] = Field(
         "joined",
         description="joined: documents of a row make one stream with end-of-text tokens between them. separate: "
@@ -75,7 +77,7 @@ class LanguageDataConfig(Config):
             yield "a stream is cut from text in memory: set streaming or stream to false"
 
     def packed(self) -> DataConfig:
-        """Return the texts as a data section without old text, which packing takes."""
+        """Return these texts as the data section of a recipe of grafts, with no old text."""
         return DataConfig(
             new=self.train,
             replay_fraction=0,
@@ -92,7 +94,9 @@ class LengthsConfig(Config):
     lengths: list[Annotated[int, Field(ge=3)]] = Field(
         [], description="Tokens per window; the training length is always measured."
     )
-    tokens_per_pass: int = Field(16_384, ge=1, description="Tokens in a forward pass; a longer window is alone.")
+    tokens_per_pass: int = Field(
+        16_384, ge=1, description="Tokens in a forward pass; a longer window has a pass of its own."
+    )
     limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
     precision: Literal["fp32", "bf16"] = "fp32"
 
@@ -143,7 +147,14 @@ class LanguageModelRecipe(_LanguageSettings):
         return LanguageModelRun(id="model", label=label, folder=".", **settings)
 
     def plots(self, results: Results) -> dict[str, Figure]:
-        """Plot bits per byte by window length, if several lengths were measured."""
+        """Plot bits per byte by window length, if several lengths were measured.
+
+        Args:
+            results: the results of the recipe's run.
+
+        Returns:
+            The figure by its file name without suffix; empty for a single length.
+        """
         from graftlm.evaluation import plots  # Importing matplotlib takes half a second.
 
         metrics = results.rows[0].metrics
@@ -177,16 +188,24 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee[LanguageModel, LanguageEvaluation]]:
+        """Load or make the tokenizer and the model, and read the texts.
+
+        Args:
+            context: where a learned tokenizer is kept, and where to log.
+
+        Raises:
+            GraftError: model, tokenizer or texts can't be read, or do not fit together.
+        """
         tokenizer = self._load_tokenizer(context.folder)
         model = self._load_model(tokenizer)
         batches = self._batches(tokenizer)
         tests = load_tests(self.data.test)
         start = fingerprint(model).id if isinstance(self.model, str) else self.model
-        rows = self.training.batch_size * self.data.length
+        tokens = self.training.batch_size * self.data.length
         parameters = count_parameters(model.parameters())
         context.log(f"A {model.config.model_type} model of {parameters:,} parameters.")
         if self.training.steps:
-            context.log(f"Training it for {self.training.steps:,} steps of {rows:,} tokens.")
+            context.log(f"Training it for {steps_text(self.training.steps)} of {tokens:,} tokens.")
         yield Trainee(
             model=LanguageModel(model),
             batches=batches,
@@ -278,10 +297,14 @@ def bits_per_byte(
         tokenizer: its tokenizer.
         tests: test documents by set.
         lengths: lengths of the windows, in tokens.
-        settings: number of tokens in a pass and in all, and the precision.
+        settings: tokens in a pass, tokens scored per test set, and precision. Its `lengths` are not used.
 
     Returns:
-        {set: {length: bits per byte}}
+        {set: {length: bits per byte}}.
+
+    Raises:
+        EvaluationError: a length exceeds the model's positions, or the model predicts NaN or infinity.
+        DataError: a set has no token to score.
     """
     intervals: dict[str, dict[int, Interval]] = {}
     for name, documents in tests.items():
@@ -305,7 +328,7 @@ def metrics_by_length(values: Mapping[str, Mapping[int, Interval]], trained: int
 
     Args:
         values: bits per byte by set and length.
-        trained: the training length.
+        trained: the length of training rows in tokens.
     """
     metrics: dict[str, Metric] = {}
     for name, by_length in values.items():

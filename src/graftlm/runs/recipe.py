@@ -39,10 +39,14 @@ def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bo
         out: the output folder; by default the recipe's. A graft is written to `out/graft`, a language model to
             `out/model`.
         progress: whether to show the progress of training.
-        log: takes lines for people.
+        log: receives each line of the log.
+
+    Returns:
+        The results, which are also written to `out/results.json`.
 
     Raises:
-        RecipeError: the recipe has stages, or methods and no graft section.
+        RecipeError: the recipe has stages, or methods and no graft section; or another process works in the folder.
+        GraftError: the model or its texts can't be loaded, or training stops; see `train`.
         ForgettingBudgetError: the run forgot more than the recipe allows; graft and report are written first.
     """
     if isinstance(recipe, GrowthRecipe):
@@ -67,13 +71,18 @@ def compare_recipe(
 
     Args:
         recipe: the recipe of a graft, or of several methods, on text.
-        out: the output folder; by default the recipe's. Grafts are written to `out/ROW/graft`.
+        out: the output folder; by default the recipe's. Grafts are written to `out/ID/graft` by the ids of the rows.
         frontier: train each method at several rates, measure it at several strengths, and compare at equal learning.
         progress: whether to show the progress of training.
-        log: takes lines for people.
+        log: receives each line of the log.
+
+    Returns:
+        The results with one row for each run, which are also written to `out/results.json`.
 
     Raises:
-        RecipeError: the recipe is one of a language model, of tasks or of stages.
+        RecipeError: the recipe is one of a language model, of tasks or of stages; `frontier` is true, but the test
+            texts old or new are missing; or another process works in the folder.
+        GraftError: the model or its texts can't be loaded, or training stops; see `train`.
     """
     recipe = _comparable(recipe)
     folder = _folder(recipe, out)
@@ -89,6 +98,7 @@ def compare_recipe(
 
 
 def _comparable(recipe: AnyRecipe) -> Recipe:
+    """Return the recipe if its methods can be compared, else raise `RecipeError`."""
     if isinstance(recipe, LanguageModelRecipe):
         raise RecipeError("The recipe trains one language model, so there is nothing to compare: run graft train.")
     if isinstance(recipe, TaskRecipe):
@@ -114,14 +124,21 @@ def grow_recipe(
         recipe: a recipe with stages.
         out: the output folder; by default the recipe's. Grafts are written to `out/STAGE/graft`.
         progress: whether to show the progress of training.
-        log: takes lines for people.
+        log: receives each line of the log.
+
+    Returns:
+        The results with one row for each stage, which are also written to `out/results.json`.
 
     Raises:
-        RecipeError: the recipe has no stages.
+        RecipeError: the recipe has no stages, or another process works in the folder.
+        GraftError: the model or its texts can't be loaded, or training stops; see `train`.
         ForgettingBudgetError: a stage forgot more than the recipe allows; grafts and report are written first.
     """
     if not isinstance(recipe, GrowthRecipe):
-        raise RecipeError("The recipe has no stages, which graft grow trains in order: name some, or run graft train.")
+        raise RecipeError(
+            "The recipe has no stages, but graft grow trains stages in order: name some under stages, or run "
+            "graft train."
+        )
     results = _run(recipe, recipe.runs(), _folder(recipe, out), name="grow", progress=progress, log=log)
     _check_budget(results)
     return results
@@ -145,11 +162,11 @@ def _run(
 
     Args:
         recipe: the recipe of the runs.
-        runs: the runs.
-        folder: the output folder.
+        runs: the runs in the order of the report's rows.
+        folder: the output folder, which is locked.
         name: the command: train, compare or grow.
         progress: whether to show the progress of training.
-        log: takes lines for people.
+        log: receives each line of the log.
         frontier: row ids of each method to compare at equal learning; None for no such comparison.
     """
     # Before anything is loaded or sampled.
@@ -188,11 +205,13 @@ def _add_plots(
 
 
 def _check_budget(results: Results) -> None:
+    """Raise `ForgettingBudgetError` if an aim of the results is not met."""
     for aim in results.aims:
         if not aim.met:
             raise ForgettingBudgetError(
-                f"The run forgot {aim.measured:.4f} nats per token of the old domain, but the budget is {aim.aim}: "
-                "raise the share of old text or the local loss, lower the learning rate, or raise forgetting_budget."
+                f"The run forgot {aim.measured:.4f} nats per token of the old domain, but the budget is {aim.aim} "
+                f"({aim.text}): raise the share of old text or the local loss, lower the learning rate, or raise "
+                "forgetting_budget."
             )
 
 
@@ -204,8 +223,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         overrides: changes of the form `training.steps=200`.
 
     Raises:
-        RecipeError: the file can't be read, or a value does not fit; the message is one sentence about the first
-            problem.
+        RecipeError: the file can't be read, an override has another form, or a value does not fit. The message is one
+            sentence about the first problem.
     """
     where = str(path)
 

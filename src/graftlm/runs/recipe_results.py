@@ -23,9 +23,13 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
     """Make the results of a recipe.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe of the runs.
         name: the command: train, compare or grow.
         measurements: the measurements of the runs, in the order of the rows.
+
+    Returns:
+        The results with one row for each run, and for the command train one row for each strength below 1. If the
+        recipe has a forgetting budget, there is an aim for each row whose forgetting was measured.
     """
     rows = [measurement.row for measurement in measurements]
     if isinstance(recipe, GrowthRecipe):
@@ -115,7 +119,11 @@ def add_frontier(
         methods: row ids of each method.
 
     Returns:
-        The results with these metrics, and a plot of the methods' curves for each loss.
+        The results with these metrics, and a plot of the methods' curves for each loss, by its file name. Without
+        plots if a method learns nothing.
+
+    Raises:
+        EvaluationError: the points lack what was learned or lost, or come from different test texts.
     """
     paths = {
         method: [measurements[row_id].details["strengths"] for row_id in row_ids] for method, row_ids in methods.items()
@@ -137,6 +145,7 @@ def _with_losses_at_level(
     level: float,
     methods: Mapping[str, Sequence[str]],
 ) -> Results:
+    """Return the results with the level and each loss at it in the first row of every method."""
     metrics: dict[str, dict[str, Any]] = {}
     for method, losses in frontier.at_level(level).items():
         first_row = methods[method][0]
@@ -151,6 +160,7 @@ def _frontier_plots(
     points: Mapping[str, Mapping[str, Any]],
     labels: Mapping[str, str],
 ) -> dict[str, Figure]:
+    """Return a figure of the methods' curves for each loss, by its file name without suffix."""
     from graftlm.evaluation.plots import frontier_curves  # Importing matplotlib takes half a second.
 
     plots = {}

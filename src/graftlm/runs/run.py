@@ -1,4 +1,4 @@
-"""Runs: one training and measurement each."""
+"""`Run`: one training and measurement, and the base class of runs that train."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class RunContext:
 
     Attributes:
         folder: the run's own folder.
-        key: the run's key.
+        key: the digest of all that determines the run's result, see `Run.key`.
         dependencies: folders of the runs that it depends on, by id.
         progress: whether to show the progress of training.
-        log: takes lines for people.
+        log: receives each line of the log.
     """
 
     folder: Path
@@ -52,13 +52,13 @@ class RunContext:
 
 
 class Run(Config):
-    """One training and measurement. It is frozen: its fields determine the result.
+    """One training and measurement. It can't be changed, because its fields determine the result.
 
     A subclass adds fields and implements `measure`.
 
     Args:
         id: unique in a call of `execute`; the name of a folder, without slashes.
-        label: name in tables.
+        label: name in tables; by default the subclass chooses one.
         depends_on: ids of runs that must finish first; their keys are part of this run's key.
         folder: the run's folder in the output folder; by default the id.
 
@@ -90,7 +90,7 @@ class Run(Config):
         hub by its name and revision.
 
         Args:
-            dependencies: the keys of the runs of `dependencies()`, by id.
+            dependencies: the keys of the runs that `dependencies()` names, by id; all of them are needed.
         """
         known = dependencies or {}
         keys = [known[name] for name in self.dependencies()]
@@ -103,15 +103,23 @@ class Run(Config):
         return self.model_dump(mode="json", exclude={"id", "label", "depends_on", "folder"})
 
     def check(self) -> None:
-        """Raise an error that would keep the run from starting. It is called before any run has begun."""
+        """Check that the run can start. `execute` calls this before any run has begun.
+
+        Raises:
+            GraftError: the settings do not fit together, or do not fit the backbone.
+        """
 
     def artefacts(self) -> tuple[str, ...]:
-        """Return the files in the run's folder without which the run is not finished."""
+        """Return the paths in the run's folder of the files without which the run is not finished."""
         return ()
 
     @abstractmethod
     def measure(self, context: RunContext) -> Measurement:
-        """Do the run and measure its result."""
+        """Do the run and measure its result.
+
+        Args:
+            context: where to write, and what to show.
+        """
 
     @classmethod
     def release(cls) -> None:
@@ -149,11 +157,19 @@ class TrainingRun(Run):
 
     @abstractmethod
     def build(self, context: RunContext) -> AbstractContextManager[Trainee[Any, Any]]:
-        """Build model and batches; the block ends when the run is over."""
+        """Return a context that builds model and batches, and frees them when the run is over.
+
+        Args:
+            context: where to write, and what to show.
+        """
 
     @abstractmethod
     def evaluate(self, trainee: Trainee[Any, Any]) -> Measurement:
-        """Measure the trained model."""
+        """Measure the trained model.
+
+        Args:
+            trainee: the model after training, with what `build` made for the evaluation.
+        """
 
     def save(
         self,
@@ -171,8 +187,13 @@ class TrainingRun(Run):
             measurement: the measured result.
         """
 
-    def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, Any]:
-        """Return what a saved model records about its training."""
+    def record(self, summary: TrainingSummary | None, measurement: Measurement) -> dict[str, object]:
+        """Return what a saved model records about its training, as plain JSON values.
+
+        Args:
+            summary: summary of the training; None for a run without steps.
+            measurement: the measured result.
+        """
         return {
             "steps": summary.steps if summary else 0,
             "tokens": summary.tokens if summary else 0,
@@ -181,7 +202,12 @@ class TrainingRun(Run):
         }
 
     def measure(self, context: RunContext) -> Measurement:
-        """Train, evaluate and save. Processes other than the main process return an empty row."""
+        """Train, evaluate and save. Processes other than the main process only train, and return an empty row.
+
+        Raises:
+            RecipeError: the run has steps, but no batches.
+            TrainingError: see `train`.
+        """
         with self.build(context) as trainee:
             memory = MemoryWatch()
             summary = None
@@ -205,11 +231,13 @@ class TrainingRun(Run):
 
     def _train(self, trainee: Trainee[Any, Any], context: RunContext) -> TrainingSummary:
         if trainee.batches is None:
-            raise RecipeError("A run with steps needs text: name some in data.new, or set training.steps to 0.")
+            raise RecipeError(
+                "Training needs text, but this run has none: name some under data.new, or set training.steps to 0."
+            )
         training = self.training
         if training.epochs is not None:
             steps = _steps_of(trainee.batches, training.epochs)
-            context.log(f"Passes over the new text: {training.epochs:g}, which take {steps:,} steps.")
+            context.log(f"Passes over the new text: {training.epochs:g}, which take {steps_text(steps)}.")
             training = training.model_copy(update={"steps": steps, "epochs": None})
         return train(
             trainee.model,
@@ -219,6 +247,11 @@ class TrainingRun(Run):
             identity=trainee.identity,
             progress=context.progress,
         )
+
+
+def steps_text(steps: int) -> str:
+    """Return a number of steps with its unit, for log lines."""
+    return "1 step" if steps == 1 else f"{steps:,} steps"
 
 
 def _steps_of(batches: Batches, epochs: float) -> int:

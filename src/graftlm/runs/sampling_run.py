@@ -25,13 +25,13 @@ SAMPLES = "samples.jsonl"
 
 
 class SamplingRun(Run):
-    """Sample text from one backbone. All runs with equal settings share the file.
+    """Sample text from one backbone. Runs with equal settings have the same id, and so share the file of texts.
 
     Args:
         backbone: the backbone that samples.
         source: number of tokens, seed and form of the texts.
-        length: maximum tokens of a text if the source has no length.
-        new: the sources of the new text, if the texts are near it.
+        length: maximum number of tokens of a text if the source has no length.
+        new: the sources of the new text, if the sampled texts shall be near it; otherwise empty.
     """
 
     key_name: ClassVar[str | None] = "graftlm.runs.graft_run.SamplingRun"
@@ -53,8 +53,8 @@ class SamplingRun(Run):
         Args:
             backbone: the backbone that samples.
             source: number of tokens, seed and form of the texts.
-            length: maximum tokens of a text if the source has no length.
-            new: the sources of the new text; used only if the source is near it.
+            length: maximum number of tokens of a text if the source has no length.
+            new: the sources of the new text; they are used only if `source.near` is set.
         """
         source = source.model_copy(update={"length": source.length or length})
         settings: list[object] = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
@@ -89,7 +89,7 @@ class SamplingRun(Run):
         samples = [sample for sample in drawn if not sample.left_out]
         n_chats = sum(sample.is_chat for sample in samples)
         if backbone.need_tokenizer().chat_template:
-            context.log(f"{n_chats:,} of {len(samples):,} texts are conversations.")
+            context.log(f"Texts: {len(samples):,}, of which conversations: {n_chats:,}.")
         metrics: dict[str, Metric] = {
             "texts": len(samples),
             "tokens": sum(sample.tokens for sample in samples),
@@ -137,4 +137,4 @@ def _log_reasons(reasons: Counter[str], drawn: int, context: RunContext) -> None
     used = drawn - reasons.total()
     counts = [f"{count:,} ({reason})" for reason, count in reasons.most_common()]
     left_out = ", ".join(counts) or "none"
-    context.log(f"{used:,} of {drawn:,} texts are used. Left out: {left_out}.")
+    context.log(f"Sampled texts: {drawn:,}, of which used: {used:,}, left out: {left_out}.")

@@ -23,7 +23,11 @@ _BATCHES: OrderedDict[BatchesKey, Mixture] = OrderedDict()
 
 @lru_cache(maxsize=2)
 def load_shared(backbone: BackboneConfig) -> Backbone:
-    """Return a loaded backbone, which the runs of one process share."""
+    """Return a loaded backbone, which the runs of one process share; the last two are kept.
+
+    Raises:
+        GraftError: see `load_backbone`.
+    """
     return backbone.load()
 
 
@@ -35,14 +39,17 @@ def load_shared_evaluator(
     length: int,
     own_text: Path | None,
 ) -> BackboneEvaluator:
-    """Return the evaluator of a backbone, which the runs of one process share.
+    """Return the evaluator of a backbone, which the runs of one process share; the last two are kept.
 
     Args:
-        backbone: the backbone.
-        tests: the test section of a `DataConfig`, as JSON.
+        backbone: the config of the backbone.
+        tests: a `DataConfig` as JSON, of which only the test section is used.
         evaluation: an `EvaluationConfig` as JSON.
         length: tokens per window.
-        own_text: file of the texts that the backbone sampled; without it, their divergence is not measured.
+        own_text: file of the texts that the backbone sampled; None measures no divergence on them.
+
+    Raises:
+        GraftError: the backbone, the test texts, the tasks or the sampled texts can't be read.
     """
     sources = DataConfig.model_validate_json(tests).test
     settings = EvaluationConfig.model_validate_json(evaluation)
@@ -51,7 +58,9 @@ def load_shared_evaluator(
 
 
 def shared_batches(key: BatchesKey, build: Callable[[], Mixture]) -> Mixture:
-    """Return the batches of a key, built again if none are kept or if those that are kept have a position.
+    """Return the batches of a key, which the runs of one process share; the last four are kept.
+
+    Batches are built anew if those that are kept have a position in their texts (`state_dict` is not empty).
 
     Args:
         key: the backbone, the data section as JSON, and the batch size.

@@ -33,7 +33,7 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, HasHeads
 from graftlm.grafts.heads import TaskSpec, uncertainty
 from graftlm.runs.graft_run import GRAFT_NAME, AnyGraft
-from graftlm.runs.run import RunContext, Trainee, TrainingRun
+from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.store.artifact import save_graft
 from graftlm.store.manifest import read_manifest
 from graftlm.training.config import TrainingConfig
@@ -122,6 +122,16 @@ class TaskRun(_TaskSettings, TrainingRun):
 
     @contextmanager
     def build(self, context: RunContext) -> Iterator[Trainee[GraftedModel, TaskEvaluation]]:
+        """Read the labelled rows, build the grafted model, and initialize the heads of its tasks.
+
+        The graft is detached from the backbone when the block ends.
+
+        Args:
+            context: where to log.
+
+        Raises:
+            GraftError: the backbone or the rows can't be read, or the graft does not fit them.
+        """
         rows = {name: read_training_rows(name, task) for name, task in self.tasks.items()}
         tests = {
             "test": self._held_out(rows, "test"),
@@ -139,7 +149,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             for name, start in starts.items():
                 context.log(f"The task {name} starts from {json.dumps(start)}.")
             if self.training.steps:
-                context.log(f"Training {graft.config.label} for {self.training.steps:,} steps.")
+                context.log(f"Training {graft.config.label} for {steps_text(self.training.steps)}.")
             yield Trainee(
                 model=model,
                 batches=batches,
@@ -162,7 +172,10 @@ class TaskRun(_TaskSettings, TrainingRun):
     def _check_length(self, backbone: Backbone) -> None:
         limit = max_sequence_length(backbone, backbone.need_tokenizer())
         if self.length > limit:
-            raise RecipeError(f"length is {self.length}, but {backbone.name} reads {limit} tokens: lower it to that.")
+            raise RecipeError(
+                f"length is {self.length}, but {backbone.name} reads at most {limit} tokens: set length to {limit} or "
+                "less."
+            )
 
     def _log_rows(
         self,
@@ -171,6 +184,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         rows: Mapping[str, TaskRows],
         batches: LabelledMixture,
     ) -> None:
+        """Log notes about rows and batches, and the number of rows."""
         for task in rows.values():
             for note in task.notes:
                 context.log(note)
@@ -180,25 +194,33 @@ class TaskRun(_TaskSettings, TrainingRun):
         context.log(f"Backbone {backbone.name}; tasks: {len(rows)}; rows in all: {n_rows:,}.")
 
     def encoder(self, backbone: Backbone, truncation: bool = True) -> RowEncoder:
-        """Return the encoder that turns the run's rows into tokens."""
-        return row_encoder(backbone, self.length, truncation)
+        """Return the encoder that turns the run's rows into tokens.
+
+        Args:
+            backbone: the backbone, whose tokenizer encodes.
+            truncation: truncate longer rows; False makes a longer training row an error.
+        """
+        return row_encoder(backbone, self.length, truncation=truncation)
 
     def batches(self, model: GraftedModel, rows: Mapping[str, TaskRows]) -> LabelledMixture:
-        """Return the batches.
+        """Return the batches of labelled rows.
 
         Args:
             model: the model in training, whose scores some sampler policies need.
             rows: the training rows by task.
+
+        Raises:
+            DataError: a row is longer than `length`, and `truncation` is false.
         """
         tasks = tasks_of(model.grafts[GRAFT_NAME])
         score = row_scorer(model, list(tasks.values()), self.training.precision)
         return LabelledMixture(
             rows,
-            self.encoder(model.backbone, self.truncation),
+            self.encoder(model.backbone, truncation=self.truncation),
             self.sampler,
-            self.training.batch_size,
-            self.training.seed,
-            score,
+            batch_size=self.training.batch_size,
+            seed=self.training.seed,
+            score=score,
             numbers={name: number for number, name in enumerate(tasks) if name in rows},
             steps=self.training.steps,
         )
@@ -234,7 +256,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         summary: TrainingSummary | None,
         measurement: Measurement,
     ) -> None:
-        """Write the graft with what its use needs, and the sampler's report."""
+        """Write the graft into the folder `graft` of the run's folder, and the sampler's report next to it."""
         report = _labelled_mixture(trainee).sampler.report()
         write_atomically(context.folder / SAMPLER, json.dumps(report).encode())
         model = trainee.model
@@ -291,11 +313,14 @@ def _scores_as_json(scores: Mapping[str, TaskScore]) -> dict[str, object]:
 
 
 def with_tasks(config: GraftConfig, specs: Mapping[str, TaskSpec]) -> GraftConfig:
-    """Return the config of a graft with tasks.
+    """Return a copy of a graft's config that has tasks.
 
     Args:
-        config: a config without tasks.
+        config: a config without tasks, of a kind of graft with heads.
         specs: the tasks by name, in order.
+
+    Raises:
+        RecipeError: the tasks do not fit the config.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
     values["tasks"] = {name: spec.model_dump() for name, spec in specs.items()}
@@ -307,8 +332,11 @@ def row_encoder(backbone: Backbone, length: int, truncation: bool = True) -> Row
 
     Args:
         backbone: the backbone, whose tokenizer encodes.
-        length: maximum tokens of a row.
+        length: maximum number of tokens of a row.
         truncation: truncate longer rows; False makes a longer training row an error.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
     segments = (getattr(backbone.config, "type_vocab_size", None) or 0) > 1
     return RowEncoder(backbone.need_tokenizer(), length, segments=segments, truncation=truncation)
@@ -327,6 +355,9 @@ def row_scorer(
         model: the model in training.
         specs: the tasks in the order of their numbers.
         precision: precision of the passes.
+
+    Returns:
+        A function from a batch to the uncertainty of each row; None for rows of tasks without one.
     """
     predict = predictor(model, precision)
 
@@ -363,8 +394,8 @@ def task_tests(
 
     Args:
         tasks: all tasks of the graft, in the order of their numbers.
-        configs: the tasks' configs, which may name a metric.
-        rows: the test rows by task.
+        configs: the tasks' configs by name, which may name a metric.
+        rows: the test rows by task; tasks without test rows are left out.
     """
     numbers = {name: number for number, name in enumerate(tasks)}
     tests = {}

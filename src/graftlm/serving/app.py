@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from graftlm.errors import GraftError
 from graftlm.serving import extensions, openai_routes, operations
-from graftlm.serving.errors import on_error
+from graftlm.serving.errors import LOG, on_error
 from graftlm.serving.middleware import (
     AllowedHostMiddleware,
     ApiKeyMiddleware,
@@ -46,9 +46,13 @@ _DISCARDED_FACTOR = 8  # a refused body is received up to this multiple of the l
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the application of a server.
+    """Create the ASGI application of a server.
 
-    While it runs, it checks the grafts' files. At its end it closes the engine.
+    While it runs, it checks the grafts' files at intervals. When it ends, it sets `service.closing` and closes the
+    engine.
+
+    Args:
+        service: the parts of the server, whose engine is running.
     """
     app = FastAPI(
         title="GraftLM",
@@ -108,10 +112,13 @@ async def _lifespan(service: Service, app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _watch(service: Service) -> None:
-    """Check the grafts' files at intervals."""
+    """Check the grafts' files at intervals. A check that fails is logged and does not end the loop."""
     while service.settings.reload_seconds:
         await asyncio.sleep(service.settings.reload_seconds)
-        await asyncio.to_thread(service.reload)
+        try:
+            await asyncio.to_thread(service.reload)
+        except Exception:  # for example, a folder that can't be listed for some time
+            LOG.exception("the grafts' files could not be checked; the next check tries again")
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

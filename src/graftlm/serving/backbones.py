@@ -35,13 +35,18 @@ def load_backbones(
         models: each model's name on the hub or path, by its name in requests.
         given: folders of grafts by name.
         folder: a folder with further grafts' folders.
-        device: device of all models; None selects the fastest.
+        device: device of all models; None selects the fastest available one.
         dtype: precision of the weights, as for `load_backbone`.
         trust_remote_code: run code of the models' repositories, as for `load_backbone`.
         quantize: int8 or int4; None keeps the precision.
 
+    Returns:
+        The backbones by the names of `models`.
+
     Raises:
-        BackboneError: a model can't be loaded, or the weights of all do not fit into the memory.
+        ArtifactError: one of the folders in `given` is not a graft.
+        BackboneError: a model can't be loaded or quantized, or the weights of all do not fit into the memory.
+        MissingExtraError: a model is a GGUF file, and the package gguf is not installed.
     """
     target = device or default_device()
     named_records = [read_manifest(path).backbone for path in given.values()]
@@ -50,18 +55,14 @@ def load_backbones(
     kinds: dict[str, BackboneKind] = {}
     sizes: dict[str, int] = {}
     for name, model in models.items():
-        size = 0
-        architecture = None
-        if several:
-            size, architecture = inspect_model(model, "causal-lm", dtype=dtype, trust_remote_code=trust_remote_code)
-        kind = served_kind(model, trust_remote_code=trust_remote_code)
-        if kind != "encoder":
-            kind_of_grafts = _common_kind(named_records, architecture) or _common_kind(folder_records, architecture)
-            kind = kind_of_grafts or kind
-        if kind == "encoder" and several:
-            size, _ = inspect_model(model, "encoder", dtype=dtype, trust_remote_code=trust_remote_code)
-        kinds[name] = kind
-        sizes[name] = size
+        kinds[name], sizes[name] = _kind_and_size(
+            model,
+            named_records,
+            folder_records,
+            several=several,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
     check_memory(sizes, target, quantized=quantize is not None)
     backbones = {}
     for name, model in models.items():
@@ -76,6 +77,29 @@ def load_backbones(
             quantize_weights(backbone.bare_model, quantize, model)
         backbones[name] = backbone
     return backbones
+
+
+def _kind_and_size(
+    model: str,
+    named_records: Iterable[BackboneRecord],
+    folder_records: Iterable[BackboneRecord],
+    *,
+    several: bool,
+    dtype: str,
+    trust_remote_code: bool,
+) -> tuple[BackboneKind, int]:
+    """Return the kind of a model and the size of its weights in bytes, which is 0 unless there are several models."""
+    size = 0
+    architecture = None
+    if several:
+        size, architecture = inspect_model(model, "causal-lm", dtype=dtype, trust_remote_code=trust_remote_code)
+    kind = served_kind(model, trust_remote_code=trust_remote_code)
+    if kind != "encoder":
+        kind_of_grafts = _common_kind(named_records, architecture) or _common_kind(folder_records, architecture)
+        kind = kind_of_grafts or kind
+    if kind == "encoder" and several:
+        size, _ = inspect_model(model, "encoder", dtype=dtype, trust_remote_code=trust_remote_code)
+    return kind, size
 
 
 def _records_of(folder: Path | None) -> list[BackboneRecord]:
@@ -102,14 +126,14 @@ def name_models(pairs: Iterable[tuple[str | None, str]]) -> dict[str, str]:
     """Return models by their names in requests.
 
     Args:
-        pairs: a name, or None for the default one, and a model's name on the hub or path.
+        pairs: a name in requests, or None for that of `served_name`, and a model's name on the hub or path.
 
     Raises:
         GraftError: two models have the same name, or a name can't be used.
     """
     models: dict[str, str] = {}
-    for name, model in pairs:
-        name = checked_name(name or served_name(model))
+    for given_name, model in pairs:
+        name = checked_name(given_name or served_name(model))
         if name in models:
             raise GraftError(
                 f"Two backbones have the name {name}: give them different names with --backbone NAME=MODEL."
@@ -119,20 +143,21 @@ def name_models(pairs: Iterable[tuple[str | None, str]]) -> dict[str, str]:
 
 
 def served_name(name: str) -> str:
-    """Return the default name of a backbone in requests: its name on the hub, or the name of its folder."""
+    """Return the default name of a model in requests: the last part of the path of a folder, else the name itself."""
     path = Path(name)
     return path.absolute().name if path.is_dir() else name
 
 
 def checked_name(name: str) -> str:
-    """Return the name of a backbone in requests.
+    """Return a name of a backbone unchanged if requests can use it.
 
     Raises:
-        GraftError: the name can't be used.
+        GraftError: a part of the name between slashes has other characters than letters, digits, dots, dashes and
+            underscores, does not begin with a letter or digit, or has more than 64 characters.
     """
     if not all(NAME.fullmatch(part) for part in name.split("/")):
         raise GraftError(
-            f"The name {name!r} of the backbone is not usable in requests: choose a name of letters, digits, dots, "
-            "dashes and underscores (--name, or --backbone NAME=MODEL)."
+            f"The name {name[:200]!r} of the backbone is not usable in requests: choose a name of at most 64 letters, "
+            "digits, dots, dashes and underscores (--name, or --backbone NAME=MODEL)."
         )
     return name

@@ -2,6 +2,8 @@
 
 Each step drops cancelled and overdue requests, admits waiting requests and reads their prompts, joins their rows to the
 running batches, and generates one token of each row. Long prompts are read in parts, one in each step.
+
+A row is one continuation of one prompt. Shape suffixes: B rows of a batch, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class BatchingEngine(ThreadedEngine):
     Args:
         backbone: a causal language model with a tokenizer and without attached grafts.
         grafts: grafts for this backbone, by name.
-        name: name of the backbone in requests; by default its own name.
-        limits: the limits of the engine.
+        name: name of the backbone in requests; None uses `backbone.name`.
+        limits: the limits of the engine; None uses the defaults of `EngineLimits`.
 
     Raises:
         BackboneError: the backbone is not a causal language model, or has no tokenizer.
@@ -70,7 +72,11 @@ class BatchingEngine(ThreadedEngine):
         self._thread.start()
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Use a graft for new requests, or remove its name; running requests keep their graft."""
+        """Use a graft for new requests, or remove its name if `graft` is None. Running requests keep their graft.
+
+        Raises:
+            GraftError: the name can't be used, the object is not a graft, or the graft can't share a batch.
+        """
         super().replace(name, graft)
         if isinstance(graft, Graft):
             self._pack(graft)
@@ -119,7 +125,7 @@ class BatchingEngine(ThreadedEngine):
         for batch in self._all_batches():
             kept = []
             for row, request in enumerate(batch.tags):
-                reason = request.overdue
+                reason = request.reason_to_end
                 if reason is None:
                     kept.append(row)
                 else:
@@ -129,7 +135,7 @@ class BatchingEngine(ThreadedEngine):
             self._begun = None
         unread = []
         for request in self._unread:
-            reason = request.overdue
+            reason = request.reason_to_end
             if reason is None:
                 unread.append(request)
             else:

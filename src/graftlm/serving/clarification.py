@@ -65,13 +65,14 @@ class ClarifyBody(RequestBody):
 
     def _problems(self) -> Iterator[str]:
         if (self.start is None) == (self.conversation is None):
-            yield "either start or conversation is expected, and not both"
+            found = "neither start nor conversation is" if self.start is None else "both start and conversation are"
+            yield f"{found} given, but one of them is expected"
         if self.answer is not None and self.conversation is None:
             yield "an answer needs its conversation: send it as the last turn returned it"
 
 
 def template_list() -> dict[str, object]:
-    """Return the templates with their target languages."""
+    """Return the response of GET /v1/graftlm/clarify: the templates with their target languages."""
     from graftlm.pipelines import clarify
 
     templates = [clarify.load_template(name) for name in clarify.template_names()]
@@ -93,9 +94,13 @@ def run_turn(service: Service, body: ClarifyBody, client: EngineClient) -> Event
         body: the turn.
         client: generates the replies.
 
+    Returns:
+        The conversation as JSON values, which the client sends with its next turn.
+
     Raises:
-        ServingError: the body does not fit, or the generation failed.
-        GraftError: the conversation or its template is invalid.
+        ServingError: the template does not exist or has changed, the conversation is too large or has no open question
+            for the answer, or the generation failed.
+        GraftError: the conversation is invalid, or its target language is not one of the template's.
     """
     from graftlm.pipelines import clarify
     from graftlm.serving.writers import ClarifyWriter
@@ -135,8 +140,8 @@ def _continued(body: ClarifyBody) -> Conversation:
     template.target(conversation.target)
     if conversation.budget > MAX_QUESTIONS or len(conversation.text) > MAX_QUERY:
         raise ServingError(
-            f"The conversation is too large: at most {MAX_QUERY:,} characters and {MAX_QUESTIONS} questions are "
-            "accepted.",
+            f"The text has {len(conversation.text):,} characters and the budget is {conversation.budget}, but at most "
+            f"{MAX_QUERY:,} characters and {MAX_QUESTIONS} questions are accepted: start a smaller conversation.",
             "conversation",
         )
     if conversation.step == "answer":

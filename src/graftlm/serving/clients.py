@@ -30,8 +30,8 @@ class EngineClient:
 
     Args:
         engine: the engine.
-        model: name of the model.
-        user: name of the API key or address of the HTTP client.
+        model: name of the backbone or of a graft, or names of grafts joined by `+`.
+        user: name of the API key or address of the HTTP client; users take turns in the engine's queue.
     """
 
     def __init__(self, engine: Engine, model: str, user: str = "") -> None:
@@ -53,16 +53,17 @@ class EngineClient:
         """Generate a continuation greedily. Call it from a thread without an event loop.
 
         Args:
-            prompt: token ids.
+            prompt: token ids, at least one.
             max_tokens: maximum number of new tokens.
-            on_text: called with each piece of the text.
+            on_text: called with each piece of the text, which may be empty.
             stop: strings before the first of which the continuation ends.
 
         Returns:
             The end of the continuation, with its whole text.
 
         Raises:
-            ServingError: the engine refuses the request, fails or shuts down, or the HTTP client has disconnected.
+            ServingError: the engine refuses the request, fails or shuts down, the time limit passed, or `disconnect`
+                was called before.
         """
         request = GenerationRequest(
             prompt=tuple(prompt),
@@ -78,7 +79,7 @@ class EngineClient:
         return asyncio.run(_read(self._stream, on_text))
 
     def disconnect(self) -> None:
-        """Cancel the running request, and refuse further ones."""
+        """Cancel the running request, and refuse further ones. It may be called from any thread."""
         with self._lock:
             self._disconnected = True
             if self._stream is not None:

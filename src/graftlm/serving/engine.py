@@ -35,13 +35,14 @@ _log = logging.getLogger(__name__)
 class ThreadedEngine(ModelRegistry):
     """The common part of engines. A subclass generates in `_step` and starts the thread.
 
-    The engine owns the backbone until `close`: nothing else may attach grafts to it.
+    The engine owns the backbone until `close`: nothing else may attach grafts to it. The public methods are
+    thread-safe.
 
     Args:
         backbone: a backbone with a tokenizer and without attached grafts.
         grafts: grafts for this backbone, by name.
-        name: name of the backbone in requests; by default its own name.
-        limits: the limits of the engine.
+        name: name of the backbone in requests; None uses `backbone.name`.
+        limits: the limits of the engine; None uses the defaults of `EngineLimits`.
 
     Raises:
         BackboneError: the backbone is of another kind, or has no tokenizer.
@@ -69,10 +70,12 @@ class ThreadedEngine(ModelRegistry):
         self._thread = threading.Thread(target=self._work, name="graftlm-engine", daemon=True)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        """Queue requests and return their stream.
+        """Queue all requests, or none if one of them is refused, and return their stream.
 
         Raises:
-            ServingError: a request does not fit the models or the limits, or the queue is full.
+            ServingError: a request does not fit the models or the limits.
+            QueueFullError: more requests would be open than the limits allow.
+            ShuttingDownError: `close` was called.
         """
         graft_sets = [GraftSet(tuple(self.check(request).items())) for request in requests]
         stream = RequestStream(len(requests))
@@ -80,8 +83,12 @@ class ThreadedEngine(ModelRegistry):
             if self._closing:
                 raise ShuttingDownError
             capacity = self.limits.batch_size + self.limits.queue
-            if len(self._running) + len(self._queue) + len(requests) > capacity:
-                raise QueueFullError(f"{len(self._queue)} requests are waiting already: try again in a moment.")
+            open_requests = len(self._running) + len(self._queue)
+            if open_requests + len(requests) > capacity:
+                raise QueueFullError(
+                    f"The number of running and waiting continuations is {open_requests}, and the request asks for "
+                    f"{len(requests)} more, but the limit is {capacity}: try again in a moment."
+                )
             for index, (request, graft_set) in enumerate(zip(requests, graft_sets, strict=True)):
                 scheduled = ScheduledRequest(
                     sampling=RowSampling(request, self._end_ids),
@@ -95,7 +102,7 @@ class ThreadedEngine(ModelRegistry):
         return stream
 
     def stats(self) -> EngineStats:
-        """Return the numbers of running and waiting requests, tokens and finished requests."""
+        """Return the present numbers of running and waiting requests, and the totals since the start."""
         with self._changed:
             return EngineStats(
                 running=len(self._running),
@@ -105,10 +112,13 @@ class ThreadedEngine(ModelRegistry):
             )
 
     def close(self, grace: float) -> bool:
-        """Refuse new requests, finish within `grace` seconds, and cancel the rest.
+        """Refuse new requests, wait until all others have finished, and cancel those that remain.
+
+        Args:
+            grace: maximum number of seconds to wait.
 
         Returns:
-            True if all requests finished.
+            True if all requests finished in time.
         """
         with self._changed:
             self._closing = True
@@ -160,9 +170,9 @@ class ThreadedEngine(ModelRegistry):
     def _drop_waiting(self) -> None:
         """End cancelled and overdue requests in the queue."""
         with self._changed:
-            dropped = self._queue.drop(lambda request: request.overdue)
+            dropped = self._queue.drop(lambda request: request.reason_to_end)
         for request in dropped:
-            self._finish(request, request.finish(request.overdue or "cancelled"))
+            self._finish(request, request.finish(request.reason_to_end or "cancelled"))
 
     def _admit(self, count: int) -> list[ScheduledRequest]:
         """Start waiting requests until `count` requests are running."""

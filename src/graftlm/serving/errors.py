@@ -28,13 +28,16 @@ class UnsupportedValueError(ValueError):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every response whose status is not 200."""
+    """The body of error responses."""
 
     error: ErrorObject
 
 
 def error_body(error: GraftError) -> dict[str, dict[str, str | None]]:
-    """Return the JSON object of an error. An error that is not a `ServingError` counts as a mistake in the request."""
+    """Return the JSON object of an error in OpenAI's form.
+
+    An error that is not a `ServingError` is reported as a mistake in the request (`invalid_request_error`).
+    """
     known = error if isinstance(error, ServingError) else ServingError()
     return {
         "error": {
@@ -54,7 +57,7 @@ def _valid_unicode(text: str | None) -> str | None:
 
 
 def error_response(error: GraftError) -> JSONResponse:
-    """Return the HTTP response of an error."""
+    """Return the HTTP response of an error; the status is 400 for an error that is not a `ServingError`."""
     status = error.status if isinstance(error, ServingError) else 400
     headers = {}
     if isinstance(error, QueueFullError | ShuttingDownError):
@@ -65,7 +68,10 @@ def error_response(error: GraftError) -> JSONResponse:
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
-    """Return the response of a `GraftError`, of an invalid body, or of an unknown path."""
+    """Return the response of a `GraftError`, a `RequestValidationError` or an `HTTPException`.
+
+    FastAPI calls it with exceptions of these types only.
+    """
     if isinstance(error, RequestValidationError):
         return error_response(_invalid_request(request, error))
     if isinstance(error, HTTPException):

@@ -36,7 +36,7 @@ _LIMITS = {
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes of a service."""
+    """Return the routes under /v1/graftlm/ for a service, and start the threads of its pipelines."""
     routes = APIRouter(
         prefix="/v1/graftlm",
         tags=["graftlm"],
@@ -55,8 +55,8 @@ def router(service: Service) -> APIRouter:
         """Return all measurements of a graft."""
         entries = service.store.entries()
         if name not in entries:
-            known = ", ".join(entries) or "none is served"
-            raise UnknownModelError(f"There is no graft {name[:100]!r}: use one of the served grafts ({known}).")
+            remedy = f"use one of {', '.join(entries)}" if entries else "this server has none; serve one with --graft"
+            raise UnknownModelError(f"There is no graft {name[:100]!r}: {remedy}.")
         return graft_report(entries[name])
 
     @routes.get("/clarify")

@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Compile the grammar."""
+    """Compile the grammar on standard input, and exit without a result. Invalid grammars are no error here."""
     seconds = int(sys.argv[1])
     memory = int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

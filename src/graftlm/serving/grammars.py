@@ -46,11 +46,14 @@ _TRIAL_BYTES = 2**32
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model. All methods are thread-safe; call them from the threads of `pool`.
+    """Compiles grammars for a model. All methods are thread-safe and may take seconds: call them in threads of `pool`.
 
-    Compilation can take hours, so each grammar is compiled in another process first, within limits.
+    The compilation of some grammars would take hours. Each new grammar is compiled first in another process, with
+    limits on time and memory. The last 64 grammars are cached. Copy a returned matcher (`deep_copy`) before use.
 
-    All methods raise ServingError if the grammar is invalid, unsupported or too complex.
+    All methods raise `ServingError` if the grammar is invalid, unsupported or too complex, or if the tokenizer does not
+    support grammars, and `EngineError` if the other process fails. Their argument `param` is the request's key for the
+    grammar, which these errors name.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -71,25 +74,20 @@ class GrammarCompiler:
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="graftlm-grammars")
 
     def json(self, schema: Schema, param: str) -> LLMatcher:
-        """Compile a JSON schema; the white space is that of `json.dumps`.
-
-        Args:
-            schema: the schema.
-            param: the request's key for the grammar, which errors name.
-        """
+        """Compile a JSON schema. The white space of answers is that of `json.dumps`."""
         text = checked_schema(schema, param)
         return self._compile(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS), param)
 
     def regex(self, pattern: str, param: str) -> LLMatcher:
-        """Compile a regular expression in Rust's syntax, which matches the whole answer."""
+        """Compile a regular expression in Rust's syntax, which the whole answer must match."""
         return self._compile(LLMatcher.grammar_from_regex(pattern), param)
 
     def lark(self, grammar: str, param: str) -> LLMatcher:
-        """Compile a Lark grammar with the rule `start`."""
+        """Compile a Lark grammar in llguidance's dialect, whose rule `start` the whole answer must match."""
         return self._compile(LLMatcher.grammar_from_lark(grammar), param)
 
     def choice(self, texts: Sequence[str], param: str) -> LLMatcher:
-        """Compile a choice between texts."""
+        """Compile a choice between texts, of which there is at least one. The answer is one of them."""
         alternatives = " | ".join(quoted(text) for text in texts)
         return self.lark(f"start: {alternatives}", param)
 
@@ -97,7 +95,8 @@ class GrammarCompiler:
         matcher = self._cached_matcher(grammar)
         if matcher is None:
             raise ServingError(
-                f"{param} is too complex: its compilation takes more than {_TRIAL_SECONDS} seconds; simplify it.",
+                f"{param} is too complex: its compilation exceeds the limit of {_TRIAL_SECONDS} seconds or of memory, "
+                "so simplify it.",
                 param,
                 code="grammar_too_complex",
             )
@@ -145,10 +144,15 @@ def _reason(problem: str) -> str:
 
 
 def checked_schema(schema: Schema, param: str) -> str:
-    """Check a schema and return it as JSON.
+    """Return a schema as JSON text if all of its keywords are known.
+
+    Args:
+        schema: the schema, which is not checked further.
+        param: the request's key for the schema, which errors name.
 
     Raises:
-        ServingError: the schema has an unknown keyword, or `x-guidance` of llguidance, which can disable checks.
+        ServingError: the schema has an unknown keyword that does not begin with `x-`, or it has `x-guidance` of
+            llguidance, which can disable checks.
     """
     text = json.dumps(schema)
     if '"x-guidance"' in text:
@@ -182,5 +186,5 @@ def _keywords(schema: object) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a literal of a Lark grammar."""
+    """Return a text as a quoted literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)

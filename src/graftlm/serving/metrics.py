@@ -25,7 +25,7 @@ class EngineCollector(Collector):
         self.engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current values."""
+        """Yield the metrics of the engine with their current values."""
         stats = self.engine.stats()
         yield GaugeMetricFamily("graftlm_running", "Continuations being generated.", stats.running)
         yield GaugeMetricFamily("graftlm_waiting", "Waiting continuations.", stats.waiting)
@@ -37,10 +37,19 @@ class EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """The metrics of one server.
+    """The metrics of one server, in a registry that GET /metrics reports.
 
     Args:
         engine: the engine whose state is reported.
+
+    Attributes:
+        registry: all metrics, with those of the engine and of the Python process.
+        requests: number of HTTP requests by path and status.
+        request_seconds: durations of HTTP requests by path.
+        first_token_seconds: times from the submission to the first token by model.
+        prompt_tokens: number of prompt tokens by model.
+        completion_tokens: number of new tokens by model.
+        loads: number of loaded graft files by graft and outcome.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -26,7 +26,7 @@ _Body = TypeVar("_Body", bound=ApiRequest)
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes of a service."""
+    """Return the routes of OpenAI's API under /v1/ for a service."""
     routes = APIRouter(prefix="/v1", responses=ERRORS)
 
     @routes.get("/models", response_model_exclude_unset=True, summary="All names of models")

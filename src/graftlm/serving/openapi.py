@@ -21,7 +21,11 @@ _DESCRIPTIONS = {
 
 
 def error_responses(*statuses: int) -> Responses:
-    """Return the responses with these statuses."""
+    """Return the error responses of a route for its OpenAPI schema.
+
+    Args:
+        statuses: HTTP statuses from 400 on that this server uses.
+    """
     return {status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 

@@ -17,7 +17,7 @@ from graftlm.version import __version__
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes of a service."""
+    """Return the routes /health, /version, /metrics, /tokenize and /detokenize for a service."""
     routes = APIRouter()
 
     @routes.get("/health", responses={503: {"model": Health}}, summary="Whether the server accepts requests")
@@ -60,7 +60,7 @@ def _service_of(service: Service, model: str | None) -> Service:
         return service.of(model)
     if service.members:
         raise ServingError(
-            "The key model is missing: it is needed, because the backbones of this server have different tokenizers.",
+            "The key model is missing, but the backbones of this server may have different tokenizers: name one.",
             "model",
         )
     return service

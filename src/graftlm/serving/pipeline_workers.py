@@ -19,11 +19,11 @@ _T = TypeVar("_T")
 
 
 class PipelineWorkers:
-    """Runs pipelines in threads.
+    """Runs pipelines in threads. Its methods must be called in an event loop.
 
     Args:
-        threads: number of threads.
-        max_open: maximum number of pipelines, including waiting ones.
+        threads: number of pipelines that run at the same time.
+        max_open: maximum number of running and waiting pipelines.
     """
 
     def __init__(self, threads: int, max_open: int) -> None:
@@ -32,11 +32,16 @@ class PipelineWorkers:
         self._open: set[asyncio.Future[Any]] = set()
 
     async def run(self, request: Request, client: EngineClient, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`, and disconnect the client from the engine.
+        """Run a pipeline in a thread, and return its result.
+
+        Args:
+            request: the HTTP request; if its client disconnects, the pipeline ends at its next call of the engine.
+            client: disconnected from the engine at the end.
+            work: the pipeline, whose exceptions are raised.
 
         Raises:
             QueueFullError: too many pipelines are open.
-            ServingError: the pipeline needs a package that is not installed.
+            ServingError: the pipeline needs a package that is not installed (status 501).
             ClientDisconnectedError: the HTTP client has disconnected.
         """
         try:
@@ -47,11 +52,11 @@ class PipelineWorkers:
             client.disconnect()
 
     def stream(self, client: EngineClient, work: Callable[[OnEvent], Event], seconds: float) -> EventStream:
-        """Stream progress events, then the result.
+        """Run a pipeline in a thread, and return the stream of its events, the last of which is its result.
 
         Args:
             client: disconnected from the engine at the end.
-            work: calls its argument with each event, and returns the last one.
+            work: the pipeline, which calls its argument with each event except the last, and returns the last one.
             seconds: time after which a client that does not read the stream counts as disconnected.
 
         Raises:
@@ -83,7 +88,10 @@ class PipelineWorkers:
     def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         count = len(self._open)
         if count >= self._max_open:
-            raise QueueFullError(f"{count} such requests are open, and no more are accepted: try again in a moment.")
+            raise QueueFullError(
+                f"The number of open requests of this kind is {count}, but the limit is {self._max_open}: try again in "
+                "a moment."
+            )
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         self._open.add(future)
         future.add_done_callback(self._open.discard)

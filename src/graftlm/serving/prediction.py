@@ -69,8 +69,8 @@ class PredictionEngine(ThreadedEngine):
     Args:
         backbone: an encoder with a tokenizer and without attached grafts.
         grafts: grafts for this backbone, by name.
-        name: name of the backbone in requests; by default its own name.
-        limits: the limits of the engine.
+        name: name of the backbone in requests; None uses `backbone.name`.
+        limits: the limits of the engine; None uses the defaults of `EngineLimits`.
 
     Raises:
         BackboneError: the backbone is not an encoder, or has no tokenizer.
@@ -120,7 +120,7 @@ class PredictionEngine(ThreadedEngine):
         return grafts
 
     def requests(self, body: PredictBody, entries: Mapping[str, StoredGraft], user: str) -> Iterator[GenerationRequest]:
-        """Yield the rows of a body as requests.
+        """Yield the rows of a body as requests. Errors are raised during the iteration.
 
         Args:
             body: the rows.
@@ -129,14 +129,14 @@ class PredictionEngine(ThreadedEngine):
 
         Raises:
             UnknownModelError: the model is unknown.
-            ServingError: the model has no heads.
-            DataError: a row does not fit its task.
+            ServingError: the model is the encoder or a mixture, which have no heads.
+            DataError: the graft has no task of that name, or a row does not fit its task.
         """
         check_model(self.names, body.model)
         if body.model not in entries:
             grafts = ", ".join(self.names[1:])
             remedy = f"name one of {grafts}" if grafts else "serve a graft with heads"
-            raise ServingError(f"The model {body.model!r} has no heads: {remedy}.", "model")
+            raise ServingError(f"The model {body.model!r} is not a graft with heads: {remedy}.", "model")
         task_graft = TaskGraft.of(entries[body.model].manifest, self._grafts[body.model], self._backbone)
         with self._tokenizing:
             encoder = task_graft.encoder
@@ -252,7 +252,7 @@ async def predictions(stream: RequestStream) -> list[dict[str, object]]:
     """Return the predictions of all rows of a stream in their order.
 
     Raises:
-        ServingError: a row was not answered.
+        ServingError: a row was not answered, because it was cancelled or the time limit passed.
     """
     ends = [item async for item in stream if isinstance(item, Finish)]
     ends.sort(key=lambda end: end.index)
@@ -260,7 +260,7 @@ async def predictions(stream: RequestStream) -> list[dict[str, object]]:
     if len(answered) < len(ends):
         reason = next(end.reason for end in ends if end.prediction is None)
         raise ServingError(
-            f"{len(ends) - len(answered)} rows were not answered ({reason}): send fewer rows, or try again later.",
+            f"Only {len(answered)} of {len(ends)} rows were answered ({reason}): send fewer rows, or try again later.",
             status=503,
         )
     return answered

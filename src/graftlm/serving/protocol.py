@@ -33,9 +33,9 @@ class ServingError(GraftError):
 
     Args:
         message: one sentence.
-        param: the key of the request that caused the error.
-        status: HTTP status; by default the class's own.
-        code: OpenAI's error code; by default the class's own.
+        param: the key of the request that caused the error; None if no single key did.
+        status: HTTP status; None uses that of the class.
+        code: OpenAI's error code; None uses that of the class.
     """
 
     status = 400
@@ -78,7 +78,7 @@ class ContextLengthError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """Too many requests are waiting."""
+    """The maximum number of open or waiting requests is reached."""
 
     status = 429
     code = "queue_full"
@@ -239,12 +239,15 @@ class Finish:
 
 
 class RequestStream:
-    """The outputs of submitted requests, put by the engine's thread and iterated by one event loop.
+    """The outputs of submitted requests, put by the engine's thread and iterated once, by one event loop.
 
     The iteration ends when all continuations have finished.
 
     Args:
         count: number of continuations.
+
+    Attributes:
+        cancelled: whether `cancel` was called.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -254,11 +257,11 @@ class RequestStream:
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def cancel(self) -> None:
-        """Cancel the unfinished continuations."""
+        """Ask the engine to cancel the unfinished continuations; it does so at its next step."""
         self.cancelled = True
 
     def put(self, item: TokenOutput | Finish | Exception) -> None:
-        """Add an output; `wake_readers` delivers it."""
+        """Add an output, or an exception that the iteration raises. The reader is not woken before `wake_readers`."""
         self._items.append(item)
 
     async def __aiter__(self) -> AsyncIterator[TokenOutput | Finish]:
@@ -280,7 +283,7 @@ class RequestStream:
 
     @staticmethod
     def wake_readers(streams: Iterable[RequestStream]) -> None:
-        """Wake each event loop once for all of its streams."""
+        """Deliver the outputs that were put into these streams, with one wake-up per event loop."""
         events: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
         for stream in streams:
             if stream._reader is not None:
@@ -314,7 +317,10 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """Generates for one backbone and its grafts. All methods are thread-safe, and all but `close` return quickly."""
+    """The interface of engines, which generate for backbones and their grafts.
+
+    All methods are thread-safe, and all but `close` return quickly.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -322,28 +328,43 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        """Accept all requests, or none and raise ServingError; an output's index is its request's position."""
+        """Queue all requests, or none if one of them is refused.
+
+        Args:
+            requests: the continuations; the index of an output is the position of its request.
+
+        Raises:
+            ServingError: a request does not fit the models or the limits, the queue is full, or the engine is closing.
+        """
         ...
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Use a graft for new requests, or remove its name; running requests keep their graft."""
+        """Use a graft for new requests, or remove its name if `graft` is None. Running requests keep their graft.
+
+        Raises:
+            GraftError: the name or the graft can't be used.
+        """
         ...
 
     def stats(self) -> EngineStats:
-        """Return the current state."""
+        """Return the present numbers of running and waiting continuations, and the totals since the start."""
         ...
 
     def close(self, grace: float) -> bool:
-        """Refuse new requests, finish within `grace` seconds, and cancel the rest.
+        """Refuse new requests, wait at most `grace` seconds for the others, and cancel those that remain.
 
         Returns:
-            True if all requests finished.
+            True if all requests finished in time.
         """
         ...
 
 
 def check_model(names: Sequence[str], model: str) -> None:
     """Check that a model is a known name or consists of known names joined by +.
+
+    Args:
+        names: the backbones' names, followed by the grafts' names.
+        model: the key `model` of a request.
 
     Raises:
         UnknownModelError: a name is unknown; the message lists the known ones.
@@ -357,8 +378,13 @@ def check_model(names: Sequence[str], model: str) -> None:
 def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") -> None:
     """Check that a prompt has tokens, and that all of them are in the vocabulary.
 
+    Args:
+        prompt: token ids.
+        vocabulary: number of token ids of the model.
+        param: the request's key for the prompt, which errors name.
+
     Raises:
-        ServingError: otherwise; it names the key `param`.
+        ServingError: the prompt is empty, or a token id is negative or too large.
     """
     if not prompt:
         raise ServingError(f"{param} has no tokens, but at least one is expected: add a word.", param)
@@ -368,8 +394,13 @@ def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") 
 def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
     """Check that token ids are in the vocabulary.
 
+    Args:
+        tokens: token ids.
+        vocabulary: number of token ids of the model.
+        param: the request's key for the tokens, which errors name.
+
     Raises:
-        ServingError: otherwise; it names the key `param`.
+        ServingError: a token id is negative or too large.
     """
     for token in tokens:
         if not 0 <= token < vocabulary:

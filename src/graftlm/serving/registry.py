@@ -28,12 +28,12 @@ class ModelRegistry:
     Args:
         backbone: a backbone of the engine's `kind`: a causal language model, unless a subclass sets another kind.
         grafts: grafts for this backbone, by name.
-        name: name of the backbone in requests; by default its own name.
-        limits: the limits of the engine.
+        name: name of the backbone in requests; None uses `backbone.name`.
+        limits: the limits of the engine; None uses the defaults of `EngineLimits`.
 
     Raises:
         BackboneError: the backbone is of another kind.
-        GraftError: a name can't be used.
+        GraftError: a graft's name can't be used, or a graft can't share a batch.
     """
 
     kind = "causal-lm"
@@ -59,10 +59,8 @@ class ModelRegistry:
             self.replace(graft_name, graft)
 
     def _check_kind(self, backbone: Backbone) -> None:
-        right_kind = backbone.kind == self.kind
-        if right_kind and self.kind == "causal-lm":
-            right_kind = backbone.sites.family.causal
-        if not right_kind:
+        is_bidirectional = self.kind == "causal-lm" and not backbone.sites.family.causal
+        if backbone.kind != self.kind or is_bidirectional:
             raise BackboneError(self._kind_problem(backbone))
 
     def _kind_problem(self, backbone: Backbone) -> str:
@@ -116,19 +114,22 @@ class ModelRegistry:
         raise GraftError(f"The graft's name {name!r} {problem}: choose another name.")
 
     def fits(self, graft: object | None) -> bool:
-        """Return whether a graft was built for this backbone."""
+        """Return whether an object is a graft that was built for this backbone."""
         return isinstance(graft, Graft) and graft._fingerprint == self._backbone.fingerprint
 
     def holds(self, grafts: Iterable[tuple[str, Graft]]) -> bool:
-        """Return whether all of these grafts are still registered under their names."""
+        """Return whether all of these (name, graft) pairs are still registered."""
         known = self._grafts
         return all(known.get(name) is graft for name, graft in grafts)
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
-        """Return the grafts of a request by name; none for the backbone.
+        """Return the grafts of a request by name; an empty mapping for the backbone.
 
         Raises:
-            ServingError: the request does not fit the models or the limits.
+            UnknownModelError: a name in the request's model is unknown.
+            ContextLengthError: the request exceeds the context or the maximum number of new tokens.
+            ServingError: a mixture is impossible, the prompt is empty or has an unknown token, or fewer than the
+                minimum of new tokens are requested.
         """
         grafts = self._grafts_of(request.model)
         fewest_tokens = 0 if request.embed else 1
@@ -146,8 +147,8 @@ class ModelRegistry:
         total = length + request.max_tokens
         if total > self._context:
             raise ContextLengthError(
-                f"The prompt has {length} tokens and {request.max_tokens} new ones were requested, {total} in all, but "
-                f"the limit is {self._context}: shorten the prompt, or request fewer new tokens."
+                f"The prompt's length is {length} and max_tokens is {request.max_tokens}, {total} in all, but the "
+                f"limit is {self._context}: shorten the prompt, or request fewer new tokens."
             )
         return grafts
 

@@ -29,8 +29,8 @@ class ServedBackbone(BaseModel):
 
     Attributes:
         name: name in requests.
-        kind: causal-lm or encoder; an encoder can't generate text.
-        chat: whether its tokenizer has a chat template.
+        kind: `causal-lm` or `encoder`, which can't generate text.
+        chat: whether conversations are rendered with a chat template, of its tokenizer or of the server.
         context: maximum number of tokens of a prompt and its continuation; None if there is no limit.
     """
 
@@ -41,7 +41,12 @@ class ServedBackbone(BaseModel):
 
 
 class TradeOff(BaseModel):
-    """Learning and forgetting in nats per token; None if not measured."""
+    """Learning and forgetting.
+
+    Attributes:
+        learned: decrease of the loss on new text by training, in nats per token; None if it was not measured.
+        forgotten: increase of the loss on old text by training, in nats per token; None if it was not measured.
+    """
 
     learned: Interval | None
     forgotten: Interval | None
@@ -125,7 +130,7 @@ def served_models(service: Service, limits: Mapping[str, int]) -> ServedModels:
 
     Args:
         service: the service.
-        limits: further limits, those of the routes.
+        limits: limits of the routes by name, which are added to those of the service.
     """
     services = list(service.members.values()) or [service]
     max_tokens = max(min(own.limits.max_tokens, own.context - 1) for own in services)
@@ -146,7 +151,7 @@ def _served_backbone(service: Service) -> ServedBackbone:
 
 
 def graft_summary(entry: StoredGraft) -> GraftSummary:
-    """Summarize a graft from its graft.json."""
+    """Summarize a graft from its graft.json, and look for its audit page."""
     manifest = entry.manifest
     return GraftSummary(
         name=entry.name,
@@ -162,7 +167,11 @@ def graft_summary(entry: StoredGraft) -> GraftSummary:
 
 
 def graft_report(entry: StoredGraft) -> GraftReport:
-    """Return the measurements of a graft, from its graft.json and from the results.json of its run if there is one."""
+    """Return the measurements of a graft from its graft.json and, if there is one, from the results.json of its run.
+
+    Raises:
+        OSError: the audit page can't be read.
+    """
     manifest = entry.manifest
     measured = _measured(manifest)
     results, row_id = _find_results(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,8 +55,13 @@ class ParsedRequest:
 def parse_completion(service: Service, body: CompletionRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/completions.
 
+    Args:
+        service: the service of the model's backbone.
+        body: the body.
+        user: name of the API key or address of the client.
+
     Raises:
-        ServingError: the body does not fit the model.
+        ServingError: a value does not fit another one, the model or the limits, or a grammar can't be compiled.
     """
     _check_continuations(service, body, len(body.prompt))
     _check_stream_options(body)
@@ -75,10 +81,18 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
 
 
 def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
-    """Convert the body of /v1/chat/completions; max_tokens defaults to the rest of the context.
+    """Convert the body of /v1/chat/completions.
+
+    Without a maximum number of tokens, the answer may fill the context, up to the server's limit.
+
+    Args:
+        service: the service of the model's backbone.
+        body: the body.
+        user: name of the API key or address of the client.
 
     Raises:
-        ServingError: the body does not fit the model.
+        ServingError: a value does not fit another one, the model or the limits, the chat template rejects the messages,
+            or a grammar can't be compiled.
     """
     _check_continuations(service, body, 1)
     _check_stream_options(body)
@@ -101,8 +115,13 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
 def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> ParsedRequest:
     """Convert the body of /v1/embeddings.
 
+    Args:
+        service: the service of the model's backbone.
+        body: the body.
+        user: name of the API key or address of the client.
+
     Raises:
-        ServingError: the body does not fit the model.
+        ServingError: a text is empty, has a token that the model does not have, or exceeds the context.
     """
     requests = []
     for number, text in enumerate(body.input):
@@ -130,17 +149,27 @@ def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> Pars
 
 
 def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
-    """Return the token ids of the body of /tokenize."""
+    """Return the token ids of the text or the chat in the body of /tokenize.
+
+    Raises:
+        ServingError: the body has a chat, but the model is an encoder or its chat template rejects the messages.
+    """
     if body.messages is None:
         special = body.add_special_tokens is not False
         return list(service.tokenizer.encode(body.prompt or "", special=special))
     if service.encodes:
-        raise ServingError(f"The encoder {service.name} has no chat template: send prompt instead.", "messages")
+        raise ServingError(
+            f"messages is set, but the encoder {service.name} has no chats: send a text as prompt instead.", "messages"
+        )
     return list(service.tokenizer.encode_chat([message.for_template() for message in body.messages]))
 
 
 def detokenize(service: Service, body: DetokenizeRequest) -> str:
-    """Return the text of the body of /detokenize with special tokens, as vLLM does."""
+    """Return the text of the tokens in the body of /detokenize with special tokens, as vLLM does.
+
+    Raises:
+        ServingError: a token id is not in the vocabulary.
+    """
     check_tokens(body.tokens, service.tokenizer.vocabulary, "tokens")
     text = service.tokenizer.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
     return str(text)
@@ -171,7 +200,9 @@ def _callable_tools(body: ChatRequest) -> dict[str, ToolSchema | None]:
     tools = {tool.function.name: tool.function.parameters for tool in given}
     choice = body.tool_choice or "auto"
     if len(tools) < len(given):
-        raise ServingError("Two tools have the same name: rename one.", "tools")
+        counts = Counter(tool.function.name for tool in given)
+        (repeated, _), *_ = counts.most_common(1)
+        raise ServingError(f"Two tools have the name {repeated!r}: rename one.", "tools")
     if choice == "none":
         return {}
     if isinstance(choice, NamedTool):
@@ -196,7 +227,10 @@ def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, ToolSche
     }
     given = [key for key, is_given in constraints.items() if is_given]
     if len(given) > 1:
-        raise ServingError(f"{given[0]} and {given[1]} both constrain the answer: leave one out.", given[1])
+        raise ServingError(
+            f"{' and '.join(given)} are set, but only one of them can constrain the answer: leave the others out.",
+            given[1],
+        )
     if tools:
         has_named_tool = isinstance(body.tool_choice, NamedTool)
         return tool_grammar(
@@ -298,14 +332,16 @@ def _check_options(request: GenerationRequest, vocabulary: int, grammar_key: str
     """Check options against each other and against the model."""
     if request.min_tokens > request.max_tokens:
         raise ServingError(
-            f"min_tokens is {request.min_tokens}, but the answer has at most {request.max_tokens} tokens: request "
-            "fewer.",
+            f"min_tokens is {request.min_tokens}, but the maximum number of tokens is {request.max_tokens}: request "
+            "fewer, or raise the maximum.",
             "min_tokens",
         )
     if request.grammar is not None:
         for key, is_set in (("min_tokens", request.min_tokens > 0), ("ignore_eos", request.ignore_eos)):
             if is_set:
-                raise ServingError(f"{grammar_key} and {key} both determine the end: leave one out.", key)
+                raise ServingError(
+                    f"{grammar_key} and {key} are set, but both determine the end of the answer: leave one out.", key
+                )
     check_tokens([token for token, _ in request.logit_bias], vocabulary, "logit_bias")
     check_tokens(request.stop_tokens, vocabulary, "stop_token_ids")
 

@@ -73,7 +73,10 @@ _NEUTRAL_KEYS = read_yaml(Path(__file__).with_name("neutral_keys.yaml"))
 
 
 def accepts_neutral_keys(body: type[_Body]) -> type[_Body]:
-    """Add the keys of neutral_keys.yaml, which have no effect, to a body."""
+    """Return a subclass of a body, with the same name and docstring, that also has its keys of neutral_keys.yaml.
+
+    Keys with listed values accept these values and null only. Other keys accept any value and ignore it.
+    """
     fields: dict[str, Any] = {}
     for entry in _NEUTRAL_KEYS[body.__name__]:
         kind = Annotated[Any, NeutralValue(*entry["values"])] if "values" in entry else Ignored
@@ -212,8 +215,10 @@ class ResponseFormat(StrictBody):
     json_schema: JsonSchema | None = None
 
     def _problems(self) -> Iterator[str]:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            yield "json_schema is expected if type is 'json_schema', and only then"
+        if self.type == "json_schema" and self.json_schema is None:
+            yield "the type is 'json_schema', but json_schema is missing: add it"
+        if self.type != "json_schema" and self.json_schema is not None:
+            yield f"json_schema is set, but the type is {self.type!r}: set the type to 'json_schema'"
 
 
 class StructuredOutputs(StrictBody):
@@ -227,7 +232,10 @@ class StructuredOutputs(StrictBody):
     def _problems(self) -> Iterator[str]:
         given = [getattr(self, name) for name in self.model_fields_set]
         if len(given) != 1 or None in given:
-            yield "exactly one of json, regex, choice and grammar is expected"
+            yield (
+                f"the number of keys with a value is {len(given) - given.count(None)}, but exactly one of json, regex, "
+                "choice and grammar is expected, without null for others"
+            )
 
 
 @accepts_neutral_keys
@@ -265,7 +273,7 @@ class CompletionRequest(ApiRequest):
 
 
 class TextPart(StrictBody):
-    """A part of a message."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -297,12 +305,16 @@ class FunctionCall(StrictBody):
     @classmethod
     def _check_arguments(cls, value: str) -> str:
         text = value or "{}"
-        if not isinstance(json.loads(text), dict):  # a JSONDecodeError is a ValueError
+        try:
+            is_object = isinstance(json.loads(text), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
             raise ValueError("a JSON object is expected")
         return text
 
     def for_template(self) -> TemplateMessage:
-        """Return the call in the form of chat templates."""
+        """Return the call for chat templates, with the arguments as an object instead of text."""
         return {"name": self.name, "arguments": json.loads(self.arguments)}
 
 
@@ -325,9 +337,9 @@ class ChatMessage(StrictBody):
 
     def _problems(self) -> Iterator[str]:
         if self.content is None and not self.tool_calls:
-            yield "content is expected"
+            yield f"a message with the role {self.role} has no content, but text is expected"
         if self.tool_calls and self.role != "assistant":
-            yield "tool_calls are expected in messages of the assistant only"
+            yield f"a message with the role {self.role} has tool_calls, which only the assistant's messages may have"
 
     @property
     def text(self) -> str:
@@ -335,7 +347,10 @@ class ChatMessage(StrictBody):
         return "".join(part.text for part in self.content or ())
 
     def for_template(self) -> TemplateMessage:
-        """Return the message in the form of chat templates."""
+        """Return the message for chat templates: `role`, `content` as one text, and `tool_calls` if there are any.
+
+        The role `developer` becomes `system`.
+        """
         message: TemplateMessage = {
             "role": _TEMPLATE_ROLES.get(self.role, self.role),
             "content": self.text,
@@ -349,7 +364,12 @@ class ChatMessage(StrictBody):
 
 
 class ToolFunction(StrictBody):
-    """A function that the model may call."""
+    """A function that the model may call.
+
+    Attributes:
+        parameters: the JSON schema of its arguments; None for a function without arguments.
+        strict: ignored, because answers always follow the schema.
+    """
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -372,13 +392,13 @@ class NamedTool(StrictBody):
 
     @property
     def name(self) -> str:
-        """The name of the tool."""
+        """The name of the tool, which may not be one of the request's tools."""
         return self.function["name"]
 
 
 @accepts_neutral_keys
 class EmbeddingRequest(RequestBody):
-    """The body of /v1/embeddings."""
+    """The body of /v1/embeddings: texts, as text or as token ids."""
 
     model: str = Field(min_length=1)
     input: Prompts
@@ -410,11 +430,12 @@ class TokenizeRequest(RequestBody):
 
     def _problems(self) -> Iterator[str]:
         if (self.prompt is None) == (self.messages is None):
-            yield "either prompt or messages is expected"
+            found = "neither prompt nor messages is" if self.prompt is None else "both prompt and messages are"
+            yield f"{found} given, but one of them is expected"
 
 
 class DetokenizeRequest(RequestBody):
-    """The body of /detokenize."""
+    """The body of /detokenize: token ids of a model."""
 
     model: str | None = None
     tokens: TokenIds

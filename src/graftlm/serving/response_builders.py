@@ -44,11 +44,13 @@ _Response = TypeVar("_Response", bound=BaseModel)
 
 
 class ChoiceState:
-    """The state of one continuation: its text, tokens and end so far. A token is added together with its text.
+    """The state of one continuation: its text, its tokens, and its end.
+
+    A token whose text is not final yet is held back until the text arrives.
 
     Attributes:
-        text: the text.
-        outputs: the tokens.
+        text: the text so far.
+        outputs: the tokens of this text.
         end: the end; None while the continuation is running.
     """
 
@@ -61,10 +63,13 @@ class ChoiceState:
         self._characters = 0
 
     def add(self, item: TokenOutput | Finish, tokenizer: ServingTokenizer) -> list[TokenOutput]:
-        """Add an item of the stream. Return the tokens that it completes.
+        """Add an item of the stream.
+
+        Returns:
+            The tokens whose text is final now; those of a stop string are omitted.
 
         Raises:
-            ServingError: the continuation ended without a usable text.
+            ServingError: the continuation was cancelled, or the time limit passed before its first token.
         """
         new: list[TokenOutput] = []
         if isinstance(item, Finish):
@@ -82,13 +87,19 @@ class ChoiceState:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """The reason of the end in OpenAI's terms."""
+        """OpenAI's `finish_reason`: `stop`, `length` also for the time limit, and None before the end."""
         if self.end is None:
             return None
         return "stop" if self.end.reason == "stop" else "length"
 
     def offset(self, data: bytes) -> int:
-        """Return the number of characters before a token with these bytes; call it once for each token."""
+        """Return the number of characters of the text before a token.
+
+        The bytes are counted: call it once for each token, in the order of the tokens.
+
+        Args:
+            data: the bytes of the token.
+        """
         start = self._characters
         self._characters += len(self._decoder.decode(data))
         return start
@@ -124,9 +135,9 @@ class ChoicePart(NamedTuple):
 
     Attributes:
         index: index of the choice.
-        text: its new text.
-        outputs: its new tokens.
-        finish_reason: why the choice ended; None before its end.
+        text: its new text outside of tool calls.
+        outputs: its new tokens, including those of tool calls.
+        finish_reason: the reason of its end; None before its end.
         calls: its new tool calls.
     """
 
@@ -161,7 +172,11 @@ class ResponseBuilder(ABC, Generic[_Response]):
         }
 
     async def complete(self, outputs: Outputs) -> _Response:
-        """Return the whole response."""
+        """Wait for the end of all continuations, and return the whole response.
+
+        Raises:
+            ServingError: a continuation failed.
+        """
         async for item in outputs:
             self.choices[item.index].add(item, self.tokenizer)
         parts = []
@@ -171,7 +186,11 @@ class ResponseBuilder(ABC, Generic[_Response]):
         return self.response(parts)
 
     async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        """Yield the server-sent events of the stream."""
+        """Yield the server-sent events of the stream, without the last one, which is `data: [DONE]`.
+
+        Raises:
+            ServingError: a continuation failed.
+        """
         started: set[int] = set()
         async for item in outputs:
             index = item.index
@@ -192,7 +211,7 @@ class ResponseBuilder(ABC, Generic[_Response]):
 
     @property
     def usage(self) -> CompletionUsage:
-        """The numbers of tokens; a prompt with several continuations counts once."""
+        """The numbers of tokens of continuations that have ended. A prompt counts once for all of its choices."""
         ends = [choice.end for choice in self.choices]
         first_ends = [end for end in ends[:: self.parsed.n] if end is not None]
         prompt_tokens = sum(end.prompt_tokens for end in first_ends)
@@ -230,33 +249,41 @@ class ResponseBuilder(ABC, Generic[_Response]):
         return values
 
     def _read_calls(self, part: ChoicePart) -> ChoicePart:
-        """Move tool calls from the text of a part to its calls."""
+        """Return a part with tool calls moved from its text to its calls; by default it has none."""
         return part
 
     @abstractmethod
     def response(self, parts: list[ChoicePart]) -> _Response:
-        """Return the whole response."""
+        """Return the whole response.
+
+        Args:
+            parts: the whole choices, in the order of their indices.
+        """
 
     def first_choices(self, index: int) -> list[BaseModel]:
-        """Return the choices of the first events of a stream."""
+        """Return the choices that are sent before the first text of choice `index`, each as one event."""
         return []
 
     @abstractmethod
     def chunk_choice(self, part: ChoicePart) -> BaseModel:
-        """Return a choice of an event."""
+        """Return the choice of an event, with only the new content of `part`."""
 
     @abstractmethod
     def event(self, values: dict[str, Any]) -> BaseModel:
-        """Return an event of the stream."""
+        """Return the object of a server-sent event.
+
+        Args:
+            values: `choices`, the keys of `head` and, if requested, `usage`.
+        """
 
 
 class CompletionBuilder(ResponseBuilder[TextCompletion]):
-    """The response of /v1/completions."""
+    """Builds the response of /v1/completions."""
 
     prefix = "cmpl"
 
     def response(self, parts: list[ChoicePart]) -> TextCompletion:
-        """Return the whole response."""
+        """Return the whole response with the continuations `parts`."""
         return TextCompletion(
             object="text_completion",
             choices=[self.chunk_choice(part) for part in parts],
@@ -265,11 +292,11 @@ class CompletionBuilder(ResponseBuilder[TextCompletion]):
         )
 
     def event(self, values: dict[str, Any]) -> TextCompletion:
-        """Return an event of the stream."""
+        """Return the object of an event, which has the form of a whole response."""
         return TextCompletion(object="text_completion", **values)
 
     def chunk_choice(self, part: ChoicePart) -> TextChoice:
-        """Return a choice, which has the same form in a response and in an event."""
+        """Return a choice of a whole response or of an event; both have the same form."""
         return TextChoice(
             text=part.text,
             logprobs=self._logprobs(part) if self.parsed.logprobs else None,
@@ -301,12 +328,12 @@ class CompletionBuilder(ResponseBuilder[TextCompletion]):
 
 
 class EmbeddingBuilder(ResponseBuilder[Embeddings]):
-    """The response of /v1/embeddings, which is never streamed."""
+    """Builds the response of /v1/embeddings, which is never streamed."""
 
     prefix = "embd"
 
     def response(self, parts: list[ChoicePart]) -> Embeddings:
-        """Return the whole response."""
+        """Return the whole response with the embeddings of all texts."""
         usage = self.usage
         return Embeddings(
             object="list",
@@ -316,11 +343,11 @@ class EmbeddingBuilder(ResponseBuilder[Embeddings]):
         )
 
     def event(self, values: dict[str, Any]) -> Embeddings:
-        """Raise NotImplementedError."""
+        """Raise `NotImplementedError`, because embeddings are not streamed."""
         raise NotImplementedError("embeddings are not streamed")
 
     def chunk_choice(self, part: ChoicePart) -> TextEmbedding:
-        """Return the embedding of one text."""
+        """Return the embedding of one text, as numbers or as float32 values in base64."""
         end = self.choices[part.index].end
         assert end is not None
         embedding: list[float] | str = list(end.embedding)
@@ -330,7 +357,7 @@ class EmbeddingBuilder(ResponseBuilder[Embeddings]):
 
 
 class ChatBuilder(ResponseBuilder[Chat]):
-    """The response of /v1/chat/completions.
+    """Builds the response of /v1/chat/completions.
 
     Args:
         parsed: the request.
@@ -345,7 +372,7 @@ class ChatBuilder(ResponseBuilder[Chat]):
         self._readers = [CallReader(parsed.tools) for _ in self.choices]
 
     def response(self, parts: list[ChoicePart]) -> Chat:
-        """Return the whole response."""
+        """Return the whole response with the messages `parts`."""
         return Chat(
             object="chat.completion",
             choices=[self._choice(part) for part in parts],
@@ -354,17 +381,17 @@ class ChatBuilder(ResponseBuilder[Chat]):
         )
 
     def event(self, values: dict[str, Any]) -> chat.ChatCompletionChunk:
-        """Return an event of the stream."""
+        """Return the object of an event, which OpenAI calls a chunk."""
         return chat.ChatCompletionChunk(object="chat.completion.chunk", **values)
 
     def first_choices(self, index: int) -> list[BaseModel]:
-        """Return a choice with the role of the message."""
+        """Return a choice with the role of the message and without text."""
         part = ChoicePart(index)
         delta = ChoiceDelta(role="assistant", content="")
         return [ChunkChoice(delta=delta, logprobs=None, **self._base(part))]
 
     def chunk_choice(self, part: ChoicePart) -> ChunkChoice:
-        """Return one choice of a streamed chunk, with only what is new."""
+        """Return the choice of an event, whose delta has only the new text and the new tool calls."""
         delta: dict[str, Any] = {}
         if part.text or (part.finish_reason is None and not part.calls):
             delta["content"] = part.text

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 
 class TokenTrace(BaseModel):
-    """A token, and the activity of the grafts there by label."""
+    """The text of a token, and the activity of the grafts at this token by label."""
 
     token: str
     values: dict[str, float]
@@ -58,7 +58,8 @@ class ModelCard(Model):
     """A name that requests may use.
 
     Attributes:
-        graftlm: its kind, and the form of its chats.
+        graftlm: `kind` is a graft's method, `backbone` or `mixture`. `chat` is `template`, `plain` (role names and
+            colons) or `none`.
         max_model_len: maximum number of tokens of a prompt and its continuation.
     """
 
@@ -104,7 +105,10 @@ class Embeddings(CreateEmbeddingResponse):
 
     @classmethod
     def joined(cls, responses: list[Embeddings]) -> Embeddings:
-        """Join the responses to consecutive parts of a request."""
+        """Join the responses to consecutive parts of a request, of which there is at least one.
+
+        The embeddings are numbered anew, and the numbers of tokens are added.
+        """
         data: list[TextEmbedding] = []
         for response in responses:
             for item in response.data:

@@ -54,18 +54,26 @@ class EngineRouter:
         return next(iter(engines.values()))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        """Submit requests to the engine of the first request's model."""
+        """Submit requests, of which there is at least one, to the engine of the first request's model.
+
+        Raises:
+            ServingError: the model is unknown, its grafts have several backbones, or its engine refuses a request.
+        """
         return self.of(requests[0].model).submit(requests)
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Use a graft on its own backbone, and remove the name from the engines of other backbones."""
+        """Use a graft on its own backbone, and remove the name from the engines of other backbones.
+
+        Raises:
+            GraftError: an engine rejects the name or the graft; the engines before it have changed already.
+        """
         # The engine of the graft comes first, because it may reject the graft.
         engines = sorted(self.engines, key=lambda engine: not engine.fits(graft))
         for engine in engines:
             engine.replace(name, graft if engine.fits(graft) else None)
 
     def stats(self) -> EngineStats:
-        """Return the sums over all engines."""
+        """Return the sums of the numbers of all engines."""
         stats_of_engines = [engine.stats() for engine in self.engines]
         finished: Counter[str] = Counter()
         for stats in stats_of_engines:
@@ -78,7 +86,14 @@ class EngineRouter:
         )
 
     def close(self, grace: float) -> bool:
-        """Close all engines at the same time. Return True if all requests finished."""
+        """Close all engines at the same time.
+
+        Args:
+            grace: maximum number of seconds to wait for running requests.
+
+        Returns:
+            True if all requests of all engines finished in time.
+        """
         with ThreadPoolExecutor(len(self.engines)) as pool:
             results = list(pool.map(lambda engine: engine.close(grace), self.engines))
         return all(results)

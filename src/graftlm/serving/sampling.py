@@ -26,7 +26,7 @@ class RowSampling:
         end_ids: tokens that end a text of the model.
 
     Attributes:
-        barred: tokens that are excluded while the continuation is too short.
+        barred: end tokens, which are excluded while the continuation is too short.
         ends: tokens that end this continuation.
         generator: random numbers of this row.
         counts: how often each token occurs in the continuation.
@@ -52,7 +52,11 @@ class RowSampling:
             self._penalized_prompt = set(request.prompt)
 
     def add(self, token: int) -> bool:
-        """Count a sampled token. Return whether the grammar ends the continuation here."""
+        """Count a sampled token, and advance the grammar by it.
+
+        Returns:
+            Whether the continuation is complete according to the grammar; False without a grammar.
+        """
         self.counts[token] += 1
         if self.matcher is None:
             return False
@@ -82,7 +86,7 @@ class RowSampling:
         )
 
     def change(self, logits_V: Tensor) -> None:
-        """Apply bias, penalties, minimum length and grammar, in this order, to the logits in place."""
+        """Apply bias, penalties, minimum length and grammar, in this order, to the logits (V,) in place."""
         request = self.request
         if request.logit_bias:
             _add_bias(logits_V, request.logit_bias)
@@ -135,11 +139,12 @@ def sample(logits_BV: Tensor, rows: Sequence[RowSampling]) -> list[TokenOutput |
     """Sample the next token of each row.
 
     Args:
-        logits_BV: (B, V) the logits of the model.
-        rows: the state of each row.
+        logits_BV: (B, V) the logits of the model, of any floating-point type; they are not changed.
+        rows: the state of each row. Rows with a temperature above 0 draw one random number.
 
     Returns:
-        The token of each row, whose text is still empty; None for a row without a possible token.
+        The token of each row, whose text is still empty; None for a row with NaN or infinite logits, or whose grammar
+        has an error. `RowSampling.add` is not called.
     """
     logits_BV = logits_BV.float()
     finite = logits_BV.amax(-1).isfinite().tolist()

@@ -54,8 +54,8 @@ class ScheduledRequest:
         self._deadline = time.monotonic() + seconds
 
     @property
-    def overdue(self) -> Literal["time", "cancelled"] | None:
-        """The reason to end the request now; None if there is none."""
+    def reason_to_end(self) -> Literal["time", "cancelled"] | None:
+        """The reason to end the request before its next token; None if it may continue."""
         if self.stream.cancelled:
             return "cancelled"
         if time.monotonic() > self._deadline:
@@ -68,7 +68,12 @@ class ScheduledRequest:
         trace: dict[str, float],
         tokenizer: PreTrainedTokenizerBase,
     ) -> tuple[TokenOutput, Finish | None]:
-        """Add a sampled token.
+        """Add a sampled token to the answer.
+
+        Args:
+            sampled: the token, without its text.
+            trace: activity of the grafts at this token by label.
+            tokenizer: the model's tokenizer.
 
         Returns:
             The output of the token, and the end of the request at a stop string, at the end of the grammar or at the
@@ -89,7 +94,7 @@ class ScheduledRequest:
         return output, None
 
     def finish(self, reason: EngineFinishReason) -> Finish:
-        """Return the end of the request, with the text that was held back."""
+        """Return the end of the request, with the text that was held back. The state is not changed."""
         remaining_text = "" if self._detokenizer is None else self._detokenizer.rest()
         return Finish(
             reason=reason,
@@ -111,7 +116,7 @@ class RequestQueue:
         return sum(len(requests) for requests in self._by_user.values())
 
     def add(self, request: ScheduledRequest) -> None:
-        """Append a request to those of its user."""
+        """Append a request to the queue of its user."""
         self._by_user.setdefault(request.request.user, deque()).append(request)
 
     def take(self, count: int, tokens: int) -> list[ScheduledRequest]:
@@ -119,7 +124,8 @@ class RequestQueue:
 
         Args:
             count: maximum number of requests.
-            tokens: maximum number of prompt tokens of all requests; a first request with more is removed alone.
+            tokens: maximum number of prompt tokens of all requests. The first request is taken even if it has more,
+                and then it is the only one.
         """
         taken: list[ScheduledRequest] = []
         while self._by_user and len(taken) < count:
@@ -135,7 +141,7 @@ class RequestQueue:
         return taken
 
     def drop(self, condition: Callable[[ScheduledRequest], object]) -> list[ScheduledRequest]:
-        """Remove and return the requests for which the condition is true."""
+        """Remove and return the requests for which the condition is true, by user and then by arrival."""
         dropped: list[ScheduledRequest] = []
         remaining: dict[str, deque[ScheduledRequest]] = {}
         for user, requests in self._by_user.items():
@@ -181,6 +187,9 @@ def next_pass(
         part_tokens: maximum number of tokens of a long prompt that are read in one pass.
         share_prefixes: postpone a prompt with the same owner and first block as another one, whose keys and values it
             can use afterwards.
+
+    Returns:
+        At least one prompt. There must be at least one in `prompts`.
     """
     new = [len(prompt) - (count or 0) for prompt, count in zip(prompts, known, strict=True)]
     short = [row for row in range(len(prompts)) if known[row] is None or new[row] <= part_tokens]

@@ -20,10 +20,10 @@ _LAST_SECONDS = 5  # time for responses to reach their clients after the engine 
 
 
 def log_to_stderr(quiet: bool) -> None:
-    """Log changes of grafts and the shutdown to stderr.
+    """Log changes of grafts, the shutdown, and errors of the server to stderr.
 
     Args:
-        quiet: log warnings only.
+        quiet: log warnings and errors only.
     """
     handler = logging.StreamHandler()
     handler.set_name(LOG.name)
@@ -60,7 +60,12 @@ class GraftServer(uvicorn.Server):
         self._tasks: set[asyncio.Task[object]] = set()  # asyncio itself keeps weak references only
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, and install the signal handlers."""
+        """Start to listen, install the signal handlers in the main thread, and call `on_ready`.
+
+        Raises:
+            GraftError: the address is in use or not available.
+            SystemExit: uvicorn could not start for another reason, which it has logged.
+        """
         try:
             await super().startup(sockets)
         except SystemExit:  # uvicorn has logged the reason
@@ -109,21 +114,21 @@ class GraftServer(uvicorn.Server):
         """Let the engine finish, then exit."""
         grace = self.service.settings.grace
         stats = self.service.engine.stats()
-        LOG.info("stopping after %s running and %s waiting requests", stats.running, stats.waiting)
+        LOG.info("stopping; continuations to finish: %s running, %s waiting", stats.running, stats.waiting)
         finished = await asyncio.to_thread(self.service.engine.close, grace)
         if not finished:
-            LOG.warning("stopped with unfinished requests after %g seconds", grace)
+            LOG.warning("cancelled the requests that were unfinished after the grace period of %g s", grace)
         self.should_exit = True
 
 
 def serve(service: Service, on_ready: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP loads changed grafts.
+    """Serve until SIGTERM or SIGINT. SIGHUP loads changed grafts.
 
     Args:
-        service: the parts of the server.
-        on_ready: called with the address once the server accepts requests.
+        service: the parts of the server, whose engine is closed at the end.
+        on_ready: called with the address, such as http://127.0.0.1:8000, once the server accepts requests.
 
     Raises:
-        GraftError: the address is not available.
+        GraftError: the address is in use or not available.
     """
     GraftServer(service, on_ready).run()

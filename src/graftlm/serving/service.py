@@ -84,11 +84,13 @@ class Service:
 
     @classmethod
     def joined(cls, members: dict[str, Service], engines: dict[str, ThreadedEngine]) -> Service:
-        """Combine the services of several backbones; the tokenizer is the first one's.
+        """Combine the services of several backbones, which share the metrics of the result.
+
+        Attributes that belong to one backbone, such as the tokenizer, are those of the first service.
 
         Args:
-            members: services by the name of their backbone.
-            engines: their engines.
+            members: services by the name of their backbone, at least one.
+            engines: their engines by the same names.
         """
         router = EngineRouter(list(engines.values()))
         whole = copy.copy(next(iter(members.values())))
@@ -112,10 +114,11 @@ class Service:
         return self
 
     def reload(self, *, now: bool = False) -> None:
-        """Put changed grafts into service.
+        """Check the grafts' files, and put changed grafts into service.
 
         Args:
-            now: load changed files at once, instead of at the next check if they are the same then.
+            now: load changed files at once. Otherwise they are loaded at the next check, if they have not changed again
+                until then.
         """
         self.store.refresh(self.engine.replace, self._count_load, now=now)
 
@@ -139,13 +142,15 @@ def open_service(
         backbone: a causal language model with its tokenizer, or an encoder for grafts with heads; or several by name.
         given: folders of grafts by name.
         folder: a folder with further grafts' folders.
-        name: name of a single backbone in requests; by default its name on the hub, or the name of its folder.
-        limits: limits of the engines.
-        settings: settings of the HTTP server.
+        name: name of a single backbone in requests; None uses its name on the hub, or the name of its folder.
+        limits: limits of each engine; None uses the defaults.
+        settings: settings of the HTTP server; None uses the defaults.
         keys: API keys; without keys every client is accepted.
 
     Raises:
-        GraftError: a part can't be loaded or used.
+        ArtifactError: a graft in `given` can't be loaded, or `folder` does not exist.
+        BackboneError: a backbone has no tokenizer, or can neither generate text nor encode.
+        GraftError: a name can't be used, or a graft can't share a batch.
     """
     if isinstance(backbone, Backbone):
         backbones: Mapping[str, Backbone] = {name or served_name(backbone.name): backbone}

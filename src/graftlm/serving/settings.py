@@ -6,8 +6,7 @@ import hashlib
 import hmac
 import os
 import socket
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -61,7 +60,7 @@ class ServerSettings(Config):
         return _DOCUMENT_FACTOR * self.body_bytes
 
     def check_address(self) -> None:
-        """Check that the server can listen on its address.
+        """Check that the server can listen on its address, by doing so for a moment.
 
         Raises:
             GraftError: the address is in use or not available.
@@ -69,10 +68,10 @@ class ServerSettings(Config):
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             socket.create_server((self.host, self.port), family=family).close()
-        except OSError:
+        except OSError as error:
             raise GraftError(
-                f"The server can't listen on {self.host}:{self.port}: choose another address (--port 0 selects a free "
-                "port)."
+                f"The server can't listen on {self.host}:{self.port} ({error.strerror}): choose another --host or "
+                "--port (--port 0 selects a free one)."
             ) from None
 
     def allowed_hosts(self) -> frozenset[str] | None:
@@ -102,13 +101,20 @@ class ApiKeys:
         return bool(self._names)
 
     def name_of(self, key: str) -> str | None:
-        """Return the name of a key, which is compared with all known keys in constant time."""
+        """Return the name of a key's user; None if the key is unknown.
+
+        The key is compared with all known keys, in a time that does not depend on where they differ.
+        """
         digest = _hash(key)
         names = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
         return names[0] if names else None
 
     def name_of_header(self, header: str) -> str | None:
-        """Return the name of the key in an Authorization header."""
+        """Return the name of the user whose key an Authorization header `Bearer KEY` contains.
+
+        Returns:
+            The name; None if the key is unknown or the header has another form.
+        """
         scheme, _, key = header.strip().partition(" ")
         if scheme.lower() != "bearer":
             return None
@@ -123,20 +129,31 @@ def read_keys(file: Path | None = None) -> ApiKeys:
     """Read API keys: `NAME:KEY` or `KEY`, separated by lines or commas.
 
     Args:
-        file: a text file; None reads the environment variable GRAFTLM_API_KEYS.
+        file: a text file, in which lines that begin with # are comments; None reads the environment variable
+            GRAFTLM_API_KEYS.
+
+    Returns:
+        The keys, which are none if `file` is None and the variable is empty or missing. A key without a name is called
+        key-N after its position.
 
     Raises:
-        GraftError: the file can't be read or has no key, or a key is too short or not unique.
+        GraftError: the file can't be read or has no key, a key has fewer than 16 characters, or a key or name occurs
+            twice.
     """
     if file is None:
         return _parse(os.environ.get(KEYS_VARIABLE, ""), KEYS_VARIABLE)
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GraftError(f"The file of API keys {file} can't be read ({error}): name a text file.") from None
+    except OSError as error:
+        raise GraftError(f"The file of API keys {file} can't be read ({error.strerror}): name a text file.") from None
+    except UnicodeDecodeError:
+        raise GraftError(f"The file of API keys {file} is not UTF-8 text: name a text file.") from None
     keys = _parse(text, str(file))
     if not keys:
-        raise GraftError(f"The file {file} has no API key: write one a line as NAME:KEY, or leave out the option.")
+        raise GraftError(
+            f"The file {file} has no API key, but at least one is expected: write one per line as NAME:KEY, or leave "
+            "out --api-keys."
+        )
     return keys
 
 
@@ -154,14 +171,20 @@ def _parse(text: str, source: str) -> ApiKeys:
     for name, key in pairs:
         if len(key) < _MIN_KEY_LENGTH:
             raise GraftError(
-                f"The API key {name} of {source} has {len(key)} characters, but at least {_MIN_KEY_LENGTH} are "
-                'expected: generate one with python -c "import secrets; print(secrets.token_urlsafe(32))".'
+                f"The length of the API key {name} of {source} is {len(key)}, but at least {_MIN_KEY_LENGTH} "
+                "characters are expected: generate a key with "
+                'python -c "import secrets; print(secrets.token_urlsafe(32))".'
             )
-    _check_unique([name for name, _ in pairs], "name", source)
-    _check_unique([key for _, key in pairs], "API key", source)
+    _check_unique(pairs, source)
     return ApiKeys(pairs)
 
 
-def _check_unique(values: list[str], kind: str, source: str) -> None:
-    if max(Counter(values).values(), default=0) > 1:
-        raise GraftError(f"{source} has the same {kind} twice: give each user another name and key.")
+def _check_unique(pairs: Sequence[tuple[str, str]], source: str) -> None:
+    """Raise `GraftError` if two users have the same name or the same key, which is not printed."""
+    user_of_key: dict[str, str] = {}
+    for name, key in pairs:
+        if name in user_of_key.values():
+            raise GraftError(f"{source} has the name {name} twice: give each user a different name.")
+        if key in user_of_key:
+            raise GraftError(f"{source} has the same API key for {user_of_key[key]} and {name}: generate another one.")
+        user_of_key[key] = name

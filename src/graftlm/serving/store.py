@@ -93,20 +93,30 @@ class GraftStore:
         return {name: watched.graft for name, watched in sorted(self._watched.items()) if watched.graft is not None}
 
     def problems(self) -> dict[str, str]:
-        """Return the errors of the newest files by graft; an older state of the graft may be in service."""
+        """Return the error of each graft whose newest files can't be loaded, by name.
+
+        An earlier version of such a graft may be in service.
+        """
         return dict(self._problems)
 
     def open(self, on_outcome: OnOutcome | None = None) -> dict[str, Graft]:
-        """Load all grafts for the first time. A broken graft of `folder` becomes a problem.
+        """Load all grafts for the first time. A broken graft of `folder` is left out, and reported by `problems`.
+
+        Args:
+            on_outcome: called for each graft that was loaded or refused.
+
+        Returns:
+            The loaded grafts by name.
 
         Raises:
-            GraftError: a graft that was given with a name can't be used.
+            GraftError: a name in `given` can't be used.
+            ArtifactError: a graft in `given` can't be loaded, or `folder` does not exist.
         """
         for name in self.given:
             if not self._is_usable(name):
                 raise GraftError(_bad_name(name, self.backbones))
         if self.folder is not None and not self.folder.is_dir():
-            raise ArtifactError(f"The folder {self.folder} does not exist: name a folder with grafts' folders.")
+            raise ArtifactError(f"There is no folder {self.folder}: name a folder that contains folders of grafts.")
         grafts: dict[str, Graft] = {}
 
         def add(name: str, graft: Graft | None) -> None:
@@ -120,12 +130,17 @@ class GraftStore:
         return grafts
 
     def refresh(self, replace: Replace, on_outcome: OnOutcome | None = None, *, now: bool = False) -> None:
-        """Check all files once, and load changed files that are the same as at the last check.
+        """Check all files once, and load the changed ones that have stayed the same since the last check.
+
+        An error of a graft's files is logged and reported by `problems`; the graft in service is kept.
 
         Args:
-            replace: puts a graft into service, or removes its name.
+            replace: puts a graft into service, or removes its name if the graft is None.
             on_outcome: called for each graft that was loaded, refused or withdrawn.
             now: load changed files at once, and try failed files again.
+
+        Raises:
+            OSError: `folder` can't be listed.
         """
         with self._lock:
             self._search()
@@ -229,7 +244,7 @@ class GraftStore:
         if len(self.backbones) == 1:
             return next(iter(self.backbones))  # `load_graft` explains a difference
         trained_on = manifest.backbone.name
-        names = [name for name, backbone in self.backbones.items() if manifest.backbone.matches(backbone) is None]
+        names = [name for name, backbone in self.backbones.items() if manifest.backbone.difference(backbone) is None]
         if not names:
             raise ArtifactError(
                 f"The graft {folder} was trained on {trained_on}, which is none of {', '.join(self.backbones)}: serve "
@@ -244,7 +259,11 @@ class GraftStore:
 
 
 def read_signature(folder: Path) -> FileSignature | None:
-    """Return the signature of a graft's files, which changes with the files; None if there are no files."""
+    """Return inode, size and times of a graft's files, which change whenever the files do.
+
+    Returns:
+        The values of graft.json and of graft.safetensors, with None for a missing file; None if both are missing.
+    """
     signature: list[tuple[int, ...] | None] = []
     for file in (JSON_NAME, TENSORS_NAME):
         try:
@@ -258,8 +277,8 @@ def read_signature(folder: Path) -> FileSignature | None:
 
 def _bad_name(name: str, backbones: Collection[str]) -> str:
     if name in backbones:
-        return f"The name {name} of the graft is the name of a backbone: choose another name."
+        return f"The graft's name {name} is the name of a backbone: choose another name."
     return (
-        f"The name {name[:80]!r} of the graft is not usable: up to 64 letters, digits, dots, dashes and underscores "
-        "are expected, with a letter or digit at the beginning."
+        f"The graft's name {name[:80]!r} is not usable in requests: choose at most 64 letters, digits, dots, dashes "
+        "and underscores, with a letter or digit at the beginning."
     )

@@ -25,15 +25,19 @@ class ClientDisconnectedError(Exception):
 
 
 def as_event(value: object) -> str:
-    """Return a JSON value as a server-sent event."""
+    """Return a JSON value as a server-sent event, without the blank line that ends it."""
     return f"data: {json.dumps(value)}"
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     """Return the result of `work`, which is cancelled when the client disconnects.
 
+    Args:
+        request: the HTTP request, whose body must have been received.
+        work: an awaitable, whose exceptions are raised.
+
     Raises:
-        ClientDisconnectedError: the client has disconnected.
+        ClientDisconnectedError: the client disconnected before the result.
     """
     task = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_wait_for_disconnect(request.receive))
@@ -58,12 +62,12 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """A response of server-sent events, until they end or the client disconnects.
 
-    An exception becomes the last event.
+    The last event is `data: [DONE]`, or the JSON of the error if `events` raises an exception.
 
     Args:
-        events: the events.
+        events: the other events, without the blank lines that end them.
         send_seconds: time after which a client that does not read the stream counts as disconnected.
-        on_end: called at the end of the stream.
+        on_end: called once at the end of the stream, also if the client has disconnected.
     """
 
     def __init__(self, events: AsyncGenerator[str, None], send_seconds: float, on_end: Callable[[], object]) -> None:
@@ -80,7 +84,7 @@ class EventStream(StreamingResponse):
             await self.events.aclose()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the events."""
+        """Send the events; end without an error if the client has disconnected or does not read them."""
 
         async def timed_send(message: Message) -> None:
             async with asyncio.timeout(self.send_seconds):

@@ -47,7 +47,8 @@ class SummarizeBody(Config):
 
     def _problems(self) -> Iterator[str]:
         if (self.text is None) == (self.pdf is None):
-            yield "either text or pdf is expected, and not both"
+            found = "neither text nor pdf is" if self.text is None else "both text and pdf are"
+            yield f"{found} given, but one of them is expected"
 
 
 def summarize(service: Service, body: SummarizeBody, client: EngineClient, on_event: OnEvent) -> Event:
@@ -56,14 +57,17 @@ def summarize(service: Service, body: SummarizeBody, client: EngineClient, on_ev
     Args:
         service: the service of the model's backbone.
         body: the document and the options.
-        client: writes the summary, if a model is named.
-        on_event: called with the format of the document, the extract, and the pieces of a written text.
+        client: generates the summary, if the body names a model.
+        on_event: called with the format of the document and, for a written summary, with the extract and the pieces of
+            the text.
 
     Returns:
         The summary, with the character range of each extracted sentence.
 
     Raises:
-        GraftError: the document can't be read, or the generation failed.
+        DataError: the document can't be read.
+        MissingExtraError: a package that reads the format is not installed.
+        ServingError: the generation failed.
     """
     from graftlm.pipelines import summarize as pipeline
 
@@ -103,14 +107,15 @@ def _writer(
 def _read_document(body: SummarizeBody) -> SourceDocument:
     from graftlm.pipelines.summarize import read_foreign_pdf, read_text
 
+    format_name = body.format if body.pdf is None else "pdf"
     try:
         if body.pdf is not None:
             return read_foreign_pdf(body.pdf, "The PDF file", MAX_TEXT, body.language)
         return read_text(body.text or "", _SUFFIXES[body.format], language=body.language)
     except RecursionError:
-        raise DataError(f"The text is nested too deeply to be read as {body.format}: send plain text.") from None
+        raise DataError(f"The document is nested too deeply to be read as {format_name}: send plain text.") from None
     except (GraftError, MemoryError):
         raise
     except Exception as error:  # each parser raises its own exceptions
         reason = type(error).__name__
-        raise DataError(f"The text can't be read as {body.format} ({reason}): send plain text.") from error
+        raise DataError(f"The document can't be read as {format_name} ({reason}): send plain text.") from error

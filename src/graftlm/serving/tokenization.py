@@ -50,12 +50,17 @@ class ServingTokenizer:
 
     Args:
         backbone: a backbone with a tokenizer.
-        template: Jinja chat template that replaces the tokenizer's own.
+        template: Jinja chat template that replaces the tokenizer's own; None keeps it, and uses `PLAIN_TEMPLATE` if the
+            tokenizer has none.
 
     Attributes:
         tokenizer: the copy.
         plain: whether conversations are rendered with `PLAIN_TEMPLATE`.
         vocabulary: number of token ids of the model.
+        bytes_of: returns the bytes of a token's text; they are empty for an id that the tokenizer does not have.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
 
     def __init__(self, backbone: Backbone, template: str | None = None) -> None:
@@ -72,7 +77,7 @@ class ServingTokenizer:
 
     @property
     def chat_stops(self) -> tuple[str, ...]:
-        """Stop strings that end an assistant's message under the plain template."""
+        """Stop strings that end an assistant's message under `PLAIN_TEMPLATE`; none for other templates."""
         return PLAIN_STOPS if self.plain else ()
 
     def encode(self, prompt: str, *, special: bool = True) -> tuple[int, ...]:
@@ -91,8 +96,8 @@ class ServingTokenizer:
 
         Args:
             messages: messages in the form of chat templates, with `tool_calls` and the role `tool` for called tools.
-            tools: the tools that the assistant may call.
-            param: the request's key for the messages.
+            tools: the tools that the assistant may call, in the form of chat templates.
+            param: the request's key for the messages, which errors name.
             values: further values for the template, such as `enable_thinking`.
 
         Raises:
@@ -111,19 +116,21 @@ class ServingTokenizer:
                 **(values or {}),
             )
         except Exception as error:
-            # Values of a request may raise any exception in a template; other exceptions are ours.
+            # Values of a request may raise any exception in a template; other exceptions are bugs.
             if not values and not isinstance(error, TemplateError | ValueError | TypeError):
                 raise
-            if values:
-                param = "chat_template_kwargs"
+            given = f"{param} or chat_template_kwargs" if values else param
             reason = str(error).rstrip(".") or type(error).__name__
             raise ServingError(
-                f"The model's chat template rejects {param} ({reason}): change it, or use /v1/completions.", param
+                f"The model's chat template rejects {given} ({reason}): change them, or use /v1/completions.", param
             ) from None
         return self.encode(str(text), special=self.plain)
 
     def text_of(self, token: int) -> str:
-        """Return a token's text; a part of a character is written as its bytes, as by OpenAI."""
+        """Return a token's text.
+
+        A token that is not whole characters is written as `bytes:` and the escaped bytes in hexadecimal, as by OpenAI.
+        """
         data = self.bytes_of(token)
         try:
             return data.decode("utf-8")
@@ -145,7 +152,10 @@ class ServingTokenizer:
 
 
 def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a token's bytes don't depend on the tokens before it, as for all slow tokenizers."""
+    """Return whether a token's bytes don't depend on the tokens before it.
+
+    This holds for tokenizers with a byte-level decoder, and is assumed for slow tokenizers, which have no backend.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return backend is None or "ByteLevel" in repr(backend.decoder)
 
@@ -159,7 +169,7 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: the model's tokenizer.
         prompt: token ids before the continuation.
-        stops: stop strings.
+        stops: stop strings, before the first of which the text ends.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -180,6 +190,10 @@ class IncrementalDetokenizer:
     def add(self, token: int, *, ignore_stops: bool = False) -> tuple[str, bool]:
         """Add a token.
 
+        Args:
+            token: token id.
+            ignore_stops: return all text, even if it contains or begins a stop string.
+
         Returns:
             The text that is final after this token, and whether a stop string ended the continuation.
         """
@@ -189,7 +203,7 @@ class IncrementalDetokenizer:
         return self._before_stops(text)
 
     def rest(self) -> str:
-        """Return the text that was held back, after the last token."""
+        """Return the text that is held back; call it after the last token. The state is not changed."""
         if self._stream is not None:
             return self._held + self._decode(self._pending)
         text = self._decode(self._ids[self._start :])

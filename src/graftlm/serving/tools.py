@@ -1,4 +1,4 @@
-"""Tool calls: their place in prompts, their grammar, and their extraction from answers.
+"""Tool calls: the description of tools in prompts, the grammar of calls, and their extraction from answers.
 
 A call is JSON between `<tool_call>` and `</tool_call>`, as written by Hermes and Qwen. A chat template that uses this
 form receives the tools; for other templates, the tools are described in a system message. A grammar makes every call
@@ -31,7 +31,13 @@ TemplateTool = dict[str, Any]
 
 
 class ToolCall(NamedTuple):
-    """A call: an id, the tool's name, and its arguments as JSON."""
+    """A complete call of a tool.
+
+    Attributes:
+        id: random id, under which the client returns the result.
+        name: name of the tool.
+        arguments: a JSON object, as text.
+    """
 
     id: str
     name: str
@@ -48,13 +54,14 @@ def tool_grammar(
     """Compile the grammar of an answer with tool calls.
 
     Args:
-        compiler: compiles the grammar.
+        compiler: compiler for the model's tokens.
         tools: the schema of each tool's arguments by name; None for a tool without arguments.
-        required: the answer consists of calls; otherwise it is text with calls anywhere.
-        parallel: allow several calls.
+        required: whether the answer must consist of calls; otherwise it is text with calls anywhere.
+        parallel: whether the answer may have several calls.
 
     Raises:
-        ServingError: a schema is wrong or not supported.
+        ServingError: a schema is wrong, not supported or too complex.
+        EngineError: the process that compiles the grammar failed.
     """
     schemas = {name: _arguments_schema(name, schema) for name, schema in tools.items()}
     bodies = []
@@ -83,7 +90,12 @@ def _arguments_schema(name: str, schema: ToolSchema | None) -> ToolSchema:
         return _NO_ARGUMENTS
     schema = {"type": "object", **schema}
     if schema["type"] != "object":
-        raise ServingError(f"The parameters of the tool {name} must be an object: set their type to object.", "tools")
+        found = json.dumps(schema["type"])[:100]
+        raise ServingError(
+            f"The parameters of the tool {name} have the type {found}, but an object is expected: set their type to "
+            '"object".',
+            "tools",
+        )
     return schema
 
 
@@ -112,6 +124,10 @@ def without_tools(messages: Sequence[TemplateMessage], tools: Sequence[TemplateT
 
     The tools are described in the system message, calls become text of the assistant, and results become messages of
     the user.
+
+    Args:
+        messages: at least one message.
+        tools: the tools; without any, the system message stays the same.
     """
     chat = [_as_text(message) for message in messages]
     if not tools:
@@ -144,10 +160,13 @@ def _instructions(tools: Sequence[TemplateTool]) -> str:
 
 
 class CallReader:
-    """Splits an answer that arrives in pieces into text and tool calls; a possible beginning of a call is held back.
+    """Splits an answer that arrives in pieces into text and tool calls.
+
+    Text that may be the beginning of a call is held back until it is a complete call, or can't become one. White space
+    before and after a call belongs to neither.
 
     Args:
-        names: names of the tools.
+        names: names of the tools; a call of another name is text.
 
     Attributes:
         calls: number of calls so far.
@@ -159,42 +178,51 @@ class CallReader:
         self._held = ""
         self._after_call = False
 
-    def add(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add a piece of the answer. Return the text outside of calls, and the complete calls."""
-        self._held += text
-        shown = ""
+    def add(self, piece: str) -> tuple[str, list[ToolCall]]:
+        """Add a piece of the answer.
+
+        Returns:
+            The text outside of calls that is final now, and the calls that are complete now.
+        """
+        self._held += piece
+        text = ""
         calls: list[ToolCall] = []
-        while True:
-            start = self._held.find(OPEN)
-            if start < 0:
-                start = len(self._held) - longest_beginning(self._held, [OPEN])
-                break
+        while OPEN in self._held:
+            start = self._held.index(OPEN)
             parsed = self._parse(start + len(OPEN))
             if parsed is None:
                 break
             call, end = parsed
             if call is None:
-                shown += self._trimmed(self._held[:end])
+                text += self._trimmed(self._held[:end])
             else:
-                shown += self._trimmed(self._held[:start].rstrip())
+                text += self._trimmed(self._held[:start].rstrip())
                 calls.append(call)
+                self._after_call = True
             self._held = self._held[end:]
-            self._after_call = call is not None
         self.calls += len(calls)
-        final = self._held[:start].rstrip()  # spaces before a call are not text
-        self._held = self._held[len(final) :]
-        return shown + self._trimmed(final), calls
+        return text + self._release_text(), calls
 
     def rest(self) -> str:
-        """Return the text that was held back, without an incomplete call, after the last piece."""
-        text = self._held.partition(OPEN)[0]
+        """Return the text that is held back; call it once, after the last piece.
+
+        An unfinished call, such as one that the maximum number of tokens cut off, is returned as text.
+        """
+        text = self._trimmed(self._held)
         self._held = ""
-        if self._after_call and OPEN.startswith(text.strip()):
-            return ""
         return text
 
+    def _release_text(self) -> str:
+        """Remove and return the held-back text before a possible beginning of a call."""
+        start = self._held.find(OPEN)
+        if start < 0:
+            start = len(self._held) - longest_beginning(self._held, [OPEN])
+        text = self._held[:start].rstrip()  # The white space may precede a call.
+        self._held = self._held[len(text) :]
+        return self._trimmed(text)
+
     def _trimmed(self, text: str) -> str:
-        """Remove the spaces that separate a text from the call before it."""
+        """Remove the white space that separates a text from the call before it."""
         if not self._after_call:
             return text
         text = text.lstrip()
@@ -203,18 +231,21 @@ class CallReader:
         return text
 
     def _parse(self, start: int) -> tuple[ToolCall | None, int] | None:
-        """Parse a call after its opening at `start`.
+        """Parse the held-back text from `start`, the end of a `<tool_call>`.
 
         Returns:
-            The call, or None if the characters are text, and the end of the parsed range. None while the call may
-            be incomplete.
+            A call and its end; None and `start` if the characters are not a call of a tool; None alone while they may
+            become one.
         """
         body = self._held[start:].lstrip()
         try:
             value, end = json.JSONDecoder().raw_decode(body)
         except json.JSONDecodeError as error:
-            incomplete = error.msg.startswith("Unterminated") or error.pos >= len(body) - 6
-            return None if incomplete else (None, start)
+            # The last characters may be a part of a literal such as false, or of an escape such as \u00e9.
+            is_incomplete = error.msg.startswith("Unterminated") or error.pos >= len(body) - 6
+            return None if is_incomplete else (None, start)
+        except (ValueError, RecursionError):  # a number of more than 4300 digits, or too many brackets
+            return None, start
         closing = body[end:].lstrip()
         if CLOSE.startswith(closing) and closing != CLOSE:
             return None

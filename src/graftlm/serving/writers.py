@@ -31,7 +31,14 @@ class ClarifyWriter:
         self._max_tokens = max_tokens
 
     def generate(self, prompt: Prompt, *, on_text: OnText = None) -> Reply:
-        """Reply to a prompt.
+        """Reply to a prompt with greedy decoding.
+
+        Args:
+            prompt: the prompt, with the string before which the reply ends.
+            on_text: called with each piece of the reply.
+
+        Returns:
+            The reply, its cost, and whether it was cut at the maximum number of tokens.
 
         Raises:
             ServingError: the generation failed.
@@ -53,7 +60,7 @@ class SummaryWriter(LanguageModelWriter):
         tokenizer: the tokenizer of the model.
         context: maximum number of tokens of a prompt and its summary.
         max_tokens: maximum number of tokens of a summary.
-        layout: the prompt layout with which the graft was trained; None uses the default.
+        layout: the prompt layout with which the graft was trained; None uses the default layout.
         on_event: called with {"extract": ...} before the first token, and with {"text": ...} for each piece of text.
     """
 
@@ -79,12 +86,22 @@ class SummaryWriter(LanguageModelWriter):
         return min(self.layout.window or self._context, self._context)
 
     def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
-        """Write summaries, after an event with the first extract."""
+        """Write a summary of each extract, after an event with the first extract."""
         self._on_event({"extract": extracts[0].to_json()})
         return super().write_batch(extracts)
 
     def complete_batch(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
-        """Return the continuation of each prompt, and whether it reached the maximum length."""
+        """Generate continuations one after another.
+
+        Args:
+            prompts: token ids of each prompt.
+
+        Returns:
+            The text of each continuation, and whether it reached the maximum length.
+
+        Raises:
+            ServingError: the generation failed.
+        """
         completions = []
         for prompt in prompts:
             finish = self._client.generate(prompt, self.decoding.max_new_tokens, self._on_text)

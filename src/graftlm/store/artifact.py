@@ -35,20 +35,23 @@ from graftlm.version import __version__
 def save_graft(
     graft: Graft, backbone: Backbone, folder: str | Path, *, training: Mapping[str, Any] | None = None, card: str = ""
 ) -> Path:
-    """Write a graft to a folder, which is replaced only when the new artefact is complete.
+    """Write a graft to a folder.
+
+    The folder of an older graft is replaced with all of its files, once the new one is complete.
 
     Args:
         graft: the graft; only its own tensors are written.
         backbone: the backbone that it was trained on. Its name and fingerprint are written, its weights are not.
         folder: an empty or new folder, or the folder of another graft.
-        training: a summary of the run, plain JSON.
-        card: the model card, Markdown; by default a short one is made.
+        training: a summary of the run as JSON values, for graft.json.
+        card: the model card in Markdown; a short one is made if it is empty.
 
     Returns:
         The folder.
 
     Raises:
-        ArtifactError: the disk is full, the folder contains other files, or tensors are missing or not finite.
+        ArtifactError: the folder can't be written, is a file, or contains files but no graft; or the graft has no
+            tensors yet, or a tensor has NaN or infinity.
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
@@ -131,10 +134,14 @@ def _write_files(folder: Path, tensors: Mapping[str, Tensor], manifest: Manifest
 
 
 def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
-    """Write a graft into a folder that may contain other files, such as that of a trainer.
+    """Write a graft into a folder that may contain other files, such as a checkpoint of a trainer.
+
+    Files of an older graft are replaced one after another.
 
     Raises:
-        ArtifactError: see `save_graft`.
+        ArtifactError: the graft can't be written, see `save_graft`.
+        WrongBackboneError: the graft was built for another backbone.
+        OSError: the folder can't be created, or a file in it can't be replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".") as draft:
@@ -144,20 +151,25 @@ def save_into(graft: Graft, backbone: Backbone, folder: Path) -> None:
 
 
 def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> Graft:
-    """Load the graft in a folder. It is built for `backbone` and not yet attached.
+    """Load the graft in a folder.
 
     Args:
         folder: the graft's folder, or OWNER/NAME on the hub.
         backbone: the backbone that it was trained on.
         changes: changes of the graft's config as `KEY=VALUE`, such as the new path of another model that it reads.
 
+    Returns:
+        The graft in eval mode. It is built for `backbone` and not attached to it.
+
     Raises:
-        WrongBackboneError: the graft was trained on another backbone, or reads other models than those found.
-        ArtifactError: the folder is damaged or is not a graft.
-        RecipeError: a change does not fit.
+        WrongBackboneError: the graft was trained on another backbone, or with other frozen models than those that its
+            config names now.
+        ArtifactError: the folder is damaged or is not a graft, or a change gives the tensors other shapes.
+        BackboneError: `backbone` is not a `Backbone`, or another model that the graft reads can't be loaded.
+        RecipeError: a change does not fit the config.
     """
     manifest = read_manifest(folder)
-    difference = manifest.backbone.matches(need_backbone(backbone))
+    difference = manifest.backbone.difference(need_backbone(backbone))
     if difference:
         raise WrongBackboneError(
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
@@ -175,7 +187,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
             raise
         problem = str(error).partition(":")[0]
         raise ArtifactError(
-            f"With {', '.join(changes)} the trained tensors don't fit ({problem}): omit changes of their shapes."
+            f"With {', '.join(changes)} the trained tensors don't fit ({problem}): leave out changes of their shapes."
         ) from error
     return graft.eval()
 
@@ -196,7 +208,7 @@ def _check_frozen_models(graft: Graft, manifest: Manifest, folder: str | Path) -
                 f"The graft {folder} was trained without a model {name}, but {model.name} was found: remove {name} "
                 "from the graft's config."
             )
-        difference = record.matches(model)
+        difference = record.difference(model)
         if difference:
             raise WrongBackboneError(
                 f"The graft {folder} was trained with {record.name} as {name}, but {model.name} was found and "
@@ -227,7 +239,7 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
         Grafts by name, in the order of the stages. The graft in `folder` comes last and is named `graft`.
 
     Raises:
-        ArtifactError: one of them is missing; see also `load_graft`.
+        ArtifactError: one of them is missing, or can't be loaded. See `load_graft` for its other errors.
     """
     folder = Path(folder)
     grafts: dict[str, Graft] = {}
@@ -236,8 +248,8 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
         is_name = name.replace("-", "_").isidentifier()  # must be a stage, not an arbitrary path from an untrusted file
         if not (is_name and folder.is_dir() and (earlier / JSON_NAME).is_file()):
             raise ArtifactError(
-                f"The graft {folder} was trained together with {name}, which is not in {earlier}: put it there, as "
-                "graft grow did."
+                f"The graft {folder} was trained together with {name}, which is expected in {earlier} but was not "
+                "found there: copy the folders of all stages next to each other, as graft grow wrote them."
             )
         grafts[name] = load_graft(earlier, backbone)
     grafts["graft"] = load_graft(folder, backbone, changes)
@@ -245,7 +257,7 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
 
 
 def graft_tensors(graft: Graft) -> dict[str, Tensor]:
-    """Return the tensors that an artefact stores of a graft, by name."""
+    """Return the tensors of a graft that `save_graft` writes, by name."""
     if isinstance(graft, HasTensors):
         return graft.tensors()
     return dict(graft.state_dict())
@@ -266,18 +278,19 @@ def backbone_of(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> Backbone:
-    """Load the backbone that a graft was trained on, by the recorded name and with the recorded head.
+    """Load the backbone that a graft was trained on, with the head that the graft records.
 
     Args:
-        folder: the graft's folder, or the folder of a model, which is then loaded.
-        name: the present name or path of the backbone, if it differs from the recorded one.
-        device: device of the backbone; None selects the accelerator, if there is one.
+        folder: the graft's folder. If it is a model instead, this model is loaded as a causal language model.
+        name: the present name or path of the backbone; None uses the recorded one.
+        device: device of the backbone; None selects the accelerator, if there is one, else the CPU.
         dtype: dtype of the weights; `auto` keeps that of the checkpoint.
         trust_remote_code: run model code that comes with the checkpoint.
 
     Raises:
-        ArtifactError: the folder is not a graft.
-        BackboneError: the backbone can't be loaded.
+        ArtifactError: the folder is neither a graft nor a model.
+        BackboneError: the backbone can't be loaded, or the device can't be used.
+        MissingExtraError: the backbone is a GGUF file, and the package gguf is not installed.
     """
     recorded_name = str(folder)
     kind: BackboneKind = "causal-lm"
@@ -297,7 +310,7 @@ def backbone_of(
             raise
         reason = str(error).rstrip(".")
         raise BackboneError(
-            f"{reason}; the graft {folder} was trained on that backbone: name its present place (--backbone)."
+            f"{reason}; the graft {folder} was trained on that backbone: name its present path (--backbone)."
         ) from error
     backbone.move(device)
     return backbone
@@ -311,14 +324,16 @@ def is_model(folder: str | Path) -> bool:
 
 
 def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each entry of a safetensors file, read one at a time.
+    """Yield the name and the tensor of each entry of a safetensors file, read one at a time on the CPU.
+
+    The file is opened when the iteration begins, which is also when errors are raised.
 
     Args:
         folder: the graft's folder, or OWNER/NAME on the hub.
         name: name of the safetensors file in it.
 
     Raises:
-        ArtifactError: the file is missing or damaged.
+        ArtifactError: the file is missing or damaged, or the repository can't be downloaded.
     """
     path = fetch_folder(folder, JSON_NAME) / name
     try:
@@ -326,7 +341,7 @@ def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple
             for key in file.keys():  # noqa: SIM118  # safetensors' file is not a mapping
                 yield key, file.get_tensor(key)
     except FileNotFoundError:
-        raise ArtifactError(f"{path} is missing, so the graft is incomplete: copy or train it again.") from None
+        raise ArtifactError(f"{path} is missing, so the folder is incomplete: copy it again, or train again.") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(
             f"{path} is not a complete safetensors file ({first_line(error)}): copy it again, or train again."

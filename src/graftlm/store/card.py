@@ -8,14 +8,14 @@ from graftlm.files.model_files import PACKAGED_MODELS
 
 
 def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "causal-lm", several: bool = False) -> str:
-    """Write the card of a graft: a description, and code that loads it.
+    """Return the card of a graft as Markdown: a description, and code that loads the graft.
 
     Args:
-        backbone: name of the backbone.
-        title: what the graft is.
-        text: body of the card, Markdown.
-        kind: the backbone's head.
-        several: whether the graft is loaded together with the grafts that it was trained with.
+        backbone: name of the backbone, for which the code loads the graft.
+        title: beginning of the heading, such as `A graft`; `for` and the backbone's name follow.
+        text: body of the card in Markdown.
+        kind: kind of the backbone's head, with which the code loads it.
+        several: the code also loads the grafts that were attached while this one was trained.
     """
     _, repository = PACKAGED_MODELS.get(backbone.lower(), ("", backbone))
     name = hub_name(repository)

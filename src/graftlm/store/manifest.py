@@ -1,9 +1,10 @@
-"""`graft.json`: what an artefact records about a graft and its backbone."""
+"""`graft.json`: the record of a graft, its backbone and its training."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from pydantic import Field, JsonValue
@@ -11,7 +12,7 @@ from pydantic import Field, JsonValue
 from graftlm.backbone import Backbone, BackboneKind, Fingerprint
 from graftlm.backbone.families import user_row
 from graftlm.config import Config
-from graftlm.errors import ArtifactError, RecipeError
+from graftlm.errors import ArtifactError, RecipeError, shorten
 from graftlm.files.hub import fetch_folder
 from graftlm.grafts import GraftConfig, graft_config
 from graftlm.version import __version__
@@ -23,14 +24,15 @@ CARD_NAME = "README.md"
 
 
 class BackboneRecord(Config):
-    """What an artefact records about a backbone, or about another frozen model that the graft reads.
+    """The record of a backbone, or of another frozen model that the graft reads.
 
     Args:
         name: name on the hub or path.
         model_type: the `model_type` of its config.
         fingerprint: fields of its `Fingerprint`.
-        kind: its head.
-        family: the row that a user registered for the model type, see `register_family`.
+        kind: kind of its head.
+        family: fields of the `Family` that a user registered for the model type with `register_family`; None for a
+            family of GraftLM.
     """
 
     name: str
@@ -39,9 +41,15 @@ class BackboneRecord(Config):
     kind: BackboneKind = "causal-lm"
     family: dict[str, JsonValue] | None = None
 
+    def _problems(self) -> Iterator[str]:
+        expected = [field.name for field in fields(Fingerprint)]
+        if sorted(self.fingerprint) != sorted(expected):
+            found = ", ".join(self.fingerprint) or "none"
+            yield f"the fingerprint of {self.name} has the keys {found}, but {', '.join(expected)} are expected"
+
     @classmethod
     def of(cls, backbone: Backbone) -> BackboneRecord:
-        """Create the record of a loaded model."""
+        """Create the record of a loaded model, whose fingerprint is computed if it was not yet."""
         model_type = backbone.sites.model_type
         return cls(
             name=backbone.name,
@@ -51,13 +59,13 @@ class BackboneRecord(Config):
             family=user_row(model_type),
         )
 
-    def matches(self, backbone: Backbone) -> str | None:
-        """Describe how `backbone` differs from the recorded model; None if it is the same."""
-        difference = Fingerprint(**self.fingerprint).difference(backbone.fingerprint)
-        if difference is not None:
-            return difference
+    def difference(self, backbone: Backbone) -> str | None:
+        """Describe how a backbone differs from the recorded model, as a clause; None if it is the same."""
+        other_weights = Fingerprint(**self.fingerprint).difference(backbone.fingerprint)
+        if other_weights is not None:
+            return other_weights
         if self.family not in (None, user_row(self.model_type)):
-            return f"its family has another row than backbone.family in {JSON_NAME}, with which it has to be loaded"
+            return f"the Family of {self.model_type} differs from backbone.family in {JSON_NAME}"
         return None
 
 
@@ -65,15 +73,15 @@ class Manifest(Config):
     """Content of `graft.json`.
 
     Args:
-        format: version of the format.
+        format: version of the format; `read_manifest` accepts `FORMAT` only.
         kind: kind of the graft.
-        config: the graft's config without its kind.
-        library: version of graftlm that wrote the artefact.
+        config: values of the graft's config.
+        library: version of graftlm that wrote the file.
         backbone: the backbone that the graft was trained on.
-        frozen_models: other models that the graft reads, by name.
+        frozen_models: other frozen models that the graft reads, by name.
         tensors: number of tensors in `graft.safetensors`.
-        parameters: number of their elements.
-        training: summary of the training run.
+        parameters: number of elements of these tensors.
+        training: summary of the training run; empty if none was given.
     """
 
     format: int = FORMAT
@@ -99,7 +107,10 @@ class Manifest(Config):
 
         Args:
             folder: the graft's folder, for the message.
-            use: the operation that needs a graft alone, as the subject of a sentence.
+            use: the operation that needs a graft alone, as the subject of a clause.
+
+        Raises:
+            ArtifactError: `trained_after` is not empty.
         """
         if self.trained_after:
             raise ArtifactError(
@@ -127,7 +138,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read `graft.json` from a folder or a repository on the hub.
 
     Raises:
-        ArtifactError: the file is missing, broken, or of a later format.
+        ArtifactError: the file is missing, is not valid, or has another format than `FORMAT`; or the repository can't
+            be downloaded.
     """
     path = fetch_folder(folder, JSON_NAME) / JSON_NAME
     try:
@@ -137,8 +149,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in (None, FORMAT):
+        found = shorten(repr(values["format"]))
         raise ArtifactError(
-            f"{folder} has the format {values['format']}, but this version reads format {FORMAT}: upgrade graftlm."
+            f"{path} has the format {found}, but graftlm {__version__} reads format {FORMAT}: install the version of "
+            "graftlm that wrote it."
         )
     try:
         return Manifest.parse(values, where=str(path))

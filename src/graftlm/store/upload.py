@@ -15,13 +15,13 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
     Args:
         folder: a local folder; all of its files are uploaded.
         repository: OWNER/NAME; it is created if it does not exist.
-        private: whether a new repository is private.
+        private: whether a new repository is private; an existing one is left as it is.
 
     Returns:
-        The address of the repository.
+        The URL of the repository.
 
     Raises:
-        ArtifactError: the folder contains neither a graft nor a model, or the hub rejects the upload.
+        ArtifactError: the folder contains neither a graft nor a model, or the hub is unreachable or rejects the upload.
     """
     from huggingface_hub import HfApi
 
@@ -33,5 +33,5 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft")
     except Exception as error:  # The client raises many kinds of errors.
-        raise ArtifactError(f"{folder} can't be uploaded as {repository}: {hub_problem(error)}.") from error
+        raise ArtifactError(f"{folder} can't be uploaded to {repository}, because {hub_problem(error)}.") from error
     return f"{api.endpoint}/{repository}"

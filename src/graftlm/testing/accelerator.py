@@ -1,4 +1,4 @@
-"""A pretended accelerator, which finds out where the host waits for a real one. None is needed."""
+"""A simulated accelerator, which shows where the host would wait for a real one."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.testing.passes import pad_rows, positions_of, rows_of
 
 DEVICE = torch.device("cuda", 0)
-"""The device of the pretended accelerator."""
+"""The device of the simulated accelerator."""
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY_INTO = torch.ops.aten.copy_.default
 
 
 @torch.no_grad()
 def decode_step_waits(model: GraftedModel, *, static: bool, rows: int = 20) -> list[str]:
-    """Return the lines of code at which the second decode step of a padded batch waits.
+    """Return the lines of code at which the second decode step of a padded batch waits for a simulated accelerator.
 
-    The prompt is read on the CPU. The first step copies constants to the device.
+    The prompt is read on the CPU. The first step may wait, because it copies constants to the device.
 
     Args:
-        model: the grafted model, which is moved to the pretended accelerator for good.
+        model: the grafted model on the CPU, which is moved to the simulated accelerator for good.
         static: whether to decode with a static cache instead of a dynamic one.
         rows: number of rows of the batch.
+
+    Returns:
+        "FILE:LINE: CODE" for each place, without places in torch and transformers; empty if the step never waits.
     """
     ids, mask = pad_rows(rows_of(*range(5, 5 + rows)), "left")
     columns = ids.shape[1]
@@ -63,10 +66,14 @@ def decode_step_waits(model: GraftedModel, *, static: bool, rows: int = 20) -> l
 
 @contextmanager
 def pretended_accelerator(model: nn.Module, cache: Cache) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Move a model and a cache to a pretended accelerator, for good.
+    """Move a model and a cache to a simulated accelerator, for good.
 
     Tensors get its device and lose their values. Code that reads a value fails: `.item()`, `.tolist()`, `bool(tensor)`,
     a boolean index, `nonzero` and the like. Copies between host and device wait as well, and are recorded by `waits`.
+
+    Args:
+        model: the model on the CPU.
+        cache: the cache of a generation with this model.
 
     Yields:
         A function that moves a tensor.
@@ -129,9 +136,12 @@ def _line(frames: Iterable[traceback.FrameSummary]) -> list[str]:
 
 
 def waits(function: Callable[[], object]) -> list[str]:
-    """Return the lines of code at which a function waits for the pretended accelerator.
+    """Return the lines of code at which a function waits for the simulated accelerator.
 
     The function is stopped at the first value that it reads.
+
+    Args:
+        function: the function, which is called inside `pretended_accelerator`.
     """
     with _CopyRecorder() as recorder:
         try:

@@ -100,7 +100,12 @@ def seeded_logits(model: GraftedModel, ids: Tensor, seed: int = 0) -> Tensor:
 
 
 def losses_of(model: GraftedModel, ids: Tensor) -> Iterator[Tensor]:
-    """Yield the training loss of one batch, and a loss for each task of a graft with heads."""
+    """Yield the training loss of one batch, and for each task of a graft with heads the sum of squared predictions.
+
+    Args:
+        model: the grafted model.
+        ids: (2, T) token ids.
+    """
     yield model(ids, labels=ids, domain=DOMAIN).loss
     for graft in model.grafts.values():
         if not isinstance(graft, HasHeads):
@@ -111,7 +116,14 @@ def losses_of(model: GraftedModel, ids: Tensor) -> Iterator[Tensor]:
 
 
 def gradients(model: GraftedModel, **inputs: object) -> dict[str, Tensor]:
-    """Return the gradients of the training loss of one pass by parameter, without parameters that it does not reach."""
+    """Return the gradients of the training loss of one pass, by the name of the parameter.
+
+    Parameters that the loss does not reach are omitted. The model's own gradients are None afterwards.
+
+    Args:
+        model: the grafted model.
+        inputs: arguments of the model, with `labels`.
+    """
     model.zero_grad(set_to_none=True)
     model(**inputs).loss.backward()
     result = {}
@@ -131,11 +143,11 @@ def pad_rows(rows: Iterable[Tensor], side: str) -> tuple[Tensor, Tensor]:
     """Make a batch of rows of several lengths.
 
     Args:
-        rows: (tokens,) token ids.
-        side: left or right, where the padding is.
+        rows: (tokens,) token ids of each row.
+        side: `left` or `right`, where the padding is.
 
     Returns:
-        (B, T) token ids, with arbitrary tokens as padding, and their mask.
+        (B, T) token ids, with arbitrary tokens as padding, and (B, T) their mask, 1 for tokens of the rows.
     """
     rows = list(rows)
     length = max(len(row) for row in rows)
@@ -154,7 +166,11 @@ def prompts(longest: int = 2 * WINDOW) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Return positions (B, T) that count real tokens, as `generate` computes them."""
+    """Return the positions (B, T) of real tokens, counted from 0 in each row, as `generate` computes them.
+
+    Args:
+        mask: (B, T), 1 for real tokens and 0 for padding, whose position is 0.
+    """
     return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
 
 
@@ -165,7 +181,10 @@ def generate(model: Any, ids: Tensor, mask: Tensor | None, **decoding: Any) -> A
         model: the model.
         ids: (B, T) prompts.
         mask: (B, T) mask of the prompts; None without padding.
-        decoding: arguments of the model's `generate`.
+        decoding: further arguments of the model's `generate`.
+
+    Returns:
+        The output of `generate`, with `sequences` and `logits`. Sampling always uses the same seed.
     """
     torch.manual_seed(7)
     return model.generate(

@@ -37,7 +37,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def state_of(model: PreTrainedModel) -> dict[str, object]:
-    """Return everything about a model that a graft must restore, by what it is.
+    """Return everything about a model that a graft must restore, by a description of each part.
 
     Args:
         model: a transformers model.

@@ -84,8 +84,8 @@ def tiny_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel
     """Make a random float32 model in evaluation mode.
 
     Args:
-        family: name of the family, a key of `FAMILY_CONFIGS`.
-        seed: seed of the weights.
+        family: name of the family, which must be a key of `FAMILY_CONFIGS`.
+        seed: seed of the weights; the state of torch's generator does not change.
         changes: changed values of the family's config.
     """
     config_class, model_class, values = FAMILY_CONFIGS[family]
@@ -107,7 +107,7 @@ def tiny_tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
     """Make a byte-level BPE tokenizer, which encodes and decodes any text.
 
     Args:
-        tokens: size of its vocabulary.
+        tokens: size of its vocabulary, at least 260: the bytes and the special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -47,7 +47,7 @@ class Checkpoint:
     """A complete checkpoint on disk.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
         state: the content of its `state.json`.
     """
 
@@ -62,14 +62,14 @@ class Checkpoint:
 
 @dataclass
 class TrainingCounts:
-    """What a run has done so far, over all its resumptions.
+    """The progress of a run, over all its resumptions.
 
     Attributes:
         step: number of updates done.
         tokens: number of input tokens read, without padding.
-        loss: loss of the last step, in nats per token.
+        loss: loss of the last step, in nats per token; None before the first step.
         timed_tokens: tokens of the steps that `seconds` covers: all but the first after each start.
-        seconds: time of those steps, without checkpoints.
+        seconds: duration of those steps, without checkpoints.
     """
 
     step: int = 0
@@ -80,7 +80,7 @@ class TrainingCounts:
 
     @property
     def tokens_per_s(self) -> float:
-        """Training speed; 0 before it is known."""
+        """Input tokens per second of the timed steps; 0 before there is one."""
         return self.timed_tokens / self.seconds if self.seconds else 0.0
 
 
@@ -90,13 +90,13 @@ class TrainingState:
 
     Attributes:
         context: the processes, devices and the model.
-        batches: the global batches.
+        batches: the global batches, whose position is saved.
         config: the training section.
         out: folder of the history and the checkpoints.
         identity: plain JSON values that a resumed run must share.
         parameters: the trainable parameters by name.
-        optimizer: their optimizer.
-        counts: what has been done.
+        optimizer: the optimizer of these parameters.
+        counts: the progress of the run.
     """
 
     context: DistributedContext
@@ -114,11 +114,11 @@ class TrainingState:
         return self.out / "checkpoints"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors that a checkpoint contains, without recurrent state."""
+        """Return the trainable parameters and the grafts' buffers, by name and without copying them."""
         return {**self.parameters, **graft_buffers(self.context.model)}
 
     def run_identity(self) -> dict[str, object]:
-        """Return what a resumed run must share with the run that wrote a checkpoint."""
+        """Return the settings, as plain JSON values, that a resumed run must share with the run before."""
         return {"training": self.config.model_dump(mode="json", exclude=FREE_ON_RESUME), **self.identity}
 
 
@@ -129,7 +129,7 @@ def recurrent_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_recurrent_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Restore what `recurrent_state` returned."""
+    """Restore the state that `recurrent_state` returned; models without such a state are left unchanged."""
     method = getattr(model, "set_recurrent_state", None)
     if callable(method):
         method(tensors)
@@ -138,18 +138,19 @@ def set_recurrent_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None
 # Reading
 
 
-def resume_from_checkpoint(state: TrainingState, resume: bool) -> int | None:
-    """Load the newest complete checkpoint, and remove incomplete ones.
+def resume_from_checkpoint(state: TrainingState, *, resume: bool) -> int | None:
+    """Load the newest complete checkpoint, and remove incomplete ones. All processes must call this together.
 
     Args:
-        state: the state to load into.
-        resume: False removes all checkpoints.
+        state: the state whose tensors, optimizer, batches and counts are set.
+        resume: False removes all checkpoints and loads none.
 
     Returns:
         The step of the checkpoint; None if there is none.
 
     Raises:
-        TrainingError: the checkpoint belongs to a run with other settings, or its tensors do not fit the model.
+        TrainingError: the checkpoint belongs to a run with other settings, has more steps than the training section, or
+            has other tensors than the model.
     """
     if state.context.accelerator.is_main_process:
         state.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -205,6 +206,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
+    """Raise `TrainingError` if a checkpoint was written with other settings or has more steps than the run."""
     saved = flatten_dict(checkpoint.state["run"])
     current = flatten_dict(state.run_identity())
     for key in sorted(saved.keys() | current.keys()):
@@ -215,8 +217,8 @@ def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
             )
     if checkpoint.step > state.config.steps:
         raise TrainingError(
-            f"The run in {state.out} has done {checkpoint.step} steps, but steps is {state.config.steps}: "
-            "raise it, or choose another output folder."
+            f"The run in {state.out} has reached step {checkpoint.step}, but training.steps is {state.config.steps}: "
+            "raise training.steps, or choose another output folder."
         )
 
 
@@ -239,6 +241,8 @@ def _restore(state: TrainingState, path: Path) -> None:
 
 
 def _check_shapes(path: Path, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise `TrainingError` if a tensor is missing on either side or has another shape."""
+
     def form(tensors: Mapping[str, Tensor], name: str) -> str:
         return f"shape {list(tensors[name].shape)}" if name in tensors else "nothing"
 
@@ -248,11 +252,12 @@ def _check_shapes(path: Path, saved: Mapping[str, Tensor], expected: Mapping[str
         if there != here:
             raise TrainingError(
                 f"The checkpoint {path} has {there} for {name}, but the model has {here}: "
-                "use another output folder, or resume=False to start over."
+                f"choose another output folder, or remove {path.parent} to start over."
             )
 
 
 def _restore_optimizer(state: TrainingState, path: Path) -> None:
+    """Load the optimizer's state, sharded like its parameters."""
     state.optimizer.state.clear()
     for key, value in load_file(path / OPTIMIZER).items():
         name, _, field_name = key.rpartition("/")
@@ -273,13 +278,13 @@ def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
 
     Args:
         state: the state to save.
-        keep: number of newest checkpoints to keep; None removes none.
+        keep: number of newest checkpoints to keep; None and 0 remove none.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        TrainingError: the checkpoint can't be written. Older checkpoints are not changed.
+        TrainingError: the checkpoint can't be written. All processes raise it, and older checkpoints are unchanged.
     """
     # All processes copy together, since a sharded tensor is gathered from all of them.
     files = {TENSORS: _copies(_saved_tensors(state)), OPTIMIZER: _copies(_optimizer_tensors(state))}
@@ -324,6 +329,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write(state: TrainingState, target: Path, files: Mapping[str, dict[str, Tensor]]) -> None:
+    """Write the files of a checkpoint into a draft that replaces `target` at once."""
     with staged_folder(target) as draft:
         draft.mkdir()
         for name, tensors in files.items():
@@ -351,8 +357,8 @@ def stop_before_step(
         state: the state; the step has not updated the weights.
         buffers: the grafts' buffers before the step, by name.
         recurrent: the recurrent state before the step.
-        loss: the step's loss.
-        norm: the norm of its gradient.
+        loss: the step's loss; the norm is named as the cause if this is finite.
+        norm: the norm of the step's gradient.
 
     Raises:
         TrainingError: always.

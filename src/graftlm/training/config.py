@@ -32,7 +32,7 @@ class TrainingConfig(Config):
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0.")
     min_ratio: float = Field(0.0, ge=0, le=1, description="The final learning rate as a share of the highest.")
     weight_decay: float = Field(
-        0.0, ge=0, description="Of matrices; vectors, scalars and the parameters of a state space never decay."
+        0.0, ge=0, description="Of matrices; vectors, scalars and the parameters of a state-space model never decay."
     )
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     clip: float | None = Field(1.0, gt=0, description="Maximum global norm of the gradient; no maximum when absent.")
@@ -40,13 +40,14 @@ class TrainingConfig(Config):
     seed: int = Field(0, ge=0)
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time.")
     sharded: bool = Field(
-        False, description="With several processes: FSDP2 shards weights and optimizer instead of copying them."
+        False,
+        description="With several processes: FSDP2 shards weights and optimizer states instead of replicating them.",
     )
     checkpoint_every: int = Field(200, ge=1, description="Steps between checkpoints; there is one at the end too.")
     keep_checkpoints: int = Field(
         2, ge=0, description="Newest checkpoints to keep; 0 writes none, so that a killed run starts anew."
     )
-    log_every: int = Field(1, ge=1, description="Steps between lines of the history and of the tracker.")
+    log_every: int = Field(1, ge=1, description="Steps between two lines of the history, which the tracker gets too.")
     tracker: str | None = Field(
         None, description="A tracker that Accelerate supports, such as tensorboard, wandb, trackio or mlflow."
     )

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graftlm.errors import TrainingError
+from graftlm.errors import TrainingError, first_line
 from graftlm.training.config import TrainingConfig
 from graftlm.training.sharding import full_tensor, shard
 from graftlm.training.tracking import check_tracker
@@ -38,8 +38,8 @@ class LossModule(nn.Module):
 
     Args:
         model: the model to train.
-        tie: make the loss depend on every trainable parameter, so that processes exchange all gradients even if they
-            use different parameters.
+        tie: make the loss depend on every trainable parameter. Processes then exchange all gradients even if they use
+            different parameters.
     """
 
     def __init__(self, model: nn.Module, *, tie: bool) -> None:
@@ -53,10 +53,12 @@ class LossModule(nn.Module):
 
         Args:
             inputs: keyword arguments of the model.
-            totals: (1 + domains,) counts over the whole optimizer step.
+            totals: (1 + domains,) counts over the whole optimizer step: target tokens, then input tokens of each
+                domain.
 
         Returns:
-            The loss to differentiate, a scalar, and (3,) detached: total, language-modelling and auxiliary loss.
+            The loss to differentiate, a scalar, and the detached total, language-modeling and auxiliary loss, (3,) in
+            float32. A loss that the model does not compute is 0.
         """
         output = self.model(**inputs, totals=totals, **self._options)
         loss = output.loss
@@ -87,32 +89,44 @@ class DistributedContext:
     model: nn.Module
 
     def share(self, rows: int) -> slice:
-        """Return this process's rows of a global batch of `rows` rows."""
+        """Return the rows of a global batch on which this process trains.
+
+        Args:
+            rows: number of rows of the global batch, a multiple of the number of processes.
+        """
         size = rows // self.accelerator.num_processes
         index = self.accelerator.process_index
         return slice(size * index, size * (index + 1))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over processes."""
+        """Return the sum of a tensor over all processes, which must call this together."""
         if self.accelerator.num_processes == 1:
             return values
         return self.accelerator.reduce(values, "sum")  # type: ignore[return-value]
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a process's part of the loss, a scalar."""
+        """Accumulate the gradient of this process's part of the global loss.
+
+        Args:
+            loss: a scalar; the global loss is the sum of the parts of all processes.
+        """
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
     def synchronize_gradients(self, now: bool) -> AbstractContextManager[None]:
-        """Exchange gradients in the backward passes of the block only if `now` is true."""
+        """Return a context that controls whether backward passes exchange gradients between processes.
+
+        Args:
+            now: False postpones the exchange, so that gradients are accumulated first.
+        """
         if isinstance(self.losses, FSDPModule):
             self.losses.set_requires_gradient_sync(now)
             return nullcontext()
         return nullcontext() if now else self.accelerator.no_sync(self.losses)
 
     def attention(self, length: int) -> AbstractContextManager[object]:
-        """Use plain attention in the block for short rows in half precision on a CPU.
+        """Return a context that selects plain attention for short rows in half precision on a CPU.
 
-        Its backward pass is faster there than that of fused attention.
+        Its backward pass is faster there than that of fused attention. Elsewhere the context changes nothing.
 
         Args:
             length: tokens per row.
@@ -124,15 +138,16 @@ class DistributedContext:
         return sdpa_kernel(SDPBackend.MATH) if in_half_precision else nullcontext()
 
     def clip(self, limit: float | None) -> Tensor:
-        """Scale gradients down to a global norm.
+        """Scale all gradients in place by one factor where their global norm exceeds a limit.
 
-        The gradient of a parameter that took no part becomes zero, as it is where only another process used it.
+        A missing gradient, of a parameter that the step did not use, becomes zero. It is zero as well where only
+        another process used the parameter.
 
         Args:
             limit: the maximum norm; None scales nothing.
 
         Returns:
-            The norm before, a scalar.
+            The norm before scaling, a scalar on the process's device.
         """
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for parameter in trainable:
@@ -157,19 +172,24 @@ class DistributedContext:
 
 @contextmanager
 def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[DistributedContext]:
-    """Move a model to its device, and wrap it for several processes.
+    """Move a model to its device in training mode, and wrap it for several processes.
 
-    At the end of the block every process has the whole model again.
+    At the end of the block every process has the whole model again, the mode of the model is restored, and trackers
+    are finished.
 
     Args:
         model: the model to train.
         config: the training section.
         out: folder for the files of a tracker.
 
+    Yields:
+        The processes and devices, with the wrapped model.
+
     Raises:
-        TrainingError: the processes can't share a batch, Accelerate was already set up differently in this process, or
-            it has no such tracker.
-        MissingExtraError: the tracker's package is not installed.
+        TrainingError: `batch_size` is not a multiple of the number of processes, Accelerate rejects the precision or
+            was already set up differently in this process, or it has no such tracker or the tracker's package is not
+            installed.
+        MissingExtraError: the tracker is TensorBoard, which is not installed.
     """
     check_tracker(config.tracker)
     was_training = model.training
@@ -215,7 +235,8 @@ def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterato
         )
     except ValueError as error:
         raise TrainingError(
-            f"Accelerate was already set up differently in this process ({error}): train in a new process."
+            f"Accelerate can't be set up for this run ({first_line(error)}): train in a new process if this one has "
+            "already used Accelerate with other settings, else change training.precision."
         ) from None
     try:
         yield accelerator
@@ -228,7 +249,7 @@ def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterato
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, by name.
+    """Return the parameters that require gradients, by name.
 
     Raises:
         TrainingError: there are none, or one is not in float32.
@@ -243,8 +264,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if parameter.dtype != torch.float32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise TrainingError(
-                f"The parameter {name} is {dtype}, but training needs float32: convert it, and set precision: bf16 for "
-                "speed."
+                f"The parameter {name} is in {dtype}, but training needs float32: convert it to float32, and set "
+                "training.precision to bf16 for speed."
             )
     return parameters
 

@@ -17,16 +17,18 @@ _REMEDY = "free space, then run the same command to resume"
 
 
 class History:
-    """The history of a run, opened to append to it.
+    """The history of a run, opened for appending.
 
-    Lines are written at once, and `sync` flushes them to disk.
+    Lines are handed to the operating system at once; `sync` flushes them to disk.
 
     Args:
-        path: the file. Later lines than those of the first `steps` steps are removed.
-        steps: number of steps done.
+        path: the file, in an existing folder. Lines of later steps than `steps` are removed, and so is everything after
+            an incomplete line.
+        steps: number of steps that the run has done.
 
     Raises:
-        TrainingError: the disk is full or can't be written. `append` raises it too.
+        TrainingError: the file can't be written, for example because the disk is full. `append` and `sync` raise it
+            too.
     """
 
     def __init__(self, path: Path, steps: int) -> None:
@@ -39,26 +41,43 @@ class History:
             self._file = path.open("a", encoding="utf-8")
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Write the values of a step."""
+        """Append the values of a step as one line.
+
+        Args:
+            line: plain JSON values with the key `step`, the number of steps done.
+
+        Raises:
+            TrainingError: the file can't be written.
+        """
         with write_errors(self.path, TrainingError, _REMEDY):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
-        """Flush all lines to disk."""
-        os.fsync(self._file.fileno())
+        """Flush all lines to disk.
+
+        Raises:
+            TrainingError: the file can't be written.
+        """
+        with write_errors(self.path, TrainingError, _REMEDY):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        # It writes again what `append` could not write.
+        """Close the file; errors are ignored, because `append` has already raised them."""
+        # Closing flushes the buffer again if `append` failed to.
         with suppress(OSError):
             self._file.close()
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a history; empty without a file.
+    """Read the lines of a history.
 
-    A line that was cut when the process was killed, and everything after it, is left out.
+    Args:
+        path: the file, which may be missing.
+
+    Returns:
+        The values of each line, in order; an empty list if there is no such file. A line that was cut when the process
+        was killed, and everything after it, is left out.
     """
     if not path.exists():
         return []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -38,8 +39,8 @@ class LanguageModel(nn.Module):
     With stateful batches (`stream`), the model keeps a cache for each micro-batch; see `training.stateful`.
 
     Args:
-        model: a transformers model with a language-modelling head. For stateful batches it also needs the methods
-            `cache_tensors` and `cache_from_tensors`.
+        model: a transformers model with a language-modeling head; all of its parameters are set to require gradients.
+            For stateful batches it also needs the methods `cache_tensors` and `cache_from_tensors`.
     """
 
     can_omit_logits: ClassVar[bool] = True
@@ -64,7 +65,7 @@ class LanguageModel(nn.Module):
         return_logits: bool = True,
         **_: object,
     ) -> GraftedOutput:
-        """Run one pass.
+        """Run one pass, and keep its cache for the next step if `stream` is given.
 
         Args:
             input_ids: (B, T) token ids.
@@ -73,9 +74,14 @@ class LanguageModel(nn.Module):
             position_ids: (B, T), which restart where separate documents of a row begin.
             totals: (1 + domains,); the first entry is the number of targets of the whole step. None counts those of
                 `labels`.
-            stream: (B,) index of the text that each row continues; None where rows are independent.
-            starts: (B,) whether a row is the first of its text. Either all rows start or none does.
+            stream: (B,) index of the stream that each row belongs to; None where rows are independent.
+            starts: (B,) bool, True where a row is the first of its stream. Either all rows start or none does; the
+                others continue the last pass with the same first stream.
             return_logits: False returns only the loss, and the output layer runs only for the tokens before targets.
+            _: further values of a batch, which are ignored.
+
+        Returns:
+            The loss in nats per token, the same loss detached as `lm_loss`, and the logits (B, T, V) or None.
         """
         optional = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in optional.items() if value is not None}
@@ -107,7 +113,7 @@ class LanguageModel(nn.Module):
         return tensors
 
     def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `recurrent_state` returned."""
+        """Replace the caches by those that `recurrent_state` returned."""
         by_cache: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             key, _, inner = name.partition("/")
@@ -128,8 +134,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """Learn a byte-level BPE tokenizer. It encodes every text, since every byte is a token.
 
     Args:
-        texts: the training texts.
-        vocab_size: maximum number of tokens, including the end-of-text token; short texts yield fewer.
+        texts: the training texts, each of which is read once.
+        vocab_size: maximum number of tokens, including the end-of-text token; short texts yield fewer. At least
+            `MIN_VOCAB_SIZE`, below which the tokenizer has that many tokens all the same.
+
+    Returns:
+        The tokenizer, whose end-of-text token also serves as padding.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -145,15 +155,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """Make a float32 model with random weights.
+    """Make a float32 model with random weights. Sets torch's global seed.
 
     Args:
         values: `model_type` and any other keys of its config.
-        tokenizer: the tokenizer whose vocabulary and special tokens the model gets.
+        tokenizer: the tokenizer whose vocabulary size and special tokens the config gets where `values` lacks them.
         seed: seed of the weights.
 
     Raises:
-        RecipeError: there is no such architecture for language models, or a key or value does not fit it.
+        RecipeError: there is no such architecture for language models, a key or value does not fit it, or `vocab_size`
+            is smaller than the tokenizer's vocabulary.
     """
     config = _config(values, tokenizer)
     torch.manual_seed(seed)
@@ -173,8 +184,8 @@ def _config_errors(values: Mapping[str, object], *kinds: type[Exception]) -> Ite
     except kinds as error:
         name = values["model_type"]
         raise RecipeError(
-            f"model: transformers can't build a {name} model from these values ({first_line(error)}): correct the "
-            "values, or remove keys that its config does not have."
+            f"model: transformers can't build a {name} model from these values ({first_line(error)}): choose values "
+            f"that the config of {name} accepts, or leave these keys out to take its defaults."
         ) from None
 
 
@@ -186,10 +197,12 @@ def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel
         tokenizer: the tokenizer that the model is trained with.
 
     Raises:
-        BackboneError: there is no such model, or its files are damaged.
+        BackboneError: there is no such model, it is not a causal language model in safetensors format, or its files are
+            damaged.
         RecipeError: the model has fewer tokens than the tokenizer.
     """
-    with _load_errors(f"The model {name}", "name another, or repair its files"):
+    remedy = "name a causal language model on the hub, or a folder that contains one in safetensors format"
+    with _load_errors(f"The model {name}", remedy):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
     _check_vocabulary(model, tokenizer, name)
     return model
@@ -202,7 +215,7 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
         name: a name on the hub, or a folder.
 
     Raises:
-        BackboneError: there is no such tokenizer.
+        BackboneError: there is no such tokenizer, or its files are damaged.
     """
     remedy = "name a folder that contains one, or learn one, as in tokenizer: {vocab_size: 4096}"
     with _load_errors(f"The tokenizer {name}", remedy):
@@ -211,11 +224,11 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _load_errors(what: str, remedy: str) -> Iterator[None]:
-    """Convert errors of loading to `BackboneError`."""
+    """Register GraftLM's architectures, and convert errors of loading in the block to `BackboneError`."""
     register()
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise BackboneError(f"{what} can't be loaded ({first_line(error)}): {remedy}.") from None
 
 
@@ -223,19 +236,21 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
     """Check that a model can read the rows of a run.
 
     Args:
-        model: a transformers model.
+        model: a transformers model. If it has a method `check_lengths(length, longest)`, that is called too.
         length: tokens of a training row.
         longest: tokens of the longest window of the evaluation.
         boundaries: how documents share rows.
 
     Raises:
-        RecipeError: the model has fewer positions, or can't keep documents apart.
+        RecipeError: the model has fewer positions than `length` or `longest`, `check_lengths` rejects them, or the
+            model can't keep the documents of a row separate.
     """
     limit = max_sequence_length(model)
     if limit < max(length, longest):
         what = f"data.length is {length}" if limit < length else f"evaluation.lengths has {longest}"
         raise RecipeError(
-            f"{what}, but the model has {limit} positions: lower it, or raise the model's max_position_embeddings."
+            f"{what}, but the model has {limit} positions: lower it to {limit} or less, or choose a model with "
+            "a larger max_position_embeddings."
         )
     if hasattr(model, "check_lengths"):
         model.check_lengths(length, longest)
@@ -250,7 +265,8 @@ def check_stream(model: PreTrainedModel, config: TrainingConfig) -> None:
         config: the training section.
 
     Raises:
-        RecipeError: the model's state grows with the text, or the run uses gradient checkpointing.
+        RecipeError: the model lacks `cache_tensors` or `cache_from_tensors`, which models with a state of fixed size
+            have, or the run uses gradient checkpointing.
     """
     if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from_tensors")):
         raise RecipeError(
@@ -270,7 +286,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     Args:
         model: a transformers model.
         tokenizer: its tokenizer.
-        folder: the folder to write.
+        folder: the folder to write; an existing one is replaced.
 
     Raises:
         OSError: the folder can't be written.
@@ -285,15 +301,23 @@ def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Pr
     register()
     name = values["model_type"]
     if name not in CONFIG_MAPPING:
-        raise RecipeError(f"There is no architecture with the model_type {name!r}{did_you_mean(name, CONFIG_MAPPING)}.")
+        hint = did_you_mean(name, CONFIG_MAPPING).partition(" (known")[0]  # transformers has hundreds of types.
+        raise RecipeError(
+            f"There is no architecture with the model_type {name!r}{hint}: name one of transformers, such as llama."
+        )
     config_class: Any = CONFIG_MAPPING[name]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RecipeError(f"Models of the type {name} are not causal language models: name another type.")
+        raise RecipeError(
+            f"model_type is {name}, but a type with a causal language model is expected: name another, such as llama."
+        )
     known = _config_keys(config_class)
     given = {key: value for key, value in values.items() if key != "model_type"}
     for key in given:
         if key not in known:
-            raise RecipeError(f"model: unknown key {key} for the model_type {name}{did_you_mean(key, known)}.")
+            raise RecipeError(
+                f"model has the key {key}, which the config of {name} lacks{did_you_mean(key, known)}: rename "
+                "or remove it."
+            )
     end = tokenizer.eos_token_id
     padding = tokenizer.pad_token_id
     of_tokenizer = {
@@ -304,7 +328,7 @@ def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Pr
     }
     arguments = {key: value for key, value in of_tokenizer.items() if key in known}
     arguments.update(given)
-    with _config_errors(values, Exception):  # Every config class raises other errors.
+    with _config_errors(values, Exception):  # Config classes share no class of errors.
         return config_class(**arguments)
 
 
@@ -321,6 +345,6 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str)
     size = model.get_input_embeddings().weight.shape[0]
     if size < len(tokenizer):
         raise RecipeError(
-            f"The tokenizer has {len(tokenizer):,} tokens, but the model {name} has {size:,}: take the model's own "
-            "tokenizer, or leave vocab_size out of a new model."
+            f"The tokenizer has {len(tokenizer):,} tokens, but the model {name} has {size:,}: name the tokenizer of a "
+            "pretrained model, or leave vocab_size out of a new one."
         )

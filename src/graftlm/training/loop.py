@@ -44,10 +44,11 @@ class TrainingSummary:
     """The outcome of a training run.
 
     Attributes:
-        steps: number of updates of the weights.
-        tokens: number of input tokens without padding.
-        tokens_per_s: training speed, without checkpoints.
-        loss: loss of the last step, in nats per token.
+        steps: number of updates of the weights, over all resumptions of the run.
+        tokens: number of input tokens without padding, over all resumptions.
+        tokens_per_s: input tokens per second, without checkpoints and the first step after each start; 0 if no other
+            step was done.
+        loss: loss of the last step with its auxiliary part, in nats per token.
         history: path of the log, one JSON line for each logged step.
         resumed_from: step of the checkpoint that the run resumed from; None for a fresh start.
     """
@@ -72,19 +73,28 @@ def train(
 ) -> TrainingSummary:
     """Train the trainable parameters of a model in place.
 
+    All processes of a distributed run must call this together. The model is moved to the device of its process, and
+    its training mode is restored at the end.
+
     Args:
-        model: a `GraftedModel`, or any module with its forward signature.
-        batches: the global batch of each step.
-        config: the training section.
-        out: folder of `history.jsonl` and `checkpoints/`.
+        model: a `GraftedModel`, or any module with its forward signature. If `config.gradient_checkpointing` is true,
+            the module needs the method `enable_gradient_checkpointing()`.
+        batches: the global batch of each step, with `config.batch_size` rows.
+        config: the training section with its number of steps; `epochs` is not read here.
+        out: folder of `history.jsonl` and `checkpoints/`; it is created if necessary.
         identity: plain JSON values that a resumed run must share, such as graft, data and backbone.
         progress: whether to show a progress bar.
         resume: continue from the newest complete checkpoint in `out`. False removes the checkpoints and starts over.
 
     Raises:
-        TrainingError: the loss or a gradient is not finite (the weights before that step are saved), the checkpoint
-            belongs to another run, or the disk is full.
+        TrainingError: `config.steps` is 0; the model has no trainable parameter, or one that is not in float32; a batch
+            has another number of rows than `batch_size`, or can't be shared by the processes; Accelerate rejects the
+            precision or the tracker; the loss or a gradient is not finite (the weights before that step are saved); the
+            checkpoint belongs to another run; or the disk is full.
+        MissingExtraError: the tracker is TensorBoard, which is not installed.
     """
+    if config.steps == 0:
+        raise TrainingError("training.steps is 0, but training needs at least 1 step: raise steps.")
     out = Path(out)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -104,8 +114,8 @@ def train(
         )
         if config.tracker is not None:
             start_tracker(context.accelerator, config.tracker, config.model_dump())
-        resumed_from = resume_from_checkpoint(state, resume)
-        _run_steps(state, progress)
+        resumed_from = resume_from_checkpoint(state, resume=resume)
+        _run_steps(state, progress=progress)
         state.optimizer.zero_grad()
     assert state.counts.loss is not None, "a run has at least one step"
     return TrainingSummary(
@@ -118,8 +128,8 @@ def train(
     )
 
 
-def _run_steps(state: TrainingState, progress: bool) -> None:
-    """Train from the present step to the last, with log, progress bar and checkpoints."""
+def _run_steps(state: TrainingState, *, progress: bool) -> None:
+    """Train from the current step to the last, with log, progress bar and checkpoints."""
     counts = state.counts
     is_main = state.context.accelerator.is_main_process
     first = counts.step
@@ -214,18 +224,22 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
     """Accumulate the gradients of this process's micro-batches.
 
     Args:
-        state: the state.
-        batch: the global batch.
+        state: the run; the gradients are added to those of its parameters.
+        batch: the global batch, the same in all processes.
 
     Returns:
-        (3,) total, language-modelling and auxiliary loss, summed over all processes.
+        (3,) total, language-modeling and auxiliary loss, summed over all processes.
+
+    Raises:
+        TrainingError: the batch does not have `batch_size` rows.
     """
     config = state.config
     context = state.context
     device = context.accelerator.device
     if len(batch) != config.batch_size:
         raise TrainingError(
-            f"The data has {len(batch)} rows per step, but batch_size is {config.batch_size}: make them equal."
+            f"Number of rows in the batch of step {state.counts.step + 1}: {len(batch)}, but batch_size is "
+            f"{config.batch_size}: set batch_size to the number of rows that the data has per step."
         )
     totals = batch.totals().to(device)
     rows = batch.rows(context.share(len(batch)))
@@ -236,7 +250,7 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
         is_last = offset + size >= len(rows)
         # The backward pass is inside, since it may recompute activations.
         attention = context.attention(micro_batch.input_ids.shape[1])
-        with context.synchronize_gradients(is_last), attention:
+        with context.synchronize_gradients(now=is_last), attention:
             with context.accelerator.autocast():
                 loss, components = context.losses(micro_batch.inputs(), totals)
             context.backward(loss)

@@ -15,11 +15,11 @@ from graftlm.training.config import TrainingConfig
 def learning_rate(config: TrainingConfig, step: int) -> float:
     """Return the learning rate of a step.
 
-    Warm-up reaches `learning_rate` at step `warmup_steps - 1`. The decay reaches `min_ratio * learning_rate` one step
-    after the last.
+    Warm-up rises linearly and reaches `learning_rate` at step `warmup_steps - 1`. Afterwards the cosine and the linear
+    schedule decay, and would reach `min_ratio * learning_rate` one step after the last. The constant schedule stays.
 
     Args:
-        config: the training section.
+        config: the training section, with schedule, warm-up and number of steps.
         step: the step, counted from 0.
     """
     if step < config.warmup_steps:
@@ -35,10 +35,10 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:
-    """Return the names of parameters that must not decay, such as those of a state space.
+    """Return the names of parameters that must not decay, such as those of a state-space model.
 
-    These are parameters with the attribute `_no_weight_decay`, and those that the method `parameters_without_decay()`
-    of a module above them returns.
+    These are parameters with the attribute `_no_weight_decay`, and those that a module's method
+    `parameters_without_decay()` names, relative to the module.
     """
     names = set(declared(model, "parameters_without_decay"))
     for name, parameter in model.named_parameters():
@@ -51,12 +51,12 @@ def declared(model: nn.Module, method: str) -> dict[str, Any]:
     """Collect what modules declare about their parameters.
 
     Args:
-        model: the model whose modules are asked.
-        method: name of a method without arguments, which returns names of the module's own parameters, or values by
-            name. Modules may lack it.
+        model: the model; all of its modules that have the method are called.
+        method: name of a method without arguments, which returns names of parameters relative to the module, or a
+            mapping from these names to values.
 
     Returns:
-        The values by the parameters' names in `model`; None for parameters without a value.
+        The values by the parameters' names in `model`; None where a method returned names only.
     """
     values: dict[str, Any] = {}
     for prefix, module in model.named_modules():
@@ -78,13 +78,17 @@ def make_optimizer(
     without_decay: Collection[str] = (),
     scales: Mapping[str, float] | None = None,
 ) -> AdamW:
-    """Make AdamW. Only tensors of two or more dimensions decay.
+    """Make an AdamW optimizer. Only tensors of two or more dimensions decay.
 
     Args:
         parameters: the parameters to train, by name.
-        config: the training section.
+        config: the training section, with learning rate, weight decay and betas.
         without_decay: names of further parameters that do not decay.
-        scales: factors on the learning rate by name; 1 for other parameters.
+        scales: factors on the learning rate by the parameters' names; 1 for other parameters.
+
+    Returns:
+        The optimizer, with a group of parameters for each combination of decay and factor. The learning rate of a
+        group is `config.learning_rate`; its key `scale` is the factor, which the training loop applies in each step.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():

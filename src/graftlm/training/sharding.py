@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def shard(root: nn.Module) -> Callable[[], None]:
     """Shard a module in place: one group for each layer of `_no_split_modules`, and one for the rest.
 
-    Accelerate shards on GPUs only, so this function calls `fully_shard` itself. Weights keep their dtype: bfloat16
-    comes from autocast. Quantized weights are replicated, since their tensor classes can't be split.
+    All processes must call this together, before an optimizer is made, because the parameters are replaced. Accelerate
+    shards on GPUs only, so this function calls `fully_shard` itself. Weights keep their dtype: bfloat16 comes from
+    autocast. Quantized weights are replicated, since their tensor classes can't be split.
 
     Args:
         root: the module, with equal frozen weights in all processes. Trainable weights are taken from the main process.
@@ -91,7 +92,7 @@ def _gather_parameters(module: nn.Module, whole: dict[int, nn.Parameter]) -> Non
     """Replace a module's own sharded parameters by whole ones.
 
     Args:
-        module: the module.
+        module: the module, without its children.
         whole: the whole parameters of all modules by the id of the sharded one, so that tied parameters stay tied.
     """
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -105,7 +106,7 @@ def _gather_parameters(module: nn.Module, whole: dict[int, nn.Parameter]) -> Non
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the unsharded tensor. All processes must call this together."""
+    """Return an unsharded tensor; one that is not sharded is returned itself. All processes must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -114,7 +115,7 @@ def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
 
     Args:
         full: the whole tensor, equal in all processes.
-        parameter: a tensor of the same shape.
+        parameter: a tensor of the same shape, sharded or not.
     """
     full = full.to(parameter.device)
     if not isinstance(parameter, DTensor):

@@ -27,20 +27,22 @@ class StatefulBatch(Batch):
     """A batch whose rows continue those of the step before.
 
     Attributes:
-        stream: long, (B,), the index of each row's stream.
-        starts: bool, (B,), whether a row is the first of its stream.
+        stream: (B,) int64, the index of each row's stream.
+        starts: (B,) bool, True where a row is the first of its stream.
     """
 
     stream: Tensor | None = None
     starts: Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
-        """Return the forward arguments of any batch, with `stream` and `starts`."""
+        """Return the keyword arguments of the model's forward: those of any batch, `stream` and `starts`."""
         return {**super().inputs(), "stream": self.stream, "starts": self.starts}
 
 
 class StatefulBatches(Mixture):
     """Batches of one text in memory whose rows continue from step to step, in `batch_size` streams.
+
+    If the number of rows is not a multiple of the number of streams, the last rows are left out.
 
     Args:
         blocks: the rows of the text in order, with joined documents.
@@ -48,23 +50,30 @@ class StatefulBatches(Mixture):
 
     Raises:
         DataError: there are fewer rows than streams.
-        RecipeError: there are several processes.
+        RecipeError: the run has several processes.
     """
 
     def __init__(self, blocks: TokenBlocks, batch_size: int) -> None:
         if PartialState().num_processes > 1:
-            raise RecipeError("data.stream needs a single process: start one, or set data.stream to false.")
+            raise RecipeError(
+                f"The run has {PartialState().num_processes} processes, but data.stream needs a single one: start one "
+                "process, or set data.stream to false."
+            )
         super().__init__({NEW: blocks}, {NEW: 1.0}, batch_size)
         self.rows = blocks.marked
         self.stream_length = len(blocks) // batch_size
         if not self.stream_length:
             raise DataError(
-                f"The training text has {len(blocks)} rows of {blocks.length} tokens, but {batch_size} streams "
-                "are read in parallel: add text, or lower batch_size or data.length."
+                f"Number of rows of {blocks.length} tokens in the training text: {len(blocks)}, but the number of "
+                f"streams that are read in parallel is {batch_size}: add text, or lower batch_size or data.length."
             )
 
     def batch(self, step: int) -> StatefulBatch:
-        """Return the rows of one step, counted from 0."""
+        """Return the rows of a step: one row of each stream.
+
+        Args:
+            step: the step, counted from 0; after the end of the streams they start again.
+        """
         stream = torch.arange(self.batch_size)
         position = step % self.stream_length
         first_rows = stream.numpy() * self.stream_length
@@ -78,12 +87,16 @@ class StatefulBatches(Mixture):
         return StatefulBatch(**vars(batch), stream=stream, starts=starts)
 
     def fingerprint(self) -> str:
-        """Return a hash of the rows that differs from that of other batches of the same rows."""
+        """Return a hash of the rows, marked as stateful because `Mixture` orders the same rows differently."""
         return f"stateful {super().fingerprint()}"
 
 
 class StatefulModel(GraftedModel):
-    """A grafted model that keeps a cache for each micro-batch of stateful batches; gradients stay inside a step."""
+    """A grafted model that keeps a cache for each micro-batch of stateful batches.
+
+    The next step continues the caches without gradients, which stay inside a step. A micro-batch is recognized by its
+    first stream, so micro-batches must consist of the same streams in every step.
+    """
 
     def forward(
         self,
@@ -92,14 +105,17 @@ class StatefulModel(GraftedModel):
         starts: Tensor | None = None,
         **inputs: Any,
     ) -> GraftedOutput:
-        """Run one pass.
+        """Run one pass, and keep its cache for the next step.
 
         Args:
-            args: arguments of `GraftedModel.forward`.
-            stream: (B,) index of each row's stream; None where rows are independent.
-            starts: (B,) whether a row is the first of its stream. If all rows are, the pass starts with an empty
-                cache; otherwise it continues the pass before.
+            args: positional arguments of `GraftedModel.forward`.
+            stream: (B,) index of each row's stream; None for independent rows, which use no kept cache.
+            starts: (B,) bool, True where a row is the first of its stream. If all rows are, the pass starts with an
+                empty cache; otherwise it continues the last pass with the same first stream.
             inputs: keyword arguments of `GraftedModel.forward`.
+
+        Returns:
+            The output of `GraftedModel.forward`.
         """
         if stream is None or starts is None:
             return super().forward(*args, **inputs)
@@ -121,7 +137,7 @@ class StatefulModel(GraftedModel):
         return self.__dict__.setdefault("_stream_caches", {})
 
     def recurrent_state(self) -> dict[str, Tensor]:
-        """Return the caches that the next step continues, as tensors by name."""
+        """Return the caches that the next step continues, as tensors by name, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         for key, cache in self._caches.items():
             tensors[f"{key}/tokens"] = torch.tensor(cache.get_seq_length())
@@ -133,9 +149,12 @@ class StatefulModel(GraftedModel):
 
     @torch.no_grad()
     def set_recurrent_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the caches that `recurrent_state` returned.
+        """Replace the caches by those that `recurrent_state` returned.
 
         A forward pass over dummy tokens creates their layers.
+
+        Args:
+            tensors: the tensors by name; without tensors, all caches are removed.
         """
         self._caches.clear()
         keys = {int(name.partition("/")[0]) for name in tensors}

@@ -25,7 +25,10 @@ def check_tracker(name: str | None) -> None:
         return
     known = {str(tracker) for tracker in LOGGER_TYPE_TO_CLASS}
     if name not in known:
-        raise TrainingError(f"Accelerate has no tracker {name!r}{did_you_mean(name, known)}.")
+        raise TrainingError(
+            f"Accelerate has no tracker {name!r}{did_you_mean(name, known)}: set training.tracker to one that "
+            "it has, or leave it out."
+        )
     try:
         import_module(name)
     except ImportError:
@@ -38,15 +41,15 @@ def check_tracker(name: str | None) -> None:
 
 
 def start_tracker(accelerator: Accelerator, name: str, settings: Mapping[str, object]) -> None:
-    """Begin a run of the tracker.
+    """Begin a run of the tracker, in a project with the name graftlm.
 
     Args:
         accelerator: the accelerator of the training run.
         name: name of the tracker, for messages.
-        settings: settings of the run; numbers and texts among them are shown by the tracker.
+        settings: settings of the run; the tracker receives the numbers and strings among them.
 
     Raises:
-        TrainingError: the tracker can't begin a run, for example without a login.
+        TrainingError: the tracker can't begin a run, for example because nobody is logged in.
     """
     shown = {key: value for key, value in settings.items() if isinstance(value, int | float | str)}
     try:

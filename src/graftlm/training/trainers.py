@@ -17,18 +17,20 @@ from transformers import Trainer
 from graftlm.data.rows import Batch
 from graftlm.errors import TrainingError
 
-OLD_OR_NEW = {0, 1}
+OLD_OR_NEW = (0, 1)
 
 
 @dataclass
 class DomainCollator:
-    """Add the rows' `domain` to the batch of another collator.
+    """Add the rows' `domain`, (B,) int64, to the batch of another collator.
 
     Args:
-        collate: the other collator, which gets the rows without `domain`.
+        collate: the other collator, which gets the rows without `domain`. It must return `input_ids` with one row for
+            each of them.
 
     Raises:
-        TrainingError: when called with rows that have no `domain`, or another one than 0 or 1.
+        TrainingError: when called, if a row has no `domain` or another one than 0 or 1, or if `collate` returns another
+            number of rows.
     """
 
     collate: Callable[[list[Any]], Mapping[str, Any]]
@@ -36,19 +38,22 @@ class DomainCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         without_domain = [{name: value for name, value in row.items() if name != "domain"} for row in rows]
         batch = dict(self.collate(without_domain))
-        has_domains = all("domain" in row for row in rows)
-        if not has_domains or len(batch["input_ids"]) != len(rows):
+        if not all("domain" in row for row in rows):
             raise TrainingError(
-                "Rows of the batch have no `domain`: give every row that column, 0 for old text and 1 for new, and "
-                "leave out packing and padding_free."
+                "A row of the batch has no `domain`, but every row needs one: give the data set that column, 0 for old "
+                "text and 1 for new, and leave out packing, which drops it."
             )
-        domains = [int(row["domain"]) for row in rows]
-        wrong = set(domains) - OLD_OR_NEW
-        if wrong:
+        if len(batch["input_ids"]) != len(rows):
             raise TrainingError(
-                f"A row has the domain {min(wrong)}, but 0 or 1 is expected: give old text 0 and new text 1."
+                f"The collator made a batch of {len(batch['input_ids'])} from {len(rows)} examples, but each example "
+                "needs its own row: leave out packing and padding_free."
             )
-        batch["domain"] = torch.tensor(domains)
+        for row in rows:
+            if row["domain"] not in OLD_OR_NEW:
+                raise TrainingError(
+                    f"A row has the domain {row['domain']!r}, but 0 or 1 is expected: give old text 0 and new text 1."
+                )
+        batch["domain"] = torch.tensor([int(row["domain"]) for row in rows])
         return batch
 
 
@@ -57,17 +62,28 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
 
     The loss is that of `GraftedModel.forward`, with each mean taken over the optimizer step.
 
+    Args:
+        args: positional arguments of the trainer.
+        kwargs: keyword arguments of the trainer.
+
     Raises:
-        TrainingError: the trainer computes another loss than the model's.
+        TrainingError: the trainer has a `compute_loss_func`, a `label_smoothing_factor`, or another `loss_type` than
+            `nll`, and so computes another loss than the model's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        has_other_loss_type = getattr(self.args, "loss_type", "nll") != "nll"
-        if self.compute_loss_func or self.label_smoother or has_other_loss_type:
+        own_losses = {
+            "compute_loss_func": bool(self.compute_loss_func),
+            "label_smoothing_factor": bool(self.label_smoother),
+            "loss_type": getattr(self.args, "loss_type", "nll") != "nll",
+        }
+        set_options = [name for name, is_set in own_losses.items() if is_set]
+        if set_options:
+            names = " and ".join(set_options)
             raise TrainingError(
-                "The trainer computes its own loss, without the graft's auxiliary loss: leave out compute_loss_func, "
-                "label_smoothing_factor and loss_type."
+                f"The trainer has {names} and would compute its own loss, but the graft's auxiliary loss is part of "
+                f"the model's: leave out {names}."
             )
         self._step_totals: Tensor | None = None  # (3,), see `Call.totals`
         self.data_collator = DomainCollator(self.data_collator)
@@ -83,7 +99,16 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
         num_batches: int,
         device: torch.device,
     ) -> tuple[list[object], Any]:
-        """Draw the batches of one optimizer step, and count their tokens by domain."""
+        """Draw the batches of one optimizer step, and count their tokens by domain.
+
+        Args:
+            epoch_iterator: the remaining batches of the epoch.
+            num_batches: maximum number of batches to draw.
+            device: device of the counts.
+
+        Returns:
+            The batches and the number of target tokens, as `transformers.Trainer` returns them.
+        """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             counts = [_as_batch(batch).totals() for batch in batches]
@@ -100,7 +125,17 @@ class DomainTrainer(Trainer if TYPE_CHECKING else object):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute the model's loss; that of TRL would leave out the auxiliary loss."""
+        """Compute the loss of `model.forward`. TRL's own `compute_loss` would leave out the auxiliary loss.
+
+        Args:
+            model: the model in training or evaluation mode. In training, its means are over the optimizer step.
+            inputs: a batch of the data collator.
+            return_outputs: whether to return the model's output too.
+            num_items_in_batch: number of target tokens of the optimizer step.
+
+        Returns:
+            The loss, or (loss, output), as `transformers.Trainer` returns them.
+        """
         inputs = dict(inputs)
         if model.training:
             inputs["totals"] = self._step_totals

@@ -60,7 +60,8 @@ def audit(
         base: the model before: a name, a folder, a GGUF file, a PEFT adapter's or a graft's folder, a `Backbone` or a
             `GraftedModel`.
         tuned: the model after, likewise.
-        out: a folder for the report and the page; an interrupted sampling continues there.
+        out: a folder that keeps the sampled text, from which an interrupted sampling continues; None keeps none. The
+            report and the page are written by `Audit.write`.
         texts: further texts by name: a path, or documents (strings).
         progress: show progress bars.
         settings: keys of `AuditConfig`, such as `tokens=2000` or `budget={"own_kl": 0.05}`.
@@ -89,11 +90,17 @@ def audit(
 def _documents(name: str, text: Text) -> Sequence[str | Document]:
     if isinstance(text, str | Path):
         return build_documents([SourceConfig(path=str(text))])
-    is_text = isinstance(text, Sequence) and all(isinstance(each, str) or hasattr(each, "text") for each in text)
-    if not is_text:
+    if not isinstance(text, Sequence):
         raise DataError(
-            f"The text {name} is of type {type(text).__name__}, but a path or a list of strings is expected."
+            f"The text {name} is of type {type(text).__name__}, but a path or a list of strings is expected: pass one "
+            "of them."
         )
+    for number, each in enumerate(text):
+        if not (isinstance(each, str) or hasattr(each, "text")):
+            raise DataError(
+                f"Document {number} of the text {name} is of type {type(each).__name__}, but a string is expected: "
+                "convert it."
+            )
     return text
 
 

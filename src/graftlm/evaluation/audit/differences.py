@@ -18,9 +18,10 @@ _SHOWN_AFTER = 20
 
 
 def tokenizer_difference(base: PreTrainedTokenizerBase, tuned: PreTrainedTokenizerBase) -> str | None:
-    """Describe why two tokenizers do not give a text the same ids; None if they do.
+    """Describe the first difference found between two tokenizers; None if none is found.
 
-    Tokens that `tuned` has in addition to those of `base` don't count.
+    The ids of all tokens of `base` are compared, and the ids that both give to a few sample texts. Tokens that only
+    `tuned` has don't count.
     """
     if base is tuned:
         return None
@@ -31,7 +32,7 @@ def tokenizer_difference(base: PreTrainedTokenizerBase, tuned: PreTrainedTokeniz
         return f"{moved:,} of {len(base_ids):,} tokens have another id or are missing"
     for text in _PROBES:
         if base(text)["input_ids"] != tuned(text)["input_ids"]:
-            return "one text gets different ids"
+            return "they encode a sample text differently"
     return None
 
 

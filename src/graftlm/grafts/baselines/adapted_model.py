@@ -52,7 +52,11 @@ class AdaptedModel(nn.Module):
         return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load tensors with the names that `tensors` returns."""
+        """Load the tensors that PEFT saves.
+
+        Args:
+            tensors: the tensors by the names that `tensors` returns.
+        """
         prefixed = {_PREFIX + name: tensor for name, tensor in tensors.items()}
         set_peft_model_state_dict(self, prefixed, adapter_name=_ADAPTER)
 
@@ -75,8 +79,8 @@ def adapt(model: PreTrainedModel, config: PeftConfig, label: str) -> AdaptedMode
     """Put PEFT's modules into a model.
 
     Args:
-        model: the model.
-        config: PEFT's config.
+        model: the model, which is changed in place.
+        config: PEFT's config, which is copied.
         label: the name of the method for error messages.
 
     Raises:

@@ -35,9 +35,9 @@ class LlamaProConfig(GraftConfig):
 
     def _problems(self) -> Iterator[str]:
         if self.blocks is None and self.capacity is None:
-            yield "one of blocks and capacity is expected, and neither is given; give one"
+            yield "neither blocks nor capacity is set, but one of them is expected: set one"
         if self.blocks is not None and self.capacity is not None:
-            yield "one of blocks and capacity is expected, and both are given; give one"
+            yield "both blocks and capacity are set, but only one of them is expected: leave one out"
 
 
 class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
@@ -51,7 +51,9 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         backbone: the backbone whose layers are copied.
 
     Raises:
-        BackboneError: the layers can't be copied, or copies change the output before training.
+        BackboneError: the layers are quantized or can't be copied, or copies change the output before training.
+        TapError: the FFN of a layer is a mixture of experts, or a layer has several residual streams.
+        TapConflictError: the backbone has an adapter of PEFT.
         RecipeError: there are more new blocks than layers.
     """
 
@@ -152,11 +154,20 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
 
 
 def copied_layers(layers: int, blocks: int) -> list[int]:
-    """Return the layers that are copied: the last layer of each of `blocks` groups of (nearly) equal size."""
+    """Return the layers that are copied: the last layer of each of `blocks` groups of (nearly) equal size.
+
+    Args:
+        layers: number of layers of the backbone.
+        blocks: number of groups, from 1 to `layers`.
+
+    Returns:
+        Indices of layers, counted from 0, in ascending order.
+    """
     return [number * layers // blocks - 1 for number in range(1, blocks + 1)]
 
 
 def _number_of_blocks(config: LlamaProConfig, backbone: Backbone) -> int:
+    """Return the number of new blocks; raise `RecipeError` if there are fewer layers to copy."""
     layers = backbone.sites.n_layers
     blocks = config.blocks
     if blocks is None:
@@ -166,14 +177,14 @@ def _number_of_blocks(config: LlamaProConfig, backbone: Backbone) -> int:
         blocks = max(1, round(config.capacity * weights * layers / in_layers))
     if blocks > layers:
         raise RecipeError(
-            f"The recipe asks for {blocks} new blocks, but {backbone.name} has {layers} layers, each of which can be "
-            "copied once: lower blocks or capacity."
+            f"The number of new blocks is {blocks}, but at most {layers} is possible, the number of layers of "
+            f"{backbone.name}, each of which can be copied once: lower blocks or capacity."
         )
     return blocks
 
 
 def _check_layer(sites: Sites, layer: int) -> None:
-    """Raise an error if a layer can't be copied."""
+    """Raise a `GraftError` if the projections of a layer can't be found, or its weights are quantized."""
     _output_projections(sites, layer)
     sites.module(Site("layer", layer))
     parameters = dict(sites.layers[layer].named_parameters(f"layer {layer}"))

@@ -25,16 +25,16 @@ def deeper_model(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) ->
     Args:
         model: the original.
         sites: the sites of `model`.
-        copied: the layers that occur twice.
+        copied: indices of the layers that occur twice; without any, the result has the layers of `model`.
 
     Raises:
-        BackboneError: the config can't describe the additional layers.
+        BackboneError: the config can't describe the additional layers, or the model can't be built from it.
         TapConflictError: the model has an adapter of PEFT.
     """
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise TapConflictError(
             "A PEFT adapter is attached to the backbone, and new blocks would copy it: merge or unload that adapter "
-            "first."
+            "first, and attach no graft that uses PEFT before the new blocks."
         )
     order: list[int] = []
     for layer in range(sites.n_layers):
@@ -46,10 +46,10 @@ def deeper_model(model: PreTrainedModel, sites: Sites, copied: Sequence[int]) ->
             deeper = type(model)(_deeper_config(model.config, sites, order))
         _share_all(deeper, model, sites, order)
     except Exception as error:  # the code of a model may raise anything
-        layers = ", ".join(str(layer) for layer in copied)
+        layers = ", ".join(str(layer) for layer in copied) or "none"
         raise BackboneError(
-            f"The layers {layers} of this {sites.model_type} model can't be copied, since its config does not describe "
-            f"them a second time ({first_line(error)}): choose another number of blocks, or another kind of graft."
+            f"This {sites.model_type} model can't be built from its config with copies of some layers (copied: "
+            f"{layers}; {first_line(error)}): choose another number of blocks, or another kind of graft."
         ) from error
     generation_config: Any = getattr(model, "generation_config", None)
     deeper.generation_config = copy.deepcopy(generation_config)

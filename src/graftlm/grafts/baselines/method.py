@@ -40,6 +40,9 @@ class LoRABaseline(PeftGraft):
     Args:
         config: rank and scale.
         backbone: the backbone whose FFNs are adapted.
+
+    Raises:
+        BackboneError: PEFT can't adapt the backbone.
     """
 
     Config: ClassVar[type[GraftConfig]] = LoRABaselineConfig
@@ -60,7 +63,15 @@ class LoRABaseline(PeftGraft):
 
 
 def rank_for(capacity: float, backbone: Backbone) -> int:
-    """Return the rank at which the factors of all FFN Linears have `capacity` times the backbone's weights."""
+    """Return the rank at which the factors of all FFN Linears have `capacity` times the backbone's weights.
+
+    Args:
+        capacity: extra weights as a share of the backbone's weights.
+        backbone: the backbone whose FFNs get the factors.
+
+    Returns:
+        The nearest rank that is at least 1.
+    """
     per_rank = 0
     for layer in range(backbone.sites.n_layers):
         for module, name in backbone.sites.ffn_weights(layer):
@@ -83,10 +94,10 @@ class FineTuningConfig(GraftConfig):
 
 
 class FineTuning(TrainsCopy, Exportable):
-    """Training of all weights in a copy of the backbone. The tensors are those of the full model.
+    """Training of all weights in a copy of the backbone. An artifact contains all weights that train.
 
     Args:
-        config: which weights train.
+        config: whether the embeddings train.
         backbone: the backbone that is copied.
     """
 

@@ -32,6 +32,9 @@ class PeftGraftConfig(GraftConfig):
             LoRA with `use_dora`.
         options: fields of PEFT's own config. By default `target_modules` is every Linear of the FFNs, and for LN_TUNING
             the norms of the layers. Dropout must be 0, since it has no effect in a frozen backbone.
+
+    Raises:
+        RecipeError: PEFT does not have the method or an option, or it can't be used for a graft.
     """
 
     kind: Literal["peft"] = "peft"
@@ -46,8 +49,7 @@ class PeftGraftConfig(GraftConfig):
         """Return PEFT's own config.
 
         Args:
-            **defaults: values of fields that are not among the options; those that the method does not have are
-                ignored.
+            **defaults: values of fields that the options do not set. Fields that the method does not have are ignored.
         """
         cls, fixed = config_class(self.method)
         fields = option_names(cls)
@@ -57,18 +59,18 @@ class PeftGraftConfig(GraftConfig):
     def _problems(self) -> Iterator[str]:
         cls, _ = config_class(self.method)
         known = option_names(cls)
-        for key in self.options.keys() - known:
+        for key in sorted(self.options.keys() - known):
             yield f"options: unknown key {key}{did_you_mean(key, known)}"
         targets = {"target_modules": ["a"], "feedforward_modules": ["a"]}
         try:
             config = self.peft_config(**({} if "target_modules" in self.options else targets))
         except Exception as error:  # PEFT may raise anything
-            yield f"options: PEFT refuses them ({first_line(error)}); correct them"
+            yield f"options: PEFT accepts other values only ({first_line(error)}): change the options that it names"
             return
         for key, value in vars(config).items():
             allowed, reason = _limit(key, value)
             if value not in allowed:
-                yield f"options: {key} is {value!r}, which {reason}; set it to {allowed[-1]!r}"
+                yield f"options: {key} is {value!r}, which {reason}: set it to {allowed[-1]!r}"
 
 
 def _limit(key: str, value: object) -> tuple[tuple[object, ...], str]:
@@ -84,6 +86,9 @@ def _limit(key: str, value: object) -> tuple[tuple[object, ...], str]:
 def config_class(method: str) -> tuple[type[PeftConfig], dict[str, bool]]:
     """Return PEFT's config class of a method, and the fields that an alias fixes.
 
+    Args:
+        method: the name of the method in PEFT or an alias, in upper or lower case.
+
     Raises:
         ValueError: PEFT does not have the method, or the method can't be a graft.
     """
@@ -93,7 +98,7 @@ def config_class(method: str) -> tuple[type[PeftConfig], dict[str, bool]]:
         raise ValueError(f"PEFT {peft.__version__} has no method {method}{did_you_mean(name, {*known, *_ALIASES})}")
     reason = _refusal(name)
     if reason:
-        raise ValueError(f"the method {name} can't be a graft, since {reason}; choose another, such as LORA or OFT")
+        raise ValueError(f"the method {name} can't be a graft, since {reason}: choose another, such as LORA or OFT")
     return known[name], fixed
 
 
@@ -107,6 +112,10 @@ def _refusal(name: str) -> str:
 
 
 def option_names(cls: type[PeftConfig]) -> set[str]:
-    """Return the fields of a PEFT config that options can set; fields for objects of PEFT are excluded."""
+    """Return the fields of a PEFT config that options can set, which excludes fields for objects of PEFT.
+
+    Args:
+        cls: the class of the config.
+    """
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     return {name for name in names - _BOOKKEEPING if not name.endswith("_config")}

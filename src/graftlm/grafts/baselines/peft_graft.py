@@ -33,6 +33,8 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
 
     Raises:
         BackboneError: PEFT can't adapt the backbone, or the result can't be a graft.
+        TapError: the method adapts the Linears of the FFNs by default and can't adapt mixtures of experts, but an FFN
+            is one.
     """
 
     Config: ClassVar[type[GraftConfig]] = PeftGraftConfig
@@ -82,7 +84,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise TapConflictError(
                 "A PEFT adapter is already attached to the backbone, and the adapter of this graft would be unloaded "
-                "together with it: merge or unload that adapter first."
+                "together with it: attach only one graft that uses PEFT, and merge or unload other adapters first."
             )
         bare = _logits(model) if self._pending is None else None
         self._live = [self._adapt(model)]
@@ -151,7 +153,16 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
 
 
 def default_targets(method: str, backbone: Backbone) -> dict[str, object]:
-    """Return PEFT's fields for the Linears of the FFNs, by full names; for LN_TUNING those for the layers' norms."""
+    """Return fields of PEFT's config that name the modules to adapt: all Linears of the FFNs, or for LN_TUNING norms.
+
+    Args:
+        method: the name of the method, as in `PeftGraftConfig`.
+        backbone: the backbone that is adapted.
+
+    Returns:
+        Values by the name of the field. Modules are given by their full paths. Some of the fields may not exist in the
+        config of the method.
+    """
     sites = backbone.sites
     layers = range(sites.n_layers)
     if method.upper() == "LN_TUNING":

@@ -61,9 +61,9 @@ class PositionAlignment:
         """Return the aligned inputs of a pass.
 
         Args:
-            call: the pass of the anchor.
+            call: the pass of the anchor, which has token ids.
             past: number of anchor tokens in the cache.
-            state: not used; see `CharacterAlignment.align`.
+            state: not used; `CharacterAlignment.align` needs it.
             cached: number of augmenting tokens in the cache.
         """
         assert call.input_ids is not None
@@ -79,6 +79,7 @@ class PositionAlignment:
         return AlignedInputs(inputs=inputs, visibility=self._visibility(call, past), positions=positions)
 
     def _visibility(self, call: Call, past: int) -> Visibility:
+        """Return which tokens each token of a pass sees."""
         assert call.input_ids is not None
         length = call.input_ids.shape[1]
         device = call.input_ids.device
@@ -123,7 +124,7 @@ def anchor_positions(call: Call, past: int) -> Tensor:
     """Return the position of each token of a pass in its document, counted from 0.
 
     Args:
-        call: the pass.
+        call: the pass, which has token ids.
         past: number of tokens in the cache.
 
     Returns:
@@ -141,8 +142,12 @@ def anchor_positions(call: Call, past: int) -> Tensor:
 def token_columns(call: Call, length: int) -> Tensor | None:
     """Return which of the first `length` columns contain tokens.
 
+    Args:
+        call: the pass.
+        length: number of columns, at most those of the pass's mask.
+
     Returns:
-        (B, length) a mask, False at padding; None without padding.
+        (B, length) a bool mask, False at padding; None without padding.
     """
     mask = call.attention_mask
     if mask is None:
@@ -186,10 +191,10 @@ class CharacterAlignment:
         """Return the aligned inputs of a pass.
 
         Args:
-            call: the pass of the anchor.
+            call: the pass of the anchor, which has token ids.
             past: number of anchor tokens in the cache.
-            state: cache layer that keeps the tokens read so far; None without a cache.
-            cached: not used; see `PositionAlignment.align`.
+            state: cache layer that keeps the tokens read so far, which is updated; None without a cache.
+            cached: not used; `PositionAlignment.align` needs it.
         """
         assert call.input_ids is not None
         device = call.input_ids.device
@@ -252,6 +257,7 @@ class CharacterAlignment:
         self._trees[state] = (ids, trees)
 
     def _load(self, state: StateLayer | None, rows: int) -> list[TokenTree]:
+        """Return the trees of all rows, which are rebuilt if the rows of the cache have changed since `_save`."""
         if state is None or state.keys is None:
             return [TokenTree(self._retokenizer) for _ in range(rows)]
         ids, trees = self._trees.pop(state, (None, []))

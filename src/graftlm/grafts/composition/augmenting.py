@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap, TapHooks, load_backbone, max_sequence_length
 from graftlm.backbone.cache import StateLayer, slots
-from graftlm.errors import BackboneError, GraftError, UnknownFamilyError
+from graftlm.errors import BackboneError, GraftError
 from graftlm.grafts.composition.alignment import AlignedInputs, CharacterAlignment, PositionAlignment
 from graftlm.grafts.composition.attention import AttentionPositions, Visibility
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
@@ -50,9 +50,9 @@ class _UncroppableLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise GraftError(
-            "Assisted decoding removes rejected tokens from the cache, which a composition with two tokenizers or "
-            "with refresh: prompt does not support: generate without an assistant and without "
-            "prompt_lookup_num_tokens."
+            "Tokens are to be removed from the cache, as in assisted decoding, but a composition with two tokenizers "
+            "or with refresh set to prompt can't remove the matching tokens of its models: generate without an "
+            "assistant and without prompt_lookup_num_tokens."
         )
 
 
@@ -94,7 +94,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
         device: device of the model.
 
     Raises:
-        BackboneError: the model can't be loaded, or it is not a language model.
+        BackboneError: the model can't be loaded, or its architecture is not supported.
     """
     try:
         return load_backbone(
@@ -104,10 +104,10 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
-    except (BackboneError, UnknownFamilyError) as error:
+    except BackboneError as error:
         raise BackboneError(
-            f"The augmenting model {name} can't be used. {error} It is set by the key augmenting.{name}.name of the "
-            "graft's config."
+            f"The augmenting model {name}, which the key augmenting.{name}.name of the graft's config names, can't be "
+            f"used. {error}"
         ) from error
 
 
@@ -122,7 +122,9 @@ class AugmentingModel:
         config: configuration of the composition.
 
     Raises:
-        GraftError: the models or their tokenizers do not fit together.
+        GraftError: the models are the same object, the augmenting model is not causal while the anchor is, or their
+            tokens can't be aligned as configured.
+        BackboneError: tokens are matched by characters, but a model has no tokenizer.
     """
 
     def __init__(
@@ -145,8 +147,9 @@ class AugmentingModel:
         self._by_characters = isinstance(self._alignment, CharacterAlignment)
         if config.readout != "none" and self._by_characters:
             raise GraftError(
-                f"The tokenizer of {name} is not the backbone's, but readout: mixture mixes probabilities of the same "
-                "tokens: set readout to none, or name a model with the backbone's tokenizer."
+                f"The tokens of {name} are matched with the backbone's by characters, but readout {config.readout} "
+                "mixes probabilities of the same tokens: set readout to none, or name a model with the backbone's "
+                "tokenizer and set alignment to auto."
             )
         self._own_layers = 0 if self._prompt_only else backbone.sites.n_layers
         taps = [_recording_tap(layer) for layer in sorted(set(layers))]
@@ -167,8 +170,8 @@ class AugmentingModel:
         cache_layers = self._cache_layers(call.cache)
         if past and not cache_layers.has_read():
             raise GraftError(
-                f"The cache contains {past} tokens that the augmenting model {self.name} has not read: start the "
-                "generation again with the graft attached, and without guidance_scale, which uses a second cache."
+                f"The cache contains tokens that the augmenting model {self.name} has not read: start the generation "
+                "again with the graft attached, and without guidance_scale, which uses a second cache."
             )
         cached = cache_layers.augmenting_tokens()
         aligned = self._alignment.align(call, past, cache_layers.state, cached)
@@ -183,15 +186,16 @@ class AugmentingModel:
         )
 
     def _check_pass(self, call: Call, past: int) -> None:
+        """Raise `GraftError` without token ids, or if with `refresh: prompt` a prompt is read in several passes."""
         if call.input_ids is None:
             raise GraftError(
-                "The pass has no token ids, but a composition needs them, as the augmenting model reads them too: pass "
-                "input_ids rather than embeddings."
+                "The pass has embeddings as inputs, but in a composition the augmenting models read token ids, too: "
+                "pass input_ids."
             )
         if past and self._prompt_only and call.prompt is not None:
             raise GraftError(
-                "With refresh: prompt the augmenting model reads the prompt in one pass, but a pass was given only a "
-                "part of it: generate without prefill_chunk_size, or set refresh: every."
+                "The prompt is read in several passes, but with refresh set to prompt the augmenting models read it in "
+                "one pass: generate without prefill_chunk_size, or set refresh to every."
             )
 
     @torch.no_grad()
@@ -233,6 +237,7 @@ class AugmentingModel:
         return torch.where(mask, lowest.new_zeros(()), lowest)
 
     def _check_length(self, inputs: Mapping[str, Tensor | None], own_cache: Cache | None) -> None:
+        """Raise `GraftError` if the text exceeds the model's maximum length after this pass."""
         limit = self._max_length()
         needed = cast("Tensor", inputs["input_ids"]).shape[1]
         if own_cache is not None:
@@ -242,11 +247,12 @@ class AugmentingModel:
             needed = int(positions.max()) + 1
         if needed > limit:
             raise GraftError(
-                f"The augmenting model {self.name} reads at most {limit} tokens, but the text has {needed}: shorten "
-                "the text."
+                f"The text has {needed} tokens of the augmenting model {self.name}, but the model reads at most "
+                f"{limit}: shorten the text."
             )
 
     def _max_length(self) -> int:
+        """Return the maximum number of tokens that the model can read with this alignment."""
         config = self.backbone.sites.config
         limit = max_sequence_length(self.backbone)
         layer_types = getattr(config, "layer_types", None)
@@ -312,6 +318,7 @@ def _prepare_nothing(call: Call) -> None:
 
 
 def _check_model(name: str, augmenting: Backbone, anchor: Backbone) -> None:
+    """Raise `GraftError` if an augmenting model is the anchor, or would reveal tokens that the anchor predicts."""
     if augmenting.model is anchor.model:
         raise GraftError(
             f"The augmenting model {name} is the backbone itself: load it a second time, or name another model."
@@ -338,7 +345,9 @@ def choose_alignment(
         config: configuration of the composition; `alignment: auto` compares the tokenizers.
 
     Raises:
-        GraftError: the tokens can't be aligned as configured.
+        GraftError: tokens are aligned by position, but the augmenting model lacks embeddings for some; or by
+            characters, but the anchor is not causal or a tokenizer has no character offsets.
+        BackboneError: tokens are aligned by characters, but a model has no tokenizer.
     """
     prompt_only = config.refresh == "prompt"
     causal = anchor.sites.family.causal
@@ -351,8 +360,9 @@ def choose_alignment(
         return PositionAlignment(causal=causal, prompt_only=prompt_only)
     if not causal:
         raise GraftError(
-            f"The backbone ({anchor.sites.model_type}) is not causal, and its tokenizer is not that of {name}, but "
-            "tokens are matched by characters for causal language models only: name a model with the same tokenizer."
+            f"The tokens of {name} are to be matched with the backbone's by characters, but the backbone "
+            f"({anchor.sites.model_type}) is not causal, as this requires: name a model with the backbone's tokenizer, "
+            "and set alignment to auto."
         )
     return CharacterAlignment(
         anchor=anchor.need_tokenizer(),
@@ -369,15 +379,17 @@ def _check_vocabulary(name: str, augmenting: Backbone, anchor: Backbone) -> None
     used = int(anchor.sites.config.vocab_size) if anchor.tokenizer is None else len(anchor.tokenizer)
     if known < used:
         raise GraftError(
-            f"The backbone's tokens go up to {used - 1}, but the augmenting model {name} has {known} embeddings: "
-            "set alignment to characters, or name a model with the same tokenizer."
+            f"The backbone's tokens have ids up to {used - 1}, but the augmenting model {name} has only {known} "
+            "embeddings: set alignment to characters, or name a model with the same tokenizer."
         )
 
 
 def same_tokenizer(first: PreTrainedTokenizerBase | None, second: PreTrainedTokenizerBase | None) -> bool:
-    """Return whether two tokenizers give the same ids.
+    """Return whether two tokenizers give the same ids, as far as their vocabularies and rules show.
 
-    A model without a tokenizer is assumed to have the same tokenizer as the other model.
+    Args:
+        first: the tokenizer of one model; None is assumed to be the same as the other.
+        second: the tokenizer of the other model; None is assumed to be the same as the other.
     """
     if first is None or second is None:
         return True

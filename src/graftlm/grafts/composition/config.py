@@ -22,8 +22,8 @@ class AugmentingConfig(Config):
 
     Args:
         name: name on the hub, or folder, of a causal language model.
-        stride: pairs every stride-th layer of this model, its last layer included. Default: the stride of the graft.
-        pairs: pairs (layer of this model, layer of the anchor), counted from 0, instead of a stride.
+        stride: every stride-th layer of this model is paired, including the last one. Default: the stride of the graft.
+        pairs: pairs (layer of this model, layer of the anchor), counted from 0, which replace those of the stride.
         dtype: dtype of the weights; `auto` keeps the dtype of the checkpoint.
         trust_remote_code: whether to run model code that comes with the checkpoint.
     """
@@ -40,7 +40,8 @@ class CompositionConfig(GraftConfig):
 
     Args:
         augmenting: the augmenting models by name.
-        stride: pairs every stride-th layer of each augmenting model with a layer of the anchor, evenly spaced.
+        stride: every stride-th layer of each augmenting model is paired with a layer of the anchor; the layers of the
+            anchor are evenly spaced.
         heads: number of heads of each cross-attention. Default: the number of attention heads of the anchor.
         init: `zero`: the untrained composition equals the anchor. `paper`: all matrices are random.
         norm: `pre`: RMS norms of the anchor's states and of the projected states before attention.
@@ -49,7 +50,8 @@ class CompositionConfig(GraftConfig):
         refresh: what the augmenting models read: `every` token, or only the `prompt`, like an encoder.
         alignment: how tokens are matched: by `position` (one tokenizer), by `characters` (two tokenizers), or `auto`,
             which compares the tokenizers.
-        qk_norm: RMS norms of the queries and keys of each head, so that large values can't saturate the softmax.
+        qk_norm: whether RMS norms are applied to the queries and keys of each head. Without them, large values can
+            saturate the softmax.
         cross: whether there are cross-attentions; without them, only the readout is trained.
         readout: `mixture`: a gate mixes the next-token distributions of the anchor and of the augmenting models, which
             must have the anchor's tokenizer. `none`: the distribution is the anchor's.
@@ -75,12 +77,16 @@ class CompositionConfig(GraftConfig):
             is_word = re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name)
             if not is_word or hasattr(nn.ModuleDict, name):
                 raise ValueError(
-                    f"the augmenting model's name {name!r} can't be used: use letters, digits, - and _, such as french"
+                    f"an augmenting model has the name {name!r}, but a name of letters, digits, - and _ is expected "
+                    "that begins with a letter and is not an attribute of nn.ModuleDict: choose another, such as french"
                 )
         return value
 
     def _problems(self) -> Iterator[str]:
         if not self.cross and self.readout == "none":
-            yield "cross: false and readout: none leave nothing to train: set readout to mixture"
+            yield "cross is false and readout is none, which leaves nothing to train: set readout to mixture"
         if self.readout != "none" and self.refresh == "prompt":
-            yield "readout: mixture needs augmenting models that read every token: set refresh to every"
+            yield (
+                f"refresh is prompt, but with readout {self.readout} the augmenting models must read every token: set "
+                "refresh to every"
+            )

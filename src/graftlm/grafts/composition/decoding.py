@@ -9,17 +9,22 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-IncrementalDecoder = Callable[[int], str]  # takes the next token of a text and returns the characters that it completes
+IncrementalDecoder = Callable[[int], str]
+"""Takes the id of the next token of a text, and returns the characters that it completes."""
+
 _MAX_PENDING = 8  # tokens of an incomplete character, after which its text is used nevertheless
 
 
 def incremental_decoders(tokenizer: PreTrainedTokenizerBase) -> Callable[[], IncrementalDecoder]:
-    """Return a factory of decoders; every text needs a new decoder.
+    """Return a factory of decoders, which makes a new decoder for each text.
 
     A character whose bytes span several tokens is returned with the last of them.
 
     Args:
-        tokenizer: a fast tokenizer.
+        tokenizer: a fast tokenizer, which the decoders keep.
+
+    Returns:
+        A function without arguments that returns a new `IncrementalDecoder`.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # defined by fast tokenizers
     decoder = state.get("decoder") or {}

@@ -35,11 +35,13 @@ class Composition(Graft, ReadsModels):
     Args:
         config: configuration; the graft keeps a copy in which strides are replaced by the pairs that result from them.
         backbone: the anchor.
-        augmenting: models that are already loaded, by their names in the config; the others are loaded.
+        augmenting: models that are already loaded, by their names in the config; the others are loaded. Names that are
+            not in the config are ignored. The models' parameters are frozen.
 
     Raises:
-        GraftError: layers, widths or tokenizers do not fit together.
-        BackboneError: a model can't be loaded.
+        GraftError: layers, heads or tokenizers do not fit together, an augmenting model is the anchor itself or not
+            causal, or the readout does not support a model.
+        BackboneError: a model can't be loaded, or has no tokenizer although tokens are matched by characters.
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig
@@ -96,10 +98,13 @@ class Composition(Graft, ReadsModels):
         return MixtureGate([anchor_width, *widths])
 
     def pairs(self, name: str) -> list[Pair]:
-        """Return the pairs of an augmenting model that have a cross-attention.
+        """Return the pairs of an augmenting model that have a cross-attention: (its layer, layer of the anchor).
 
         Args:
-            name: name of the augmenting model in the config.
+            name: name of the augmenting model, which must be one of the config.
+
+        Returns:
+            The pairs, counted from 0; an empty list if `cross` is false.
         """
         if not self.config.cross:
             return []
@@ -223,10 +228,13 @@ class Composition(Graft, ReadsModels):
         return means
 
     def describe(self, backbone: Backbone) -> dict[str, object]:
-        """Return the pairs, and the number of parameters next to the formula of the paper, which omits W_O.
+        """Return the pairs and the numbers of parameters, and for comparison the paper's formula, which omits W_O.
 
         Args:
             backbone: the anchor.
+
+        Returns:
+            Texts and numbers by keys that begin with the augmenting model's name, or with `readout`.
         """
         description: dict[str, object] = {}
         d = backbone.sites.width

@@ -21,8 +21,12 @@ def resolve_pairs(
         augmenting: the augmenting model.
         anchor: the backbone of the composition.
 
+    Returns:
+        Pairs (augmenting layer, anchor layer), counted from 0.
+
     Raises:
-        GraftError: a model does not have these layers, or a pair is listed twice.
+        GraftError: a model does not have the listed layers, a pair is listed more than once, or the stride gives no
+            pair, or more pairs than the anchor has layers.
     """
     pairs = config.augmenting[name].pairs
     if not pairs:
@@ -59,13 +63,14 @@ def pairs_of(
     count = n_A // stride
     if count == 0:
         raise GraftError(
-            f"A stride of {stride} skips all {n_A} layers of {name}: set stride to {n_A} or less, or list pairs."
+            f"A stride of {stride} skips every layer of {name} (number of layers: {n_A}): set stride to {n_A} or less, "
+            "or list pairs."
         )
     if count > n_B:
         smallest_stride = -(-n_A // n_B)
         raise GraftError(
-            f"A stride of {stride} pairs {count} layers of {name}, but the anchor has {n_B}: set stride to "
-            f"{smallest_stride} or more, or list pairs."
+            f"A stride of {stride} gives {count} pairs with layers of {name}, but at most {n_B} is possible, the "
+            f"number of layers of the anchor: set stride to {smallest_stride} or more, or list pairs."
         )
     pairs = []
     for k in range(count):
@@ -83,14 +88,14 @@ def _check_pairs(name: str, pairs: list[Pair], augmenting: Backbone, anchor: Bac
         _check_layer(name, pair, layer_B, owner="the anchor", count=anchor.sites.n_layers)
     for pair in pairs:
         if pairs.count(pair) > 1:
-            raise GraftError(f"The pair {list(pair)} of {name} is listed twice: remove one of them.")
+            raise GraftError(f"The pair {list(pair)} of {name} is listed more than once: list each pair once.")
 
 
 def _check_layer(name: str, pair: Pair, layer: int, *, owner: str, count: int) -> None:
     if not 0 <= layer < count:
         raise GraftError(
-            f"The pair {list(pair)} of {name} names layer {layer} of {owner}, which has layers 0 to {count - 1}: "
-            "correct pairs (the augmenting model's layer comes first)."
+            f"The pair {list(pair)} of {name} names layer {layer} of {owner}, which has layers 0 to {count - 1}: name "
+            "existing layers in pairs, that of the augmenting model first."
         )
 
 
@@ -103,7 +108,7 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
         even: whether the width of a head must be even, which rotary positions require.
 
     Raises:
-        GraftError: the heads do not divide the width.
+        GraftError: the width can't be split into that many heads; the message names numbers that are possible.
     """
     step = 2 if even else 1
     if width % (heads * step) == 0:
@@ -111,5 +116,8 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
     candidates = range(1, 2 * heads + 1)
     fitting = [n for n in candidates if width % (n * step) == 0]
     nearest = ", ".join(str(n) for n in fitting[-4:])
-    parts = "heads of even width" if even else "heads"
-    raise GraftError(f"The anchor's width {width} can't be split into {heads} {parts}: set heads to one of {nearest}.")
+    parts = "equal parts of even width" if even else "equal parts"
+    raise GraftError(
+        f"heads is {heads}, but the anchor's width {width} can't be split into that many {parts}: set heads to one of "
+        f"{nearest}."
+    )

@@ -31,7 +31,7 @@ _FLOOR = -80.0  # lower bound of exponents, so that no sum of float32 exponentia
 
 
 class MixtureGate(nn.Module):
-    """Computes the share of each model in the mixture from the models' last hidden states.
+    """The share of each model in the mixture, computed from the models' last hidden states.
 
     Args:
         widths: width of the last hidden states of each model, the anchor first.
@@ -81,7 +81,7 @@ def mix(
 
     Args:
         logits_BKV: logits of the anchor.
-        others: logits (B, K, own vocabulary) of each augmenting model.
+        others: logits (B, K, own vocabulary) of each augmenting model, whose token ids are those of the anchor.
         shares_BKN: share of each model, the anchor first.
 
     Returns:
@@ -133,15 +133,15 @@ def output_width(name: str, backbone: Backbone) -> int:
         backbone: the model.
 
     Raises:
-        GraftError: the model is not causal, or its logits are not the output of its output layer for the last
-            hidden states.
+        GraftError: the model is not causal or has no output layer, or its logits are not the output of its output
+            layer for the last hidden states.
     """
     model = backbone.model
     head = model.get_output_embeddings()
     if head is None or not backbone.sites.family.causal:
         raise GraftError(
-            f"{name} ({backbone.sites.model_type}) predicts no next token, which readout: mixture requires: set "
-            "readout to none."
+            f"{name} ({backbone.sites.model_type}) does not predict the next token, but readout mixture mixes such "
+            "predictions: set readout to none."
         )
     seen: dict[str, Tensor] = {}
 
@@ -163,6 +163,6 @@ def output_width(name: str, backbone: Backbone) -> int:
     if not (reads_last and writes_logits):
         raise GraftError(
             f"{name} ({backbone.sites.model_type}) changes its hidden states before its output layer, or its logits "
-            "after it, which readout: mixture does not support: set readout to none."
+            "after it, which is not supported with readout mixture: set readout to none."
         )
     return seen["read"].shape[-1]

@@ -15,13 +15,13 @@ def statistics(
     """Compute the statistics of one pair in a pass, as means over its tokens.
 
     Args:
-        anchor_BTD: the anchor's hidden states.
-        update_BTD: the update that the cross-attention adds to them.
-        weights_BHTS: attention weights.
-        real_BT: False at padding; None without padding.
+        anchor_BTD: (B, T, D), the anchor's hidden states.
+        update_BTD: (B, T, D), the update that the cross-attention adds to them.
+        weights_BHTS: (B, H, T, S), the attention weights to S augmenting tokens; 0 where a token is not visible.
+        real_BT: (B, T), False at padding; None without padding.
 
     Returns:
-        Scalars by name; `Composition.observe` describes them.
+        Scalars by name, which `Composition.observe` describes. They are NaN without any real token.
     """
     if real_BT is None:
         real_BT = torch.ones(anchor_BTD.shape[:2], dtype=torch.bool, device=anchor_BTD.device)

@@ -36,7 +36,8 @@ class Retokenizer:
         special: the anchor's special tokens, which end a word.
         end_of_text: augmenting tokens that correspond to a special token of the anchor.
         bos: the augmenting token with which every document starts, or None.
-        tokens_of: `_tokens_of` with a cache.
+        tokens_of: returns the augmenting tokens of a word, given the word with the white space before it and whether
+            it is the first of its text; recent results are cached.
     """
 
     def __init__(self, anchor: PreTrainedTokenizerBase, augmenting: PreTrainedTokenizerBase) -> None:
@@ -108,6 +109,9 @@ class TokenTree:
             retokenizer: the tokenizers of both models.
             ids: the anchor's tokens so far, `UNREAD` for those that are not read.
             used_S: (S,), True for the columns of the tree's nodes.
+
+        Returns:
+            The tree of a single document, since documents of a row are separate only without a cache.
         """
         tree = cls(retokenizer)
         for token in ids:
@@ -120,7 +124,7 @@ class TokenTree:
         return tree
 
     def begin_document(self) -> None:
-        """Continue with an empty text."""
+        """Start the next document of the row, whose tokens descend from a root of their own."""
         self._root -= 1
         self._decode = self._retokenizer.new_decoder()
         self.base = self._root
@@ -130,11 +134,15 @@ class TokenTree:
         self._is_first_word = True
 
     def skip(self) -> None:
-        """Record an anchor token that is not read."""
+        """Record an anchor token that the augmenting model does not read."""
         self.ids.append(UNREAD)
 
     def add(self, token: int) -> None:
-        """Read one anchor token."""
+        """Read one anchor token: add the nodes that its characters require, and move `base` and `end`.
+
+        Args:
+            token: id of the anchor token.
+        """
         self.ids.append(token)
         self._position += 1
         bos = self._retokenizer.bos
@@ -147,12 +155,14 @@ class TokenTree:
         self.end = self._extend(self.base, self._tokens(self._word))
 
     def _end_text(self, special_token: int) -> None:
+        """Complete the current word, and append the tokens that correspond to a special token."""
         self._complete(self._word)
         self._decode = self._retokenizer.new_decoder()
         self._word = ""
         self.base = self._extend(self.base, self._retokenizer.end_of_text.get(special_token, ()))
 
     def _add_text(self, text: str) -> None:
+        """Append characters to the current word, and complete all words that can't grow any more."""
         self._word += text
         cut = _end_of_word(self._word)
         while cut is not None:
@@ -205,7 +215,8 @@ class TokenTree:
             while node >= 0 and node not in known:
                 mask[self.columns[node]] = True
                 node = self.parents[node]
-            mask |= known.get(node, False)
+            if node in known:
+                mask |= known[node]
             known[end] = mask
         return masks
 

@@ -24,10 +24,12 @@ class ConditionalTasksConfig(GraftConfig):
             of the backbone.
         modulated: share of the layers, from the last, that have LoRA and conditional modules.
         lora_rank: rank of each task's LoRA in parallel to the Linears of attention and dense FFN; 0 disables it.
-        attention: adds a learned matrix to the attention scores, in blocks along the diagonal or as one full block.
-        block: width of a block in tokens.
+        attention: whether a learned matrix is added to the attention scores, in `blocks` along the diagonal or as one
+            `full` block.
+        block: width of a block in tokens, at most `max_length`; only for `attention: blocks`.
         alignment: whether there is an alignment matrix before a layer.
-        aligned: the layer of the alignment: the first one, or the first that trains, so that gradients stop there.
+        aligned: the layer of the alignment: the `first` one, or the first that is `trained`, below which no gradients
+            are then computed.
         norm: whether the output of each norm is modulated.
         bottleneck: `base` is parallel to each modulated layer's FFN, `large` runs along all layers.
         bottleneck_width: inner width of the bottleneck.
@@ -37,7 +39,7 @@ class ConditionalTasksConfig(GraftConfig):
         dropout: dropout probability of the heads' inputs during training.
         module_rate: learning rate of LoRA, modules and embeddings, as a factor on that of the backbone's weights.
         head_rate: learning rate of the heads, as a factor on that of the backbone's weights.
-        scaled_losses: divide each row's loss by its task's loss at chance, so that tasks of all types have the same
+        scaled_losses: divide each row's loss by its task's loss at chance, which gives tasks of all types the same
             weight.
         extends: folder of a trained graft, whose config and tensors are taken over; the new tasks train.
         adapts: with `extends`, what trains: `added` trains the tensors of the new tasks, `all` trains everything that
@@ -78,7 +80,10 @@ class ConditionalTasksConfig(GraftConfig):
     def _names_are_valid(cls, value: dict[str, TaskSpec]) -> dict[str, TaskSpec]:
         for name in value:
             if not name or "." in name:
-                raise ValueError(f"the task's name {name!r} can't be used: choose one without dots, such as intents")
+                raise ValueError(
+                    f"a task has the name {name!r}, but a name with at least one character and without dots is "
+                    "expected: choose another, such as intents"
+                )
         return value
 
     def check_saved(self, values: Mapping[str, object]) -> Self:
@@ -94,7 +99,7 @@ class ConditionalTasksConfig(GraftConfig):
         return self.alignment or self.norm or self.bottleneck != "none" or self.attention != "none"
 
     def block_width(self) -> int:
-        """Return the width of a block of conditional attention in tokens."""
+        """Return the width of a block of conditional attention in tokens, which is at most `max_length`."""
         if self.attention == "full":
             return self.max_length
         return min(self.block, self.max_length)

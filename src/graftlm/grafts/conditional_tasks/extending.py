@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from graftlm.backbone import Backbone, Fingerprint
-from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError
+from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError, first_line
 from graftlm.grafts.conditional_tasks.config import ConditionalTasksConfig
 from graftlm.grafts.conditional_tasks.trained_layers import trained_names
 
@@ -29,9 +29,13 @@ def read_trained(
         config: the config with the new tasks; its `extends` is the folder of the trained graft.
         backbone: the backbone to which the extended graft is attached.
 
+    Returns:
+        The config of the trained graft, without the new tasks, and its tensors by name.
+
     Raises:
         ArtifactError: the folder is not a complete graft of this kind.
-        RecipeError: `config` has a trained task's name, or settings that differ from those of the trained graft.
+        RecipeError: `config` has a trained task's name, or settings that differ from those of the trained graft; it
+            adapts all shared weights, but there are none; or the saved config is invalid.
         WrongBackboneError: the graft was trained on another backbone.
     """
     folder = Path(str(config.extends))
@@ -45,7 +49,8 @@ def read_trained(
     difference = fingerprint.difference(backbone.fingerprint)
     if difference:
         raise WrongBackboneError(
-            f"{folder}, which is to be extended, was trained on another backbone than {backbone.name}: {difference}."
+            f"{folder}, which is to be extended, was trained on another backbone than {backbone.name} ({difference}): "
+            "name the backbone that it was trained on, or another folder."
         )
     values = manifest["config"]
     trained = ConditionalTasksConfig.parse({**values, "kind": kind}, where=str(folder)).check_saved(values)
@@ -63,15 +68,16 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Finge
         fingerprint = Fingerprint(**manifest["backbone"]["fingerprint"])
         required = {key: manifest[key] for key in ("kind", "config")}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ArtifactError(
-            f"{folder}, which is to be extended, is not a complete graft ({type(error).__name__}): name a folder that "
-            "graft train wrote."
+            f"{folder}, which is to be extended, is not a complete graft ({reason}): name a folder that graft train "
+            "wrote."
         ) from None
     return required, tensors, fingerprint
 
 
 def _check_settings(config: ConditionalTasksConfig, trained: ConditionalTasksConfig, folder: Path) -> None:
-    """Raise RecipeError if a setting differs from that of the trained graft."""
+    """Raise `RecipeError` if a setting that the config names differs from that of the trained graft."""
     given = config.model_fields_set - _KEYS_WITH_EXTENDS
     for key in sorted(given):
         value = getattr(config, key)
@@ -88,6 +94,7 @@ def _check_that_something_trains(
     trained: ConditionalTasksConfig,
     backbone: Backbone,
 ) -> None:
+    """Raise `RecipeError` if shared weights are to train, but the trained graft has none."""
     if config.adapts != "all" or trained.is_modulated:
         return
     if not trained_names(backbone.model, trained.frozen):

@@ -38,9 +38,11 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         backbone: the encoder or decoder.
 
     Raises:
-        RecipeError: there is no task, a new task has a trained one's name, or the norms of the family are unknown.
+        RecipeError: there is no task, the places of norms or the sizes of Linears that the config modulates are
+            unknown, or the config does not fit the trained graft that it extends.
         ArtifactError: `extends` is not the folder of a complete graft of this kind.
         WrongBackboneError: the trained graft belongs to another backbone.
+        GraftError: `like` is not a task of the trained graft.
     """
 
     Config: ClassVar[type[GraftConfig]] = ConditionalTasksConfig
@@ -52,7 +54,10 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def __init__(self, config: ConditionalTasksConfig, backbone: Backbone) -> None:
         super().__init__()
         if not config.tasks:
-            raise RecipeError("A graft of the kind conditional-tasks has no tasks: name at least one, with its rows.")
+            raise RecipeError(
+                "A graft of the kind conditional-tasks has no tasks, but at least one is expected: name a task with "
+                "its rows."
+            )
         self.config = config
         trained_tensors: dict[str, Tensor] = {}
         if config.extends is not None:
@@ -103,7 +108,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                 self.loras[path.replace(".", "/")] = lora
         if layers and not self.loras:
             raise RecipeError(
-                "lora_rank is positive, but the sizes of this backbone's Linears are unknown: set lora_rank to 0."
+                f"lora_rank is {config.lora_rank}, but the sizes of this backbone's Linears are unknown: set lora_rank "
+                "to 0."
             )
 
     def _build_biases(self, layers: range) -> None:
@@ -249,6 +255,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return call.scratch[key]
 
     def _read_tasks(self, task_B: Tensor | None) -> modules.RowTasks:
+        """Return the tasks of the rows of a pass; None stands for the only task."""
         zs = self._embeddings()
         if task_B is None:
             return self._only_task(zs)
@@ -261,14 +268,15 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         unknown = [number for number in numbers if not 0 <= number < len(zs)]
         if unknown:
             raise GraftError(
-                f"The batch has a row of task number {unknown[0]}, but the graft has {len(zs)} tasks, counted from 0: "
-                "correct the row's task."
+                f"The batch has a row of task number {unknown[0]}, but the graft's tasks have the numbers 0 to "
+                f"{len(zs) - 1}: give the row one of them."
             )
         numbers_U = numbers_U.to(zs.device, non_blocking=True)
         index = None if len(numbers) == 1 else index_B.to(zs.device, non_blocking=True)
         return modules.RowTasks(numbers_U, zs.index_select(0, numbers_U), index)
 
     def _only_task(self, zs: Tensor) -> modules.RowTasks:
+        """Return the tasks of a pass without task indices; raise `GraftError` if the graft has several tasks."""
         if len(zs) > 1:
             names = ", ".join(self.config.tasks)
             raise GraftError(
@@ -304,9 +312,12 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return torch.stack(losses).sum() / count
 
     def describe(self, backbone: Backbone) -> dict[str, object]:
-        """Return `embedding_cosines`, the cosines between the tasks' embeddings in their order.
+        """Return `embedding_cosines`, a matrix of the cosines between the tasks' embeddings in the order of the tasks.
 
         Without a module that reads the embeddings, the result is empty.
+
+        Args:
+            backbone: not used.
         """
         if not self.config.is_modulated:
             return {}
@@ -316,20 +327,23 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     # Added tasks
 
     def add_task(self, name: str, spec: TaskSpec, like: str | None = None) -> None:
-        """Add a task.
+        """Add a task, and freeze everything except the tensors of added tasks.
 
-        From now on only the tensors of added tasks train, and predictions of the trained tasks stay the same bit for
-        bit. With `adapts: all` in the config, everything trains.
+        Predictions of the other tasks then stay the same bit for bit. With `adapts: all` in the config, nothing is
+        frozen.
 
         Args:
             name: the name of the new task.
             spec: its specification.
-            like: the trained task whose embedding and LoRA the new task starts from, and whose head if the two
-                specifications are equal; None starts from the mean embedding and a LoRA without effect.
+            like: the task whose embedding and LoRA the new task starts from, and whose head if the two specifications
+                are equal; None starts from the mean embedding, a LoRA without effect and a new head.
 
         Raises:
-            GraftError: there is already a task called `name`, or none called `like`.
+            GraftError: the name is empty, contains a dot or belongs to another task, or no other task is called
+                `like`.
         """
+        if like is not None:
+            self._check_like(name, like)
         mean = self._embeddings().mean(0)
         self.heads.add(name, spec).to(mean)
         self.embeddings[task_key(name)] = nn.Parameter(mean.detach().clone())
@@ -348,19 +362,14 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         """Copy another task's embedding and LoRA, and its head if the two specifications are equal.
 
         Args:
-            name: the task that changes.
+            name: the task that changes, which must be a task of this graft.
             like: the task whose tensors are copied.
 
         Raises:
             GraftError: there is no other task called `like`.
         """
+        self._check_like(name, like)
         tasks = self.config.tasks
-        others = [task for task in tasks if task != name]
-        if like not in others:
-            raise GraftError(
-                f"The task {name} can't start from {like!r}, which is not another task of this graft: choose one of "
-                f"{', '.join(others)}."
-            )
         self.embeddings[task_key(name)].copy_(self.embeddings[task_key(like)])
         numbers = list(tasks)
         new = numbers.index(name)
@@ -371,6 +380,15 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         if tasks[name] == tasks[like]:
             head = self.heads.linear(like).state_dict()
             self.heads.linear(name).load_state_dict(head)
+
+    def _check_like(self, name: str, like: str) -> None:
+        """Raise `GraftError` unless there is another task called `like`."""
+        others = [task for task in self.config.tasks if task != name]
+        if like not in others:
+            raise GraftError(
+                f"The task {name} is to start from {like!r}, but another task of this graft is expected: choose one of "
+                f"these: {', '.join(others)}."
+            )
 
     def _task_loras(self) -> list[modules.TaskLora]:
         return cast("list[modules.TaskLora]", list(self.loras.values()))
@@ -398,7 +416,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
         Args:
             model: the `GraftedModel` that this graft is attached to.
-            rows: some rows of each task, as the model's `forward` takes them, with `targets`.
+            rows: some rows of each task by its name, as the model's `forward` takes them, with `targets`.
 
         Returns:
             For each added task with a candidate, `like` (the chosen task or None), the candidates' `losses`, and the
@@ -424,7 +442,10 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         trained: Sequence[str],
         rows: Mapping[str, Any],
     ) -> dict[str, float]:
-        """Return the loss of a new task's rows with each trained task of equal specification."""
+        """Return the loss of a new task's rows with each trained task of equal specification.
+
+        The result is empty if the config sets `like`.
+        """
         tasks = self.config.tasks
         if self._like:
             return {}
@@ -474,10 +495,11 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
 
 def _norms(sites: Sites, layer: int) -> list[Site]:
+    """Return the sites of a layer's norms; raise `RecipeError` if they are unknown."""
     norms = sites.norms(layer)
     if not norms:
         raise RecipeError(
             f"norm is true, but GraftLM can't locate the norms of a {sites.model_type} model: set norm to false, or "
-            "describe the norms in the family's row."
+            "list the norms of the family with graftlm.backbone.register_family or the key backbone.family."
         )
     return norms

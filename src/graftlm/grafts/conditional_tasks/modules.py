@@ -118,12 +118,12 @@ class FiLM(nn.Module):
         return gain, shift
 
     def change(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """Compute film(y, z) - y."""
+        """Compute film(y, z) - y, (B, T, D), for values (B, T, D) and each row's z."""
         gain, shift = self._by_row(y_BTD, tasks)
         return torch.addcmul(shift, y_BTD, gain)
 
     def forward(self, y_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """Compute film(y, z) in a single operation on y."""
+        """Compute film(y, z), (B, T, D), for values (B, T, D) and each row's z, in a single operation on y."""
         gain, shift = self._by_row(y_BTD, tasks)
         return torch.addcmul(shift, y_BTD, 1 + gain)
 
@@ -149,7 +149,7 @@ class Alignment(nn.Module):
         self.film = FiLM(task_width, width)
 
     def change(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
-        """Compute film(x R, z) - x."""
+        """Compute film(x R, z) - x, (B, T, D), for hidden states x (B, T, D) and each row's z."""
         product = x_BTD @ self.matrix
         return product + self.film.change(x_BTD + product, tasks)
 
@@ -220,7 +220,12 @@ class TokenPositions:
         return cls(keys, queries)
 
     def visible(self, call: Call, layer: int) -> slice:
-        """Return the keys that a layer reads: all except those that the cache of a sliding window has dropped."""
+        """Return the keys that a layer reads: all except those that the cache of a sliding window has dropped.
+
+        Args:
+            call: the pass.
+            layer: index of the layer.
+        """
         total = self.keys if isinstance(self.keys, int) else self.keys.shape[1]
         if call.cache is None:
             return slice(0, total)
@@ -248,6 +253,7 @@ def _restarts(positions: Tensor) -> bool:
 
 
 def _check_length(keys: Tensor | int, mask: Tensor | None, limit: int) -> None:
+    """Raise `GraftError` if a row has more than `limit` tokens."""
     longest = keys if isinstance(keys, int) else keys.shape[1]
     if longest <= limit:
         return
@@ -283,7 +289,7 @@ class ConditionalBias(nn.Module):
         self.film = FiLM(task_width, width * width)
 
     def matrices(self, tasks: RowTasks, count: int) -> Tensor:
-        """Compute A'_n of the first `count` blocks, (U, N, W, W)."""
+        """Compute A'_n of the first `count` blocks for each task of the pass, (U, count, W, W)."""
         gain, shift = self.film.scale_and_shift(tasks.z)
         gain = gain.view(-1, 1, self.width, self.width)
         shift = shift.view(-1, 1, self.width, self.width)

@@ -15,18 +15,23 @@ if TYPE_CHECKING:
 
 
 def share_of(share: float, layers: int) -> int:
-    """Return the number of layers in a share of all layers; halves are rounded up."""
+    """Return the number of layers in a share of all layers, rounded to the nearest integer and halves up.
+
+    Args:
+        share: the share, from 0 to 1.
+        layers: number of all layers.
+    """
     return math.floor(share * layers + 0.5)
 
 
 def trained_roots(model: PreTrainedModel, frozen: float) -> list[nn.Module]:
-    """Return the modules that train.
+    """Return the modules of a model that train.
 
-    These are the upper layers and the norm after them, or the whole base model if no layer is frozen. The output head
-    never trains.
+    These are the upper layers and the norm after them, or the whole base model if `frozen` is 0. The output head never
+    trains.
 
     Args:
-        model: the backbone.
+        model: the backbone's model, or a copy of it.
         frozen: share of the layers, from the first, that stay frozen.
     """
     if frozen == 0:
@@ -43,6 +48,10 @@ def trained_names(model: PreTrainedModel, frozen: float) -> list[str]:
     """Return the names of the model's weights that train.
 
     The weights of a pooler are excluded, since its output is not used.
+
+    Args:
+        model: the backbone's model, or a copy of it.
+        frozen: share of the layers, from the first, that stay frozen.
     """
     trained = {id(parameter) for root in trained_roots(model, frozen) for parameter in root.parameters()}
     pooler = getattr(model.base_model, "pooler", None)
@@ -52,7 +61,12 @@ def trained_names(model: PreTrainedModel, frozen: float) -> list[str]:
 
 
 def modules_outside(model: nn.Module, roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the largest modules of `model` that neither contain one of `roots` nor lie inside one."""
+    """Yield the largest modules of a model that neither contain one of some modules nor lie inside one.
+
+    Args:
+        model: the model.
+        roots: submodules of `model`.
+    """
     for child in model.children():
         if set(roots).isdisjoint(child.modules()):
             yield child

@@ -45,7 +45,7 @@ class MemoryConfig(GraftConfig):
         window: number of tokens W that each token of the backbone sees, including itself.
         sinks: number of a document's first tokens that every token sees.
         state: `delta` keeps a state of the whole text by the gated delta rule; `none` only restricts attention to the
-            window.
+            window and the sinks.
         layers: the layers with a state: a list, or a number n of layers, which are evenly spaced in the backbone's last
             third, or are its last n layers if n is more than a third.
         heads: number of heads of each state.
@@ -68,14 +68,14 @@ class MemoryConfig(GraftConfig):
     def check_rows(self, length: int) -> None:
         if self.state != "none" and length <= self.window + self.sinks:
             raise RecipeError(
-                f"data.length gives rows of {length:,} tokens, which is not more than the window of {self.window:,} "
-                f"and its {self.sinks:,} sinks, so there is nothing to remember: raise data.length, or lower the "
-                "graft's window."
+                f"data.length gives rows of {length:,} tokens, all of which the window ({self.window:,}) and the sinks "
+                f"({self.sinks:,}) of the graft can hold, so there is nothing to remember: raise data.length, or lower "
+                "the graft's window."
             )
 
 
 class DeltaState(nn.Module):
-    """The state of one layer; see the module's equations.
+    """The state of one layer, which the module's equations define.
 
     Args:
         width: the backbone's width D.
@@ -192,7 +192,8 @@ class WindowedMemory(Graft):
         backbone: a decoder with rotary positions and full attention in every layer.
 
     Raises:
-        GraftError: the backbone has other positions or windows, or sizes do not fit.
+        GraftError: the backbone is an encoder, has other positions or windows, or for a state no usable output head;
+            it does not have the layers of the config; or window and sinks exceed the reach.
     """
 
     Config: ClassVar[type[GraftConfig]] = MemoryConfig
@@ -217,8 +218,8 @@ class WindowedMemory(Graft):
         )
         if config.sinks and self.shape.step < 1:
             raise GraftError(
-                f"A window of {config.window} tokens and {config.sinks} sinks does not fit reach, which is {reach} "
-                "positions: lower window, or set sinks to 0."
+                f"window is {config.window} and sinks is {config.sinks}, but their sum must be less than reach, which "
+                f"is {reach}: lower window, or set sinks to 0."
             )
         self._n_layers = sites.n_layers
         self.blocks = nn.ModuleList(DeltaState(sites.width, config) for _ in layers)
@@ -347,8 +348,11 @@ def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
         config: config of the memory.
         n_layers: number of the backbone's layers.
 
+    Returns:
+        The indices, counted from 0; an empty list if `state` is `none`.
+
     Raises:
-        GraftError: the backbone does not have these layers.
+        GraftError: the backbone does not have these layers, there is none, or one occurs twice.
     """
     if config.state == "none":
         return []
@@ -358,8 +362,8 @@ def chosen_layers(config: MemoryConfig, n_layers: int) -> list[int]:
     unique = set(layers)
     if not layers or len(unique) < len(layers) or not unique <= set(range(n_layers)):
         raise GraftError(
-            f"layers is {config.layers}, but the backbone has layers 0 to {n_layers - 1}: set the number of layers "
-            "with a state, or a list of different layers."
+            f"layers is {config.layers}, but a number from 1 to {n_layers}, or a list of different layers from 0 to "
+            f"{n_layers - 1} is expected: set layers to one of these."
         )
     return sorted(layers)
 
@@ -372,9 +376,9 @@ def _spaced_layers(count: int, n_layers: int) -> list[int]:
 
 
 def _check_inputs(call: Call) -> None:
-    """Check that a pass has token ids, and that no token after a row's first one is hidden if there is a cache."""
+    """Raise `GraftError` without token ids, or if there is a cache and a token after a row's first one is hidden."""
     if call.input_ids is None:
-        raise GraftError("A memory reads token ids, but the pass has only embeddings: pass input_ids.")
+        raise GraftError("The pass has embeddings as inputs, but a memory reads token ids: pass input_ids.")
     mask = call.attention_mask
     if mask is None or call.cache is None or call.input_ids.shape[1] == 1 or torch.compiler.is_compiling():
         return

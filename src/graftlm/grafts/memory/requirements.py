@@ -25,12 +25,13 @@ def check_backbone(sites: Sites) -> None:
     problem = _problem(sites)
     if problem is not None:
         raise GraftError(
-            f"A memory needs a decoder with full attention and Llama's rotary positions, but this {sites.model_type} "
-            f"model {problem}: choose another backbone, such as SmolLM2 or Qwen3."
+            f"This {sites.model_type} model {problem}, but a memory needs a decoder with full attention and Llama's "
+            "rotary positions: choose another backbone, such as SmolLM2 or Qwen3."
         )
 
 
 def _problem(sites: Sites) -> str | None:
+    """Return why a backbone can't have a memory, as the end of a sentence; None if it can."""
     config = sites.config
     if not sites.family.causal:
         return "is an encoder"
@@ -61,7 +62,7 @@ def rotates_halves(sites: Sites) -> bool:
         return False
     rotation: Any = sites.body.rotary_emb
     frequencies: Tensor = rotation.inv_freq.cpu().float()
-    # With a step of two positions.
+    # The sinks of this shape move by two positions.
     shape = WindowShape(window=1, sinks=0, reach=3, frequencies=frequencies)
     key = torch.linspace(-1, 1, 2 * len(frequencies))[None, None, None]
     angle = 2 * frequencies.repeat(2)[None, None]
@@ -89,7 +90,8 @@ def output_embeddings(model: Any) -> Tensor:
         model: model with an output head; embeddings of a quantized head are copied.
 
     Raises:
-        GraftError: the model has no head with a vector for each token, or an unknown quantized one.
+        GraftError: the model has no head, or its weight is not a floating-point matrix with a row for each token, as
+            with quantizations other than torchao's.
     """
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if isinstance(weight, Tensor) and not is_plain(model):
@@ -97,10 +99,10 @@ def output_embeddings(model: Any) -> Tensor:
     vocabulary = model.get_input_embeddings().num_embeddings
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[0] >= vocabulary:
         return weight.detach()
-    found = "no head"
+    found = "has no output head"
     if isinstance(weight, Tensor):
-        found = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        found = f"has an output head with a {weight.dtype} weight of shape {tuple(weight.shape)}"
     raise GraftError(
-        f"A memory needs an output head with a vector for each of {vocabulary:,} tokens, but found {found}: load the "
-        "whole model without this quantization, or set state to none."
+        f"The model {found}, but a memory needs a head with a floating-point vector for each of {vocabulary:,} tokens: "
+        "load the causal language model with a head that is not quantized, or set state to none."
     )

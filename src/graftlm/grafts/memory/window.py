@@ -43,13 +43,20 @@ class WindowShape:
     reach: int
     frequencies: Tensor = field(repr=False)
 
+    def __str__(self) -> str:
+        return f"window {self.window}, sinks {self.sinks} and reach {self.reach}"
+
     @property
     def step(self) -> int:
-        """Number of positions M by which the sinks move at a time; also the largest pass beyond R tokens."""
+        """Number of positions M by which the sinks move at a time, which also limits a pass beyond R tokens."""
         return self.reach - self.window - self.sinks
 
     def block(self, index: _Index) -> _Index:
-        """Return block(t) of the module's equations, for an integer or a tensor of positions."""
+        """Return block(t) of the module's equations.
+
+        Args:
+            index: the position t, as an integer or a tensor of any shape, which is also the form of the result.
+        """
         if isinstance(index, int):
             if index < self.reach:
                 return 0
@@ -78,7 +85,7 @@ class WindowShape:
 
 
 class KeyColumns(NamedTuple):
-    """Numbers of columns among the keys of a pass, in their order.
+    """How many of the keys of a pass belong to each of three groups of columns, in the order of the columns.
 
     Attributes:
         older_sinks: the sinks in the block before that of the last new token, if the pass may cover two blocks.
@@ -92,10 +99,15 @@ class KeyColumns(NamedTuple):
 
 
 class WindowLayer(DynamicLayer):
-    """A cache layer with the keys and values of the sinks and of the last W - 1 tokens; its length counts all tokens.
+    """A cache layer with the keys and values of the sinks and of the last W - 1 tokens.
+
+    Its sequence length counts all tokens, including those that it has dropped.
 
     The first columns, at most F, contain those of a row's first tokens after its padding that have left the window. If
     a row has fewer of them, they are right-aligned, so that the columns remain those of consecutive tokens.
+
+    Args:
+        shape: sizes of the window.
 
     Attributes:
         shape: sizes of the window.
@@ -136,8 +148,8 @@ class WindowLayer(DynamicLayer):
         """
         if tokens_to_remove and self.cumulative_length:
             raise GraftError(
-                "Assisted decoding removes tokens from the cache, but tokens that have left a window can't be "
-                "restored: use greedy decoding, beam search or sampling, without an assistant or "
+                "Tokens are to be removed from the cache, as in assisted decoding, but tokens that have left a window "
+                "can't be restored: use greedy decoding, beam search or sampling, without an assistant or "
                 "prompt_lookup_num_tokens."
             )
 
@@ -147,11 +159,7 @@ class WindowLayer(DynamicLayer):
         return max(0, self.cumulative_length - self.shape.window + 1)
 
     def columns(self, length: int) -> KeyColumns:
-        """Return the numbers of columns among the keys of a pass.
-
-        Args:
-            length: number of new tokens.
-        """
+        """Return how many keys of each group a pass of `length` new tokens has, before `update` is called."""
         sinks = min(self.dropped, self.shape.sinks)
         may_cover_two_blocks = length > 1 and self._reaches_beyond(length)
         return KeyColumns(
@@ -265,15 +273,15 @@ class WindowLayer(DynamicLayer):
 
 
 def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[WindowLayer]:
-    """Return the window layers of a cache; the dynamic layers of an empty cache are replaced by window layers.
+    """Return the window layers of a cache. The dynamic layers of an empty cache are first replaced by window layers.
 
     Args:
-        cache: cache of one generation, if any.
-        count: number of the backbone's layers.
+        cache: cache of one generation; None without a cache.
+        count: number of the backbone's layers, which are the first of the cache.
         shape: sizes of the window.
 
     Returns:
-        The window layers; empty for caches of other kinds.
+        The window layers; an empty list without a cache, and for caches of other kinds, such as static ones.
 
     Raises:
         GraftError: the cache has window layers of another shape.
@@ -291,9 +299,10 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
     if not layers or len(layers) < len(first):
         return []
     cached = layers[0].shape
-    if repr(cached) != repr(shape):
+    if str(cached) != str(shape):
         raise GraftError(
-            f"The cache has a {cached}, but this memory has a {shape}: attach only one of the two memories."
+            f"The layers of the cache belong to a memory with {cached}, but this memory has {shape}: "
+            "attach only one memory, and start with an empty cache."
         )
     return layers
 

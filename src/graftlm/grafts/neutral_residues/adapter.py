@@ -73,10 +73,10 @@ class GatedAdapter(nn.Module):
             self.gate.bias.fill_(1)
 
     def scores(self, x: Tensor) -> Tensor | None:
-        """Compute the gate's w . x + b.
+        """Compute w . x + b, the input of the gate's activation.
 
         Args:
-            x: (..., D), inputs of the FFN.
+            x: (..., D), inputs of the FFN at N tokens.
 
         Returns:
             (N,), or None without a gate.
@@ -88,7 +88,7 @@ class GatedAdapter(nn.Module):
         return functional.linear(x, gate.weight, gate.bias).view(-1)
 
     def adapt(self, x_ND: Tensor) -> Tensor:
-        """Compute A(x), (N, D)."""
+        """Compute A(x), (N, D), from the inputs of the FFN, (N, D)."""
         inner = self.w_i(x_ND)
         if self.w_g is None:
             return self.w_o(self.activation(inner))
@@ -99,8 +99,9 @@ class GatedAdapter(nn.Module):
 
         Args:
             x_ND: (N, D), inputs of the FFN.
-            scores_N: (N,), the output of `scores`.
-            select: run the adapter on open tokens only, if there are many tokens; this synchronizes with a GPU.
+            scores_N: (N,), the output of `scores`; None without a gate.
+            select: whether the adapter of a ReLU gate runs on open tokens only, if there are many tokens; this
+                synchronizes with a GPU.
         """
         if scores_N is None:
             return self.adapt(x_ND)
@@ -111,6 +112,7 @@ class GatedAdapter(nn.Module):
         return self._residue_of_open_tokens(x_ND, scores_N)
 
     def _residue_of_open_tokens(self, x_ND: Tensor, scores_N: Tensor) -> Tensor:
+        """Compute r(x), (N, D), with the adapter on open tokens only."""
         open_O = (scores_N > 0).nonzero().squeeze(-1)
         if len(open_O) == len(scores_N):
             return scores_N[:, None] * self.adapt(x_ND)
@@ -121,7 +123,13 @@ class GatedAdapter(nn.Module):
         return out_ND.index_copy(0, open_O, out_OD)
 
     def is_closed(self, scores_N: Tensor | None) -> bool:
-        """Return whether r(x) is zero for every token."""
+        """Return whether r(x) is zero for every token, which only a ReLU gate makes possible.
+
+        This synchronizes with a GPU.
+
+        Args:
+            scores_N: (N,) for at least one token, the output of `scores`; None without a gate.
+        """
         if scores_N is None or self.kind != "relu":
             return False
         highest = scores_N if len(scores_N) == 1 else scores_N.max()

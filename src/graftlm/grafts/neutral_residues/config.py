@@ -51,7 +51,7 @@ class NeutralResiduesConfig(GraftConfig):
         return self.alpha > 0 and self.loss_kind() != "none"
 
     def loss_kind(self) -> LocalLoss:
-        """Return the local loss, by default the one that belongs to the gate."""
+        """Return `local_loss`, or if it is None the default for the gate, which is `none` without a gate."""
         if self.local_loss is not None:
             return self.local_loss
         by_gate: dict[GateKind, LocalLoss] = {

@@ -13,11 +13,14 @@ _EQUATION = "relu(w . x + b) W_o (act(W_g x) * W_i x)"
 
 
 def exported_blocks(blocks: Sequence[GatedAdapter], activation: str) -> ExportedAdapter:
-    """Return the blocks as code that computes all tokens in the same way, so that it compiles as a whole.
+    """Return the code and the tensors of gated adapters for an exported model.
+
+    The code runs the adapter on all tokens, including those whose gate is closed, because a model that selects tokens
+    by their values can't be compiled as a whole.
 
     Args:
-        blocks: the adapter of each layer; all have the same form.
-        activation: the name of the activation in transformers' ACT2FN.
+        blocks: the adapter of each layer, at least one; all have the same form.
+        activation: the name of the adapters' activation in transformers' ACT2FN.
     """
     first = blocks[0]
     return ExportedAdapter(

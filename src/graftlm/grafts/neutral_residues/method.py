@@ -102,6 +102,12 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
 
         `l1` is |r(x)|_1 / D, averaged over the old domain's tokens and the layers. `cross-entropy` is that of the gate
         as a classifier of the domain, averaged over tokens and layers.
+
+        Args:
+            call: the pass; without `domain` there is no loss.
+
+        Returns:
+            A scalar; None without domains, without a local loss, or for `l1` without tokens of the old domain.
         """
         if call.domain is None or not self.config.has_auxiliary_loss:
             return None
@@ -142,7 +148,10 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         return scores
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Return `open_share` (layers,), the share of tokens whose gate is open; a sigmoid is open above one half."""
+        """Return `open_share` (layers,), the share of real tokens whose gate is open.
+
+        A ReLU gate is open above 0, a sigmoid gate above one half. Without gates, the dict is empty.
+        """
         scores = self._scores(call)
         if not scores:
             return {}
@@ -154,7 +163,10 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         return {"open_share": torch.stack(shares)}
 
     def forward_trace(self, call: Call) -> Trace | None:
-        """Return `open`, the share of layers whose gate is open at each token; None without gates."""
+        """Return the trace `open`, the share of layers whose gate is open at each token.
+
+        Without gates or token ids, the result is None.
+        """
         scores = self._scores(call)
         if call.input_ids is None or not scores:
             return None
@@ -186,7 +198,15 @@ class VanillaAdapter(NeutralResidues):
 
 
 def width_for(capacity: float, backbone: Backbone) -> int:
-    """Return the inner width F at which all layers together have `capacity` times the backbone's weights."""
+    """Return the inner width F at which the adapters' matrices have `capacity` times the backbone's weights.
+
+    Args:
+        capacity: extra weights as a share of the backbone's weights.
+        backbone: the backbone, which gets an adapter in each layer.
+
+    Returns:
+        The nearest width that is at least 1; widths from 512 on are rounded to multiples of 8.
+    """
     matrices = 3 if backbone.sites.family.gated else 2
     weights = capacity * backbone.parameter_count
     per_width = backbone.sites.n_layers * matrices * backbone.sites.width
@@ -209,7 +229,7 @@ def spectrum(weight: Tensor) -> list[float]:
 
 
 def _tokens_of(call: Call, domain: int) -> Tensor:
-    """Return (N,), True for the real tokens of rows with this domain mark."""
+    """Return (N,), True for the real tokens of rows of this domain."""
     assert call.domain is not None
     ids = call.input_ids if call.input_ids is not None else call.token_mask
     assert ids is not None, "the shape of the batch is that of its input ids or token mask"

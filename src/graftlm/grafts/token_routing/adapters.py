@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from graftlm.backbone import Backbone
 from graftlm.config import read_yaml
-from graftlm.errors import ArtifactError, WrongBackboneError, first_line
+from graftlm.errors import ArtifactError, WrongBackboneError, first_line, shorten
 from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
 from graftlm.files.digests import file_digest
 from graftlm.files.hub import fetch_folder
@@ -84,14 +84,15 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
 
 
 def _warn_of_other_base(name: str, peft_config: LoraConfig, backbone: Backbone) -> None:
+    """Warn if the adapter names another base than the backbone."""
     base = named_model(peft_config.base_model_name_or_path or "")
     if not base:
         return
     # Only the last parts are compared, because folders are moved, but rarely renamed.
     if Path(base).name.lower() != Path(backbone.name).name.lower():
         warnings.warn(
-            f"The expert {name} names {base} as its base, but the backbone is {backbone.name}: the shapes fit, but an "
-            "adapter is valid only for the base that it was trained on.",
+            f"The expert {name} was trained on {base}, but the backbone is {backbone.name}, whose shapes are the same: "
+            "use an adapter of this backbone, unless the backbone has only been renamed.",
             stacklevel=3,
         )
 
@@ -134,6 +135,7 @@ def _check_variants(name: str, folder: Path, values: Mapping[str, object]) -> No
 
 
 def _check_initialization(name: str, folder: Path, values: Mapping[str, object]) -> None:
+    """Raise `ArtifactError` if the initialization may have changed the base's weights."""
     init = values.get("init_lora_weights", True)
     init_name = str(init).lower()
     if init_name in _PLAIN_INITS:
@@ -154,26 +156,38 @@ def _patterns(values: Mapping[str, Any]) -> list[dict[str, object]]:
 
 def _check_types(name: str, folder: Path, values: Mapping[str, object]) -> None:
     """Raise `ArtifactError` if a value that determines the factors' weights has a wrong type or size."""
-    numbers = [values.get("r", 8), values.get("lora_alpha", 8)]
-    for patterns in _patterns(values):
-        numbers += patterns.values()
-    wrong = [value for value in numbers if not _is_number(value)]
+    ranks, alphas = _patterns(values)
+    numbers = {
+        "r": [values.get("r", 8)],
+        "lora_alpha": [values.get("lora_alpha", 8)],
+        "rank_pattern": list(ranks.values()),
+        "alpha_pattern": list(alphas.values()),
+    }
+    wrong: list[tuple[str, object, str]] = []
+    for key, found in numbers.items():
+        wrong += [(key, value, "a number below 1e9") for value in found if not _is_number(value)]
     targets = values.get("target_modules")
     if isinstance(targets, list):
-        wrong += [target for target in targets if not isinstance(target, str)]
+        wrong += [("target_modules", target, "a name") for target in targets if not isinstance(target, str)]
     base = values.get("base_model_name_or_path")
     if not isinstance(base, str | None):
-        wrong.append(base)
+        wrong.append(("base_model_name_or_path", base, "a name"))
     if wrong:
-        raise _unreadable(name, folder, ValueError(f"{str(wrong[0])[:40]} is of a wrong type or size"))
+        key, value, expected = wrong[0]
+        problem = f"{key} contains {shorten(repr(value))}, but {expected} is expected"
+        raise _unreadable(name, folder, ValueError(problem))
 
 
 def _is_number(value: object) -> bool:
+    """Return whether a value is a number of a size that a rank or an alpha can have."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
 
 
 def _unreadable(name: str, folder: Path, error: Exception) -> ArtifactError:
-    return ArtifactError(f"{folder / ADAPTER_CONFIG} can't be read ({error}): copy the expert again with its config.")
+    return ArtifactError(
+        f"{folder / ADAPTER_CONFIG} is not a valid config of the expert {name} ({first_line(error)}): copy the expert "
+        "again with its config."
+    )
 
 
 def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train", before: str = "") -> ArtifactError:
@@ -210,7 +224,9 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
         ) from None
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ArtifactError(f"The tensor {key} of the expert {name} contains NaN or infinity: train it again.")
+            raise ArtifactError(
+                f"The tensor {key} of the expert {name} in {path} contains NaN or infinity: train the expert again."
+            )
     return tensors, file_digest(path)
 
 
@@ -262,7 +278,7 @@ def _check_copy(
     tensor: Tensor,
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Raise `ArtifactError` unless a tensor of an adapter is a copy of the backbone's parameter."""
+    """Raise `ArtifactError` unless a tensor of an adapter is an equal copy of a parameter of the backbone."""
     path = key.removeprefix(_KEY_PREFIX).replace(".base_layer.", ".")
     inner_path = path.removesuffix(".weight") + ".base_layer.weight"
     own = parameters.get(path, parameters.get(inner_path))
@@ -279,14 +295,18 @@ def _check_copy(
 
 
 def _check_pair(name: str, folder: Path, path: str, pair: Mapping[str, Tensor]) -> None:
+    """Raise `ArtifactError` unless both factors of a module exist and have the same rank."""
     if pair.keys() != {"A", "B"}:
-        raise ArtifactError(f"The expert {name} in {folder} lacks a factor of {path}: copy it again.")
+        raise ArtifactError(
+            f"The expert {name} in {folder} has only the factor {', '.join(pair)} of {path}, but A and B are expected: "
+            "copy the expert again."
+        )
     rank = pair["A"].shape[0]
     other = pair["B"].shape[1]
     if rank != other or rank == 0:
         raise ArtifactError(
-            f"The expert {name} in {folder} has factors of the ranks {rank} and {other} at {path}, but one rank above "
-            "0 is expected: copy it again."
+            f"The expert {name} in {folder} has factors of the ranks {rank} and {other} at {path}, but equal ranks "
+            "above 0 are expected: copy the expert again."
         )
 
 

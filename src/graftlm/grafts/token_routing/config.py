@@ -42,12 +42,21 @@ class ExpertConfig(Config):
     sha256: str | None = None
 
     def _problems(self) -> Iterator[str]:
-        if (self.path is None) == (self.rank is None):
-            yield "an expert has either the path of a LoRA adapter, or a rank and targets for a new one"
+        if self.path is None and self.rank is None:
+            yield "neither path nor rank is set: set the path of a LoRA adapter, or rank and targets of a new expert"
+        if self.path is not None and self.rank is not None:
+            yield (
+                "both path and rank are set, but an expert is either an existing LoRA adapter or a new one: leave one "
+                "out"
+            )
         if self.rank is not None and not self.targets:
-            yield "a new expert needs targets, such as attention, ffn, or module names like q_proj"
-        if self.path is not None and (self.targets or self.alpha is not None):
-            yield "an adapter already defines its targets and alpha: remove targets and alpha, or remove path"
+            yield (
+                "targets is empty, but a new expert must change some modules: name attention, ffn, or modules such as "
+                "q_proj"
+            )
+        for key in ("targets", "alpha"):
+            if self.path is not None and getattr(self, key):
+                yield f"{key} is set, but the adapter in path already defines it: leave {key} out"
 
 
 class EmbedderConfig(Config):
@@ -78,9 +87,15 @@ class EmbedderConfig(Config):
 
     def _problems(self) -> Iterator[str]:
         if self.name == WORDS and self.centroids != "all":
-            yield "the embedder words compares each rare word of the examples: set embedder.centroids to all"
+            yield (
+                f"centroids is {self.centroids}, but the embedder {WORDS} compares the rare words of each example: set "
+                "centroids to all"
+            )
         if self.layers and self.name != "backbone":
-            yield f"layers selects hidden states of the backbone: remove it for the embedder {self.name}"
+            yield (
+                f"layers is {self.layers}, but it selects hidden states of the backbone, which the embedder "
+                f"{self.name} does not read: leave layers out"
+            )
 
     @property
     def whitens(self) -> bool:
@@ -114,7 +129,7 @@ class TokenRoutingConfig(GraftConfig):
             before they are multiplied.
         fixed: weights of the experts by name for every token, instead of a route. Their sum is at most 1, and the bare
             backbone has the rest.
-        bundle: whether to save the experts' factors in the artefact, instead of their paths and hashes.
+        bundle: whether to save the experts' factors in the artifact, instead of their paths and hashes.
     """
 
     kind: Literal["token-routing"] = "token-routing"
@@ -137,16 +152,16 @@ class TokenRoutingConfig(GraftConfig):
     def _problems(self) -> Iterator[str]:
         fixed = self.fixed or {}
         if self.reads == "prompt" and self.prompt == "causal":
-            yield "reads: prompt uses one route for the whole prompt: set prompt to whole"
+            yield "prompt is causal, but with reads: prompt the whole prompt has one route: set prompt to whole"
         for name in fixed.keys() - self.experts.keys():
             yield f"fixed names {name}, but there is no such expert{did_you_mean(name, self.experts)}"
         if sum(fixed.values()) > 1 + 1e-6:
-            yield "the weights of fixed add up to more than 1: lower them"
+            yield f"the weights in fixed add up to {sum(fixed.values()):.4g}, but at most 1 is expected: lower them"
         if self.policy == "discriminant":
             if self.threshold is not None:
                 yield "threshold is a cosine, but policy: discriminant computes no cosines: leave threshold out"
             if self.embedder.whiten is False:
-                yield "policy: discriminant divides by the covariance of the examples: leave whiten out"
+                yield "embedder.whiten is false, but policy: discriminant whitens vectors: leave whiten out"
 
     @property
     def whitens(self) -> bool:
@@ -160,7 +175,7 @@ class TokenRoutingConfig(GraftConfig):
             is_word = re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name)
             if name == "none" or not is_word:
                 raise ValueError(
-                    f"the expert's name {name!r} can't be used: use letters, digits, - and _, such as maths; the name "
-                    "none is reserved for the bare backbone"
+                    f"an expert has the name {name!r}, but a name of letters, digits, - and _ is expected that begins "
+                    "with a letter and is not none, which stands for the bare backbone: choose another, such as math"
                 )
         return value

@@ -35,7 +35,7 @@ class Embedder(Protocol):
         """Embed texts.
 
         Args:
-            texts: the texts; an empty one has the embedding zero.
+            texts: the texts, at least one. Embedders of the backbone's states embed a text without tokens as zero.
 
         Returns:
             (texts, d) float32 embeddings.
@@ -46,7 +46,7 @@ class Embedder(Protocol):
         """Embed the examples of an expert.
 
         Args:
-            texts: the examples.
+            texts: the examples, at least one.
 
         Returns:
             (vectors, d) float32 embeddings, by default one vector for each text.
@@ -54,7 +54,11 @@ class Embedder(Protocol):
         return self.texts(texts)
 
     def problem_of(self, texts: Sequence[str]) -> str | None:
-        """Return a sentence about examples that this embedder can't generalize; None if there are none."""
+        """Return a sentence about examples whose other phrasings this embedder can't recognize, or None without any.
+
+        Args:
+            texts: the examples of an expert.
+        """
         return None
 
     def scores(
@@ -202,13 +206,16 @@ class _EmbedderCacheLayer(DynamicLayer):
     """Keys and values, or hidden states, of the embedder's own pass, which may lag behind the generation."""
 
     def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
-        """Join the rows of several layers, see `backbone.cache.join`.
+        """Join the rows of several layers, as `backbone.cache_joining.join` requires.
 
         Columns that one of the generations has not computed are dropped from all of them, and computed again.
 
         Args:
-            layers: one layer for each generation.
+            layers: one layer for each generation, including this one; they are cropped in place.
             paddings: number of columns of padding before each layer.
+
+        Returns:
+            The layer of all rows.
         """
         lengths = []
         for layer, padding in zip(layers, paddings, strict=True):
@@ -232,6 +239,9 @@ class HiddenStateEmbedder(_BackboneEmbedder):
     Args:
         backbone: the backbone.
         layers: n, at least 1.
+
+    Raises:
+        BackboneError: another library has replaced the forward methods of the backbone's modules.
     """
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
@@ -324,7 +334,7 @@ class SentenceEmbedder(_PrefixEmbedder):
 
     Raises:
         MissingExtraError: sentence-transformers is not installed.
-        BackboneError: the model can't be loaded.
+        BackboneError: the model can't be loaded, or the backbone has no tokenizer.
     """
 
     def __init__(self, config: EmbedderConfig, backbone: Backbone) -> None:
@@ -342,6 +352,7 @@ class SentenceEmbedder(_PrefixEmbedder):
                 "sentence-transformers model, its folder, or backbone."
             ) from None
         self._tokenizer = backbone.need_tokenizer()
+        self._width = len(self.texts([PROBE])[0])
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         embeddings = self._model.encode(
@@ -352,9 +363,10 @@ class SentenceEmbedder(_PrefixEmbedder):
         return embeddings.float()
 
     def prefixes(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
-        vectors = self.texts(prefix_texts(spans, self._tokenizer)).to(spans.ids.device)
-        embeddings = vectors.new_zeros(*spans.updates.shape, vectors.shape[-1])
-        embeddings[spans.updates] = vectors
+        embeddings = torch.zeros(*spans.updates.shape, self._width, device=spans.ids.device)
+        texts = prefix_texts(spans, self._tokenizer)
+        if texts:
+            embeddings[spans.updates] = self.texts(texts).to(embeddings.device)
         return embeddings
 
 
@@ -368,7 +380,8 @@ def load_embedder(config: EmbedderConfig, backbone: Backbone) -> Embedder:
     Raises:
         GraftError: the backbone does not have the hidden states that `layers` selects.
         MissingExtraError: the embedder needs a package that is not installed.
-        BackboneError: a model can't be loaded.
+        BackboneError: a sentence-transformers model can't be loaded, the backbone has no tokenizer although the
+            embedder reads text, or its layers can't run outside of the model.
     """
     if config.name == WORDS:
         return WordEmbedder(backbone)

@@ -1,7 +1,7 @@
 """LoRA experts: their factors, new experts, and the folders that PEFT reads.
 
 The update of an expert at a module with input x is s B A x, with A (r, in), B (out, r) and s = alpha / r, or
-s = alpha / sqrt(r) for rank-stabilised LoRA.
+s = alpha / sqrt(r) for rank-stabilized LoRA.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class ExpertTarget:
         sizes = linear_sizes(base)
         if sizes is None:
             raise GraftError(
-                f"An expert changes {path}, which is of type {type(base).__name__}, but linear layers and embeddings "
-                "are expected: train it on those."
+                f"An expert changes {path}, which is of type {type(base).__name__}, but a linear layer or an embedding "
+                "is expected: choose other targets, or an adapter of such modules."
             )
         inputs, outputs = sizes
         return cls(inputs, outputs)
@@ -98,14 +98,15 @@ def new_factors(name: str, config: ExpertConfig, backbone: Backbone) -> dict[str
 
     Args:
         name: name of the expert, for error messages.
-        config: rank, alpha and targets of the expert.
+        config: rank (not None), alpha and targets of the expert.
         backbone: the backbone of the routing.
 
     Returns:
         Factors by module path.
 
     Raises:
-        GraftError: the backbone has no module that a target names.
+        GraftError: the backbone has no module that a target names, or the module is neither linear nor an embedding.
+        TapError: the target is `ffn`, but an FFN is a mixture of experts.
     """
     assert config.rank is not None
     scale = (config.alpha or config.rank) / config.rank
@@ -166,7 +167,7 @@ def write_adapter(factors: Mapping[str, Factors], folder: Path, backbone: Backbo
     """Write an expert in the format of PEFT.
 
     Args:
-        factors: factors by module path.
+        factors: factors by module path, of at least one module.
         folder: folder to write to; it is created if it does not exist.
         backbone: the backbone of the routing.
 

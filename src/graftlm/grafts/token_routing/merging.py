@@ -26,8 +26,11 @@ def merge_experts(
 
     Args:
         backbone: the backbone.
-        mixtures: module paths and the mixtures of experts at these modules.
+        mixtures: module paths, and the mixtures of experts at these modules, whose weights are not quantized.
         weights: weight of each expert.
+
+    Returns:
+        The copy, in evaluation mode.
 
     Raises:
         ArtifactError: an expert changes a module whose weight another module shares.

@@ -67,9 +67,12 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         backbone: the backbone.
 
     Raises:
-        ArtifactError: an adapter is damaged, pickled, or not plain LoRA.
+        ArtifactError: an adapter is damaged, pickled, not plain LoRA, or has changed since the graft was saved.
         WrongBackboneError: an adapter belongs to another backbone.
-        GraftError: the backbone lacks a target module of a new expert, or the hidden states to embed.
+        RecipeError: factors of different ranks are to be combined with `combination: linear`.
+        GraftError: the backbone lacks a target module of a new expert, or the hidden states to embed; or an expert
+            changes a module that is neither linear nor an embedding, or that also reads relative positions.
+        TapError: a new expert has the target `ffn`, but an FFN is a mixture of experts.
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
@@ -181,6 +184,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         inputs: Tensor,
         outputs: Tensor,
     ) -> Tensor | None:
+        """Return the weighted sum of the updates at one module; None if no expert acts."""
         routes: RouteWeights | None = call.scratch.get(key)
         if routes is None:
             return None
@@ -199,9 +203,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             call.scratch[self] = self._routes(forced)
             return
         if call.input_ids is None:
-            raise GraftError("The model was given embeddings, but token routing needs token ids: pass input_ids.")
+            raise GraftError("The pass has embeddings as inputs, but token routing reads token ids: pass input_ids.")
         if call.input_ids.shape[1] == 0:
-            raise GraftError("Token routing was given an empty sequence: pass at least one token.")
+            raise GraftError("The pass has no tokens, but token routing needs at least one: pass a longer text.")
         layer = routing_layer(call, self, self._backbone[0].sites.n_layers)
         state: RoutingState | None = None
         running_sum: RunningSum | None = None
@@ -292,7 +296,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return Trace([*self.names, BARE], layer.state.weights)
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Return `weights`: the mean over tokens of the weight of each expert, and of the bare backbone at the end."""
+        """Return `weights`, (E + 1,): the mean over tokens of each expert's weight, and last of the bare backbone's."""
         tokens = 1 if call.input_ids is None else call.input_ids.shape[1]
         weights = call.scratch[self, "weights"].expand(-1, tokens, -1)
         return {"weights": weights.flatten(0, 1).mean(0)}
@@ -310,6 +314,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     def fit(self, texts: Mapping[str, Sequence[str]]) -> list[str]:
         """Compute the centroids of every expert from the embeddings of its examples.
 
+        Nothing is computed if the weights are the same for all texts.
+
         Args:
             texts: examples by expert, in addition to those of the config.
 
@@ -318,7 +324,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
         Raises:
             RecipeError: an expert has no examples.
-            GraftError: a centroid has no direction, or the examples do not differ although they are to be whitened.
+            GraftError: a centroid has no direction, an expert has too few examples for the policy, or the examples do
+                not differ although they are to be whitened.
+            ArtifactError: the embedder is not the one that the saved centroids were made with.
         """
         if self._fixed_weights() is not None:
             return []
@@ -341,6 +349,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return notes
 
     def _set_router(self, router: Mapping[str, Tensor]) -> None:
+        """Use other routing tensors, on the device of the backbone."""
         device = self._backbone[0].device
         for name in ROUTER_TENSORS:
             if name in router:
@@ -359,8 +368,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             if not norm > 1e-6:
                 self.centroids = self.centroids[:0]
                 raise GraftError(
-                    f"The centroid of the expert {self.names[number]} has no direction (its norm is {norm:.1g}): give "
-                    "it examples that differ from those of the other experts."
+                    f"A centroid of the expert {self.names[number]} has no direction (its norm is {norm:.1g}), so no "
+                    "text can be similar to it: give the expert examples that are not empty and differ from those of "
+                    "the other experts."
                 )
 
     def _need_embedder(self) -> Embedder:
@@ -371,13 +381,13 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             probe = self._embedder.texts([PROBE])[0].to(self.probe)
             if probe.shape != self.probe.shape or torch.cosine_similarity(probe, self.probe, dim=0) < 0.99:
                 raise ArtifactError(
-                    f"The embedder {self.config.embedder.name} is not the one that the centroids were made with: pass "
-                    "that one (--set embedder.name=DIR), or build the graft again."
+                    f"The embedder {self.config.embedder.name} gives other vectors than the one that the centroids "
+                    "were made with: set embedder.name to that one, or build the graft again."
                 )
         self._embedder_checked = True
         return self._embedder
 
-    # The artefact and the exported model
+    # The artifact and the exported model
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
         weights = self._fixed_weights()
@@ -394,7 +404,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         """Return the factors of one expert by module path.
 
         Args:
-            name: name of the expert in the config.
+            name: name of the expert, which must be one of the config.
         """
         number = self.names.index(name)
         factors = {}
@@ -407,8 +417,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         """Write one expert as a folder that PEFT reads.
 
         Args:
-            name: name of the expert in the config.
-            folder: folder to write to.
+            name: name of the expert, which must be one of the config.
+            folder: folder to write to; it is created if it does not exist.
 
         Returns:
             The folder.
@@ -416,13 +426,21 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return write_adapter(self.factors(name), Path(folder), self._backbone[0])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that routes need, and the factors of new or bundled experts."""
+        """Return the tensors that routes need, and the factors of new or bundled experts, by name.
+
+        Centroids that do not exist yet are first computed from the examples of the config.
+
+        Raises:
+            RecipeError: an expert without centroids has no examples in the config.
+            GraftError: the examples do not give usable centroids, as in `fit`.
+        """
         if not len(self.centroids):
             self.fit({})  # computes the centroids from the examples of the config
         router = {name: getattr(self, name) for name in needed_tensors(self.config)}
         return router | self._saved_factors()
 
     def _saved_factors(self) -> dict[str, Tensor]:
+        """Return the factors of new or bundled experts by name; the scales are copies."""
         tensors = {}
         for name, expert in self.config.experts.items():
             if expert.path is not None and not self.config.bundle:

@@ -59,8 +59,8 @@ class RouteWeights:
         """Build the weights of a pass.
 
         Args:
-            weights_BTE: weight of each expert.
-            sparse: whether to skip experts without any weight; the weights must be read for that.
+            weights_BTE: (B, T, E), the weight of each expert.
+            sparse: whether to skip experts without any weight, for which the weights are read by the host.
         """
         if not sparse:
             return cls(weights_BTE)
@@ -149,7 +149,7 @@ class MixedProjection(nn.Module):
         """Return the factors of one expert.
 
         Args:
-            expert: number of the expert.
+            expert: number of the expert, which must change this module.
         """
         index = self.layout.experts.index(expert)
         return Factors(self.a[index], self.b[index], self.layout.scales[index])
@@ -233,6 +233,7 @@ class MixedProjection(nn.Module):
         _set_data(self.b, stack.b.split(self.layout.ranks))
 
     def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
+        """Concatenate the factors of some experts."""
         factors = [self.factors(expert) for expert in experts]
         layout = AdapterLayout(
             experts=experts,

@@ -93,7 +93,7 @@ def scores_of(
     whitener_Kd: Tensor | None = None,
     variance: Tensor | float | None = None,
 ) -> Tensor:
-    """Compute the scores of the centroids for vectors: cosines, or linear discriminant scores if there is a variance.
+    """Compute the score of each centroid for each vector: cosines, or with a variance linear discriminant scores.
 
     A zero vector, which is the embedding of an empty text, has the score 0.
 
@@ -128,11 +128,11 @@ def best_scores(scores: Tensor, owners_M: Tensor, experts: int) -> Tensor:
 
     Args:
         scores: (..., M) scores of the centroids.
-        owners_M: number of the expert of each centroid.
+        owners_M: (M,) long, number of the expert of each centroid.
         experts: E, the number of experts.
 
     Returns:
-        (..., E) scores.
+        (..., E) scores; -inf for an expert without centroids.
     """
     shape = (*scores.shape[:-1], experts)
     lowest = scores.new_full(shape, -torch.inf)
@@ -147,11 +147,11 @@ def cluster(vectors_Nd: Tensor, count: int | str) -> Tensor:
     farthest from those that are already chosen. Equal vectors give one centroid.
 
     Args:
-        vectors_Nd: vectors of the examples.
-        count: number of centroids, or `all` for the vectors themselves.
+        vectors_Nd: (N, d) vectors of the examples, at least one.
+        count: number of centroids, at least 1, or `all` for the vectors themselves.
 
     Returns:
-        (at most count, d) centroids.
+        (M, d) centroids. M is `count`, or less if fewer vectors differ.
     """
     if not isinstance(count, int):
         return vectors_Nd
@@ -171,6 +171,7 @@ def cluster(vectors_Nd: Tensor, count: int | str) -> Tensor:
 
 
 def _initial_centroids(points: Tensor, mean: Tensor, count: int) -> Tensor:
+    """Choose at most `count` different points, far from each other."""
     first = (points - mean).norm(dim=1).argmin()
     centroids = points[first][None]
     while len(centroids) < count:
@@ -196,10 +197,10 @@ def whiten(vectors: Tensor, whitener_Kd: Tensor) -> Tensor:
 
 
 def fit_whitener(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Estimate the within-domain covariance of examples.
+    """Estimate the within-domain covariance of examples, and return what whitening needs of it.
 
     Args:
-        groups: (n, d) example vectors of each domain.
+        groups: (n, d) example vectors of each domain, at least one.
 
     Returns:
         The matrix V (K, d) and the number a t of the module's equations, both in float32.
@@ -217,8 +218,8 @@ def fit_whitener(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     t = s_K.sum() / width
     if not t > 1e-12:
         raise GraftError(
-            "The examples of each expert are equal, but embedder.whiten needs examples that differ from each other: "
-            "give each expert several examples, or set whiten to false."
+            "The examples of each expert are equal, but whitening needs examples that differ from each other: give "
+            "each expert several examples, or set embedder.whiten to false and policy to softmax or nearest."
         )
     shrinkage = ledoit_wolf_shrinkage(centred_Nd.cpu().numpy(), assume_centered=True)
     a = max(MINIMUM_SHRINKAGE, shrinkage)

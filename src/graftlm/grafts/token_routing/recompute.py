@@ -19,7 +19,7 @@ from graftlm.grafts.token_routing.routing_state import RouteSpans, RoutingState
 
 
 class Recompute:
-    """Computes the states of every token with the newest weights.
+    """The computation of every token's states with the newest weights.
 
     When the weights change, the whole text is read again, and the cache takes the new keys and values. A pass that
     covers several routes, such as scoring a text without a cache, takes one nested pass per route, which is slow.
@@ -33,7 +33,7 @@ class Recompute:
         self._forced = threading.local()  # the weights of a nested pass
 
     def forced_weights(self) -> Tensor | None:
-        """Return the weights (B, 1, E + 1) of the pass that starts now; None unless it is a nested pass."""
+        """Return the weights (B, 1, E + 1) of the nested pass that is running in this thread, or None without one."""
         return getattr(self._forced, "weights", None)
 
     def tap(self) -> Tap:
@@ -47,7 +47,10 @@ class Recompute:
         weights_BTE: Tensor,
         state: RoutingState | None,
     ) -> Tensor:
-        """Compute older tokens again with their weights.
+        """Compute the text again with other weights than those of its first pass, where that is necessary.
+
+        If the weights have changed, the cache gets new keys and values. The states of tokens of this pass with older
+        routes are stored in `call.scratch` for the tap.
 
         Args:
             call: the pass.
@@ -59,12 +62,12 @@ class Recompute:
             (B, 1, E + 1) the newest weights.
 
         Raises:
-            GraftError: the cache is static, so that its keys and values can't be replaced.
+            GraftError: the cache is static, and its keys and values can't be replaced.
         """
         if call.cache is not None and any(is_static_layer(layer) for layer in call.cache.layers):
             raise GraftError(
-                "cache: recompute replaces the keys and values of a generation, which a static cache does not allow: "
-                "generate without cache_implementation, or set cache: keep."
+                "The cache is static, but with cache: recompute its keys and values must be replaced: generate without "
+                "cache_implementation, or set cache to keep."
             )
         newest_B1E = weights_BTE[:, -1:]
         self._recompute_cache(call, spans, newest_B1E, state)

@@ -19,7 +19,7 @@ ROUTER_TENSORS = ("centroids", "probe", "whitener", "variance", "owners")
 
 
 def needed_tensors(config: TokenRoutingConfig) -> list[str]:
-    """Return the names of the tensors that the routes of a config need."""
+    """Return which of `ROUTER_TENSORS` the routes of a config need."""
     names = ["centroids", "probe"]
     if config.whitens:
         names.append("whitener")
@@ -35,13 +35,14 @@ def fit_router(config: TokenRoutingConfig, groups: Sequence[Tensor]) -> dict[str
 
     Args:
         config: configuration of the routing.
-        groups: embeddings (n, d) of the examples of each expert.
+        groups: embeddings (n, d) of the examples of each expert, in the order of the config; n is at least 1.
 
     Returns:
-        The tensors by name, without the probe.
+        All of `ROUTER_TENSORS` by name except the probe. The whitener has no rows if vectors are not whitened.
 
     Raises:
-        GraftError: an expert has too few examples, or the examples do not differ although they are to be whitened.
+        GraftError: an expert has a single example although the policy is `discriminant`, or the examples of each
+            expert are equal although they are to be whitened.
     """
     whitener_Kd, variance = _fit_whitening(config, groups)
     clusters = [cluster(group, config.embedder.centroids) for group in groups]
@@ -104,24 +105,31 @@ def check_router(config: TokenRoutingConfig, router: Mapping[str, Tensor]) -> No
         router: saved tensors by name.
 
     Raises:
-        ArtifactError: unless the centroids fit the experts, and the other tensors fit the centroids.
+        ArtifactError: tensors are missing or not needed, the centroids do not fit the experts, or other tensors do
+            not fit the centroids.
     """
-    if not _fits(config, router):
+    problem = _problem(config, router)
+    if problem:
         raise ArtifactError(
-            "The graft's tensor file lacks centroids, probe or whitener, or has them for other experts: it is damaged "
-            "or belongs to another config: copy or build the graft again."
+            f"The graft's tensor file {problem}: the file is damaged or belongs to another config; copy or build the "
+            "graft again."
         )
 
 
-def _fits(config: TokenRoutingConfig, router: Mapping[str, Tensor]) -> bool:
-    if router.keys() != set(needed_tensors(config)):
-        return False
+def _problem(config: TokenRoutingConfig, router: Mapping[str, Tensor]) -> str:
+    """Return why saved tensors do not belong to a config, as the end of a sentence; an empty string if they do."""
+    needed = needed_tensors(config)
+    if router.keys() != set(needed):
+        found = ", ".join(router) or "none"
+        return f"should have the routing tensors {', '.join(needed)}, but has {found}"
     experts = range(len(config.experts))
     centroids = router["centroids"]
     if len(centroids) == 0:  # no centroids are needed where the weights are fixed
-        return True
+        return ""
     owners = router.get("owners", torch.arange(len(experts)))
     if len(centroids) != len(owners) or set(owners.tolist()) != set(experts):
-        return False
+        return f"has a number of centroids ({len(centroids)}) that does not fit the experts of the config"
     widths = {router[name].shape[-1] for name in ("centroids", "probe", "whitener") if name in router}
-    return len(widths) == 1
+    if len(widths) != 1:
+        return f"has routing tensors of the widths {', '.join(str(width) for width in sorted(widths))}"
+    return ""

@@ -75,7 +75,10 @@ class RoutingCacheLayer(DynamicLayer):
 
     @property
     def running_sum(self) -> RunningSum:
-        """The running sum of the embedder. It starts again after the rows or columns of the layer were changed."""
+        """The running sum of the embedder.
+
+        It is empty again after the rows or columns of the layer were changed by anything else than `append`.
+        """
         is_current = self._summed_keys is self.keys  # such a change replaces the keys
         if not is_current:
             self._running_sum = RunningSum()
@@ -84,7 +87,7 @@ class RoutingCacheLayer(DynamicLayer):
 
     @property
     def state(self) -> RoutingState | None:
-        """The stored state; None before the first pass."""
+        """The stored state, or None before the first pass."""
         if not self.is_initialized or self.keys is None or self.values is None:
             return None
         if self.keys.numel() == 0:
@@ -109,11 +112,14 @@ class RoutingCacheLayer(DynamicLayer):
         self._summed_keys = self.keys
 
     def join(self, layers: Sequence[DynamicLayer], paddings: Sequence[int]) -> DynamicLayer:
-        """Join the rows of several layers, see `backbone.cache.join`.
+        """Join the rows of several layers, as `backbone.cache_joining.join` requires.
 
         Args:
-            layers: one layer for each generation.
+            layers: one layer for each generation, including this one.
             paddings: number of columns of padding before each layer.
+
+        Returns:
+            The layer of all rows.
         """
         return join_columns(layers, paddings)
 
@@ -150,8 +156,8 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
     assert isinstance(layer, RoutingCacheLayer)
     if layer.get_seq_length() != call.past():
         raise GraftError(
-            f"The cache contains {call.past()} tokens that the routing has not read: start the generation again with "
-            "the graft attached, and without guidance_scale, which uses a second cache."
+            "The cache contains tokens that the routing has not read: start the generation again with the graft "
+            "attached, and without guidance_scale, which uses a second cache."
         )
     return layer
 
@@ -181,7 +187,7 @@ class RouteSpans:
 
     @property
     def columns(self) -> Tensor:
-        """Column (B, T) in this pass, from 1, where each span ends; 0 for spans that end before this pass."""
+        """Column (B, T) in this pass, counted from 1, where each span ends, or 0 if it ends before this pass."""
         return (self.end - self.past).clamp(min=-1) + 1
 
     @property
@@ -194,7 +200,15 @@ class RouteSpans:
 
 
 def prefix_texts(spans: RouteSpans, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text of each span that ends in this pass, in the order of `spans.updates`."""
+    """Return the text of each span that ends in this pass.
+
+    Args:
+        spans: the spans of the pass.
+        tokenizer: the backbone's tokenizer, which decodes the text without special tokens.
+
+    Returns:
+        A text for each True of `spans.updates`, row by row.
+    """
     texts = []
     for row, token in spans.updates.nonzero().tolist():
         stop = spans.past + token + 1
@@ -211,10 +225,13 @@ def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | No
     In training and in encoders, every route depends on the whole document.
 
     Args:
-        call: the pass.
+        call: the pass, which has token ids.
         config: configuration of the routing.
         state: state of the tokens in the cache; None without one.
         causal: whether the backbone is causal.
+
+    Raises:
+        GraftError: routes depend on the whole prompt, but the pass has only a later part of it.
     """
     ids_BT = call.input_ids
     assert ids_BT is not None
@@ -270,8 +287,8 @@ def _prompt_lengths(
     if state is not None:
         if call.prompt is not None and reads_whole_prompt and config.fixed is None:
             raise GraftError(
-                "With prompt: whole the routes of a prompt depend on all of it, but a pass was given only a part of "
-                "it: generate without prefill_chunk_size and without a filled cache, or set prompt: causal."
+                "The prompt is read in several passes, but with prompt: whole its routes depend on all of it: generate "
+                "without prefill_chunk_size and without a filled cache, or set prompt to causal."
             )
         return state.prompt_length[:, None].expand(-1, length)
     if call.prompt is not None and reads_whole_prompt:

@@ -25,7 +25,7 @@ class SilentPass:
         layers: n, at least 1. After the last layer, the backbone's final norm is applied.
 
     Raises:
-        GraftError: another library has replaced the forward methods of the backbone's modules.
+        BackboneError: another library has replaced the forward methods of the backbone's modules.
     """
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
@@ -49,9 +49,9 @@ class SilentPass:
         """Compute hidden states, in the precision of the backbone.
 
         Args:
-            ids_BT: token ids.
-            mask_BS: 1 for tokens, 0 for padding, including cached columns; None for no padding.
-            positions_BT: positions; None to count from the end of the cache.
+            ids_BT: (B, T) token ids.
+            mask_BS: (B, S), 1 for tokens, 0 for padding, including cached columns; None for no padding.
+            positions_BT: (B, T) positions; None to count from the end of the cache.
             cache: cache of these layers, which grows by this pass; None for no cache.
 
         Returns:

@@ -2,9 +2,11 @@
 
 A graft that learns facts about named things should act where one of them is named, and nowhere else. A word is rare if
 it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens, as it does names
-that the backbone hardly knows. Each rare word w has a fixed random direction u(w) of length 1, so two different words
-have a cosine near 0 (above 0.5 with a probability below 1e-13). With R, the rare words of a text, and C_j, the
-directions of the rare words in the examples of expert j, the score of expert j is
+that the backbone hardly knows. A final s is ignored, as in plurals.
+
+Each rare word w has a fixed random direction u(w) of length 1, so two different words have a cosine near 0 (above 0.5
+with a probability below 1e-13). With R, the rare words of a text, and C_j, the directions of the rare words in the
+examples of expert j, the score of expert j is
 
     s_j(text) = max over w in R and c in C_j of u(w) . c
 
@@ -29,6 +31,7 @@ from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, p
 
 WIDTH = 256
 _DIGITS_OF_NUMBER = 3
+_LETTERS_OF_PLURAL = 5
 _WORD = re.compile(r"\w+")
 
 
@@ -37,20 +40,26 @@ class WordEmbedder:
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
+
+    Raises:
+        BackboneError: the backbone has no tokenizer.
     """
 
     def __init__(self, backbone: Backbone) -> None:
         self._tokenizer = backbone.need_tokenizer()
         self._device = backbone.device
-        self._is_rare: dict[str, bool] = {}
+        self._rare_by_word: dict[str, bool] = {}
 
     def rare_words(self, text: str) -> list[str]:
-        """Return the different rare words of a text in lower case, sorted."""
+        """Return the different rare words of a text in lower case and without the ending of a plural, sorted."""
         words = set(_WORD.findall(text.casefold()))
-        return sorted(word for word in words if self._check(word))
+        return sorted({_singular(word) for word in words if self._is_rare(word)})
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts, each as the sum of its directions, scaled to the length 1 of unrelated directions' sum.
+        """Embed texts, each as the sum of its n directions over sqrt(n), which has a length of about 1.
+
+        Args:
+            texts: the texts, at least one.
 
         Returns:
             (texts, d) float32 embeddings.
@@ -65,7 +74,7 @@ class WordEmbedder:
         """Embed examples: the direction of each different rare word, and of each text that has none.
 
         Args:
-            texts: the examples.
+            texts: the examples, at least one.
 
         Returns:
             (vectors, d) float32 embeddings.
@@ -83,22 +92,25 @@ class WordEmbedder:
         running_sum: RunningSum | None,
         score: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        directions = [self._directions(text) for text in prefix_texts(spans, self._tokenizer)]
+        texts = prefix_texts(spans, self._tokenizer)
+        # In a step without a new route, a zero vector shows the number of experts.
+        directions = [self._directions(text) for text in texts] or [torch.zeros(1, WIDTH)]
         # Padding is a zero vector, whose score is 0.
         directions_UWd = pad_sequence(directions, batch_first=True).to(spans.ids.device)
         scores_UE = score(directions_UWd).amax(1)
         scores_BTE = scores_UE.new_zeros(*spans.updates.shape, scores_UE.shape[-1])
-        scores_BTE[spans.updates] = scores_UE
+        scores_BTE[spans.updates] = scores_UE[: len(texts)]
         return scores_BTE
 
     def problem_of(self, texts: Sequence[str]) -> str | None:
+        """Return a sentence about the examples without a rare word, or None if each has one."""
         without = [text for text in texts if not self.rare_words(text)]
         if not without:
             return None
         return (
-            f"{len(without):,} of {len(texts):,} examples have no rare word, such as a name or a number of three "
-            f"digits, so other phrasings of them will not be recognized. The first is {shorten(without[0])!r}. Name "
-            "the thing that it is about, or train without routing."
+            "The number of examples without a rare word, such as a name or a number of three digits, is "
+            f"{len(without):,} of {len(texts):,}, and other phrasings of them will not be recognized. The first is "
+            f"{shorten(without[0])!r}: name the thing that it is about, or train without routing."
         )
 
     def _directions(self, text: str) -> Tensor:
@@ -106,19 +118,21 @@ class WordEmbedder:
         return torch.stack([_direction(feature) for feature in self._features(text)])
 
     def _features(self, text: str) -> list[str]:
+        """Return the rare words of a text, or a single feature of the whole text if it has none."""
         rare = self.rare_words(text)
         if rare:
             return rare
         whole = " ".join(_WORD.findall(text.casefold()))
         return [f" {whole}"]  # The space distinguishes it from a word.
 
-    def _check(self, word: str) -> bool:
-        if word not in self._is_rare:
+    def _is_rare(self, word: str) -> bool:
+        if word not in self._rare_by_word:
             if word.isdigit():
-                self._is_rare[word] = len(word) >= _DIGITS_OF_NUMBER
+                self._rare_by_word[word] = len(word) >= _DIGITS_OF_NUMBER
             else:
-                self._is_rare[word] = self._count_tokens(word) > 1
-        return self._is_rare[word]
+                forms = {word, _singular(word)}
+                self._rare_by_word[word] = all(self._count_tokens(form) > 1 for form in forms)
+        return self._rare_by_word[word]
 
     def _count_tokens(self, word: str) -> int:
         """Return the number of tokens of a word inside a text, in the form that has the fewest."""
@@ -127,6 +141,13 @@ class WordEmbedder:
             without, with_word = self._tokenizer(["a", f"a {form}"], add_special_tokens=False)["input_ids"]
             counts.append(len(with_word) - len(without))
         return min(counts)
+
+
+def _singular(word: str) -> str:
+    """Return a word without a final s, which may be the ending of a plural."""
+    if len(word) >= _LETTERS_OF_PLURAL and word.endswith("s") and not word.endswith("ss"):
+        return word[:-1]
+    return word
 
 
 def _direction(feature: str) -> Tensor:

@@ -35,6 +35,9 @@ class RelativePositionBias(nn.Module):
 
     The first half of the buckets are exact distances; the rest grow logarithmically. In bidirectional attention, each
     direction has half of the buckets.
+
+    Args:
+        config: config of the model.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -90,6 +93,9 @@ class WindowAttention(nn.Module):
     """Self-attention of each token to the last `span` tokens, including itself (Transformer-XL's windows).
 
     Keys and values of earlier windows of the same pass have gradients, unless the config's mixer is `memory`.
+
+    Args:
+        config: config of the model.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:

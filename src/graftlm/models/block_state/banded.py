@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class BandedAttention(torch.autograd.Function):
-    """Window attention computed block by block, so that the scores of a block fit the CPU's cache and are not stored.
+    """Window attention computed block by block, without storing the scores, which fit the CPU's cache.
 
         P = softmax(Q K^T + bias)       O = P V
         dP = dO V^T       dS = P * (dP - rowsum(P * dP))
@@ -58,7 +58,15 @@ class BandedAttention(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of the inputs of `forward`; the probabilities are recomputed."""
+        """Compute the gradients of the inputs of `forward` from recomputed probabilities.
+
+        Args:
+            ctx: autograd's context.
+            d_out: gradient of the outputs (N, G, K).
+
+        Returns:
+            The gradients of q, near, far and bias; None for edge and window.
+        """
         q, near, far, bias, edge = ctx.saved_tensors
         d_q = torch.empty_like(q)
         d_near = torch.zeros_like(near)

@@ -36,10 +36,12 @@ class LayerCache(RecurrentCacheLayer):
         self.detach = False
 
     def store(self, name: str, value: Tensor) -> None:
-        """Store a tensor; a view of a larger storage is copied, so that the storage can be freed.
+        """Store a tensor under a name, at which it replaces an earlier one.
+
+        A view of a larger storage is copied, because it would keep the whole storage in memory.
 
         Args:
-            name: name of the tensor.
+            name: name of the tensor in `tensors`.
             value: tensor (B, ...).
         """
         if self.detach:
@@ -58,10 +60,10 @@ class LayerCache(RecurrentCacheLayer):
         *args: object,
         **kwargs: object,
     ) -> NoReturn:
-        """Raise `GraftError`, since this layer stores named tensors."""
+        """Raise `GraftError`, since this layer stores named tensors rather than keys and values."""
         raise GraftError(
-            "This cache belongs to a block-state model and can't store another model's keys and values: pass each "
-            "model its own cache."
+            "Another model appends keys and values to the cache of a block-state model, which can't store them: pass "
+            "each model its own cache."
         )
 
     def get_seq_length(self) -> int:
@@ -113,7 +115,12 @@ class SlidingBuffer:
         return entries[:, : self.span], entries[:, self.span :]
 
     def append(self, new_B1: Tensor, cache: LayerCache) -> Tensor:
-        """Add the entries (B, 1, ...) of a decode step, and return the last entries (B, span, ...)."""
+        """Add the entries of a decode step, and return the last entries (B, span, ...).
+
+        Args:
+            new_B1: new entries (B, 1, ...).
+            cache: the layer's cache, which has entries of earlier passes and is updated.
+        """
         cached = cache.tensors[self.name]
         entries = torch.cat([cached[:, 1:], new_B1], dim=1)
         cache.store(self.name, entries)
@@ -121,11 +128,11 @@ class SlidingBuffer:
 
 
 def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
-    """Return the first layers of a cache; the layers of an empty cache are replaced by layers of this module.
+    """Return the first layers of a cache. The layers of an empty cache are first replaced by layers of this module.
 
     Args:
         cache: cache of one generation.
-        count: number of layers.
+        count: number of the model's layers.
         detach: whether the layers detach the tensors that they store.
 
     Raises:
@@ -136,8 +143,8 @@ def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
     if len(layers) < count:
         if any(getattr(layer, "is_initialized", False) for layer in first):
             raise GraftError(
-                "This cache contains keys and values of another model: pass past_key_values as this model returned "
-                "them, or a new DynamicCache()."
+                "past_key_values contains keys and values of another model, but the cache of a block-state model is "
+                "expected: pass past_key_values as this model returned them, or a new DynamicCache()."
             )
         layers = [LayerCache() for _ in range(count)]
         cache.layers[:count] = layers
@@ -147,7 +154,14 @@ def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
 
 
 def cache_tensors(cache: Cache) -> dict[str, Tensor]:
-    """Return the contents of a cache as named tensors, for a checkpoint in the middle of a text."""
+    """Return the contents of a cache as named tensors, for a checkpoint in the middle of a text.
+
+    Args:
+        cache: the cache of a block-state model; layers of other models are omitted.
+
+    Returns:
+        The tensors of each layer by "LAYER.NAME", and the number of columns that it has read by "LAYER.columns".
+    """
     tensors: dict[str, Tensor] = {}
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, LayerCache):
@@ -159,7 +173,14 @@ def cache_tensors(cache: Cache) -> dict[str, Tensor]:
 
 
 def cache_from_tensors(tensors: Mapping[str, Tensor]) -> Cache:
-    """Restore the cache that `cache_tensors` converted to named tensors."""
+    """Restore the cache that `cache_tensors` converted to named tensors.
+
+    Args:
+        tensors: the result of `cache_tensors`, whose layers are numbered consecutively from 0.
+
+    Returns:
+        A new cache with the given tensors.
+    """
     cache = DynamicCache()
     numbers = {key.partition(".")[0] for key in tensors}
     cache.layers[:] = [LayerCache() for _ in numbers]

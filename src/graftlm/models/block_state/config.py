@@ -37,7 +37,9 @@ _SIZES = (
 
 
 class BlockStateConfig(PreTrainedConfig):
-    """Config of all block-state models; keys that are not described have their usual meaning in transformers.
+    """Config of all block-state models.
+
+    Keys that are not described have their usual meaning in transformers.
 
     Args:
         window: window length W; a token attends to the last W tokens, including itself.
@@ -204,13 +206,23 @@ class BlockStateConfig(PreTrainedConfig):
     def _conflicts(self) -> Iterator[str]:
         if self.kernel == "delta" and self.mixer == "block-state" and self.context != "sh":
             yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
-        mixes_states = self.mixer in ("block-state", "state-space") and bool(self.mixer_layers)
-        has_states = mixes_states or bool(self.state_space_layers)
-        reads_all = self.mixer == "block-state" and self.positional_ssm
-        if self.reset_states and (self.kernel != "delta" or not has_states or reads_all):
-            yield (
-                "reset_states needs layers with kernel: delta, and positional_ssm: false, since the positional "
-                "state-space model reads the whole text."
-            )
+        if self.reset_states:
+            yield from self._reset_problems()
         if self.bidirectional and self.mixer in ("recurrent", "memory"):
-            yield f"mixer: {self.mixer} reads from left to right and can't be bidirectional: choose another mixer."
+            yield f"bidirectional is true, but mixer {self.mixer} reads from left to right: choose another mixer."
+
+    def _reset_problems(self) -> Iterator[str]:
+        """Yield what conflicts with `reset_states`."""
+        mixes_states = self.mixer in ("block-state", "state-space") and bool(self.mixer_layers)
+        if self.kernel != "delta":
+            yield f"reset_states is true, but kernel is {self.kernel}: set kernel to delta."
+        if not mixes_states and not self.state_space_layers:
+            yield (
+                "reset_states is true, but no layer has a state-space model: set mixer to block-state, or name layers "
+                "in state_space_layers."
+            )
+        if self.mixer == "block-state" and self.positional_ssm:
+            yield (
+                "reset_states is true, but the positional state-space model reads the whole text: set positional_ssm "
+                "to false."
+            )

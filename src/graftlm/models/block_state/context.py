@@ -73,9 +73,12 @@ def _token_ssm(config: BlockStateConfig, outputs: int, name: str) -> DeltaSSM | 
 
 
 class TokenStateReadout(TokenStates):
-    """Read the delta-rule state at each token, in place of cross-attention.
+    """The output of the delta rule at each token, instead of cross-attention.
 
     The query is projected from the token itself.
+
+    Args:
+        config: config of the model.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -89,7 +92,7 @@ class TokenStateReadout(TokenStates):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
-        """Return the projected outputs (B, I, w, d)."""
+        """Compute the projected outputs (B, I, w, d). The module's docstring has the arguments."""
         y = self.outputs(self.in_proj(x_BTd), grid, cache)[..., 0]
         values = grid.to_grid(self.value(self.norm(y)))
         width = min(self.window, grid.slots)
@@ -97,7 +100,11 @@ class TokenStateReadout(TokenStates):
 
 
 class TokenStateAttention(TokenStates):
-    """Cross-attention of each token to state-space outputs at the tokens of its window so far (`sh`, `mh`)."""
+    """Cross-attention of each token to state-space outputs at the tokens of its window so far (`sh`, `mh`).
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: BlockStateConfig) -> None:
         multi_head = config.context == "mh"
@@ -122,7 +129,7 @@ class TokenStateAttention(TokenStates):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
-        """Attend to the state-space outputs; returns (B, I, w, d)."""
+        """Compute the attention outputs (B, I, w, d). The module's docstring has the arguments."""
         q = grid.to_grid(self.q(x_BTd))
         kv = self._state_keys(x_BTd, grid, cache)
         if grid.decoding and cache is not None:
@@ -167,6 +174,9 @@ class FilterStateAttention(nn.Module):
     """Cross-attention of each token to S state-space outputs at the end of the previous window (`mf`).
 
     Bidirectional models also attend to S outputs of backward models at the beginning of the next window.
+
+    Args:
+        config: config of the model.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -197,7 +207,7 @@ class FilterStateAttention(nn.Module):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
-        """Attend to the states of the previous window; returns (B, I, w, d)."""
+        """Compute the attention outputs (B, I, w, d). The module's docstring has the arguments."""
         u = grid.to_grid(self.in_proj(x_BTd))
         ends_BISE = self.ssm(u, grid, cache).to(x_BTd.dtype)
         states = previous_window_states(ends_BISE, self.initial_states, grid, cache, "context")
@@ -242,6 +252,9 @@ class RecurrentStateAttention(nn.Module):
         state' = g state + (1 - g) update        g = sigmoid(b), learned for each channel
 
     The tokens of a window attend to the states before it. Updates run window by window; the rest runs in parallel.
+
+    Args:
+        config: config of the model.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -265,7 +278,7 @@ class RecurrentStateAttention(nn.Module):
         grid: WindowGrid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
-        """Attend to the states before each window; returns (B, I, w, d)."""
+        """Compute the attention outputs (B, I, w, d). The module's docstring has the arguments."""
         states = self._states(kv_BG, grid, cache).to(x_BTd.dtype)
         return self.cross_attention(x_BTd, self._normed(states), grid)
 
@@ -298,7 +311,11 @@ class RecurrentStateAttention(nn.Module):
 
 
 class StateCrossAttention(nn.Module):
-    """Cross-attention of a window's tokens to S states, all of which are visible."""
+    """Cross-attention of a window's tokens to S states, all of which are visible.
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()

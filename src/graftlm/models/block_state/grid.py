@@ -135,7 +135,7 @@ class WindowGrid:
         return tuple(total // self.window - past // self.window for past, total in pairs)
 
     def reversed(self) -> WindowGrid:
-        """Return the grid in reverse order; every slot counts as a token."""
+        """Return the grid in reverse order, in which every slot counts as a token and nothing precedes the pass."""
         rows = len(self.past_lengths)
         return WindowGrid(
             window=self.window,
@@ -152,7 +152,7 @@ class WindowGrid:
         return torch.tensor(values, device=self.device)
 
     def to_grid(self, values_BT: Tensor) -> Tensor:
-        """Move columns (B, T, ...) to slots (B, G, ...); empty slots are zero."""
+        """Move columns (B, T, ...) to slots (B, G, ...), with zeros in empty slots."""
         values_BG = values_BT
         if self.columns is not None:
             values_BG = _gather(values_BT, self.columns)
@@ -161,7 +161,7 @@ class WindowGrid:
         return values_BG * _append_dimensions(self.occupied, values_BG)
 
     def from_grid(self, values_BG: Tensor, length: int) -> Tensor:
-        """Move slots (B, G, ...) back to columns (B, T, ...); columns without a token are zero.
+        """Move slots (B, G, ...) back to columns (B, T, ...), with zeros in columns without a token.
 
         Args:
             values_BG: values on the grid (B, G, ...).
@@ -206,7 +206,7 @@ def check_not_packed(position_ids: Tensor | None, mask: Tensor | None) -> None:
         mask: attention mask (B, T or past + T), nonzero at tokens; other columns are not checked.
 
     Raises:
-        GraftError: the positions restart between two tokens of a row.
+        GraftError: the positions of two neighboring tokens of a row are not consecutive.
     """
     if position_ids is None or position_ids.shape[-1] < 2:
         return
@@ -217,13 +217,13 @@ def check_not_packed(position_ids: Tensor | None, mask: Tensor | None) -> None:
         restarts = restarts & present[:, 1:] & present[:, :-1]
     if bool(restarts.any()):
         raise GraftError(
-            "position_ids restart within a row, but states would carry one document over into the next: put each "
-            "document in a row of its own, or set boundaries to joined."
+            "position_ids restart within a row, but the states of a block-state model can't separate the documents of "
+            "a row: put each document in a row of its own, or set data.boundaries to joined."
         )
 
 
 def slice_rows(values_BG: Tensor, starts: tuple[int, ...], length: int) -> Tensor:
-    """Slice each row from its start; slots outside the grid are zero.
+    """Slice each row from its start, with zeros for slots outside the grid.
 
     Args:
         values_BG: values (B, G, ...).
@@ -258,8 +258,11 @@ def write_rows(values_BG: Tensor, starts: tuple[int, ...], other_BM: Tensor) -> 
 
     Args:
         values_BG: values (B, G, ...).
-        starts: first slot of each row to write to.
+        starts: first slot of each row to write to; all written slots lie inside the grid.
         other_BM: values to write (B, M, ...).
+
+    Returns:
+        Values (B, G, ...).
     """
     length = other_BM.shape[1]
     if len(set(starts)) == 1:

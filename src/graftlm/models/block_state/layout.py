@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Split features (..., slots, d) into heads (..., H, slots, K)."""
+    """Split features (..., slots, d) into H = `num_heads` heads (..., H, slots, K)."""
     return x.unflatten(-1, (num_heads, -1)).transpose(-2, -3)
 
 
@@ -23,7 +23,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def split_windows(x_BG: Tensor, width: int) -> Tensor:
-    """Split slots (B, G, ...) into windows (B, I, w, ...) of `width` slots."""
+    """Split slots (B, G, ...) into windows (B, I, w, ...) of w = `width` slots, a divisor of G."""
     return x_BG.unflatten(1, (-1, width))
 
 

@@ -57,12 +57,15 @@ class BlockStateMixer(nn.Module):
         self.out = nn.Linear(parts * config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """Mix the tokens (B, T, d) of a pass.
+        """Mix the tokens of a pass.
 
         Args:
             x_BTd: hidden states (B, T, d).
             grid: grid of the pass.
             cache: the layer's cache, which is updated; None without a cache.
+
+        Returns:
+            Mixed states (B, T, d).
         """
         outputs, kv = self.attention(x_BTd, grid, cache)
         parts = [outputs]
@@ -84,7 +87,10 @@ def _context_module(config: BlockStateConfig) -> nn.Module:
 class GatedStateSpaceMixer(TokenStates):
     """A gated state-space layer (GSS), used instead of attention.
 
-    out(up(norm(SSM(gelu(in_proj(x))))) * gelu(gate(x)))
+        out(up(norm(SSM(gelu(in_proj(x))))) * gelu(gate(x)))
+
+    Args:
+        config: config of the model.
     """
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -95,7 +101,7 @@ class GatedStateSpaceMixer(TokenStates):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """Mix the tokens (B, T, d) of a pass; arguments as in `BlockStateMixer`."""
+        """Mix the tokens of a pass, with the arguments and the result of `BlockStateMixer.forward`."""
         u = functional.gelu(self.in_proj(x_BTd))
         y = self.outputs(u, grid, cache)[..., 0]
         gate = functional.gelu(self.gate(x_BTd))
@@ -103,7 +109,11 @@ class GatedStateSpaceMixer(TokenStates):
 
 
 class FeedForward(nn.Module):
-    """A feed-forward network, W_2 act(W_1 x)."""
+    """A feed-forward network, W_2 act(W_1 x).
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
@@ -139,7 +149,7 @@ class BlockStateLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """Apply the layer to hidden states (B, T, d); arguments as in `BlockStateMixer`."""
+        """Apply the layer, with the arguments and the result of `BlockStateMixer.forward`."""
         mixed = self.mixer(self.mixer_norm(x_BTd), grid, cache)
         x_BTd = x_BTd + self.dropout(mixed)
         return x_BTd + self.dropout(self.ffn(self.ffn_norm(x_BTd)))
@@ -150,7 +160,11 @@ class ZeroInitLinear(nn.Linear):
 
 
 class PositionalSSM(nn.Module):
-    """A state-space model after the embeddings, which encodes positions: x + out_proj(SSM(in_proj(norm(x))))."""
+    """A state-space model after the embeddings, which encodes positions: x + out_proj(SSM(in_proj(norm(x)))).
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__()
@@ -160,7 +174,7 @@ class PositionalSSM(nn.Module):
         self.out_proj = ZeroInitLinear(config.state_width, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
-        """Add positions to embeddings (B, T, d); arguments as in `BlockStateMixer`."""
+        """Add positions to embeddings, with the arguments and the result of `BlockStateMixer.forward`."""
         u_BGE = grid.to_grid(self.in_proj(self.norm(x_BTd)))
         y_BGE = self.ssm(u_BGE, grid, cache)[..., 0]
         y_BTE = grid.from_grid(y_BGE, x_BTd.shape[1])
@@ -192,7 +206,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     cache_from_tensors = staticmethod(cache_from_tensors)
 
     def parameters_without_decay(self) -> set[str]:
-        """Return the names of the parameters of state-space models, which weight decay would harm."""
+        """Return the names of the parameters of S4D and unstructured kernels, which weight decay would harm."""
         return {name for name, _ in self.named_parameters() if ".kernels." in name}
 
     def check_lengths(self, trained: int, longest: int) -> None:
@@ -238,7 +252,11 @@ class BlockStatePreTrainedModel(PreTrainedModel):
 
 
 class BlockStateModel(BlockStatePreTrainedModel):
-    """Embeddings and layers, whose output is hidden states."""
+    """Embeddings and layers, whose output is hidden states.
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config)
@@ -279,7 +297,9 @@ class BlockStateModel(BlockStatePreTrainedModel):
             Hidden states (B, T, d), and the cache.
 
         Raises:
-            GraftError: `attention_mask` or `position_ids` do not fit windows, or the cache is another model's.
+            GraftError: `attention_mask` has other dimensions or a gap between tokens; `position_ids` restart within a
+                row; the cache is another model's or has another number of rows; or a cache is to be used by a
+                bidirectional model, or in training with gradient checkpointing.
         """
         check_not_packed(position_ids, attention_mask)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -288,7 +308,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         if cache is not None:
             caches = cache_layers(cache, len(self.layers), detach=self.training)
         grid = _build_grid(x, attention_mask, caches[0] if caches else None, self.config.window)
-        x, hidden = self._apply_layers(self.dropout(x), grid, caches, bool(output_hidden_states))
+        x, hidden = self._apply_layers(self.dropout(x), grid, caches, keep_hidden=bool(output_hidden_states))
         if caches:
             for layer_cache in caches:
                 layer_cache.num_columns += x.shape[1]
@@ -305,6 +325,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         x_BTd: Tensor,
         grid: WindowGrid,
         caches: Sequence[LayerCache],
+        *,
         keep_hidden: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         """Apply the positional model and all layers.
@@ -335,11 +356,14 @@ class BlockStateModel(BlockStatePreTrainedModel):
         if cache is None and not use_cache:
             return None
         if self.config.bidirectional:
-            raise GraftError("A bidirectional model reads whole texts: omit past_key_values and use_cache.")
+            raise GraftError(
+                "A cache is to be used, but a bidirectional model must read a whole text in one pass: omit "
+                "past_key_values and use_cache."
+            )
         if self.gradient_checkpointing and self.training:
             raise GraftError(
-                "Gradient checkpointing runs layers twice and would write a cache twice: omit past_key_values and "
-                "use_cache, or turn checkpointing off."
+                "A cache is to be used, but gradient checkpointing runs layers twice and would write the cache twice: "
+                "omit past_key_values and use_cache, or turn checkpointing off."
             )
         return DynamicCache() if cache is None else cache
 
@@ -365,7 +389,9 @@ def _build_grid(
     if cache is not None and cache.tensors:
         past = tuple(cache.tensors["past"].tolist())
         if len(past) != rows:
-            raise GraftError(f"past_key_values has {len(past)} rows, but the input has {rows}: pass the same rows.")
+            raise GraftError(
+                f"The number of rows is {len(past)} in past_key_values, but {rows} in the input: pass the same rows."
+            )
     return WindowGrid.build(x, mask, past, window)
 
 
@@ -373,8 +399,8 @@ def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
     """Return the attention mask (B, T), bool, of the T = `length` columns of a pass, without gaps between tokens."""
     if mask.dim() != 2:
         raise GraftError(
-            f"attention_mask has {mask.dim()} dimensions, but window attention needs (rows, tokens): use a dynamic "
-            "cache for decoding, and put each document in a row of its own."
+            f"attention_mask has the shape {tuple(mask.shape)}, but (rows, tokens) is expected: use a dynamic cache "
+            "for decoding, and put each document in a row of its own."
         )
     mask = mask[:, -length:].bool().to(device)
     if length > 1:
@@ -387,7 +413,14 @@ def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
 
 
 class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
-    """A causal language model."""
+    """A causal language model.
+
+    Args:
+        config: config of the model.
+
+    Raises:
+        GraftError: the config is bidirectional.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -427,7 +460,11 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
             **kwargs: further arguments of `BlockStateModel.forward` and of the loss.
 
         Returns:
-            Logits (B, T, V), and the loss, the cache and the hidden states where they are requested.
+            Logits (B, T, V) of the kept columns, and the loss, the cache and the hidden states where they are
+            requested.
+
+        Raises:
+            GraftError: as in `BlockStateModel.forward`.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -453,7 +490,11 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
 
 
 class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
-    """A classifier of texts, by the mean hidden state of their tokens."""
+    """A classifier of texts, by the mean hidden state of their tokens.
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config)

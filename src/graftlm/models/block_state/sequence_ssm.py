@@ -242,6 +242,7 @@ def _states_after_windows(
 
 
 def _kernels(config: BlockStateConfig, outputs: int, systems: int) -> S4DKernel | UnstructuredKernel:
+    """Build the systems of a config's kernel."""
     # The positional model of a config with kernel: delta is structured.
     if config.kernel != "unstructured":
         return S4DKernel(config.state_width, outputs, systems, config.state_size)
@@ -254,7 +255,7 @@ def _kernels(config: BlockStateConfig, outputs: int, systems: int) -> S4DKernel 
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast; devices without autocast, such as meta, need no context."""
+    """Return a context manager that turns autocast off on a device, if the device supports autocast at all."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

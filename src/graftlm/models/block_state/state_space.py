@@ -3,7 +3,7 @@
     x_t = a x_{t-1} + b u_t        y_t = 2 Re(c x_t) + d u_t        a = exp(dt A), b = (a - 1) / A          (eq. 5.1)
 
 Each channel has N / 2 conjugate pairs of states. Initially A = -1/2 + i pi n, and dt is log-uniform in [0.001, 0.1];
-the discretisation is a zero-order hold. Unrolled, y = K * u with K_t = 2 Re(sum over n of c b a^t) (eq. 5.3).
+the discretization is a zero-order hold. Unrolled, y = K * u with K_t = 2 Re(sum over n of c b a^t) (eq. 5.3).
 Unstructured kernels (eq. 5.4) are
 
     K_t = exp(-alpha t / L) FFN(positional encoding of t / L)        L the length of training
@@ -67,7 +67,7 @@ class S4DKernel(nn.Module):
         self.d.normal_()
 
     def discretize(self) -> tuple[Tensor, Tensor]:
-        """Discretise the systems by a zero-order hold.
+        """Discretize the systems by a zero-order hold.
 
         Returns:
             log a, (M, E, P) complex; and c b, (C, M, E, P) complex.
@@ -186,7 +186,7 @@ class UnstructuredKernel(nn.Module):
         """Compute the kernels K (C M, E, length), of about unit energy over the length of training.
 
         Args:
-            length: number of tokens.
+            length: number of tokens of the text, which each kernel covers.
 
         Raises:
             GraftError: `length` is above the limit.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from graftlm.errors import RecipeError, did_you_mean
+from graftlm.errors import RecipeError
 
 _CHOICES = {
     "input_type": ("tokens", "embeddings"),
@@ -29,7 +29,7 @@ _POSITIVE = (
 
 
 class SentenceSelectorConfig(PreTrainedConfig):
-    """Config of `SentenceSelector`; the defaults are those of the thesis.
+    """Config of `SentenceSelector`.
 
     Args:
         input_type: `tokens`, encoded by an LSTM for each sentence; or `embeddings` of sentences from another encoder.
@@ -84,7 +84,7 @@ class SentenceSelectorConfig(PreTrainedConfig):
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
-                yield f"{name} is {value!r}, which is not known{did_you_mean(str(value), known)}."
+                yield f"{name} is {value!r}, but {' or '.join(known)} is expected."
         for name in _POSITIVE:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -93,6 +93,6 @@ class SentenceSelectorConfig(PreTrainedConfig):
             yield f"dropout is {self.dropout!r}, but a number from 0 to below 1 is expected."
         if self.document_encoder == "transformer" and self.width % self.num_heads:
             yield (
-                f"num_heads is {self.num_heads}, which does not divide the width of {self.width} (twice hidden_size): "
-                "choose another number of heads."
+                f"num_heads is {self.num_heads}, but a divisor of {self.width} (twice hidden_size) is expected: choose "
+                "another number of heads, or another hidden_size."
             )

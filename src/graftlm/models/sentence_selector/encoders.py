@@ -1,7 +1,7 @@
 """Encoders of sentences and documents.
 
-Shape suffixes: B documents, N sentences, T tokens of a sentence, s size of sentence vectors, w width of the document
-encoder.
+Shape suffixes: B documents, N sentences, T tokens of a sentence, h hidden size of an LSTM, s size of sentence vectors,
+w width of the document encoder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def build_lstm(config: SentenceSelectorConfig, input_size: int, *, bidirectional
 
 
 class LstmSentenceEncoder(nn.Module):
-    """Encodes the tokens of a sentence as vector s: the last states of both directions of the last LSTM layer."""
+    """Encodes the tokens of a sentence as vector s: the last states of both directions of the last LSTM layer.
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: SentenceSelectorConfig) -> None:
         super().__init__()
@@ -46,10 +50,10 @@ class LstmSentenceEncoder(nn.Module):
         """Encode sentences.
 
         Args:
-            ids_BNT: token ids (B, N, T), padded with `vocab_size`.
+            ids_BNT: token ids (B, N, T), padded at the end with `vocab_size`. At least one sentence has a token.
 
         Returns:
-            Vectors (B, N, s); zero for sentences that consist of padding only.
+            Vectors (B, N, s), with s = 2 h; zero for sentences that consist of padding only.
         """
         batch, sentences, _ = ids_BNT.shape
         lengths = (ids_BNT != self.padding_idx).sum(-1).flatten()
@@ -84,7 +88,8 @@ class LstmDocumentEncoder(nn.Module):
 
         Args:
             s_BNs: sentence vectors (B, N, s).
-            mask_BN: bool (B, N), True for sentences and False for padding, which comes last.
+            mask_BN: bool (B, N), True for sentences and False for padding, which comes last. Each document has a
+                sentence.
 
         Returns:
             Vectors (B, N, w).
@@ -124,7 +129,7 @@ class TransformerDocumentEncoder(nn.Module):
         self.norm = nn.LayerNorm(config.width)
 
     def forward(self, s_BNs: Tensor, mask_BN: Tensor) -> Tensor:
-        """Encode documents; arguments and result as in `LstmDocumentEncoder`."""
+        """Encode documents, with the arguments and the result of `LstmDocumentEncoder.forward`."""
         hidden_BNw = self.input_proj(self.input_norm(s_BNs))
         positions_Nw = _sinusoids(hidden_BNw.shape[1], hidden_BNw.shape[2], s_BNs.device)
         return self.norm(self.layers(hidden_BNw + positions_Nw, src_key_padding_mask=~mask_BN))

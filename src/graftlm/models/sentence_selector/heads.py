@@ -22,7 +22,11 @@ def _masked_mean(d_BNw: Tensor, mask_BN: Tensor) -> Tensor:
 
 
 class ClassifierHead(nn.Module):
-    """A logit for each sentence: W_o [d_i; tanh(b_d + W_d mean(d))] + b_o (equations 2.1 and 2.2)."""
+    """A classifier with a logit for each sentence: W_o [d_i; tanh(b_d + W_d mean(d))] + b_o.
+
+    Args:
+        config: config of the model.
+    """
 
     def __init__(self, config: SentenceSelectorConfig) -> None:
         super().__init__()
@@ -34,7 +38,8 @@ class ClassifierHead(nn.Module):
 
         Args:
             d_BNw: sentence vectors (B, N, w) from the document encoder.
-            mask_BN: bool (B, N), True for sentences and False for padding.
+            mask_BN: bool (B, N), True for sentences and False for padding, whose logits have no meaning. Each document
+                has a sentence.
         """
         document_Bw = torch.tanh(self.document_proj(_masked_mean(d_BNw, mask_BN)))
         document_BNw = document_Bw[:, None].expand_as(d_BNw)
@@ -55,7 +60,11 @@ class PointerState(NamedTuple):
     attended: Tensor
 
     def select(self, rows: Tensor | slice) -> PointerState:
-        """Return the state of the given rows."""
+        """Return the state of some documents or beams.
+
+        Args:
+            rows: their indices.
+        """
         return PointerState(
             hidden=self.hidden[:, rows].contiguous(),
             cell=self.cell[:, rows].contiguous(),
@@ -115,7 +124,7 @@ class PointerHead(nn.Module):
             mask_BN: bool (B, N), True for sentences and False for padding.
 
         Returns:
-            The log-probabilities (B, N) and the state after the step.
+            The log-probabilities (B, N), -inf at padding, and the state after the step.
         """
         inputs = torch.cat([last_Bs, state.attended], dim=-1)[:, None]
         h_B1h, (hidden, cell) = self.lstm(inputs, (state.hidden, state.cell))
@@ -163,7 +172,7 @@ class PointerHead(nn.Module):
         Args:
             s_Ns: vectors (N, s) of the sentences alone.
             d_Nw: sentence vectors (N, w) from the document encoder.
-            steps: number of sentences to select.
+            steps: number of sentences to select; at most N are selected.
             beam_size: number of beams.
 
         Returns:

@@ -37,7 +37,11 @@ class SelectorOutput(NamedTuple):
 
 
 class SentenceSelector(PreTrainedModel):
-    """A hierarchical encoder with a classifier or a pointer over sentences."""
+    """A hierarchical encoder with a classifier or a pointer over sentences.
+
+    Args:
+        config: config of the model.
+    """
 
     config_class = SentenceSelectorConfig
     base_model_prefix = "selector"
@@ -67,8 +71,9 @@ class SentenceSelector(PreTrainedModel):
         """Encode the sentences alone, then in their documents.
 
         Args:
-            inputs: token ids (B, N, T), padded with `vocab_size`; or sentence embeddings (B, N, v).
-            mask_BN: bool (B, N), True for sentences and False for padding, which comes last.
+            inputs: token ids (B, N, T), padded at the end with `vocab_size`; or sentence embeddings (B, N, v).
+            mask_BN: bool (B, N), True for sentences and False for padding, which comes last. Each document has a
+                sentence.
 
         Returns:
             Vectors (B, N, s) of the sentences alone, and (B, N, w) of the sentences in their documents.
@@ -86,7 +91,10 @@ class SentenceSelector(PreTrainedModel):
             inputs: token ids (B, N, T) or sentence embeddings (B, N, v), as in `encode`.
             mask_BN: bool (B, N), True for sentences and False for padding, which comes last.
             targets: for a classifier (B, N), 1 for sentences of the extract; for a pointer (B, K), the indices of the
-                extract's sentences in order, padded with −1.
+                extract's sentences in order, padded with −1. At least one pointer target is not padding.
+
+        Returns:
+            A scalar in nats.
         """
         s_BNs, d_BNw = self.encode(inputs, mask_BN)
         if isinstance(self.head, ClassifierHead):
@@ -97,11 +105,11 @@ class SentenceSelector(PreTrainedModel):
 
     @torch.inference_mode()
     def rank(self, inputs: Tensor, steps: int | None = None) -> SelectorOutput:
-        """Rank all sentences of one document.
+        """Rank all sentences of one document. The model should be in evaluation mode.
 
         Args:
-            inputs: token ids (N, T) or sentence embeddings (N, v).
-            steps: number of sentences that a pointer's search selects; `extract_size` by default.
+            inputs: token ids (N, T) or sentence embeddings (N, v) of at least one sentence.
+            steps: number of sentences that a pointer's search selects; None or 0 for the config's `extract_size`.
         """
         mask_BN = torch.ones(1, len(inputs), dtype=torch.bool, device=inputs.device)
         s_BNs, d_BNw = self.encode(inputs[None], mask_BN)

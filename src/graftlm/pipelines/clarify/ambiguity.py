@@ -1,7 +1,7 @@
 """Rules that detect five kinds of ambiguity in an English text: a cheap filter before a model is called.
 
 With a parser (`experiments/clarify/parsing.py`) the rules use parts of speech and grammatical relations. Without one
-they use words and their neighbours, and `Detection.limitations` lists what they miss. A text without detections may
+they use words and their neighbors, and `Detection.limitations` lists what they miss. A text without detections may
 still be ambiguous.
 """
 
@@ -57,8 +57,8 @@ class Token(NamedTuple):
     """A word of a text.
 
     Args:
-        text: the word.
-        lemma: its lemma in lower case.
+        text: the word as it is written, without 's and similar contractions.
+        lemma: its lemma in lower case; without a parser, the word in lower case.
         pos: its part of speech, a tag of Universal Dependencies; empty without a parser.
         tag: its tag of the Penn Treebank; empty without a parser.
         dep: its relation to its head; empty without a parser.
@@ -116,10 +116,11 @@ def polysemous_words() -> dict[str, tuple[Sense, ...]]:
 
 @cache
 def word_list(name: str) -> frozenset[str]:
-    """Return a list of `word_lists/detection.yaml`, in lower case.
+    """Return the words or phrases of a list in `word_lists/detection.yaml`, in lower case.
 
     Args:
-        name: the key of the list. Phrases are separated by commas; a list without commas is split at white space.
+        name: the key of the list. In the file, phrases are separated by commas, and words without commas by white
+            space.
     """
     text = read_yaml(_FOLDER / "detection.yaml")[name].lower()
     entries = text.split(",") if "," in text else text.split()
@@ -224,17 +225,19 @@ def detect(
 
     Args:
         text: the English text.
-        language: code of the target language; kinds that make no difference there are ignored.
+        language: code of the target language; kinds that make no difference there are ignored. None ignores no kind.
         context: surrounding sentences, whose pronouns and cue words may resolve an ambiguity.
-        parser: a parser of `load_parser`; None uses only words and their neighbours.
-        kinds: the kinds to detect.
+        parser: returns the tokens of a text with their grammar, as `load_parser` of `experiments/clarify/parsing.py`
+            does; None uses only words and their neighbors.
+        kinds: the kinds to detect, from `KINDS`.
 
     Raises:
         DataError: a kind is unknown.
     """
     for kind in kinds:
         if kind not in KINDS:
-            raise DataError(f"There is no ambiguity of the kind {kind!r}{did_you_mean(kind, KINDS)}.")
+            hint = did_you_mean(kind, KINDS)
+            raise DataError(f"There is no kind of ambiguity {kind!r}{hint}: name a known one.")
     analysis = _Analysis(
         text=text,
         tokens=parser(text) if parser else split_words(text),
@@ -265,7 +268,7 @@ def find_ambiguities(text: str, language: str) -> tuple[Ambiguity, ...]:
 
 
 def split_words(text: str) -> list[Token]:
-    """Split a text into tokens without grammar; contractions such as 's are cut off."""
+    """Split a text into tokens without grammar. Contractions such as 's are removed from their words."""
     tokens = []
     for index, match in enumerate(_WORD.finditer(text)):
         word = _CONTRACTION.sub("", match[0])
@@ -283,6 +286,7 @@ def split_words(text: str) -> list[Token]:
 
 
 def _it(analysis: _Analysis) -> Iterator[Ambiguity]:
+    """Yield each "it" that refers to something, unless a noun before it is its antecedent."""
     for index, token in analysis.unmatched({"it"}, "fixed_it"):
         if word_pattern("expletive_it").match(analysis.text[token.start :]):
             continue
@@ -337,6 +341,7 @@ def _has_antecedent(analysis: _Analysis, index: int) -> bool:
 
 
 def _formality(analysis: _Analysis) -> Iterator[Ambiguity]:
+    """Yield each "you" and imperative, unless a form of address such as a title shows the formality."""
     if word_pattern("address").search(analysis.text):
         return
     for _, token in analysis.unmatched(_YOU, "idiomatic_you"):
@@ -349,6 +354,7 @@ def _formality(analysis: _Analysis) -> Iterator[Ambiguity]:
 
 
 def _is_imperative(analysis: _Analysis, index: int) -> bool:
+    """Return whether a token is the verb of a main clause in the imperative."""
     token = analysis.tokens[index]
     if token.tag != "VB" or token.dep.lower() != "root" or token.lemma == "let":
         return False
@@ -359,6 +365,7 @@ def _is_imperative(analysis: _Analysis, index: int) -> bool:
 
 
 def _name(analysis: _Analysis) -> Iterator[Ambiguity]:
+    """Yield each first name that women and men have, unless a pronoun shows the gender."""
     if analysis.has_gender():
         return
     names = word_list("names")
@@ -385,6 +392,7 @@ def _is_first_name(analysis: _Analysis, token: Token) -> bool:
 
 
 def _profession(analysis: _Analysis) -> Iterator[Ambiguity]:
+    """Yield each singular noun of an occupation, unless a pronoun shows the gender."""
     if analysis.has_gender():
         return
     occupations = word_list("occupations") | word_list("occupations_and_verbs")
@@ -404,6 +412,7 @@ def _is_occupation_noun(analysis: _Analysis, token: Token) -> bool:
 
 
 def _polysemy(analysis: _Analysis) -> Iterator[Ambiguity]:
+    """Yield each word with several senses, unless one translation fits all or the words near it select one sense."""
     near = {token.lemma for token in analysis.tokens}
     near.update(word.lower() for word in _WORD.findall(analysis.context))
     for token in analysis.tokens:

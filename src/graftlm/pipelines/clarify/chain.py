@@ -38,13 +38,15 @@ class User(Protocol):
     """Answers the questions of a chain."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Who answers, as conversations record it."""
+        ...
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
-        """Answer the open question of a conversation.
+        """Answer the open question of a conversation, which must have one.
 
         Returns:
-            The answer, or None to refuse; and its cost.
+            The answer and its cost. None as the answer refuses.
         """
         ...
 
@@ -62,6 +64,7 @@ class HumanUser:
         self._ask = ask
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
+        """Ask the person the open question. The cost is 0."""
         question = _open_question(conversation)
         answer = self._ask(question.text, question.answers)
         return answer, Cost()
@@ -83,9 +86,15 @@ class SimulatedUser:
 
     @property
     def name(self) -> str:
+        """The name of the model, marked as that of a simulated user."""
         return f"simulated by {self._model.name}"
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
+        """Answer the open question with the first line of the model's reply, or refuse if it is `no_answer`.
+
+        Raises:
+            GraftError: the model can't reply, or the template can't be loaded.
+        """
         question = _open_question(conversation)
         template = load_template(self._template or conversation.template)
         prompt = prompts.build_prompt(
@@ -118,6 +127,7 @@ class RecordedUser:
         self._answers = answers
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
+        """Return the next recorded answer, or that to the open question. The cost is 0."""
         question = _open_question(conversation)
         if isinstance(self._answers, Mapping):
             return self._answers.get(question.text), Cost()
@@ -129,7 +139,7 @@ class RecordedUser:
 
 
 def _overlap(given: Sequence[str], answers: Sequence[str]) -> int:
-    """Return the largest number of first `answers` that `given` ends with."""
+    """Return the length of the longest beginning of `answers` with which `given` ends."""
     for count in range(min(len(given), len(answers)), 0, -1):
         if list(given[-count:]) == list(answers[:count]):
             return count
@@ -142,14 +152,15 @@ def _open_question(conversation: Conversation) -> Question:
 
 
 class Chain:
-    """Leads conversations from one turn to the next.
+    """Adds turns to conversations, with a model that proposes questions and writes outputs.
 
     Args:
         translator: proposes questions and writes outputs.
         user: answers the questions; None if answers come from outside (`Conversation.reply`).
         gain_estimator: estimates the gain of questions if the conversation has a threshold; by default from greedy
             outputs of the translator.
-        detector: finds ambiguities in a text for an output language. If it finds none, nothing is asked.
+        detector: called with a text and the code of its output language; returns the ambiguities that it finds. If it
+            finds none, nothing is asked. None lets the translator decide.
         on_text: called with each new piece of the output, if the translator can stream.
     """
 
@@ -176,7 +187,10 @@ class Chain:
             keep: a file to which the conversation is saved after every turn.
 
         Raises:
-            EndpointError: the translator's server failed. Earlier turns are saved.
+            EndpointError: the server of a model failed. Turns that were saved to `keep` before are not lost.
+            DataError: a prompt does not fit a model on this machine.
+            EvaluationError: `keep` can't be written, or the gain of a question can't be estimated.
+            RecipeError: the template can't be loaded.
         """
         while not self._has_to_stop(conversation):
             conversation = self.advance(conversation)
@@ -195,8 +209,11 @@ class Chain:
             conversation: the conversation so far.
 
         Raises:
-            GraftError: the conversation is done, or waits for an answer from outside.
-            EndpointError: the translator's server failed.
+            GraftError: the conversation is done, or waits for an answer and the chain has no user.
+            EndpointError: the server of a model failed.
+            DataError: a prompt does not fit a model on this machine.
+            EvaluationError: the gain of a question can't be estimated.
+            RecipeError: the template can't be loaded.
         """
         if conversation.step == "propose":
             return conversation.after(self._propose(conversation))
@@ -205,7 +222,12 @@ class Chain:
         if conversation.step == "answer" and self._user is not None:
             answer, cost = self._user.answer(conversation)
             return conversation.reply(answer, author=self._user.name, cost=cost)
-        raise GraftError(f"The next step of the conversation is {conversation.step!r}: the chain can't add a turn.")
+        if conversation.step == "done":
+            raise GraftError("The conversation has its output, so no turn can be added: start a new conversation.")
+        raise GraftError(
+            "The conversation waits for an answer, but the chain has no user: add the answer with Conversation.reply, "
+            "or give the chain a user."
+        )
 
     def _propose(self, conversation: Conversation) -> Turn:
         """Let the translator propose a question, and decide whether to ask it."""
@@ -223,7 +245,8 @@ class Chain:
                 reply=text,
                 cost=reply.cost,
             )
-        question = Question(text=parsed[0], answers=parsed[1])
+        question_text, answers = parsed
+        question = Question(text=question_text, answers=answers)
         earlier = {normalize_text(proposed.text) for proposed in conversation.questions}
         if normalize_text(question.text) in earlier:
             return SkippedTurn(reason="repeated", reply=text, cost=reply.cost)
@@ -304,8 +327,9 @@ def usable_question(conversation: Conversation, question: Question) -> Question 
     | from another exemplar | the option or the text of the exemplar shares a word with the text |
     | any other | the option or the question shares a word with the text |
 
-    The most frequent words of English do not count. A single option leaves nothing to choose: then a question that
-    quotes the text is asked without options, and any other question is not asked.
+    The words of the text include those of earlier answers. The most frequent words of English do not count, and an
+    option that has no other words is removed. If fewer than two options remain, a question that quotes the text is
+    asked without options, and any other question is not asked.
 
     Args:
         conversation: the conversation so far.

@@ -210,7 +210,7 @@ class Conversation(Config):
         for index, turn in enumerate(self.turns):
             expected = _TURNS[_next_step(self.turns[:index], self.budget)]
             if turn.kind not in expected:
-                yield f"turn {index + 1} is {turn.kind}, but {' or '.join(expected) or 'no turn'} is due there"
+                yield f"turn {index + 1} is {turn.kind}, but {' or '.join(expected) or 'no turn'} is expected there"
 
     @classmethod
     def start(
@@ -235,7 +235,8 @@ class Conversation(Config):
 
         Raises:
             DataError: the text is empty, or clearly not in the template's source language.
-            RecipeError: the template does not exist, or does not support the output language.
+            RecipeError: the template can't be loaded, lacks the output language, or has several and `target` is None;
+                or `budget` or `threshold` is negative.
         """
         task = load_template(template)
         if not text.strip():
@@ -263,7 +264,7 @@ class Conversation(Config):
 
     @property
     def open_question(self) -> Question | None:
-        """The question that waits for an answer, or None."""
+        """The question that waits for an answer; None if there is none."""
         last = self._last_turn
         return last.question if isinstance(last, AskedTurn) else None
 
@@ -284,7 +285,7 @@ class Conversation(Config):
 
     @property
     def written(self) -> WrittenTurn | None:
-        """The turn with the output, or None."""
+        """The turn with the output; None if the output is not written yet."""
         last = self._last_turn
         return last if isinstance(last, WrittenTurn) else None
 
@@ -308,7 +309,7 @@ class Conversation(Config):
             turn: the new turn.
 
         Raises:
-            RecipeError: a turn of another kind is due.
+            RecipeError: a turn of another kind is expected at this step.
         """
         values = dict(self)
         values["turns"] = (*self.turns, turn)
@@ -321,6 +322,9 @@ class Conversation(Config):
             answer: the answer; None or white space is a refusal.
             author: who answered.
             cost: the cost of the answer; 0 by default.
+
+        Raises:
+            RecipeError: no question is open.
         """
         cost = cost or Cost()
         text = (answer or "").strip()
@@ -365,10 +369,10 @@ class Conversation(Config):
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write the conversation to a JSON file, atomically.
+        """Write the conversation to a JSON file, atomically, and return the path.
 
         Args:
-            path: the file.
+            path: the file. Its folder is created.
 
         Raises:
             EvaluationError: the file can't be written.
@@ -415,6 +419,7 @@ _TURNS: dict[Step, tuple[str, ...]] = {
 
 
 def _next_step(turns: Sequence[Turn], budget: int) -> Step:
+    """Return the step that follows the turns so far."""
     last = turns[-1] if turns else None
     if isinstance(last, WrittenTurn):
         return "done"
@@ -466,8 +471,8 @@ def _check_language(text: str, source: str) -> None:
     found = _other_language(text, source, languages)
     if found is not None:
         raise DataError(
-            f"The text looks as if it were {found}, but {languages[source]['name']} is expected: give a text in that "
-            "language, or use a template with another source language."
+            f"The text seems to be {found}, but {languages[source]['name']} is expected: give a text in that language, "
+            "or use a template with another source language."
         )
 
 

@@ -25,7 +25,7 @@ class EndpointConfig(Config):
 
     Args:
         url: URL of the server with its version, such as http://localhost:8000/v1.
-        model: the server's name of the model.
+        model: the name of the model on the server.
         key_variable: the environment variable with the API key; local servers often need none.
         timeout: time to wait for the server, in seconds.
         retries: number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
@@ -63,10 +63,11 @@ class Endpoint:
         except ImportError:
             raise MissingExtraError("openai", "clarify", "Calling a model on a server") from None
         self.config = config
+        # The client requires a key even if the server does not.
+        key = os.environ.get(config.key_variable) or "none"
         self._client = openai.OpenAI(
             base_url=config.url,
-            api_key=os.environ.get(config.key_variable)
-            or "none",  # the client requires a key even if the server does not
+            api_key=key,
             timeout=config.timeout,
             max_retries=config.retries,
         )
@@ -75,15 +76,15 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """The server's name of the model."""
+        """The name of the model on the server."""
         return self.config.model
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
-        """Reply to a prompt, greedily.
+        """Reply to a prompt, greedily, without a reasoning block.
 
         Args:
             prompt: the prompt.
-            on_text: called with each new piece of the reply.
+            on_text: called with each new piece of the reply; with the whole reply if the server does not stream.
 
         Raises:
             EndpointError: the server is unreachable, too slow, rejects the request, or violates the protocol.
@@ -166,7 +167,7 @@ class Endpoint:
     def _protocol_error(self, content: str) -> EndpointError:
         shown = printable(" ".join(content.split()))[:60]
         return EndpointError(
-            f"The server {self.config.url} sent no reply of OpenAI's protocol ({shown}): check the URL, which often "
+            f"The server {self.config.url} did not reply in OpenAI's protocol ({shown}): check the URL, which often "
             "ends in /v1."
         )
 
@@ -194,10 +195,16 @@ class Endpoint:
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             problem = f"rejected the API key ({error.status_code}): put a valid key into {config.key_variable}."
         except openai.NotFoundError as error:
-            problem = f"has no model {config.model!r}, or nothing at that path ({_reason(error)}): check both."
+            problem = (
+                f"has no model {config.model!r}, or nothing at that path ({_reason(error)}): check the name of the "
+                "model and the URL."
+            )
         except openai.APIStatusError as error:
-            what = f"failed, {tries}" if error.status_code >= 500 else "rejected the request"
-            problem = f"{what} ({error.status_code}, {_reason(error)})."
+            cause = f"({error.status_code}, {_reason(error)})"
+            if error.status_code >= 500:
+                problem = f"failed, {tries} {cause}: try again later, or check the server."
+            else:
+                problem = f"rejected the request {cause}: change what the server names."
         except (openai.APIError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise self._protocol_error(_reason(error)) from None
         else:
@@ -238,7 +245,7 @@ def _without_reasoning(text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the message of an error, shortened."""
+    """Return the message of an error, or of its cause, as one line of at most 100 characters."""
     message: object = error.__cause__ or error
     body = getattr(error, "body", None)
     if isinstance(body, dict) and body.get("message"):

@@ -1,6 +1,6 @@
 """The expected information gain of a question: does its answer change the output?
 
-Section 1.2.3 of the thesis selects questions that maximise
+Section 1.2.3 of the thesis selects questions that maximize
 
     I(U; τ | x) = E_τ KL(p(u | x, τ) || p(u | x))                                            (1.19)
 
@@ -32,7 +32,7 @@ Matrix = Sequence[Sequence[float]] | np.ndarray
 
 
 def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
-    """Compute E_τ KL(p(u | x, τ) || p(u | x)).
+    """Compute the expected information gain of a question, E_τ KL(p(u | x, τ) || p(u | x)).
 
     Args:
         prior_K: probability of each answer, (K,).
@@ -42,24 +42,26 @@ def information_gain(prior_K: Numbers, given_KY: Matrix) -> float:
         The gain in bits, at least 0.
 
     Raises:
-        EvaluationError: the arguments are not probabilities.
+        EvaluationError: the shapes differ from these, a probability is negative or NaN, or probabilities don't sum to
+            1.
     """
     gains_K = gains_by_answer(prior_K, given_KY)
     return max(0.0, float(np.dot(prior_K, gains_K)))
 
 
 def gains_by_answer(prior_K: Numbers, given_KY: Matrix) -> list[float]:
-    """Compute KL(p(u | x, a_k) || p(u | x)) of each answer.
+    """Compute the information gain of each answer, KL(p(u | x, a_k) || p(u | x)).
 
     Args:
         prior_K: probability of each answer, (K,).
         given_KY: probability of each output under each answer, (K, Y); rows sum to 1.
 
     Returns:
-        The gain of each answer in bits; 0 for an answer with probability 0.
+        The gain of each of the K answers in bits, at least 0; 0 for an answer with probability 0.
 
     Raises:
-        EvaluationError: the arguments are not probabilities.
+        EvaluationError: the shapes differ from these, a probability is negative or NaN, or probabilities don't sum to
+            1.
     """
     prior = np.asarray(prior_K, dtype=np.float64)
     given = np.asarray(given_KY, dtype=np.float64)
@@ -79,16 +81,24 @@ def _check_probabilities(prior_K: np.ndarray, given_KY: np.ndarray) -> None:
             f"The probabilities of answers have the shape {prior_K.shape} and those of outputs {given_KY.shape}, but "
             "(K,) and (K, Y) with K >= 1 and Y >= 1 are expected: give one distribution of outputs per answer."
         )
-    for values in (prior_K, *given_KY):
-        if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
-            raise EvaluationError(
-                f"The probabilities of answers or outputs have the minimum {values.min():.6g} and the sum "
-                f"{values.sum():.6g}, but must be at least 0 and sum to 1: normalize them."
-            )
+    _check_distribution(prior_K, "answers")
+    for number, given_Y in enumerate(given_KY, start=1):
+        _check_distribution(given_Y, f"outputs under answer {number}")
+
+
+def _check_distribution(values: np.ndarray, events: str) -> None:
+    if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
+        raise EvaluationError(
+            f"The probabilities of the {events} have the minimum {values.min():.6g} and the sum {values.sum():.6g}, "
+            "but must be at least 0 and sum to 1: normalize them."
+        )
 
 
 def normalize_text(text: str) -> str:
-    """Return the text in Unicode's NFC with single spaces; case stays, since German *sie* and *Sie* differ."""
+    """Return a text in Unicode's NFC, with single spaces and without outer white space.
+
+    Case is kept, since German *sie* and *Sie* differ.
+    """
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -98,7 +108,7 @@ def output_distributions(outputs: Sequence[Sequence[str]]) -> tuple[list[str], n
     Outputs are equal if `normalize_text` makes them equal.
 
     Args:
-        outputs: the outputs under each answer.
+        outputs: the outputs under each of K answers, at least one under each.
 
     Returns:
         The distinct outputs in order of appearance, and their relative frequencies under each answer, (K, Y).
@@ -117,13 +127,13 @@ def output_distributions(outputs: Sequence[Sequence[str]]) -> tuple[list[str], n
 
 
 def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
-    """Normalize log-likelihoods over the outputs by a softmax of each row.
+    """Normalize log-likelihoods over the outputs, by a softmax over the outputs under each answer.
 
     Args:
         nats_KY: log p(y | x, q, a_k) in nats, (K, Y).
 
     Returns:
-        Probabilities, (K, Y).
+        Probabilities, float64, (K, Y).
     """
     from scipy.special import softmax  # takes a second to import
 
@@ -159,6 +169,13 @@ class GainEstimator:
 
         Returns:
             The gain, or None if the question has fewer than two answers; and the cost of the estimate.
+
+        Raises:
+            EndpointError: the model's server failed.
+            DataError: a prompt does not fit a model on this machine.
+            EvaluationError: the values of `prior` are not a probability for each answer, or a log-likelihood can't be
+                computed or is NaN.
+            RecipeError: the template can't be loaded.
         """
         if len(question.answers) < 2:
             return None, Cost()
@@ -181,6 +198,7 @@ class GainEstimator:
         return self._gain(question, prompts, outputs), cost
 
     def _gain(self, question: Question, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> Gain:
+        """Return the gain of a question, given the prompt and the outputs under each of its answers."""
         prior_K = self._prior_of(question.answers)
         texts, given_KY = output_distributions(outputs)
         model = self._model
@@ -189,9 +207,10 @@ class GainEstimator:
             has_scores = True
             nats_KY = [model.score(prompt, texts) for prompt in prompts]
             given_KY = distributions_from_log_likelihoods(nats_KY)
+        bits = information_gain(prior_K, given_KY)
         mixture_Y = np.asarray(prior_K) @ given_KY
         return Gain(
-            bits=information_gain(prior_K, given_KY),
+            bits=bits,
             prior=prior_K,
             outputs=tuple(tuple(row) for row in outputs),
             by_answer=tuple(gains_by_answer(prior_K, given_KY)),

@@ -26,8 +26,8 @@ class Reply:
     """A model's reply.
 
     Args:
-        text: the reply.
-        cost: its cost.
+        text: the reply, without special tokens and stop strings.
+        cost: its cost; one call by default.
         truncated: whether the model stopped at its limit of tokens.
     """
 
@@ -40,7 +40,9 @@ class ChatModel(Protocol):
     """A model that replies to prompts, on a server or on this machine."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the model, as conversations record it."""
+        ...
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
         """Reply to a prompt, greedily.
@@ -67,12 +69,16 @@ class StreamPrinter:
         self._shown = ""
 
     def __call__(self, text: str) -> None:
-        """Receive a piece of text."""
+        """Receive a piece of the growing text, and emit what it adds to the visible part."""
         self._received += text
         self.end(self._select(self._received))
 
     def end(self, text: str) -> None:
-        """Emit the rest of a visible text."""
+        """Emit what a visible text adds to the text shown so far.
+
+        Args:
+            text: the whole visible text. If it does not begin with the text shown so far, it is shown on a new line.
+        """
         if not text.startswith(self._shown):  # the visible text has changed: show it on a new line
             self._emit("\n")
             self._shown = ""
@@ -109,9 +115,12 @@ class PrefixCache:
         The entry is removed until `keep` stores it again.
 
         Args:
-            instructions: the instructions of the prompt.
-            ids: the tokens of the prompt.
-            most: maximum number of tokens in the cache.
+            instructions: the instructions of the prompt, which identify the entry.
+            ids: the token ids of the prompt.
+            most: maximum number of tokens in the returned cache.
+
+        Returns:
+            The keys and values of a beginning of `ids`; an empty cache if there is no entry.
         """
         if instructions in self._prompts:
             cached_ids, cache = self._prompts.pop(instructions)
@@ -123,7 +132,13 @@ class PrefixCache:
         return cache
 
     def keep(self, instructions: str, ids: list[int], cache: DynamicCache) -> None:
-        """Store the cache of a prompt, without the tokens after `ids`."""
+        """Store the cache of a prompt, after removing the tokens after `ids` from it in place.
+
+        Args:
+            instructions: the instructions of the prompt, which identify the entry.
+            ids: the token ids of the prompt.
+            cache: the keys and values of `ids` and of any tokens after them.
+        """
         cache.crop(len(ids) - cache.get_seq_length())
         self._prompts[instructions] = (ids, cache)
 
@@ -174,7 +189,7 @@ class LocalModel:
             on_text: called with each new piece of the reply.
 
         Raises:
-            DataError: the prompt does not fit the model.
+            DataError: the prompt leaves no room for a reply in the model's positions.
         """
         text = self.prompt_text(prompt)
         prompt_ids = self._tokenizer(text, verbose=False)["input_ids"]
@@ -209,6 +224,7 @@ class LocalModel:
         prompt_ids: list[int],
         on_text: Callable[[str], None] | None,
     ) -> Generation:
+        """Continue a prompt, and reuse the computation of earlier prompts with the same instructions."""
         decoding = Decoding(max_new_tokens=self._max_new_tokens)
         if self._prefixes is None:
             return generate_text(self._model, self._tokenizer, text, decoding, on_text=on_text)
@@ -222,7 +238,15 @@ class LocalModel:
 
         Args:
             prompt: the prompt.
-            outputs: the outputs.
+            outputs: replies to the prompt, without its label.
+
+        Returns:
+            The log-probability of each output, without that of the end of the text.
+
+        Raises:
+            DataError: an output has no token.
+            EvaluationError: the prompt with an output exceeds the model's positions. Models that can't reuse the
+                computation of earlier prompts also raise it if they predict NaN or infinity.
         """
         text = self.prompt_text(prompt)
         separator = "" if self._is_chat else " "  # separates the label of a reply from the reply
@@ -266,10 +290,10 @@ class LocalModel:
 
 
 def before_stop(text: str, stop: str) -> str:
-    """Return the text before a stop string, without an end that may still become the stop string.
+    """Return the part of a growing text that is certainly before the stop string.
 
     Args:
-        text: the text so far.
+        text: the text so far. An end of it with which the stop string begins is left out.
         stop: the stop string.
     """
     reply = text.partition(stop)[0]

@@ -28,7 +28,7 @@ def open_model(
 
     Args:
         endpoint: URL of the server; requires `model`.
-        model: the server's name of the model.
+        model: the name of the model on the server; ignored with `backbone`.
         backbone: folder of a model or of a graft on this machine, instead of a server.
         device: torch device of a model on this machine; None selects the fastest available one.
         trust_remote_code: allow the repository of a model on this machine to run its own code.
@@ -36,12 +36,16 @@ def open_model(
         connection: the keys `key_variable`, `timeout` and `retries` of `EndpointConfig`.
 
     Raises:
-        RecipeError: neither or both of `endpoint` and `backbone` are given, or the server's model is not named.
-        GraftError: the model can't be loaded.
+        RecipeError: neither or both of `endpoint` and `backbone` are given, the server's model is not named, or a value
+            of the connection is invalid.
+        MissingExtraError: the client of servers, `openai`, is not installed.
+        ArtifactError: `backbone` is neither a model nor a graft, or its graft belongs to another backbone.
+        BackboneError: the model on this machine can't be loaded, or has no tokenizer.
     """
-    if (endpoint is None) == (backbone is None):
-        given = "Neither" if endpoint is None else "Both"
-        raise RecipeError(f"{given} of --endpoint and --backbone was given: name a server's URL or a model's folder.")
+    if endpoint is None and backbone is None:
+        raise RecipeError("Neither --endpoint nor --backbone was given: name a server's URL or a model's folder.")
+    if endpoint is not None and backbone is not None:
+        raise RecipeError("Both --endpoint and --backbone were given: leave one of them out.")
     if backbone is not None:
         network, tokenizer = load_model(backbone, device=device, trust_remote_code=trust_remote_code)
         return LocalModel(network, tokenizer, name=backbone, max_new_tokens=max_new_tokens)
@@ -73,9 +77,11 @@ def open_conversation(
         answers: answers that the user has given in advance.
 
     Raises:
-        DataError: there is neither a text nor a conversation, a saved conversation differs from the other arguments, or
-            it is finished although there are answers.
-        RecipeError: the template or the language is unknown.
+        DataError: there is neither a text nor a file; the text is empty or in another language than the template; or
+            the file can't be read as a conversation, differs from the other arguments, or is finished although there
+            are answers.
+        RecipeError: the template is unknown or has changed since the saved conversation began, the language is unknown,
+            or a number is negative.
     """
     if path is None or not path.exists():
         if text is None:
@@ -123,7 +129,10 @@ def choose_user(
         RecipeError: both answers and a context are given.
     """
     if answers and context is not None:
-        raise RecipeError("Both --answer and --context were given: give the answers, or the context of a model's.")
+        raise RecipeError(
+            "Both --answer and --context were given: give either the answers, or the context from which a "
+            "model answers."
+        )
     if answers:
         return RecordedUser(list(answers))
     if context is not None:

@@ -34,7 +34,7 @@ class Shot:
     """A solved request.
 
     Args:
-        parts: the parts of the request.
+        parts: the parts of the request, as pairs of a tag and a content.
         reply: the expected reply.
     """
 
@@ -47,9 +47,9 @@ class Prompt:
     """A request to a model.
 
     Args:
-        instructions: the instruction.
-        shots: solved requests, in order.
-        parts: the parts of the request.
+        instructions: the instruction of the step.
+        shots: solved requests, in the order in which the prompt shows them.
+        parts: the parts of the request, as pairs of a tag and a content.
         label: the word before a reply, for models without a chat template.
     """
 
@@ -93,7 +93,7 @@ class Prompt:
         return "\n\n".join([self._system(), *shots, request])
 
     def without_label(self, reply: str) -> str:
-        """Strip a reply of white space and of the label that a model may repeat."""
+        """Return a reply without outer white space, and without the label, which a model may repeat."""
         return reply.strip().removeprefix(f"{self.label}:").strip()
 
     def _system(self) -> str:
@@ -124,11 +124,11 @@ def build_prompt(
         name: the step. `ask` requests a question, `user` its answer from `context`, `write` the output given
             `exchanges`, `context` the output given `context` (the baseline LLMwCXT), and `plain` the output of the text
             alone (LLMnoExtra).
-        language: code of the output language.
+        language: code of the output language, a key of the template's languages.
         text: the user's query.
-        context: what the user knows.
-        question: the question to answer.
-        exchanges: earlier questions and answers.
+        context: what the user knows; only for `user` and `context`.
+        question: the question to answer; only for `user`.
+        exchanges: earlier questions with their answers.
     """
     shots = []
     for exemplar, reply in _solved(template, name, language):
@@ -220,9 +220,13 @@ def parse_question(reply: str, label: str = "Question") -> tuple[str, tuple[str,
 
 
 def is_word(reply: str, word: str) -> bool:
-    """Return whether a reply consists of a word, ignoring case and punctuation."""
-    letters = re.sub(r"\W+", " ", reply).strip()
-    return letters.casefold() == word.casefold()
+    """Return whether a reply consists of a word or a phrase, ignoring case and punctuation."""
+    return _letters(reply) == _letters(word)
+
+
+def _letters(text: str) -> str:
+    """Return a text in lower case with a blank instead of punctuation and white space."""
+    return re.sub(r"\W+", " ", text).strip().casefold()
 
 
 def printable(text: str) -> str:

@@ -147,7 +147,7 @@ class Template(Config):
 
         Args:
             name: the step.
-            language: code of the output language.
+            language: code of the output language, a key of `languages`.
         """
         instruction: str = getattr(self.instructions, name)
         return instruction.format(language=self.languages[language], source=self.source).strip()
@@ -155,13 +155,14 @@ class Template(Config):
 
 @cache
 def load_template(name: str) -> Template:
-    """Load a template.
+    """Load a template. It is cached, so later changes of its file have no effect in this process.
 
     Args:
-        name: name of a built-in template, or a YAML file.
+        name: name of a built-in template, or a YAML file whose name ends in `.yaml` or `.yml`.
 
     Raises:
-        RecipeError: the template does not exist, or is incomplete.
+        RecipeError: the template or its pool does not exist or is not valid YAML, an exemplar is not in the pool, or a
+            value is missing or invalid.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     is_built_in = path.parent == FOLDER
@@ -187,7 +188,7 @@ def _read_pool(folder: Path, name: object) -> dict[str, object]:
     """Return the exemplars of a pool by id; empty if the template names no pool."""
     if name is None:
         return {}
-    listed = read_yaml(folder / str(name)).get("exemplars", [])
+    listed = read_yaml(folder / str(name)).get("exemplars") or []
     return {str(exemplar.get("id")): exemplar for exemplar in listed if isinstance(exemplar, dict)}
 
 
@@ -197,5 +198,8 @@ def _resolve(exemplar: object, pool: Mapping[str, object], path: Path) -> object
         return exemplar
     if exemplar not in pool:
         hint = did_you_mean(exemplar, pool)
-        raise RecipeError(f"{path} names the exemplar {exemplar!r}, but its pool has no such exemplar{hint}.")
+        raise RecipeError(
+            f"{path} names the exemplar {exemplar!r}, but its pool has no such exemplar{hint}: correct the id, or "
+            "write the exemplar in place."
+        )
     return pool[exemplar]

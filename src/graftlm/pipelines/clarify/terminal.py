@@ -22,7 +22,7 @@ from graftlm.pipelines.clarify.templates import load_template
 _SKIP_REASONS = {
     "no-question": "the model's reply contains no question",
     "repeated": "the model repeated its question",
-    "unusable": "the model's question or its options fit another text",
+    "unusable": "the model's question or its options do not fit the text",
 }
 
 
@@ -35,7 +35,8 @@ def ask_person(question: str, answers: Sequence[str], ask: Callable[[str], str])
         ask: shows a text and returns what the person types.
 
     Returns:
-        The answer that the person typed or selected by its number; None for an empty line or the end of the input.
+        The answer that the person selected by its number, or else the typed words, which may be another number; None
+        for an empty line or the end of the input.
     """
     lines = [printable(question)]
     for number, answer in enumerate(answers, start=1):
@@ -53,7 +54,11 @@ def ask_person(question: str, answers: Sequence[str], ask: Callable[[str], str])
 
 
 def ask_terminal(text: str) -> str:
-    """Show a text on stderr, since stdout is for results, and return the line that the person types."""
+    """Show a text on stderr, since stdout is for results, and return the line that the person types.
+
+    Raises:
+        EOFError: the input has ended.
+    """
     print(text, end="", file=sys.stderr, flush=True)  # noqa: T201  # the terminal is the purpose
     return input()
 
@@ -80,7 +85,11 @@ class TerminalPrinter(StreamPrinter):
         super().__init__(select, emit)
 
     def finish(self, final: str) -> None:
-        """Show the rest of the output and end the line."""
+        """Show the rest of the output and end the line.
+
+        Args:
+            final: the whole output. If it does not begin with the text shown so far, it is shown on a new line.
+        """
         self.end(printable(final))
         self._end_line()
 
@@ -107,7 +116,8 @@ def summary_lines(conversation: Conversation) -> list[str]:
     if gains:
         counts += f", {sum(gains):.2f} bits gained"
     cost = conversation.cost
-    lines.append(f"{counts}; {cost.calls} calls, {cost.prompt_tokens} tokens read, {cost.new_tokens} written")
+    calls = "1 call" if cost.calls == 1 else f"{cost.calls} calls"
+    lines.append(f"{counts}; {calls}, {cost.prompt_tokens} tokens read, {cost.new_tokens} written")
     if conversation.step == "done":
         lines.append("the conversation is finished")
     return lines
@@ -133,7 +143,7 @@ def _turn_lines(conversation: Conversation) -> list[str]:
 
 def _skip_lines(turn: SkippedTurn) -> list[str]:
     if turn.question is not None and turn.gain is not None:
-        return [f"not asked, as it would bring {turn.gain.bits:.2f} bits: {printable(turn.question.text)}"]
+        return [f"not asked, since its expected gain is {turn.gain.bits:.2f} bits: {printable(turn.question.text)}"]
     if turn.reason == "nothing":
         return []
     return [f"asked nothing: {_SKIP_REASONS[turn.reason]}"]

@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import DataError, GraftError, RecipeError, first_line
+from graftlm.files.writing import write_errors
 from graftlm.pipelines.summarize.readers import SUFFIXES
 from graftlm.pipelines.summarize.summary import Summary, summarize, summarize_batch
 
 _ROW_TYPES = {"document": str, "options": dict, "file": dict}
 _LARGE_FILE = 1_000_000  # bytes of a document after which unreachable objects are freed
+_OTHER_FILE = "name another file for the summaries"
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryFailure:
-    """A document without a summary.
+    """The error of a document that could not be summarized.
 
     Attributes:
         document: path of the file.
@@ -41,16 +43,24 @@ class SummaryFailure:
 
 
 def summarize_many(paths: Iterable[Path], batch_size: int = 1, **arguments: Any) -> Iterator[Summary | SummaryFailure]:
-    """Summarize files; at most `batch_size` documents are in memory.
+    """Summarize files in order, and go on after errors. At most `batch_size` documents are in memory.
 
     Args:
         paths: the files.
-        batch_size: number of documents that the writer completes in one batch. If the batch fails, each document is
-            completed alone.
+        batch_size: number of documents that the writer completes in one batch, at least 1. If the batch fails, each
+            document is completed alone.
         **arguments: arguments of `summarize`.
+
+    Yields:
+        The summary of each file, or the error.
+
+    Raises:
+        RecipeError: `batch_size` is below 1.
     """
-    paths = iter(paths)
-    while batch := list(islice(paths, batch_size)):
+    if batch_size < 1:
+        raise RecipeError(f"batch_size is {batch_size}, but a whole number from 1 is expected: set a larger one.")
+    remaining = iter(paths)
+    while batch := list(islice(remaining, batch_size)):
         summaries = _summarize_together(batch, arguments)
         for path in batch:
             yield summaries.pop(0) if summaries else _summarize_or_fail(path, arguments)
@@ -59,7 +69,7 @@ def summarize_many(paths: Iterable[Path], batch_size: int = 1, **arguments: Any)
 
 
 def _summarize_together(paths: Sequence[Path], arguments: Mapping[str, Any]) -> list[Summary]:
-    """Return the summaries of a batch, or none if it has one document or fails."""
+    """Return the summaries of a batch; an empty list if it has one document or fails."""
     if len(paths) > 1:
         # Summarizing the documents alone then finds which one failed, and why.
         with suppress(Exception):
@@ -68,6 +78,7 @@ def _summarize_together(paths: Sequence[Path], arguments: Mapping[str, Any]) -> 
 
 
 def _summarize_or_fail(path: Path, arguments: Mapping[str, Any]) -> Summary | SummaryFailure:
+    """Return the summary of a file, or its error."""
     try:
         return summarize(path, **arguments)
     except GraftError as error:
@@ -87,8 +98,8 @@ def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda t
     """Yield files, and all documents in folders and their subfolders in the order of their names; each file once.
 
     Args:
-        paths: files and folders.
-        warn: receives a sentence for each file in a folder that no reader supports. Hidden files are skipped silently.
+        paths: files and folders. Files are not checked.
+        warn: called with a sentence about each file in a folder that no reader supports, unless it is hidden.
 
     Raises:
         DataError: a folder has no document.
@@ -103,6 +114,7 @@ def find_documents(paths: Iterable[Path], warn: Callable[[str], None] = lambda t
 
 
 def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
+    """Return the documents in a folder and its subfolders in the order of their names."""
     documents: list[Path] = []
     for file in sorted(folder.rglob("*")):
         if not file.is_file():
@@ -112,7 +124,10 @@ def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
         elif not _is_hidden(file.relative_to(folder)):
             warn(f"{file} is skipped: no reader supports files that end in {file.suffix or file.name}.")
     if not documents:
-        raise DataError(f"{folder} has no document: files that end in one of {', '.join(SUFFIXES)} are expected.")
+        raise DataError(
+            f"The folder {folder} has no documents, but files that end in one of {', '.join(SUFFIXES)} are expected: "
+            "name another folder."
+        )
     return documents
 
 
@@ -129,11 +144,11 @@ def pending_documents(out: Path, paths: Iterable[Path], options: Mapping[str, ob
     Args:
         out: the file of summaries; it may be missing.
         paths: the documents.
-        options: JSON of the options of the run; all rows of a file have the same ones.
+        options: the options of the run, as JSON values; all rows of a file have the same ones.
 
     Raises:
-        DataError: the file has other content.
-        RecipeError: the rows of the file have other options.
+        DataError: the file has other content, or can't be read or rewritten.
+        RecipeError: a row of the file has other options.
     """
     by_name = {str(path): path for path in paths}
     if not out.is_file():
@@ -151,30 +166,28 @@ def append_summaries(
     """Append a row for each document to a file, and yield the written row.
 
     Args:
-        out: the file of summaries.
+        out: the file of summaries. Its folder is created.
         paths: the documents.
-        options: JSON of the options of the run.
+        options: the options of the run, as JSON values.
         **arguments: arguments of `summarize_many`.
 
     Raises:
         DataError: the file can't be written.
+        RecipeError: `batch_size` is below 1.
     """
-    try:
+    results = summarize_many(paths, **arguments)
+    with write_errors(out, DataError, _OTHER_FILE):
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = out.open("ab")
-    except OSError as error:
-        raise DataError(f"{out} can't be written ({error.strerror}): name another file for the summaries.") from None
-    with file:
-        results = summarize_many(paths, **arguments)
-        for path, result in zip(paths, results, strict=True):
-            row = {
-                **result.to_json(),
-                "options": dict(options),
-                "file": _file_state(path),
-            }
-            file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            yield row
+        with out.open("ab") as file:
+            for path, result in zip(paths, results, strict=True):
+                row = {
+                    **result.to_json(),
+                    "options": dict(options),
+                    "file": _file_state(path),
+                }
+                file.write(json.dumps(row).encode() + b"\n")
+                file.flush()
+                yield row
 
 
 def _file_state(path: Path) -> dict[str, int]:
@@ -190,20 +203,21 @@ def _keep_valid_rows(out: Path, options: Mapping[str, object], paths: Mapping[st
     """Rewrite the file with its valid rows, one for each document; returns the names of their documents."""
     draft = out.with_name(f".{out.name}.part")
     done: set[str] = set()
-    try:
-        with out.open("rb") as old, draft.open("wb") as new:
-            for number, line in enumerate(old, start=1):
-                if not line.endswith(b"\n"):
-                    break  # An interruption truncated the last line.
-                row = _parse_row(line, f"{out} line {number}")
-                _check_options(out, row["options"], options)
-                name = row["document"]
-                if name not in done and _is_valid(row, paths.get(name)):
-                    new.write(line)
-                    done.add(name)
-        draft.replace(out)
-    finally:
-        draft.unlink(missing_ok=True)
+    with write_errors(out, DataError, _OTHER_FILE):
+        try:
+            with out.open("rb") as old, draft.open("wb") as new:
+                for number, line in enumerate(old, start=1):
+                    if not line.endswith(b"\n"):
+                        break  # An interruption truncated the last line.
+                    row = _parse_row(line, f"{out} line {number}")
+                    _check_options(out, row["options"], options)
+                    name = row["document"]
+                    if name not in done and _is_valid(row, paths.get(name)):
+                        new.write(line)
+                        done.add(name)
+            draft.replace(out)
+        finally:
+            draft.unlink(missing_ok=True)
     return done
 
 
@@ -215,12 +229,12 @@ def _is_valid(row: Mapping[str, object], path: Path | None) -> bool:
 
 
 def _parse_row(line: bytes, name: str) -> dict[str, Any]:
-    """Return a row with the keys `document`, `options` and `file`; DataError for other lines."""
+    """Return a row, or raise `DataError` if a line is not JSON with the keys `document`, `options` and `file`."""
     with suppress(ValueError, KeyError, TypeError):
         row = json.loads(line)
         if all(isinstance(row[key], kind) for key, kind in _ROW_TYPES.items()):
             return row
-    raise DataError(f"{name} was not written by graft summarize --batch: name another file for the summaries.")
+    raise DataError(f"{name} was not written by graft summarize --batch: {_OTHER_FILE}.")
 
 
 def _check_options(out: Path, old: Mapping[str, object], new: Mapping[str, object]) -> None:

@@ -38,9 +38,9 @@ class RankingModel(Config):
     """The model of the default selector: score = linear · x + output · ReLU(hidden · [x; 1]).
 
     Args:
-        features: names of the entries of x.
+        features: names of the entries of x, from those of `sentence_features`.
         linear: weight of each feature; empty without a linear part.
-        hidden: weights and bias of each hidden unit.
+        hidden: weights of the F features and the bias of each hidden unit; empty without a hidden layer.
         output: weight of each hidden unit.
         redundancy: weight of the similarity to a sentence with a higher rank, in standard deviations of the scores.
         source: the command that learned the weights.
@@ -54,7 +54,11 @@ class RankingModel(Config):
     source: str = ""
 
     def score(self, features: Mapping[str, Floats]) -> Floats:
-        """Return the scores of sentences, (N,), given the features of `sentence_features`."""
+        """Compute the scores of N sentences, float64, (N,).
+
+        Args:
+            features: each feature by its name, (N,), as `sentence_features` returns them.
+        """
         x_NF = np.stack([features[name] for name in self.features], axis=1)
         scores_N = np.zeros(len(x_NF))
         if self.linear:
@@ -70,7 +74,7 @@ class RankingModel(Config):
 
 @dataclass(frozen=True)
 class DefaultSelector:
-    """Ranks by the learned weights; sentences that repeat a better one come later.
+    """Ranks sentences by learned weights, and moves those that repeat a better sentence to a later rank.
 
     Args:
         model: the weights; None uses those of the package.
@@ -81,7 +85,10 @@ class DefaultSelector:
     name: str = "the default selector"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """Return all selectable sentences; only the best 300 are compared with each other."""
+        """Return all selectable sentences, best first; an empty list if there are none.
+
+        Only the 300 sentences with the highest scores are compared with each other.
+        """
         model = self.model or packaged_model()
         indices = document.selectable
         if not indices:
@@ -100,9 +107,10 @@ def packaged_model() -> RankingModel:
 
 
 def diverse_order(scores_N: Floats, words_NV: Any, redundancy: float) -> list[int]:
-    """Return positions by maximal marginal relevance.
+    """Return the positions of N sentences in the order of maximal marginal relevance.
 
-    The value of a sentence is its score, less `redundancy` times its largest similarity to the sentences before it.
+    The next sentence has the largest score, less `redundancy` times its largest similarity to the sentences before it.
+    Sentences after the 300 with the highest scores follow in the order of their scores.
 
     Args:
         scores_N: scores, (N,).
@@ -125,7 +133,7 @@ def diverse_order(scores_N: Floats, words_NV: Any, redundancy: float) -> list[in
 
 
 def sentence_features(document: SourceDocument) -> tuple[dict[str, Floats], Any]:
-    """Return the features of the selectable sentences.
+    """Compute the features of the selectable sentences of a document, of which there must be at least one.
 
     Returns:
         The features by name, each (N,), and the sparse TF-IDF vectors of the sentences, of length 1, (N, V).

@@ -50,13 +50,14 @@ def build_document(
 
     Args:
         name: name of the document in messages.
-        pages: the source text, to which the spans of the blocks refer.
+        pages: the source text, to which the spans of the blocks refer: one string, or one for each page of a PDF file.
         blocks: the blocks of a reader, in order.
         language: language code; None detects the language, as in `read_document`.
 
     Raises:
         DataError: there is no sentence, or the script has no punctuation that ends sentences.
-        RecipeError: the language has no rules for the ends of sentences.
+        RecipeError: `language` is malformed, or the language has no punctuation that ends sentences.
+        MissingExtraError: sentencex is not installed.
     """
     blocks = [block for block in blocks if block.text.strip()]
     if language:
@@ -190,7 +191,7 @@ def aligned_spans(text: str, positions: Sequence[int]) -> Iterator[TextSpan]:
 
     Args:
         text: readable text.
-        positions: the increasing source position of each character.
+        positions: the source position of each character of the text, in increasing order.
     """
     first = 0
     for index in range(1, len(text) + 1):

@@ -70,7 +70,14 @@ class Faithfulness:
 
 
 def faithfulness(summary: str, source: str) -> Faithfulness:
-    """Look up a summary's words, pairs of words, numbers and names in its source."""
+    """Compute the shares of a summary's words, pairs of words, numbers and names that occur in its source.
+
+    Words and names are compared without case.
+
+    Args:
+        summary: the text of the summary.
+        source: the text of the whole document.
+    """
     words = split_words(summary)
     numbers = _NUMBER.findall(summary)
     names = capitalized_names(summary)
@@ -131,6 +138,7 @@ def cosine_similarities(sentences: Sequence[str], others: Sequence[str], encoder
         encoder: name or folder of a sentence-transformers model.
 
     Raises:
+        MissingExtraError: sentence-transformers is not installed.
         BackboneError: the encoder can't be loaded.
     """
     from graftlm.pipelines.summarize.trained_selector import sentence_embeddings

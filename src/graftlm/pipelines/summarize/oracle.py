@@ -37,6 +37,9 @@ def oracle_labels(document: Sequence[str], summary: Sequence[str], per_sentence:
 
     Returns:
         For each sentence of the summary, indices into `document`, best first. Ties go to the earlier sentence.
+
+    Raises:
+        MissingExtraError: NLTK is not installed.
     """
     scores_NM = rouge_scores(document, summary)
     order_NM = np.argsort(-scores_NM, axis=0, kind="stable")
@@ -44,7 +47,10 @@ def oracle_labels(document: Sequence[str], summary: Sequence[str], per_sentence:
 
 
 def oracle_extract(document: Sequence[str], summary: Sequence[str], per_sentence: int = 2) -> list[int]:
-    """Return the distinct sentences of `oracle_labels` in document order."""
+    """Return the indices of the sentences of `oracle_labels`, without duplicates and in document order.
+
+    Arguments and errors are those of `oracle_labels`.
+    """
     extract: set[int] = set()
     for labels in oracle_labels(document, summary, per_sentence):
         extract.update(labels)
@@ -52,7 +58,15 @@ def oracle_extract(document: Sequence[str], summary: Sequence[str], per_sentence
 
 
 def rouge_scores(document: Sequence[str], summary: Sequence[str]) -> Floats:
-    """Return the mean of ROUGE-1, 2 and L (F1) of each pair of sentences, shape (N, M)."""
+    """Return the mean of ROUGE-1, 2 and L (F1, 0 to 1) of each pair of sentences, float64, (N, M).
+
+    Args:
+        document: N sentences.
+        summary: M sentences.
+
+    Raises:
+        MissingExtraError: NLTK is not installed.
+    """
     tokens_N = [rouge_tokens(sentence) for sentence in document]
     tokens_M = [rouge_tokens(sentence) for sentence in summary]
     rouge_1 = _ngram_f1(tokens_N, tokens_M, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from graftlm.config import Config
-from graftlm.errors import DataError
+from graftlm.errors import DataError, first_line
 
 LAYOUT_NAME = "layout.json"
 """Name of the file with the layout of a model, in the folder of the model."""
@@ -53,12 +53,15 @@ def read_layout(folder: str | Path) -> PromptLayout | None:
         The layout, or None if the folder has no `layout.json`.
 
     Raises:
-        DataError: the layout can't be read.
+        DataError: `layout.json` can't be read or is not a layout.
     """
     path = Path(folder) / LAYOUT_NAME
     try:
         return PromptLayout.model_validate_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError):
-        raise DataError(f"{path} is not the layout of a writer: train the writer again.") from None
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} can't be read as the layout of a writer ({first_line(error)}): restore the file, or train the "
+            "writer again."
+        ) from None

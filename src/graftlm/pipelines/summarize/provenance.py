@@ -27,7 +27,8 @@ class SentenceLink:
 
     Attributes:
         text: the written sentence.
-        nearest: index of the nearest sentence in the document; None if they share no word.
+        nearest: index of the nearest sentence in the document; None if none shares a word or has a
+            similar embedding.
         overlap: F1 of the two sets of words, 0 to 1.
         mark: `verbatim` if a source sentence contains all words in sequence; `supported` if the sentences that were
             read contain its numbers and names, and the nearest one has similar words or a similar embedding.
@@ -52,12 +53,13 @@ def link_sentences(
     Args:
         text: the summary.
         document: the document.
-        read: indices of the sentences that the writer read.
+        read: indices of the sentences that the writer read, at least one.
         encoder: name or folder of a sentence-transformers model. Its embeddings decide on sentences without sufficient
-            overlap of words.
+            overlap of words; None marks these as unsupported.
 
     Raises:
         BackboneError: the encoder can't be loaded.
+        MissingExtraError: sentencex is not installed, or an encoder is named and sentence-transformers is not.
     """
     linker = _Linker(document, read)
     links = []
@@ -73,7 +75,11 @@ def link_sentences(
 
 
 class _Linker:
-    """Compares sentences with those that a writer read."""
+    """Compares written sentences with those that a writer read.
+
+    Attributes:
+        texts: the sentences that were read.
+    """
 
     def __init__(self, document: SourceDocument, read: Sequence[int]) -> None:
         self.texts = [document.sentences[index].text for index in read]
@@ -97,10 +103,10 @@ class _Linker:
                 best = int(cosines_R.argmax())
                 is_near = True
         is_supported = is_near and not faithfulness(sentence, " ".join(self.texts)).missing
-        shares_words = is_near or overlaps[best] > 0
+        has_nearest = is_near or overlaps[best] > 0  # near by an embedding, perhaps without a common word
         return SentenceLink(
             text=sentence,
-            nearest=self._read[best] if shares_words else None,
+            nearest=self._read[best] if has_nearest else None,
             overlap=overlaps[best],
             mark="supported" if is_supported else "unsupported",
             similarity=similarity,

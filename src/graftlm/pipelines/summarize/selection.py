@@ -69,10 +69,11 @@ class Budget(Config):
         """Parse a budget of the command line.
 
         Args:
-            text: a number and a unit, such as `10s`, `200w`, `1200 characters` or `300t`.
+            text: a number and a unit, such as `10s`, `200w`, `1200 characters` or `300t`. A number alone counts
+                sentences.
 
         Raises:
-            RecipeError: the text is not a budget.
+            RecipeError: the text has another form, or the number is 0.
         """
         match = _BUDGET.fullmatch(text)
         if match is None or int(match[1]) < 1:
@@ -147,7 +148,10 @@ def select(
     min_filler: int = 0,
     per_section: int | None = None,
 ) -> Extract:
-    """Take sentences in ranked order while they fit. Sentences that do not fit and repeated sentences are skipped.
+    """Take sentences in ranked order until the budget is used.
+
+    Sentences that do not fit, and sentences with the same text as an earlier one, are skipped. After 200 sentences that
+    do not fit, the rest of the budget is left unused.
 
     Args:
         document: the document.
@@ -156,10 +160,14 @@ def select(
         count_tokens: returns the number of tokens of a text; a budget in tokens needs it.
         min_filler: minimum number of words of a sentence that is taken after another did not fit. Short sentences fill
             the budget, but have little content.
-        per_section: in a ranking of more than 100 sentences, number of best sentences of each section that come first.
+        per_section: in a ranking of more than 100 sentences, number of best sentences of each section that come first;
+            None keeps the ranking.
+
+    Returns:
+        The extract; it is empty if the selector ranks no sentence.
 
     Raises:
-        RecipeError: no sentence fits, or the budget is in tokens and `count_tokens` is missing.
+        RecipeError: none of the ranked sentences fits, or the budget is in tokens and `count_tokens` is None.
     """
     if budget.unit == "tokens" and count_tokens is None:
         raise RecipeError("A budget in tokens needs a model's tokenizer: name a writer, or count in words.")
@@ -173,7 +181,7 @@ def select(
             break
     if filling.rejected and not filling.scores:
         raise RecipeError(
-            f"No sentence of {document.name} fits into a budget of {budget}: allow more, or count in sentences."
+            f"No sentence of {document.name} fits into a budget of {budget}: raise the budget, or give it in sentences."
         )
     indices = sorted(filling.scores)
     return Extract(
@@ -276,7 +284,7 @@ class LeadSelector:
     name: str = "Lead"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """Return all selectable sentences in order; scores fall from 0."""
+        """Return all selectable sentences in document order, with the scores 0, -1, -2 and so on."""
         return FixedSelector(document.selectable).rank(document)
 
 
@@ -285,7 +293,7 @@ class FixedSelector:
     """Returns given sentences in the given order, such as an oracle extract.
 
     Args:
-        indices: indices of the sentences, best first.
+        indices: indices of the sentences in the document, best first. They are not checked.
         name: human-readable name.
     """
 
@@ -293,5 +301,5 @@ class FixedSelector:
     name: str = "gold extract"
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """Return the given sentences; scores fall from 0."""
+        """Return the given sentences, with the scores 0, -1, -2 and so on."""
         return [RankedSentence(index, -float(rank)) for rank, index in enumerate(self.indices)]

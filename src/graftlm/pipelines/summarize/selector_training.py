@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from graftlm.config import Config
-from graftlm.errors import DataError
+from graftlm.errors import DataError, TrainingError
 from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorConfig
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract
@@ -33,11 +33,11 @@ _NO_TARGET = -1  # padding of the targets of a pointer
 
 @dataclass(frozen=True)
 class SelectorExample:
-    """A document to learn from.
+    """The sentences of a document and its target extract, for the training of a selector.
 
     Attributes:
         sentences: the selectable sentences.
-        extract: positions of the target extract among them.
+        extract: indices of the sentences of the target extract in `sentences`.
     """
 
     sentences: tuple[str, ...]
@@ -50,7 +50,10 @@ def selector_example(document: SourceDocument, summary: Sequence[str], per_sente
     Args:
         document: the document.
         summary: sentences of the human summary.
-        per_sentence: number of best matches of each sentence of the summary.
+        per_sentence: number of sentences of the document that are taken for each sentence of the summary.
+
+    Raises:
+        MissingExtraError: NLTK is not installed.
     """
     sentences = tuple(document.sentences[index].text for index in document.selectable)
     extract = oracle_extract(sentences, summary, per_sentence)
@@ -62,13 +65,13 @@ class SelectorTrainingConfig(Config):
 
     Args:
         kind: `classifier` and `pointer` read tokens with LSTMs; `modern` classifies embeddings of a frozen encoder.
-        sentence_encoder: for `modern`, name or folder of a sentence-transformers model.
+        sentence_encoder: name or folder of a sentence-transformers model; `modern` needs it, and other kinds ignore it.
         steps: maximum number of updates.
-        batch_size: documents in each update.
+        batch_size: number of documents in each update.
         learning_rate: learning rate of Adam.
         weight_decay: L2 penalty of Adam.
-        evaluate_every: updates between evaluations on the validation documents.
-        patience: evaluations without improvement before training stops.
+        evaluate_every: number of updates between evaluations on the validation documents.
+        patience: number of evaluations in a row without a lower validation loss after which training stops.
         seed: seed of initialization, order and dropout.
         model: values of the model's config that replace its defaults, such as {"hidden_size": 64}.
     """
@@ -102,20 +105,26 @@ def train_selector(
         validation: documents that decide which weights are kept.
         training: configuration; None uses the defaults.
         device: device of the model.
-        log: receives a line with the losses at each evaluation.
+        log: called with a line of text about the losses at each evaluation.
 
     Raises:
-        DataError: no example of `train` or of `validation` has an extract.
+        DataError: no example of `train` or of `validation` has an extract in its first `max_sentences` sentences, or
+            the kind is `modern` and `sentence_encoder` is None.
         RecipeError: a value of the model's config is invalid.
+        MissingExtraError: the kind is `modern`, and sentence-transformers is not installed.
+        BackboneError: the sentence encoder can't be loaded.
+        TrainingError: a validation loss is not finite.
     """
     training = training or SelectorTrainingConfig()
     selector = _new_selector(train, training, device)
     train_rows = _encode_all(selector, train)
     validation_rows = _encode_all(selector, validation)
-    if not train_rows or not validation_rows:
-        raise DataError(
-            "The examples for training, or those for validation, have no document with an extract: give both."
-        )
+    for purpose, rows in (("training", train_rows), ("validation", validation_rows)):
+        if not rows:
+            raise DataError(
+                f"No document for {purpose} has an extract in its first {selector.model.config.max_sentences} "
+                "sentences: add documents with summaries."
+            )
     losses = fit_selector(selector.model, train_rows, validation_rows, training, log)
     selector.record = {
         "training": training.model_dump(mode="json"),
@@ -155,7 +164,9 @@ def _embedding_values(training: SelectorTrainingConfig) -> dict[str, int | float
     """Return values of the config of a model that reads sentence embeddings."""
     encoder = training.sentence_encoder
     if encoder is None:
-        raise DataError("A modern selector needs a sentence encoder: name a sentence-transformers model.")
+        raise DataError(
+            "sentence_encoder is not set, but the kind modern needs one: name a sentence-transformers model."
+        )
     width = sentence_embeddings(["text"], encoder).shape[1]
     return {
         "input_type": "embeddings",
@@ -177,8 +188,8 @@ class EncodedExample(NamedTuple):
     """An example as tensors.
 
     Attributes:
-        inputs: model inputs of the sentences, (N, T) or (N, v).
-        extract: positions of the target extract.
+        inputs: model inputs of the sentences: token ids, (N, T), or embeddings, (N, v).
+        extract: indices of the sentences of the target extract, int64, (size of the extract,).
     """
 
     inputs: Tensor
@@ -205,17 +216,20 @@ def fit_selector(
     training: SelectorTrainingConfig,
     log: Callable[[str], None] = lambda text: None,
 ) -> list[list[float]]:
-    """Train the model in place.
+    """Train a model in place, and leave it in evaluation mode with the weights of the lowest validation loss.
 
     Args:
-        model: the model, which gets the weights with the lowest validation loss.
-        train: examples to learn from.
-        validation: examples of the evaluations.
+        model: the model.
+        train: examples to learn from, at least one.
+        validation: examples of the evaluations, at least one.
         training: configuration.
-        log: receives a line with the losses at each evaluation.
+        log: called with a line of text about the losses at each evaluation.
 
     Returns:
-        Step, training loss and validation loss of each evaluation.
+        Step, training loss of the last batch and mean validation loss of each evaluation.
+
+    Raises:
+        TrainingError: a validation loss is not finite.
     """
     optimizer = torch.optim.Adam(
         model.parameters(),
@@ -232,6 +246,11 @@ def fit_selector(
         if step % training.evaluate_every and step != training.steps:
             continue
         validation_loss = _mean_loss(model, validation, training.batch_size)
+        if not math.isfinite(validation_loss):
+            raise TrainingError(
+                f"The validation loss at step {step} is {validation_loss}, but a finite number is expected: lower the "
+                "learning_rate."
+            )
         losses.append([step, loss.item(), validation_loss])
         log(f"step {step}: loss {loss.item():.4f}, validation {validation_loss:.4f}")
         stale += 1

@@ -105,8 +105,10 @@ def summarize(
 
     Raises:
         BackboneError: the encoder can't be loaded.
-        DataError: the file can't be read, or the document has no words.
-        RecipeError: no sentence fits into the budget.
+        DataError: the file can't be read, the document has no words, or the writer's chat template can't be filled.
+        MissingExtraError: a library that reads the format or splits sentences is not installed.
+        RecipeError: the language is invalid, no sentence fits into the budget, the budget is in tokens without a
+            writer, or the writer's window has no room for a sentence.
     """
     summaries = summarize_batch(
         [document],
@@ -128,7 +130,10 @@ def summarize_batch(
     language: str | None = None,
     encoder: str | None = None,
 ) -> list[Summary]:
-    """Summarize documents; the writer completes them in one batch. Arguments and errors are those of `summarize`."""
+    """Summarize documents, whose summaries the writer completes in one batch.
+
+    The first document that fails ends the call. Arguments and errors are those of `summarize`.
+    """
     count_tokens = writer.count_tokens if writer else None
     extracts = []
     for item in documents:
@@ -209,15 +214,20 @@ def _abstract_notes(document: SourceDocument) -> list[str]:
     abstract = document.abstract
     if not abstract:
         return []
-    start = document.sentences[abstract[0]].start
-    end = document.sentences[abstract[-1]].end
-    return [f"{document.name} already has an abstract: characters {start}–{end}."]
+    first = document.sentences[abstract[0]]
+    last = document.sentences[abstract[-1]]
+    if first.page is not None:
+        return [f"{document.name} already has an abstract: page {first.page}, from character {first.start}."]
+    return [f"{document.name} already has an abstract: characters {first.start}–{last.end}."]
 
 
 def format_summary(summary: Summary) -> Iterator[str]:
     """Yield lines of text: the summary with references in brackets, then the passages with their positions."""
     is_written = summary.writer is not None
-    nearest = {link.text: link.nearest or 0 for link in summary.links if link.mark != "unsupported"}
+    nearest = {}
+    for link in summary.links:
+        if link.nearest is not None and link.mark != "unsupported":
+            nearest[link.text] = link.nearest
     indices = sorted({*summary.extract.indices, *nearest.values()})
     numbers = {index: number for number, index in enumerate(indices, start=1)}
     if not is_written:
@@ -254,9 +264,9 @@ def _support_lines(support: Faithfulness) -> Iterator[str]:
     for attribute, name in _SUPPORT_NAMES.items():
         share = getattr(support, attribute)
         if share is not None:
-            parts.append(f"{share:.0%} of its {name}")
+            parts.append(f"{share:.0%} of the {name}")
     if parts:
-        yield f"The source has {', '.join(parts)}."
+        yield f"Of the summary, the source has {', '.join(parts)}."
     else:
         yield "The summary has no words to look for in the source."
     if support.missing:

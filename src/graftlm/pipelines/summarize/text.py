@@ -78,7 +78,10 @@ def _script(letter: str) -> str:
 
 
 def looks_english(text: str) -> bool:
-    """Return whether common English words are as frequent as in English; texts below 40 words count as English."""
+    """Return whether common English words are as frequent in a text as in English.
+
+    Texts of fewer than 40 words count as English. The first 20,000 characters are read.
+    """
     words = split_words(text[:_SCRIPT_SAMPLE])
     if len(words) < _MIN_ENGLISH_SAMPLE:
         return True
@@ -87,7 +90,10 @@ def looks_english(text: str) -> bool:
 
 
 def check_language(code: str) -> str:
-    """Return a language code in lower case.
+    """Return a language code in lower case, after checking it.
+
+    Args:
+        code: a language code with optional subtags, such as `de` or `pt-BR`.
 
     Raises:
         RecipeError: the code is malformed, or the language has no punctuation that ends sentences.
@@ -173,6 +179,6 @@ def split_words(text: str) -> list[str]:
 
 
 def ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    """Return all runs of `n` consecutive words."""
+    """Return all runs of `n` consecutive words, in order; an empty list if there are fewer words."""
     count = len(words) - n + 1
     return [tuple(words[first : first + n]) for first in range(count)]

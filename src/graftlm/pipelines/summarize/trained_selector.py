@@ -51,7 +51,15 @@ class TrainedSelector:
     record: dict[str, object] = field(default_factory=dict)
 
     def model_inputs(self, sentences: Sequence[str]) -> Tensor:
-        """Return the model's inputs: padded token ids, (N, T), or sentence embeddings, (N, v)."""
+        """Return the model's inputs: padded token ids, int64, (N, T), or sentence embeddings, float32, (N, v).
+
+        Args:
+            sentences: N sentences. At most `max_tokens` tokens of each are kept.
+
+        Raises:
+            MissingExtraError: the model reads embeddings, and sentence-transformers is not installed.
+            BackboneError: the model reads embeddings, and the encoder can't be loaded.
+        """
         config = self.model.config
         if config.input_type == "embeddings":
             assert config.sentence_encoder is not None, "the config of a model of embeddings names an encoder"
@@ -68,10 +76,10 @@ class TrainedSelector:
         return inputs.view(-1, width)
 
     def rank(self, document: SourceDocument) -> list[RankedSentence]:
-        """Rank all selectable sentences. A long document is ranked in windows of `max_sentences`.
+        """Return the selectable sentences, best first. A long document is ranked in windows of `max_sentences`.
 
         Scores of different windows are not comparable. The best sentence of every window therefore comes first, then
-        the second best of every window, and so on.
+        the second best of every window, and so on. Errors are those of `model_inputs`.
         """
         selectable = document.selectable
         size = self.model.config.max_sentences
@@ -92,18 +100,22 @@ class TrainedSelector:
         return [RankedSentence(indices[position], score) for position, score in pairs]
 
     def save(self, folder: str | Path) -> Path:
-        """Write the selector atomically.
+        """Write the selector atomically, and return its folder.
 
         Args:
             folder: a new or empty folder, or the folder of another selector, which is replaced.
 
         Raises:
-            ArtifactError: the folder has other content.
+            ArtifactError: the folder has other content, or is a file.
         """
         folder = Path(folder)
+        if folder.is_file():
+            raise ArtifactError(f"{folder} is a file, but a folder is expected: name an empty or a new folder.")
         is_used = folder.exists() and any(folder.iterdir())
         if is_used and not (folder / RECORD_NAME).is_file():
-            raise ArtifactError(f"{folder} has files that are not those of a selector: name an empty or a new folder.")
+            raise ArtifactError(
+                f"The folder {folder} has files, but no {RECORD_NAME} of a selector: name an empty or a new folder."
+            )
         record = json.dumps(self.record, indent=2)
         with staged_folder(folder) as draft:
             self.model.save_pretrained(draft)
@@ -118,10 +130,10 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
 
     Args:
         folder: the folder.
-        device: device of the model; None uses the default device.
+        device: torch device of the model; None selects the fastest available one.
 
     Raises:
-        ArtifactError: the folder does not contain a complete selector.
+        ArtifactError: the folder does not exist, or a file in it is missing, damaged or does not fit the others.
     """
     folder = Path(folder)
     try:
@@ -146,6 +158,7 @@ def load_selector(folder: str | Path, *, device: str | None = None) -> TrainedSe
 
 
 def _load_model(folder: Path) -> SentenceSelector:
+    """Load the model of a folder, or raise `ValueError` if its tensors do not match its config."""
     # The annotation lacks the pair that `output_loading_info` returns.
     from_pretrained: Any = SentenceSelector.from_pretrained
     model, info = from_pretrained(
@@ -196,8 +209,10 @@ def sentence_embeddings(sentences: Sequence[str], encoder: str, device: str = "c
 
 @cache
 def _load_encoder(name: str, device: str) -> Any:
-    library = import_extra("routing", "sentence_transformers", "A selector on sentence vectors")
+    library = import_extra("routing", "sentence_transformers", "Embedding sentences")
     try:
         return library.SentenceTransformer(name, device=device)
     except (OSError, ValueError) as error:
-        raise BackboneError(f"The encoder {name} can't be loaded ({_cause(error)}): name another one.") from None
+        raise BackboneError(
+            f"The encoder {name} can't be loaded ({_cause(error)}): name a sentence-transformers model, or its folder."
+        ) from None

@@ -168,20 +168,21 @@ class LanguageModelWriter:
         return len(self.tokenize(text))
 
     def write(self, extract: Extract) -> WriterOutput:
-        """Write one summary; arguments and errors are those of `write_batch`."""
+        """Write the summary of one document; errors are those of `write_batch`."""
         return self.write_batch([extract])[0]
 
     def write_batch(self, extracts: Sequence[Extract]) -> list[WriterOutput]:
-        """Write summaries of at most `decoding.max_new_tokens` each.
+        """Write a summary of at most `decoding.max_new_tokens` tokens for each document.
 
-        A sentence that the limit truncates is dropped, and so is one that repeats another.
+        A sentence that the limit truncates is dropped, and so is one that repeats another. If the model writes nothing,
+        the summary is the extract.
 
         Args:
             extracts: the selected sentences of each document.
 
         Raises:
             DataError: the chat template can't be filled.
-            RecipeError: a prompt does not fit into the window.
+            RecipeError: the window has no room for an introduction and an extracted sentence.
         """
         prompts = [self.build_prompt(extract) for extract in extracts]
         completions = self.complete_batch([prompt.ids for prompt in prompts])
@@ -216,8 +217,10 @@ class LanguageModelWriter:
             prompts: token ids of each prompt.
 
         Returns:
-            Each completion, and whether the limit of tokens truncated it.
+            The text of each completion, and whether the limit of tokens truncated it.
         """
+        if not prompts:
+            return []
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
         ends = end_ids(self.model, self.tokenizer)
@@ -255,7 +258,15 @@ class LanguageModelWriter:
         return WriterPrompt(ids, passages.notes, passages.read)
 
     def messages(self, extract: Extract) -> list[dict[str, str]]:
-        """Return the message to a chat model: instruction, introduction, and the extract if the layout has one."""
+        """Return the message to a chat model: instruction, introduction, and the extract if the layout has one.
+
+        Args:
+            extract: the selected sentences of a document.
+
+        Raises:
+            DataError: the chat template can't be filled.
+            RecipeError: the window has no room for an introduction and an extracted sentence.
+        """
         passages = self._fit(extract)
         return self._messages_around(passages.introduction + passages.extract)
 
@@ -390,7 +401,12 @@ def introduction_range(document: SourceDocument) -> range:
 
 
 def drop_partial_sentence(text: str, language: str = "en") -> str:
-    """Return a truncated text without its last, unfinished sentence; a single sentence is kept."""
+    """Return a text without its last sentence if that is unfinished. A single sentence is kept.
+
+    Args:
+        text: a text without white space at its end.
+        language: code of the language whose rules split the sentences.
+    """
     ends = [end for _, end in split_sentences(text, language)]
     is_finished = text[-1:] in _SENTENCE_ENDS
     if is_finished or len(ends) < 2:
@@ -399,7 +415,12 @@ def drop_partial_sentence(text: str, language: str = "en") -> str:
 
 
 def drop_repeated_sentences(text: str, language: str = "en") -> tuple[str, int]:
-    """Return a text without the sentences that repeat the words of an earlier one, and their number."""
+    """Return a text without the sentences that repeat the words of an earlier one, and their number.
+
+    Args:
+        text: the text. Without repetitions it is returned unchanged.
+        language: code of the language whose rules split the sentences.
+    """
     sentences = [text[start:end] for start, end in split_sentences(text, language)]
     kept: dict[tuple[str, ...], str] = {}
     for sentence in sentences:
@@ -424,14 +445,15 @@ def load_writer(
     Args:
         folder: folder or hub name of a model, or folder of a graft.
         decoding: decoding of summaries; None uses the defaults.
-        window: maximum number of tokens of prompt and summary, instead of the layout's.
-        device: device of the model; None uses the default device.
+        window: maximum number of tokens of prompt and summary; None uses the layout's.
+        device: torch device of the model; None selects the fastest available one.
         trust_remote_code: whether the model may run code of its repository.
 
     Raises:
         DataError: `layout.json` can't be read.
-        RecipeError: the window is larger than the model's.
-        GraftError: the model can't be loaded, as for `load_model`.
+        RecipeError: the window has fewer than 16 tokens, or more than the model can read.
+        ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone.
+        BackboneError: the model can't be loaded, or has no tokenizer.
     """
     model, tokenizer = load_model(folder, device=device, trust_remote_code=trust_remote_code)
     writer = LanguageModelWriter(

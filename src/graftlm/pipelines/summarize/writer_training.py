@@ -31,11 +31,11 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class WriterExample:
-    """A document to learn from.
+    """A document with a human summary, for the training of a writer.
 
     Attributes:
-        extract: the extract of the document.
-        summary: the human summary.
+        extract: the selected sentences of the document.
+        summary: the text of the human summary.
     """
 
     extract: Extract
@@ -60,15 +60,19 @@ def train_writer(
         examples: documents with summaries.
         training: configuration of the training loop.
         out: folder of the history, the checkpoints and the trained model.
-        rest_fraction: fraction of the rows that come from the rest of the documents.
+        rest_fraction: fraction of the rows that come from the rest of the documents, from 0 to 1.
         progress: whether to display a progress bar.
 
     Returns:
         The folder of model, tokenizer and layout, for `load_writer`.
 
     Raises:
-        DataError: there is no example.
-        RecipeError: an example does not fit into the window, or the window into the model.
+        DataError: there is no example, the documents have no text outside their introductions although `rest_fraction`
+            is above 0, `rest_fraction` is not from 0 to 1, or the chat template can't be filled.
+        RecipeError: the window has no room for an introduction, an extracted sentence and a summary, or is larger than
+            the model's.
+        TrainingError: `out` has a checkpoint of another run, or the loss or a gradient is not finite.
+        EvaluationError: a file in `out` can't be written.
     """
     check_rows(writer.model, length=writer.window, longest=writer.window, boundaries="whole")
     mixture = _mixture(writer, examples, training, rest_fraction)
@@ -110,23 +114,27 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
     """Pack whole examples into rows of the writer's window. Attention does not cross examples.
 
     Raises:
-        DataError: there is no example.
-        RecipeError: an example does not fit into the window.
+        DataError: there is no example, or the chat template can't be filled.
+        RecipeError: the window has no room for an introduction, an extracted sentence and a summary.
     """
     if not examples:
         raise DataError("There is no document with a summary to learn from: give at least one.")
-    streams = []
+    marked = []
     for example in examples:
         prompt, summary = prompt_and_summary(writer, example)
         ids = np.array([*prompt, *summary], dtype=np.int32)
         ids[0] = ~ids[0]  # marks the start of a document
-        streams.append(ids)
-    rows = split_rows(np.concatenate(streams), writer.window, "whole")
+        marked.append(ids)
+    rows = split_rows(np.concatenate(marked), writer.window, "whole")
     return TokenBlocks(rows, boundaries="whole", pad_id=padding_id(writer.tokenizer))
 
 
 def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
-    """Return token ids of prompt and summary. The summary ends with EOS, or is truncated to `max_new_tokens`."""
+    """Return the token ids of the prompt and of the human summary.
+
+    The summary ends with the tokenizer's EOS, if it has one, and is truncated to `decoding.max_new_tokens`. Errors are
+    those of `LanguageModelWriter.build_prompt`.
+    """
     prompt = writer.build_prompt(example.extract)
     ids = writer.tokenize(example.summary)
     eos = writer.tokenizer.eos_token_id
@@ -152,7 +160,7 @@ def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) 
 
 
 def rest_text(document: SourceDocument) -> str:
-    """Return the sentences outside the introduction."""
+    """Return the sentences outside the introduction (see `introduction_range`), joined by spaces."""
     introduction = introduction_range(document)
     sentences = enumerate(document.sentences)
     return " ".join(sentence.text for index, sentence in sentences if index not in introduction)

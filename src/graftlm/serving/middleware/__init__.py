@@ -29,5 +29,8 @@ __all__ = [
 
 
 def user_of(request: Request) -> str:
-    """Return the name of the request's API key; without keys, the client's address."""
+    """Return the name of the request's API key, as `ApiKeyMiddleware` stored it.
+
+    If the server has no keys, it is the client's address; for a path that is not protected, it is empty.
+    """
     return getattr(request.state, "user", "")

@@ -18,7 +18,7 @@ class ApiKeyMiddleware:
         keys: known keys. Without keys all requests are accepted, and the user is the client's address.
 
     Raises:
-        ServingError: with status 401.
+        ServingError: the request has no known key (status 401).
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -37,9 +37,9 @@ class ApiKeyMiddleware:
         header = Headers(scope=scope).get("authorization", "")
         name = self.keys.name_of_header(header)
         if name is None:
-            problem = "unknown" if header else "missing"
+            problem = "has no known API key" if header else "is missing"
             raise ServingError(
-                f"The API key is {problem}: send the header Authorization: Bearer KEY.",
+                f"The header Authorization {problem}: send Authorization: Bearer KEY with a key of this server.",
                 status=401,
                 code="invalid_api_key",
             )

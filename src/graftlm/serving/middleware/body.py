@@ -19,10 +19,10 @@ class RequestBodyMiddleware:
         app: the wrapped application.
         max_bytes: maximum size of a body.
         seconds: maximum time for a body to arrive.
-        max_bytes_of_paths: other maximum sizes by path.
+        max_bytes_of_paths: maximum sizes of bodies for paths with another limit than `max_bytes`.
 
     Raises:
-        ServingError: with status 413 for a body that is too large, 408 for one that is too slow.
+        ServingError: the body is too large (status 413) or does not arrive in time (408).
         ClientDisconnect: the client disconnected before the end of the body.
     """
 
@@ -58,7 +58,8 @@ class RequestBodyMiddleware:
                         raise _too_large(limit)
         except TimeoutError:
             raise ServingError(
-                f"The request did not arrive within {self.seconds:g} seconds: send it faster.",
+                f"The body of the request did not arrive within {self.seconds:g} seconds: send a smaller one, or use a "
+                "faster connection.",
                 status=408,
                 code="request_timeout",
             ) from None
@@ -67,14 +68,14 @@ class RequestBodyMiddleware:
 
 def _too_large(limit: int) -> ServingError:
     return ServingError(
-        f"The request is larger than {limit:,} bytes, which is the maximum: send less text.",
+        f"The body of the request is larger than {limit:,} bytes, which is the maximum: send less text.",
         status=413,
         code="request_too_large",
     )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a receive function that returns a received body first."""
+    """Return an ASGI receive function that first returns a body that was received before."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

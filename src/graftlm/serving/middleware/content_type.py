@@ -9,13 +9,16 @@ from graftlm.serving.protocol import ServingError
 
 
 class JsonContentMiddleware:
-    """Requires JSON in a POST: a page of another site may send text or forms without a CORS preflight request.
+    """Requires the content type application/json in a POST request with a body.
+
+    Otherwise a page of another site could use the server from a browser, which sends text and forms without a CORS
+    preflight request.
 
     Args:
         app: the wrapped application.
 
     Raises:
-        ServingError: with status 415.
+        ServingError: the content type is another one or missing (status 415).
     """
 
     def __init__(self, app: ASGIApp) -> None:

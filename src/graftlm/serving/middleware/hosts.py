@@ -18,7 +18,7 @@ class AllowedHostMiddleware:
         hosts: allowed names in lower case, without ports; None allows any.
 
     Raises:
-        ServingError: with status 421.
+        ServingError: the name in the header is not allowed (status 421).
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None) -> None:
@@ -36,8 +36,8 @@ class AllowedHostMiddleware:
         name = _without_port(header).strip("[]").lower()
         if name not in self.hosts:
             raise ServingError(
-                f"The host {name[:100]!r} is not a name of this server: use {', '.join(sorted(self.hosts))}, or start "
-                "the server with --allow-host.",
+                f"The Host header names {name[:100]!r}, which is not a name of this server: use "
+                f"{', '.join(sorted(self.hosts))}, or start the server with --allow-host.",
                 status=421,
                 code="unknown_host",
             )

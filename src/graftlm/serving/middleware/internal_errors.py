@@ -8,7 +8,9 @@ from graftlm.serving.errors import error_response, internal_error
 
 
 class InternalErrorMiddleware:
-    """Logs an unexpected exception of the application, and sends an error response unless a response has started.
+    """Logs an unexpected exception of the application, and sends an error response with status 500.
+
+    If a response has started already, the exception is raised again.
 
     Args:
         app: the wrapped application.

@@ -15,7 +15,7 @@ class RequestMetricsMiddleware:
     """Counts and times the requests of an application by route and status.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         metrics: receives the counts and durations.
     """
 

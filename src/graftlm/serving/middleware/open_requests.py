@@ -9,7 +9,7 @@ from graftlm.serving.protocol import QueueFullError
 
 
 class OpenRequestsMiddleware:
-    """Counts open requests, and refuses further ones for protected paths above a limit.
+    """Counts open requests, and refuses requests for protected paths while the limit is reached.
 
     Args:
         app: the wrapped application.
@@ -19,7 +19,7 @@ class OpenRequestsMiddleware:
         open: number of requests that are not answered yet.
 
     Raises:
-        QueueFullError: with status 429.
+        QueueFullError: the limit is reached (status 429).
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -32,7 +32,9 @@ class OpenRequestsMiddleware:
             await self.app(scope, receive, send)
             return
         if is_protected(scope) and self.open >= self.limit:
-            raise QueueFullError(f"{self.open} requests are open, and no more are accepted: try again in a moment.")
+            raise QueueFullError(
+                f"The number of open requests is {self.open}, but the limit is {self.limit}: try again in a moment."
+            )
         self.open += 1
         try:
             await self.app(scope, receive, send)

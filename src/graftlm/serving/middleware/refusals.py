@@ -21,7 +21,7 @@ class RefusalMiddleware:
     response of a connection that is closed.
 
     Args:
-        app: the application behind it.
+        app: the wrapped application.
         max_bytes: maximum number of bytes to discard.
     """
 

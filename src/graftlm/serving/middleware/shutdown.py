@@ -18,7 +18,7 @@ class ShutdownMiddleware:
         closing: set when the shutdown begins.
 
     Raises:
-        ShuttingDownError: with status 503.
+        ShuttingDownError: the server is shutting down (status 503).
     """
 
     def __init__(self, app: ASGIApp, closing: threading.Event) -> None:

@@ -34,15 +34,16 @@ class GraftLaws(
     DecodingLaws,
     IndependenceLaws,
 ):
-    """The laws that every graft keeps, as tests; a subclass sets `config`.
+    """The laws that every graft keeps, as tests for a subclass that sets `config`.
 
-    After every law, the backbone must be as it was before it, see `backbone_stays`.
+    Every test also fails if it changes the backbone, as `backbone_stays` checks.
 
     Attributes:
         config: the graft's config as a recipe writes it.
-        families: the families of tiny models to test on, also in half precision: `llama+bfloat16`, `llama+float16`.
-        spread: standard deviation of the noise that replaces training; a larger one breaks a law more visibly.
-        learning_rate: a rate at which the loss on one batch falls within 8 steps.
-        start: maximum change of logits by an untrained graft that starts as the backbone except for rounding.
-        exceptions: the name of a law without `test_`, a family or `encoders` -> the reason why it is skipped.
+        families: the families of tiny models to test on. A suffix selects half precision: `llama+bfloat16`,
+            `llama+float16`.
+        spread: standard deviation of the noise that replaces training; with more noise, violations of a law are larger.
+        learning_rate: a learning rate at which the loss on one batch falls within 8 steps.
+        start: maximum change of logits by an untrained graft; 0 if it must change no bit.
+        exceptions: reasons why laws are skipped, by the name of a law without `test_`, a family, or `encoders`.
     """

@@ -1,4 +1,4 @@
-"""Laws of artefacts: a saved graft and an exported one have the same logits, and mistakes raise an error."""
+"""Laws of artifacts: a saved graft and an exported one have the same logits, and mistakes raise an error."""
 
 from __future__ import annotations
 

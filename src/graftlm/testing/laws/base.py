@@ -1,4 +1,4 @@
-"""What all laws share: backbones, parametrisation over families, and comparisons."""
+"""What all laws share: backbones, parametrization over families, and comparisons."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class LawsBase:
     # Backbones
 
     def backbone(self, family: str) -> Backbone:
-        """Return the backbone of a family: the same object until `renew_backbones`."""
+        """Return the backbone of a family, which is the same object until `renew_backbones` is called."""
         return tiny_backbone_of(family)
 
     def renew_backbones(self) -> None:
-        """Make `backbone` build fresh ones, since the test of a law has changed one."""
+        """Discard all backbones. `backbone` then builds new ones."""
         tiny_backbone_of.cache_clear()
 
     @pytest.fixture(autouse=True)
@@ -64,7 +64,11 @@ class LawsBase:
 
     @contextmanager
     def backbone_stays(self, family: str) -> Iterator[None]:
-        """Fail if the block changes anything of the backbone. The following laws get a fresh backbone."""
+        """Fail if the block changes anything of a backbone. In this case, the following laws get new backbones.
+
+        Args:
+            family: the backbone's family.
+        """
         before = state_of(self.backbone(family).model)
         try:
             yield
@@ -88,12 +92,22 @@ class LawsBase:
         metafunc.parametrize("family", [self.param(law, family) for family in families])
 
     def param(self, law: str, family: str) -> Any:
-        """Return a value of the parameter `family` with its marks."""
+        """Return a value of pytest's parameter `family`, with a mark if the law is skipped on the family.
+
+        Args:
+            law: the name of the law, without `test_`.
+            family: the name of the family.
+        """
         reason = self.exception(law, family)
         return pytest.param(family, marks=[pytest.mark.skip(reason=reason)] if reason else [])
 
     def exception(self, law: str, family: str) -> str | None:
-        """Return the reason why a law is skipped on a family; None if it holds."""
+        """Return the reason why a law is skipped on a family, or None if it runs.
+
+        Args:
+            law: the name of the law, without `test_`.
+            family: the name of the family.
+        """
         keys = [law, family]
         if is_encoder(family):
             keys.append("encoders")
@@ -120,7 +134,7 @@ class LawsBase:
 
         Args:
             family: the backbone's family.
-            trained: whether to add noise, which replaces training.
+            trained: whether to add noise of the deviation `spread` to the graft, which replaces training.
         """
         model = attach_graft(self.backbone(family), self.config).eval()
         return randomise(model, self.spread) if trained else model

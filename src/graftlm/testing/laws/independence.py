@@ -25,7 +25,12 @@ class IndependenceLaws(LawsBase):
             self.check_causality(family, model.train())
 
     def check_causality(self, family: str, model: GraftedModel) -> None:
-        """Fail unless another token changes the logits from its position on, and none before it."""
+        """Fail unless a changed token changes the logits from its position on, and none before it.
+
+        Args:
+            family: the backbone's family.
+            model: the grafted model, in the mode to test.
+        """
         length = self.lengths(family)[0]
         ids = tiny_ids(length=length)
         before = seeded_logits(model, ids)

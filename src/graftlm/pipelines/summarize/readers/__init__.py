@@ -49,14 +49,16 @@ def read_document(path: str | Path, language: str | None = None) -> SourceDocume
         language: language code such as `de`; None detects it from the script, with Latin script as English.
 
     Raises:
-        DataError: the file can't be read, has another format, is encrypted, scanned or too large, or has no sentence.
-        RecipeError: the language has no rules for the ends of sentences.
-        MissingExtraError: a library that reads the format is not installed.
+        DataError: the file can't be read, has another suffix or format, is encrypted, scanned or too large, has no
+            sentence, or is in a script without punctuation that ends sentences.
+        RecipeError: `language` is malformed, or the language has no punctuation that ends sentences.
+        MissingExtraError: a library that reads the format or splits sentences is not installed.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise DataError(f"{path} has no readable format: give a file that ends in one of {', '.join(SUFFIXES)}.")
+        found = f"has the suffix {suffix}" if suffix else "has no suffix"
+        raise DataError(f"{path} {found}, but one of {', '.join(SUFFIXES)} is expected: convert the document.")
     if suffix != ".pdf":
         text = _read_utf8(path)
         return read_text(text, suffix, str(path), language)
@@ -80,10 +82,17 @@ def read_text(
         language: language code, as in `read_document`.
 
     Raises:
-        DataError: the text has another format, is too long, or has no sentence.
-        RecipeError: the language has no rules for the ends of sentences.
-        MissingExtraError: a library that reads the format is not installed.
+        DataError: the suffix is another one; the text is not in its format, is too long, has no sentence, or is in a
+            script without punctuation that ends sentences.
+        RecipeError: `language` is malformed, or the language has no punctuation that ends sentences.
+        MissingExtraError: a library that reads the format or splits sentences is not installed.
     """
+    suffixes = [*_TEXT_READERS, *_JATS_SUFFIXES]
+    if suffix not in suffixes:
+        raise DataError(
+            f"The suffix of {name} is {suffix!r}, but one of {', '.join(suffixes)} is expected: name the suffix of its "
+            "format."
+        )
     _check_size(name, len(text), "characters", MAX_CHARACTERS)
     readable = text
     if text.startswith(_BYTE_ORDER_MARK):

@@ -100,7 +100,7 @@ class BlockCollector:
         return element.tag
 
     def add(self, span: TextSpan) -> None:
-        """Add text of the open elements."""
+        """Add text of the innermost open element to the open block, unless an open element is skipped."""
         if self.kind == "skipped":
             return
         self.spans.append(span)
@@ -108,7 +108,10 @@ class BlockCollector:
             self.linked += len(span.text.strip())
 
     def close_block(self) -> None:
-        """End the open block. Prose that consists mostly of links is navigation."""
+        """End the open block, and append it to `blocks` if it has text.
+
+        Prose that consists mostly of links is navigation, whose kind is `furniture`.
+        """
         if self.spans:
             kind = self.kind
             level = self._heading_level() if kind in ("prose", "reference") else 0

@@ -65,6 +65,7 @@ class _JatsBlockParser:
         return index if self._characters is None else int(self._characters[index])
 
     def _start_element(self, tag: str, attributes: Mapping[str, str]) -> None:
+        """Open an element with its role, or as a heading with its level."""
         collector = self._collector
         if not collector.elements and tag not in _ROOTS:
             raise DataError(
@@ -88,6 +89,7 @@ class _JatsBlockParser:
         self._collector.blocks.append(TextBlock((span,), 1))
 
     def _add_text(self, data: str) -> None:
+        """Add text with its range in the source, where it may be an entity or a line break of two characters."""
         text = self._text
         first = self._position()
         last = first + len(data)

@@ -40,7 +40,10 @@ class _Node(Protocol):
 def latex_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings of the document's body. Inline formulas keep their source.
 
-    Tables, figures, displayed formulas and code are blocks of their source; footnotes and citations are skipped.
+    Tables, figures, displayed formulas and code are blocks of their source. Footnotes and citations are skipped.
+
+    Raises:
+        MissingExtraError: pylatexenc is not installed.
     """
     latexwalker = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
     latex2text = import_extra("pylatexenc.latex2text", "Reading LaTeX")
@@ -91,6 +94,7 @@ class _LatexBlockParser:
                 handle(node)
 
     def _handle_characters(self, node: _Node) -> None:
+        """Add a node's text, and close the block at each empty line."""
         start = node.pos
         for gap in _PARAGRAPH_BREAK.finditer(node.chars):
             self._add_literal(start, node.pos + gap.start())
@@ -119,6 +123,7 @@ class _LatexBlockParser:
             self._add_converted(node)
 
     def _handle_environment(self, node: _Node) -> None:
+        """Walk an environment of prose, add another known one as a block of its kind, and skip unknown ones."""
         name = node.environmentname
         kind = element_roles("latex_environments").get(name.rstrip("*"))
         if kind is None:
@@ -140,6 +145,7 @@ class _LatexBlockParser:
         self._close_block(kind=kind)
 
     def _handle_macro(self, node: _Node) -> None:
+        """Handle a heading, a macro around text, a line break or a symbol, and skip any other macro."""
         name = node.macroname.rstrip("*")
         role = element_roles("latex_macros").get(name)
         if name in _HEADING_LEVELS:

@@ -51,7 +51,10 @@ class _Part(NamedTuple):
 def markdown_blocks(text: str) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings, and other blocks by their kind. Raw HTML is skipped.
 
-    Front matter and list items with a checkbox are fields; an item that consists of a link to a heading is furniture.
+    Front matter and list items with a checkbox are fields. An item that consists of a link to a heading is furniture.
+
+    Raises:
+        MissingExtraError: markdown-it-py is not installed.
     """
     front_matter = _FRONT_MATTER.match(text)
     skipped = front_matter.end() if front_matter else 0
@@ -162,6 +165,7 @@ def _readable_parts(children: Sequence[_Token], content: str) -> Iterator[_Part]
 
 
 def _text_part(child: _Token, content: str, cursor: int) -> _Part:
+    """Return the text of a child with its first range in `content` from `cursor` on."""
     literal = child.markup if child.type == "text_special" else child.content
     start = content.find(literal, cursor) if literal else cursor
     return _Part(child.content, start, start + len(literal))

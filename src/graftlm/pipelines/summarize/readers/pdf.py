@@ -31,12 +31,12 @@ _CHILD_LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_DATA": 512 * 2**20}
 
 
 def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[list[str], list[TextBlock]]:
-    """Return the text of each page, and all blocks.
+    """Read the text of each page of a PDF file, and the blocks of all pages.
 
     Args:
-        source: the file.
+        source: path or content of the file.
         path: name of the file in messages.
-        max_characters: maximum length of the text.
+        max_characters: maximum length of the text of all pages.
 
     Raises:
         DataError: the file is encrypted, damaged, scanned or too large.
@@ -46,7 +46,10 @@ def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[li
     if not pages:
         raise DataError(f"{path} is not a complete PDF file (it has no page): save or fetch it again.")
     if not any(page.strip() for page in pages):
-        raise DataError(f"{path} has {len(pages)} pages without text, as scans have: recognize the text first (OCR).")
+        raise DataError(
+            f"{path} has no text on its pages, as in scans (number of pages: {len(pages)}): recognize the text first "
+            "(OCR)."
+        )
     blocks = layout_blocks(lines)
     return pages, list(merge_divided(blocks))
 
@@ -78,8 +81,8 @@ def _extract_pages(
         raise DataError(f"{path} is encrypted and needs a password: save a copy without one.") from None
     except Exception as error:
         # pdfminer raises exceptions of many types on a damaged file.
-        cause = first_line(error) or type(error).__name__
-        raise DataError(f"{path} is not a complete PDF file ({cause}): save or fetch it again.") from None
+        cause = first_line(error)
+        raise DataError(f"{path} can't be read as a PDF file ({cause}): save or fetch it again.") from None
     return pages, lines
 
 
@@ -122,16 +125,19 @@ def _text_boxes(container: Any) -> Iterator[Any]:
 def read_foreign_pdf(data: bytes, name: str, max_characters: int, language: str | None = None) -> SourceDocument:
     """Read a PDF file from an untrusted source in a separate process, limited to one minute and 512 MiB of memory.
 
+    The limit of memory needs POSIX.
+
     Args:
         data: content of the file.
         name: name of the document in messages.
-        max_characters: maximum length of the text.
+        max_characters: maximum length of the text of all pages.
         language: language code, as in `read_document`.
 
     Raises:
-        DataError: the file is encrypted, damaged, scanned or too large, has no sentence, or exceeds the limits.
-        RecipeError: the language has no rules for the ends of sentences.
-        MissingExtraError: pdfminer.six is not installed.
+        DataError: the file is encrypted, damaged, scanned or too large, has no sentence, is in a script without
+            punctuation that ends sentences, or can't be read within the limits.
+        RecipeError: `language` is malformed, or the language has no punctuation that ends sentences.
+        MissingExtraError: pdfminer.six or sentencex is not installed.
     """
     import_extra("pdfminer.high_level", "Reading PDF files")
     command = [sys.executable, "-P", "-c", _MAIN, name, str(max_characters)]
@@ -144,7 +150,9 @@ def read_foreign_pdf(data: bytes, name: str, max_characters: int, language: str 
         )
         message, pages, rows = json.loads(child.stdout)
     except (subprocess.TimeoutExpired, ValueError):  # no output, or only a part of it
-        raise DataError(f"{name} takes more than a minute or 512 MiB of memory to read: send its text.") from None
+        raise DataError(
+            f"{name} can't be read within a minute and 512 MiB of memory: send its text instead of the file."
+        ) from None
     if message:
         raise DataError(message)
     blocks = [_block_from_json(row) for row in rows]

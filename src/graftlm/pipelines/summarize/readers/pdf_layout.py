@@ -47,10 +47,10 @@ class PdfLine:
 
 
 def layout_blocks(pages: Sequence[Sequence[PdfLine]]) -> Iterator[TextBlock]:
-    """Yield the blocks of all pages in order.
+    """Join the lines of pages to headings, paragraphs and other blocks, and yield the blocks in order.
 
     Args:
-        pages: the lines of each page.
+        pages: the lines of each page, in reading order.
     """
     layout = _DocumentLayout(pages)
     for number, page in enumerate(pages, start=1):
@@ -180,20 +180,26 @@ def _end_of_text(line: str, following: str, words: set[str]) -> int:
 
 
 def merge_divided(blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
-    """Join the two pieces of a paragraph that a column, a figure or a footnote divides on a page."""
+    """Yield blocks after joining the pieces of paragraphs that a column, a figure or a footnote divides on a page.
+
+    The order stays the same; blocks that divide a paragraph follow it.
+    """
     pending: TextBlock | None = None
+    following: list[TextBlock] = []  # blocks after `pending` that are not prose
     for block in blocks:
         if block.kind != "prose":
-            yield block
-        elif pending is None:
-            pending = block
-        elif _continues(pending, block):
+            following.append(block)
+        elif pending is not None and _continues(pending, block):
             pending = TextBlock((*pending.spans, *block.spans), 0, block.page)
         else:
-            yield pending
+            if pending is not None:
+                yield pending
+            yield from following
             pending = block
+            following = []
     if pending is not None:
         yield pending
+    yield from following
 
 
 def _continues(block: TextBlock, following: TextBlock) -> bool:

@@ -24,7 +24,7 @@ _SENTENCE_ENDS = ".!?;,。！？"
 
 
 def plain_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings of plain text; text that does not look like prose is a table."""
+    """Yield paragraphs, list items and headings of plain text. A paragraph that does not look like prose is a table."""
     matches = (match for match in _LINE.finditer(text) if match.group())
     lines = [TextSpan(match.group(), match.start(), match.end()) for match in matches]
     paragraph: list[TextSpan] = []
@@ -69,11 +69,11 @@ def looks_like_prose(text: str) -> bool:
 
 
 def heading_level(line: str, following: str, *, isolated: bool) -> int:
-    """Return the level of a heading, or 0 for any other line.
+    """Return the level of a heading, from 1, or 0 for any other line.
 
     Args:
-        line: the line.
-        following: the next line, which may underline the heading.
+        line: the line, with or without its line break.
+        following: the next line, which may underline the heading; empty at the end.
         isolated: whether the line is a paragraph of only one line.
     """
     words = line.split()

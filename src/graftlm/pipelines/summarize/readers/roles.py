@@ -11,7 +11,7 @@ from graftlm.config import read_yaml
 
 @cache
 def element_roles(markup: str) -> dict[str, Any]:
-    """Return the role of each element of a markup language.
+    """Return the role of each listed element of a markup language, by the name of the element.
 
     Args:
         markup: a key of `elements.yaml`, such as `html` or `latex_macros`.

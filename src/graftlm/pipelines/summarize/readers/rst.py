@@ -72,7 +72,11 @@ class _Node(Protocol):
 
 
 def rst_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings, and other blocks by their kind. Directives include no files."""
+    """Yield paragraphs, list items and headings, and other blocks by their kind. Directives include no files.
+
+    Raises:
+        MissingExtraError: docutils is not installed.
+    """
     plain = text.translate(_OTHER_BREAKS)
     document = _parse(plain)
     return _RstBlockReader(plain).read(document, "prose", 0)

@@ -9,11 +9,8 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from itertools import cycle
 from pathlib import Path
-
-from graftlm.errors import DataError
 
 # Tests repeat the same lines, and tables of characters are not language.
 _LEFT_OUT = {
@@ -27,35 +24,8 @@ _LEFT_OUT = {
     "__pycache__",
     "pydoc_data",
 }
-_MIN_ENGLISH = 200  # characters of a document
 _MIN_COMMENT = 60  # characters of a comment
 _MIN_SPACES = 8  # of a comment
-
-
-def read_english(characters: int) -> list[str]:
-    """Return English documents: reference topics, then the docstrings and comments of modules.
-
-    Args:
-        characters: Number of characters after which no further document is read.
-
-    Raises:
-        DataError: The installation has neither topics nor the source of its standard library.
-    """
-    documents = _reference_topics()
-    size = sum(len(document) for document in documents)
-    for path in source_files():
-        if size >= characters:
-            break
-        parts = split_source(path.read_bytes())
-        if parts is None:
-            continue
-        english, _ = parts
-        if len(english) >= _MIN_ENGLISH:
-            documents.append(english)
-            size += len(english)
-    if not documents:
-        raise DataError("This Python installation has no standard library source to read: use another installation.")
-    return documents
 
 
 def source_files() -> list[Path]:
@@ -105,15 +75,6 @@ def deal(documents: Sequence[str], shares: Mapping[str, int]) -> dict[str, list[
     for hand, document in zip(cycle(turns), documents, strict=False):
         hand.append(document)
     return hands
-
-
-def _reference_topics() -> list[str]:
-    """Return the topics of Python's `help()`, if the installation has them."""
-    try:
-        topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    except (ImportError, AttributeError):
-        return []
-    return [topics[name] for name in sorted(topics)]
 
 
 def _take_docstring(node: ast.AST) -> str | None:

