@@ -9,7 +9,6 @@ import signal
 import ssl
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,26 +112,26 @@ def data_dir() -> Path:
     return Path(folder).resolve()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _pictures_drawn_once() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _pictures_drawn_once() -> None:
     """Draw the first picture of each name, and write its bytes for later ones; the figures are made for each."""
-    from graftlm.evaluation import plots
-    from graftlm.files.writing import write_atomically
-
-    draw = plots.save
-    drawn: dict[str, bytes] = {}
+    plots: Any = sys.modules.get("graftlm.evaluation.plots")
+    if plots is None or hasattr(plots.save, "draws"):
+        return
+    draws, drawn = plots.save, {}
 
     def save(figure: Any, path: str | Path) -> Path:
+        from graftlm.files.writing import write_atomically
+
         path = Path(path)
         if path.name in drawn:
             return write_atomically(path, drawn[path.name])
-        draw(figure, path)
+        draws(figure, path)
         drawn[path.name] = path.read_bytes()
         return path
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "save", save)
-        yield
+    save.draws = draws  # type: ignore[attr-defined]
+    plots.save = save
 
 
 @pytest.fixture(autouse=True)

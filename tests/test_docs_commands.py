@@ -32,7 +32,12 @@ FENCE = re.compile(
 SERVER = re.compile(r"http://(127\.0\.0\.1|localhost):8000|(?<=--endpoint )URL")
 SMALL = {
     "graft": ["training.steps=2", "training.batch_size=4", "data.length=32", "evaluation.limit_tokens=200"]
-    + ["evaluation.decode_prompts=0", "training.precision=fp32", "training.warmup_steps=0"],
+    + [
+        "evaluation.decode_prompts=0",
+        "evaluation.own_tokens=200",
+        "training.precision=fp32",
+        "training.warmup_steps=0",
+    ],
     "tasks": ["training.steps=2", "training.batch_size=4", "training.warmup_steps=0"],
     "language-model": ["training.steps=2", "training.batch_size=2", "data.length=32"]
     + ["model.hidden_size=32", "model.num_hidden_layers=3", "model.num_attention_heads=2"]
@@ -213,7 +218,12 @@ def _overrides(words: list[str]) -> list[str]:
     if words[1] not in ("train", "compare", "grow"):
         return []
     if {"danish.yaml", "recipe.yaml"} & {*words}:  # made small by the fixture
-        return ["training.steps=2", "evaluation.decode_prompts=0", "evaluation.limit_tokens=200"]
+        return [
+            "training.steps=2",
+            "evaluation.decode_prompts=0",
+            "evaluation.limit_tokens=200",
+            "evaluation.own_tokens=200",
+        ]
     recipe = Path(words[2]).read_text(encoding="utf-8")
     if "kind: language-model" in recipe:
         tokenizer = [] if any(word.startswith("tokenizer=") for word in words) else ["tokenizer.vocab_size=300"]
@@ -379,7 +389,8 @@ def test_blocks_run(page: Path, folder: Path) -> None:
                     _run_python(part, names, str(page))
 
 
-def test_a_wrong_command_is_found(folder: Path) -> None:
+def test_a_wrong_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # none of them is right in any folder
     for command in ("graft generat runs/danish/graft x", "make docs", "python -m experiments neutral --data DIR"):
         with pytest.raises((AssertionError, KeyError)):
             run_command(command)

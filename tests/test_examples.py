@@ -52,7 +52,7 @@ def recipe(tmp_path: Path, tiny_backbone: BackboneFolder) -> Path:
         "graft": {"kind": "low-rank-bias", "rank": 3},
         "data": {**sources, "length": 24, "test": sources},
         "training": {"steps": 4, "batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0},
-        "evaluation": {"limit_tokens": 100, "decode_prompts": 0},
+        "evaluation": {"limit_tokens": 100, "decode_prompts": 0, "own_tokens": 100},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "recipe.yaml"

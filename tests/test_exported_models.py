@@ -48,7 +48,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "token-routing": {"kind": "token-routing", "experts": TWO, "fixed": {"english": 0.7, "code": 0.2}},
 }
 WITH_CODE = ("neutral-residues", "adapter")
-ALL_CHECKS = ["static", "compiled", "saved_again", "checkpointed"]
+ALL_CHECKS = ["static", "saved_again", "checkpointed"]
+COMPILED = ("llama", "gemma3", "gpt2")  # in the default run; the other families have Llama's code
 ROUNDING = 1e-5  # of the largest logit: two orders of the same float32 sums
 MERGED = 1e-4  # a product of matrices is rounded into the weights
 
@@ -111,7 +112,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     pairs += [("neutral-residues", "block-state"), ("lora", "block-state")]
     exports = {(kind, family): exported(KINDS[kind], tiny(family), folder / kind / family) for kind, family in pairs}
     exports |= {("own", name): exported_own(changes, folder / name) for name, changes in OWN.items()}
-    checks = {("neutral-residues", family): ALL_CHECKS for family in FAMILIES}
+    checks = {("neutral-residues", family): ["compiled"] * (family in COMPILED) + ALL_CHECKS for family in FAMILIES}
     return probe(exports, checks | {("own", name): ["saved_again", "checkpointed"] for name in OWN}, folder)
 
 
@@ -121,7 +122,9 @@ def measured_more(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, s
     folder = tmp_path_factory.mktemp("exported")
     pairs = [(kind, family) for kind in KINDS if kind != "neutral-residues" for family in FAMILIES]
     exports = {(kind, family): exported(KINDS[kind], tiny(family), folder / kind / family) for kind, family in pairs}
-    return probe(exports, dict.fromkeys(exports, ["static"]), folder)
+    others = [("neutral-residues", family) for family in FAMILIES if family not in COMPILED]
+    exports |= {(kind, family): exported(KINDS[kind], tiny(family), folder / kind / family) for kind, family in others}
+    return probe(exports, {key: ["compiled" if key in others else "static"] for key in exports}, folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,6 +141,12 @@ def test_a_process_without_graftlm_computes_the_same_with_every_kind(
     check_probed(measured_more[kind, family], kind)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in COMPILED])
+def test_an_exported_model_of_another_family_compiles(measured_more: Any, family: str) -> None:
+    assert measured_more["neutral-residues", family]["compiled"] < ROUNDING
+
+
 def check_probed(result: Mapping[str, Any], kind: str) -> None:
     assert result["class"].startswith("Grafted") == (kind in WITH_CODE)
     assert result["logits"] < (ROUNDING if kind in WITH_CODE else MERGED)
@@ -149,7 +158,7 @@ def check_probed(result: Mapping[str, Any], kind: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_model_compiles_trains_and_is_saved_again(measured: Any, family: str) -> None:
     result = measured["neutral-residues", family]
-    assert result["compiled"] < ROUNDING
+    assert family not in COMPILED or result["compiled"] < ROUNDING
     assert result["saved_again"]["gap"] == 0
     assert "AutoModelForCausalLM" in result["saved_again"]["auto_map"]
     assert result["checkpointed"]["gap"] < ROUNDING

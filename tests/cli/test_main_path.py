@@ -29,7 +29,7 @@ def test_a_graft_is_trained_measured_used_and_inspected(home: Path, graft: Graft
     lines = trained.err.splitlines()
     assert len(lines) == 5, trained.err  # libraries log nothing
     assert "66,288 parameters" in lines[0]
-    assert "4,096 tokens" in lines[1]
+    assert "300 tokens" in lines[1]
     assert lines[2].split()[0] == "sampling"  # a progress bar
     assert "4 steps" in lines[3]
     assert lines[4].split()[0] == "training"  # a progress bar

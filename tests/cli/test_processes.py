@@ -82,7 +82,7 @@ def test_two_launched_processes_print_once(fresh_graft: Graft, home: Path) -> No
     assert outcome.code == 0, outcome.err[-2000:]
     tables = outcome.out.count("\nneutral residues")
     assert tables == 2  # of losses and of divergences
-    assert outcome.err.count("Sampling 4,096 tokens") == 1
+    assert outcome.err.count("Sampling 300 tokens") == 1
     assert outcome.err.count("Training neutral residues") == 1
     results = json.loads((home / "runs/launched/results.json").read_text())
     assert results["command"].startswith("graft train recipe.yaml")

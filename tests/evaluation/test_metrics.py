@@ -25,7 +25,7 @@ DOCUMENTS = [
     "Füße, 語, 🙂 und naïve façades; 日本語のテキスト",
     "x",
     "",
-    "def forward(self): return self.down(self.up(hidden_states)) # " + "the " * 40,
+    "def forward(self): return self.down(self.up(hidden_states)) # " + "the " * 16,
 ]
 
 

@@ -264,6 +264,7 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_pat
     assert (tmp_path / "out" / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_many_facts(data: Path, chat_model: Path, tmp_path: Path) -> None:
     tables = ("search", "large", "lora", "routed", "lora-scaled")
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=tables)

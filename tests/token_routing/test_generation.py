@@ -169,7 +169,7 @@ graft:
     two: {{path: {folders["two"]}, sources: [{{path: {tmp_path / "two.txt"}}}]}}
 data: {{length: 16, test: {{new: [{{path: {tmp_path / "two.txt"}}}]}}}}
 training: {{steps: 0}}
-evaluation: {{decode_prompts: 0}}
+evaluation: {{decode_prompts: 0, own_tokens: 100}}
 out: {tmp_path / "run"}
 """
     path = tmp_path / "recipe.yaml"
@@ -246,7 +246,7 @@ data:
   length: 32
   test: {{new: [{{path: {tmp_path}/french.txt}}]}}
 training: {{steps: 30, batch_size: 4, learning_rate: 0.01}}
-evaluation: {{decode_prompts: 0}}
+evaluation: {{decode_prompts: 0, own_tokens: 100}}
 out: {tmp_path / "run"}
 """
     )
