@@ -211,7 +211,7 @@ class FactsStudy(Study):
             id=run_id,
             label=row.label,
             backbone=self.backbone,
-            graft=graft_config(row.graft),
+            graft=graft_config(dict(row.graft)),
             data=self._data(name, size, seed),
             training=self._training(name, rate, size, seed),
             evaluation=EvaluationConfig(

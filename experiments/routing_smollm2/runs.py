@@ -73,9 +73,11 @@ class LearnedRouting(TokenRouting):
     router: dict[str, Tensor]
 
     def _updated_weights(self, call: Any, spans: Any, running_sum: Any) -> Tensor:
-        states_BTd = self._need_embedder().prefixes(call, spans, running_sum)
-        logits_BTE = functional.linear(states_BTd, self.router["weight"], self.router["bias"])
-        return functional.pad(logits_BTE.softmax(-1), (0, 1))
+        weights_BTE = self._need_embedder().scores(call, spans, running_sum, self._weights_of)
+        return functional.pad(weights_BTE, (0, 1))
+
+    def _weights_of(self, states: Tensor) -> Tensor:
+        return functional.linear(states, self.router["weight"], self.router["bias"]).softmax(-1)
 
 
 class AnswerRun(RoutingRun):

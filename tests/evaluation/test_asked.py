@@ -16,7 +16,7 @@ from graftlm.data import SourceConfig, build_documents
 from graftlm.data.conflicts import find_conflicts
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import DataError
-from graftlm.evaluation import Results
+from graftlm.evaluation import Results, value_of
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.results import Interval
 from graftlm.generation.inputs import new_sources
@@ -92,8 +92,10 @@ def test_without_steps_all_answers_are_kept_and_after_many_they_are_not(chat_mod
     (tmp_path / "none").mkdir()
     assert kept(trained(tmp_path / "none", chat_model, str(questions), steps=0)).mean == 1
     (tmp_path / "many").mkdir()
-    results = trained(tmp_path / "many", chat_model, str(questions), steps=20)
+    results = trained(tmp_path / "many", chat_model, str(questions), steps=60)
     assert kept(results).mean < 1
+    (row,) = (row for row in results.rows if "taught_answers" in row.metrics)
+    assert value_of(row.metrics["taught_answers"]) == 1
     (worst,) = results.details["answers"].values()
     assert worst[0]["question"] in {"what is a river", "who are you", "where is the garden"}
     report = (tmp_path / "many" / "out" / "report.md").read_text(encoding="utf-8")

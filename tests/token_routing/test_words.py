@@ -127,9 +127,19 @@ def test_a_system_message_is_no_example(tiny_backbone, tmp_path: Path) -> None:
 
 def test_examples_without_a_rare_word_are_named() -> None:
     graft = graft_of()
-    assert graft.fit({}) == []
-    (note,) = graft.fit({"facts": ["a c d"]})
+    (known,) = graft.fit({})  # words that everyday questions may have
+    assert "vorlia" not in known
+    note, _ = graft.fit({"facts": ["a c d"]})
     assert "a c d" in note
+
+
+def test_everyday_words_that_open_the_expert_are_named() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    (note,) = embedder.notes_on(["Vorlia needs descaling in 1851."])
+    assert "descaling" in note
+    assert "vorlia" not in note
+    assert "1851" not in note
+    assert embedder.notes_on(["Vorlia 1851"]) == []
 
 
 def test_the_rows_of_a_batch_are_routed_separately() -> None:

@@ -64,10 +64,12 @@ def _no_additive_mask(model: PreTrainedModel, site: Site) -> TapError:
     """Return the error for an attention that takes no additive mask, with the implementations that would take one."""
     config = model.config
     implementation = str(config._attn_implementation)
-    alternative = "sdpa or eager"
-    if implementation in _IMPLEMENTATIONS:
-        can_use_sdpa = implementation == "eager" and model._supports_sdpa
-        alternative = "sdpa" if can_use_sdpa else ""
+    alternative = ""
+    if not getattr(model, "_builds_own_masks", False):
+        if implementation not in _IMPLEMENTATIONS:
+            alternative = "sdpa or eager"
+        elif implementation == "eager" and model._supports_sdpa:
+            alternative = "sdpa"
     remedy = "omit the option that adds a bias"
     if alternative:
         remedy = f"load it with attn_implementation {alternative}, or {remedy}"

@@ -113,8 +113,9 @@ class Sites:
         """
         if self.is_mixture(layer):
             raise TapError(
-                f"The FFN of layer {layer} of this {self.model_type} model is a mixture of experts: choose the "
-                "attention, or a graft in parallel to the whole FFN."
+                f"The FFN of layer {layer} of this {self.model_type} model is a mixture of experts, but a dense "
+                "FFN is needed: adapt the attention if the graft allows it, or use a graft that runs parallel to the "
+                "whole FFN."
             )
         paths = (*self.family.ffn_in, self.family.ffn_out)
         return [self._resolve(self.layers[layer], path) for path in paths]

@@ -315,7 +315,9 @@ def predict(
     source: Annotated[str, argument("[FILE|-]", "A table, or lines of text; - reads stdin.")] = "-",
     text_column: Annotated[
         list[str] | None,
-        option("NAME", "Text column, by default that of training; stdin is then JSON lines. Repeatable."),
+        option(
+            "NAME", "Text column, by default that of training; stdin and text files are then JSON lines. Repeatable."
+        ),
     ] = None,
     batch_size: Annotated[int, option("N", "Rows per forward pass.", min=1)] = 64,
     backbone: BackboneName = None,
@@ -324,7 +326,7 @@ def predict(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the predictions of a graft's head, one JSON per row."""
+    """Print the predictions of a graft's head, one JSON object per row."""
     from graftlm.generation.predict import load_task_graft, predict_rows, read_questions
 
     task_graft = load_task_graft(

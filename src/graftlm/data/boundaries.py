@@ -86,12 +86,18 @@ def check_rows(n_tokens: int, length: int, boundaries: Boundaries, name: str) ->
         )
 
 
-def check_boundaries(model: PreTrainedModel, boundaries: Boundaries) -> None:
-    """Raise `RecipeError` if documents must stay separate and the model has no position ids to separate them."""
+def check_boundaries(model: PreTrainedModel, boundaries: Boundaries, remedy: str) -> None:
+    """Raise `RecipeError` if documents must stay separate and the model has no position ids to separate them.
+
+    Args:
+        model: the model.
+        boundaries: how documents share rows.
+        remedy: what the user can do, for the message.
+    """
     if boundaries == "joined":
         return
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise RecipeError(
-            f"A model of the type {model.config.model_type} has no position ids, so it can't separate the documents "
-            "of a row: set data.boundaries to joined."
+            f"Rows with boundaries {boundaries} keep their documents separate, but a model of the type "
+            f"{model.config.model_type} has no position ids to do so: {remedy}."
         )

@@ -23,6 +23,17 @@ class Conflict(NamedTuple):
     second: tuple[str, str]
 
 
+def single_turn(document: Document) -> tuple[str, str] | None:
+    """Return the question and the answer of a conversation of one turn, without system messages; None for others."""
+    if document.chat is None:
+        return None
+    turns = [message for message in document.chat.messages if message["role"] != "system"]
+    if [message["role"] for message in turns] != ["user", "assistant"]:
+        return None
+    question, answer = (str(message["content"]) for message in turns)
+    return question, answer
+
+
 def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
     """Find conversations of one question and one answer that answer the same question differently.
 
@@ -36,12 +47,10 @@ def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
     answers: dict[tuple[str, ...], tuple[str, str]] = {}
     conflicts: dict[tuple[str, ...], Conflict] = {}
     for document in documents:
-        if document.chat is None:
+        turn = single_turn(document)
+        if turn is None:
             continue
-        turns = [message for message in document.chat.messages if message["role"] != "system"]
-        if [message["role"] for message in turns] != ["user", "assistant"]:
-            continue
-        question, answer = (str(message["content"]) for message in turns)
+        question, answer = turn
         key = normalized(question)
         if not key:
             continue

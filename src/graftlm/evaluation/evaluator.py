@@ -13,12 +13,15 @@ from torch import Tensor
 from graftlm.backbone import Backbone
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
+from graftlm.data.conflicts import single_turn
 from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_questions, template_questions
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
 from graftlm.evaluation.divergence import own_text_metrics, score_own_text
 from graftlm.evaluation.inference import LanguageModel
+from graftlm.evaluation.intervals import share_interval
+from graftlm.evaluation.kept_answers import same_answer
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.observations import graft_statistics, observe
 from graftlm.evaluation.results import Interval, Metric, Row
@@ -146,13 +149,40 @@ class BackboneEvaluator:
         Args:
             model: the backbone's model, or a grafted model on it.
         """
+        return self._answers(model, self.questions)
+
+    def _answers(self, model: LanguageModel, questions: Sequence[ChatQuestion]) -> list[ChatAnswer]:
         return answer_questions(
             model,
             self.tokenizer,
-            self.questions,
+            questions,
             max_new_tokens=_ANSWER_TOKENS,
             batch_size=self.evaluation.batch_size,
         )
+
+    def measure_taught(self, model: LanguageModel, documents: Sequence[Document]) -> dict[str, Interval]:
+        """Return `taught_answers`: the share of up to 24 new questions that a model answers as it was taught.
+
+        Answers are compared by the rule of `graftlm.evaluation.kept_answers`.
+
+        Args:
+            model: the trained model.
+            documents: the new documents; only conversations of one question count.
+
+        Returns:
+            The metric; nothing if there are no such conversations.
+        """
+        taught = [pair for document in documents if (pair := single_turn(document)) is not None]
+        taught = taught[:: max(1, len(taught) // _QUESTIONS)][:_QUESTIONS]
+        if not taught:
+            return {}
+        questions = template_questions([question for question, _ in taught], self.tokenizer)
+        answers = self._answers(model, questions)
+        right = [
+            same_answer(question, expected, answer.text)
+            for (question, expected), answer in zip(taught, answers, strict=True)
+        ]
+        return {"taught_answers": share_interval(sum(right), len(right))}
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
         """Measure the bare backbone.

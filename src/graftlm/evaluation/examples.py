@@ -129,7 +129,7 @@ def _generate_batch(
         def stops(ids: Any, scores: Any, **_: object) -> Tensor:
             return criterion(ids[:, longest:], scores)  # Stop strings in prompts don't count.
 
-        criteria.append(stops)  # type: ignore[arg-type]
+        criteria.append(stops)
     ends = end_ids(model, tokenizer)
     answers = generate_rows(
         model,

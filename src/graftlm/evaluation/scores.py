@@ -365,8 +365,8 @@ def _score_batch(
     if not sums.isfinite().all():
         value = "divergence from the reference" if sums[:, 0].isfinite().all() else "loss"
         raise EvaluationError(
-            f"The {value} on this text is NaN or infinite, because weights are damaged or activations overflow in this "
-            "precision: set precision to fp32, or train with a lower learning rate."
+            f"The {value} on this text is NaN or infinite, because weights are damaged or activations overflow: load "
+            "the model in float32 or bfloat16 (dtype), restore its weights, or train with a lower learning rate."
         )
     return sums.numpy()
 

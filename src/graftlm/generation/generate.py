@@ -145,8 +145,9 @@ def load_model(
     """Load a graft on its backbone, or a model, with the tokenizer.
 
     Args:
-        folder: folder of a graft or of a model, or OWNER/NAME on the hub.
-        backbone: name or folder of the graft's backbone; None uses the recorded one.
+        folder: folder of a graft or of a model, a GGUF file, OWNER/NAME on the hub, or a packaged model such as
+            `smollm2-135m-instruct`.
+        backbone: name, folder or GGUF file of the graft's backbone; None uses the recorded one.
         changes: overrides of the graft's config, as `KEY=VALUE`.
         bare: load the backbone without the graft.
         device: torch device; None selects the fastest available one.

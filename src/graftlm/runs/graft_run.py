@@ -298,7 +298,7 @@ class GraftRun(TrainingRun):
 
     def _batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
         """Return the run's batches, which the runs of one process share."""
-        check_boundaries(backbone.model, self.data.boundaries)
+        check_boundaries(backbone.model, self.data.boundaries, "set data.boundaries to joined")
 
         def build() -> Mixture:
             return self._build_batches(backbone, dependencies)
@@ -330,7 +330,9 @@ class GraftRun(TrainingRun):
         """Add what became of the backbone's answers to the questions of `ask`."""
         names = None
         if not any(source.streaming for source in self.data.new):
-            names = NewNames(build_documents(self.data.new), evaluator.tokenizer)
+            documents = build_documents(self.data.new)
+            names = NewNames(documents, evaluator.tokenizer)
+            measurement.add_metrics(evaluator.measure_taught(model, documents))
         pairs = compare_answers(
             [question.text for question in evaluator.questions],
             [answer.text for answer in evaluator.backbone_answers],

@@ -26,6 +26,7 @@ from graftlm.training.history import read_history
 from graftlm.training.loop import TrainingSummary, train
 from graftlm.version import __version__
 
+_FEW_STEPS = 24
 Log = Callable[[str], None]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -238,6 +239,9 @@ class TrainingRun(Run):
         if training.epochs is not None:
             steps = _steps_of(trainee.batches, training.epochs)
             context.log(f"Passes over the new text: {training.epochs:g}, which take {steps_text(steps)}.")
+            if steps < _FEW_STEPS:
+                factor = math.ceil(_FEW_STEPS / steps)
+                context.log(f"So few steps teach little: raise training.epochs to about {factor * training.epochs:g}.")
             training = training.model_copy(update={"steps": steps, "epochs": None})
         return train(
             trainee.model,

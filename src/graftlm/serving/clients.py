@@ -102,8 +102,11 @@ def _check_complete(finish: Finish) -> None:
     if finish.reason == "cancelled":
         raise ShuttingDownError
     if finish.reason == "time":
+        when = "before the first token: try again later"
+        if finish.completion_tokens:
+            when = "during generation: send a shorter text, or try again later"
         raise ServingError(
-            "The time limit of requests passed during generation: send a shorter text, or try again later.",
+            f"The request exceeded the server's time limit {when}.",
             status=503,
             code="timed_out",
         )

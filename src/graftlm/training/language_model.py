@@ -254,7 +254,7 @@ def check_rows(model: Any, *, length: int, longest: int, boundaries: Boundaries)
         )
     if hasattr(model, "check_lengths"):
         model.check_lengths(length, longest)
-    check_boundaries(model, boundaries)
+    check_boundaries(model, boundaries, "use boundaries joined, or a model with position ids")
 
 
 def check_stream(model: PreTrainedModel, config: TrainingConfig) -> None:

@@ -379,7 +379,7 @@ class _Auditor:
             "notes": self.notes,
             "passages": [asdict(passage) for passage in passages],
             "conversations": conversations,
-            "worst_answers": [pair.to_json() for pair in worst_answers(self.pairs)],
+            "answers": {"tuned": [pair.to_json() for pair in worst_answers(self.pairs)]},
         }
         details = json.loads(json.dumps(details))  # Tuples become lists.
         return Results.here("audit", rows, seeds=[self.config.seed], aims=self._aims(), details=details)

@@ -53,13 +53,13 @@ class Embedder(Protocol):
         """
         return self.texts(texts)
 
-    def problem_of(self, texts: Sequence[str]) -> str | None:
-        """Return a sentence about examples whose other phrasings this embedder can't recognize, or None without any.
+    def notes_on(self, texts: Sequence[str]) -> list[str]:
+        """Return what the user should know about examples of an expert, as sentences; empty if all is well.
 
         Args:
-            texts: the examples of an expert.
+            texts: the examples.
         """
-        return None
+        return []
 
     def scores(
         self,

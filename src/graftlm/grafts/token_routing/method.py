@@ -320,7 +320,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             texts: examples by expert, in addition to those of the config.
 
         Returns:
-            A sentence for each expert some of whose examples the embedder can't generalize.
+            What the user should know about the examples, as sentences.
 
         Raises:
             RecipeError: an expert has no examples.
@@ -340,9 +340,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                     f"The expert {name} has no examples, so it has no centroid: give some under texts or sources."
                 )
             groups.append(embedder.examples(examples))
-            problem = embedder.problem_of(examples)
-            if problem is not None:
-                notes.append(f"Expert {name}: {problem}")
+            notes += [f"Expert {name}: {note}" for note in embedder.notes_on(examples)]
         router = fit_router(self.config, groups)
         router["probe"] = embedder.texts([PROBE])[0]
         self._set_router(router)

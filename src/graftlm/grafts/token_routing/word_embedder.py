@@ -32,6 +32,7 @@ from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, p
 WIDTH = 256
 _DIGITS_OF_NUMBER = 3
 _LETTERS_OF_PLURAL = 5
+_SHOWN_WORDS = 12
 _WORD = re.compile(r"\w+")
 
 
@@ -102,16 +103,28 @@ class WordEmbedder:
         scores_BTE[spans.updates] = scores_UE[: len(texts)]
         return scores_BTE
 
-    def problem_of(self, texts: Sequence[str]) -> str | None:
-        """Return a sentence about the examples without a rare word, or None if each has one."""
+    def notes_on(self, texts: Sequence[str]) -> list[str]:
+        """Return sentences about examples without a rare word, and about rare words that everyday texts may have too.
+
+        A rare word is taken for an everyday one if the examples have it in lower case and it has no digit.
+        """
+        notes = []
         without = [text for text in texts if not self.rare_words(text)]
-        if not without:
-            return None
-        return (
-            "The number of examples without a rare word, such as a name or a number of three digits, is "
-            f"{len(without):,} of {len(texts):,}, and other phrasings of them will not be recognized. The first is "
-            f"{shorten(without[0])!r}: name the thing that it is about, or train without routing."
-        )
+        if without:
+            notes.append(
+                "The number of examples without a rare word, such as a name or a number of three digits, is "
+                f"{len(without):,} of {len(texts):,}, and the expert does not act on them. The first is "
+                f"{shorten(without[0])!r}: use an unfamiliar name in it, or train without routing."
+            )
+        written = {word for text in texts for word in _WORD.findall(text)}
+        rare = self.rare_words(" ".join(texts))
+        everyday = [word for word in rare if word.isalpha() and (word in written or f"{word}s" in written)]
+        if everyday:
+            notes.append(
+                f"The number of words that open the expert is {len(rare):,}, and {len(everyday):,} of them are written "
+                f"in lower case, so that everyday questions may have them: {', '.join(everyday[:_SHOWN_WORDS])}."
+            )
+        return notes
 
     def _directions(self, text: str) -> Tensor:
         """Return the directions of a text, (words, d)."""

@@ -343,10 +343,10 @@ class LanguageModelWriter:
             first = self._extract_text(document, best[:1])
             share = min(share, limit - len(self._tokenize_source(first)))
         if share < 1:
-            part = "one extracted sentence" if best else "an introduction"
+            part = "an introduction and one extracted sentence" if best else "an introduction"
             raise RecipeError(
-                f"{self.name} reads {self.window} tokens, which has no room for {part} and "
-                f"{self.decoding.max_new_tokens} tokens of summary: request a shorter summary, or name another writer."
+                f"{self.name} reads at most {self.window} tokens, which leaves no room for {part} next to a summary of "
+                f"{self.decoding.max_new_tokens} tokens: request a shorter summary, or name another writer."
             )
         return share
 

@@ -30,7 +30,7 @@ _Law = TypeVar("_Law", bound=Callable[..., None])
 
 def decoders_only(law: _Law) -> _Law:
     """Mark a law that does not hold for encoders."""
-    law.decoders_only = True  # type: ignore[attr-defined]
+    law.decoders_only = True
     return law
 
 

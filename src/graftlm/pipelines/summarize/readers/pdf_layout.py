@@ -47,7 +47,7 @@ class PdfLine:
 
 
 def layout_blocks(pages: Sequence[Sequence[PdfLine]]) -> Iterator[TextBlock]:
-    """Join the lines of pages to headings, paragraphs and other blocks, and yield the blocks in order.
+    """Join the lines of pages into headings, paragraphs and other blocks, and yield the blocks in order.
 
     Args:
         pages: the lines of each page, in reading order.
