@@ -119,7 +119,10 @@ class ServingTokenizer:
             # Values of a request may raise any exception in a template; other exceptions are bugs.
             if not values and not isinstance(error, TemplateError | ValueError | TypeError):
                 raise
-            given = f"{param} or chat_template_kwargs" if values else param
+            given = param
+            if values:
+                given = f"{param} or chat_template_kwargs"
+                param = "chat_template_kwargs"
             reason = str(error).rstrip(".") or type(error).__name__
             raise ServingError(
                 f"The model's chat template rejects {given} ({reason}): change them, or use /v1/completions.", param
