@@ -203,10 +203,10 @@ def test_documents_begin_with_the_bos_that_the_tokenizer_adds_by_itself() -> Non
 
 
 def test_documents_are_kept_separate_by_models_that_take_position_ids() -> None:
-    check_boundaries(tiny_model("llama"), "separate")
-    check_boundaries(tiny_model("block-state"), "joined")
+    check_boundaries(tiny_model("llama"), "separate", "stop")
+    check_boundaries(tiny_model("block-state"), "joined", "stop")
     with pytest.raises(RecipeError) as error:
-        check_boundaries(tiny_model("block-state"), "whole")
+        check_boundaries(tiny_model("block-state"), "whole", "set data.boundaries to joined")
     assert "data.boundaries" in str(error.value)
 
 
