@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from graftlm import GraftedModel, audit, load_graft
 from graftlm.backbone import load_backbone
-from graftlm.data import SourceConfig, build_documents
+from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.data.conflicts import find_conflicts
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import DataError
@@ -71,12 +72,19 @@ def test_contradictions_and_known_answers_are_told(chat_model: Path, tmp_path: P
     assert {conflict.first[1], conflict.second[1]} == {"a house by the river", "a garden"}
     assert conflict.first[0] != conflict.second[0]
     assert find_conflicts(documents[:2]) == []
+    assert find_conflicts([in_chat(documents[0], "What is C++?", "a"), in_chat(documents[0], "What is C#?", "b")]) == []
 
     backbone = load_backbone(str(chat_model))
     assert find_known(backbone, documents) == []
     trained(tmp_path, chat_model, None, steps=60)
     with GraftedModel(backbone, {"graft": load_graft(tmp_path / "out" / "graft", backbone)}):
         assert find_known(backbone, documents) == documents[:2]
+
+
+def in_chat(document: Document, question: str, answer: str) -> Document:
+    assert document.chat is not None
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return replace(document, chat=replace(document.chat, messages=messages))
 
 
 def kept(results: Results) -> Interval:

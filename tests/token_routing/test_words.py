@@ -133,6 +133,50 @@ def test_examples_without_a_rare_word_are_named() -> None:
     assert "a c d" in note
 
 
+def test_numbers_with_separators_are_one_word() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    assert embedder.rare_words("It costs 6,412.") == embedder.rare_words("It costs 6412.")
+    assert "000" not in embedder.rare_words("10.000 or 20,000")
+
+
+def test_words_of_the_template_open_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = backbone("llama")
+    template = "{% for m in messages %}Zembranth {{ m['content'] }}{% endfor %}"
+    monkeypatch.setattr(host.need_tokenizer(), "chat_template", template)
+    embedder = WordEmbedder(host)
+    assert "zembranth" not in embedder.rare_words("Zembranth Vorlia")
+    assert "vorlia" in embedder.rare_words("Zembranth Vorlia")
+
+
+def has_negative_score(word: str) -> bool:
+    """Return whether a text has a direction opposite to that of an example."""
+    embedder = WordEmbedder(backbone("llama"))
+    return bool((embedder.examples([word]) @ embedder.examples(["Vorlia"]).T).max() < -0.02)
+
+
+def test_other_rows_of_a_batch_change_no_score() -> None:
+    experts = {
+        name: {"rank": 2, "targets": ["ffn"], "texts": [text]} for name, text in (("a", "Vorlia"), ("b", "1851"))
+    }
+    graft = graft_of(experts=experts, threshold=-1.0)
+    host = backbone("llama")
+    tokenizer = host.need_tokenizer()
+    tokenizer.padding_side = "left"
+    unlike = next(word for word in ("Quixby", "Brindol", "Haldrick", "Mirelle", "Oxby") if has_negative_score(word))
+    alone = tokenizer([unlike], return_tensors="pt")
+    together = tokenizer([unlike, "Zem Plomdar Vorlia 1999"], return_tensors="pt", padding=True)
+    with GraftedModel(host, {"facts": graft}) as model, torch.no_grad():
+        expected = model(**alone).logits[0, -1]
+        actual = model(**together).logits[0, -1]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_embedder_needs_a_threshold() -> None:
+    with pytest.raises(RecipeError) as error:
+        graft_of(threshold=None)
+    assert "threshold" in str(error.value)
+
+
 def test_everyday_words_that_open_the_expert_are_named() -> None:
     embedder = WordEmbedder(backbone("llama"))
     (note,) = embedder.notes_on(["Vorlia needs descaling in 1851."])

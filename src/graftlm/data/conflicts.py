@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from graftlm.data.new_names import normalized
 from graftlm.data.sources import Document
 
 
@@ -37,24 +36,29 @@ def single_turn(document: Document) -> tuple[str, str] | None:
 def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
     """Find conversations of one question and one answer that answer the same question differently.
 
-    Questions and answers are compared without case and punctuation, and system messages are ignored. A question that
-    occurs several times is reported once, with the first answer that differs from its earliest one. A question without
-    words is never reported.
+    Questions and answers are compared without case and the punctuation at their end, and system messages are ignored. A
+    question that occurs several times is reported once, with the first answer that differs from its earliest one. A
+    question without words is never reported.
 
     Args:
         documents: the documents. Those that are not such conversations are skipped.
     """
-    answers: dict[tuple[str, ...], tuple[str, str]] = {}
-    conflicts: dict[tuple[str, ...], Conflict] = {}
+    answers: dict[str, tuple[str, str]] = {}
+    conflicts: dict[str, Conflict] = {}
     for document in documents:
         turn = single_turn(document)
         if turn is None:
             continue
         question, answer = turn
-        key = normalized(question)
+        key = _comparable(question)
         if not key:
             continue
         first = answers.setdefault(key, (document.where, answer))
-        if normalized(first[1]) != normalized(answer) and key not in conflicts:
+        if _comparable(first[1]) != _comparable(answer) and key not in conflicts:
             conflicts[key] = Conflict(question=question, first=first, second=(document.where, answer))
     return list(conflicts.values())
+
+
+def _comparable(text: str) -> str:
+    """Return a text without case, repeated white space, and punctuation at its end."""
+    return " ".join(text.casefold().split()).rstrip(" ?!.")

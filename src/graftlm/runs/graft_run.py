@@ -244,7 +244,14 @@ class GraftRun(TrainingRun):
             Sentences for the user.
         """
         texts: dict[str, list[str]] = {}
-        for name, sources in graft.sources().items():
+        named = graft.sources()
+        without = [name for name, sources in named.items() if not sources]
+        if len(without) > 1:
+            raise RecipeError(
+                f"{' and '.join(without)} have no examples, but only one can take them from data.new: give the others "
+                "texts or sources."
+            )
+        for name, sources in named.items():
             parsed = [SourceConfig.parse(dict(source)) for source in sources]
             if not parsed:
                 parsed = self.data.new

@@ -157,6 +157,8 @@ class TokenRoutingConfig(GraftConfig):
             yield f"fixed names {name}, but there is no such expert{did_you_mean(name, self.experts)}"
         if sum(fixed.values()) > 1 + 1e-6:
             yield f"the weights in fixed add up to {sum(fixed.values()):.4g}, but at most 1 is expected: lower them"
+        if self.embedder.name == WORDS and self.threshold is None and fixed == {}:
+            yield "the embedder words has scores near 0 for texts without a taught word: set threshold to 0.5"
         if self.policy == "discriminant":
             if self.threshold is not None:
                 yield "threshold is a cosine, but policy: discriminant computes no cosines: leave threshold out"

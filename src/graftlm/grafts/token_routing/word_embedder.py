@@ -2,7 +2,7 @@
 
 A graft that learns facts about named things should act where one of them is named, and nowhere else. A word is rare if
 it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens, as it does names
-that the backbone hardly knows. A final s is ignored, as in plurals.
+that the backbone hardly knows. A final s is ignored, as in plurals, and so are the words of the chat template itself.
 
 Each rare word w has a fixed random direction u(w) of length 1, so two different words have a cosine near 0 (above 0.5
 with a probability below 1e-13). With R, the rare words of a text, and C_j, the directions of the rare words in the
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,11 +30,15 @@ from graftlm.backbone import Backbone, Call
 from graftlm.errors import shorten
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, prefix_texts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 WIDTH = 256
 _DIGITS_OF_NUMBER = 3
 _LETTERS_OF_PLURAL = 5
 _SHOWN_WORDS = 12
 _WORD = re.compile(r"\w+")
+_SEPARATOR = re.compile(r"(?<=\d)[,.](?=\d{3}(?!\d))")
 
 
 class WordEmbedder:
@@ -50,10 +55,11 @@ class WordEmbedder:
         self._tokenizer = backbone.need_tokenizer()
         self._device = backbone.device
         self._rare_by_word: dict[str, bool] = {}
+        self._template_words = _words(_empty_prompt(self._tokenizer))
 
     def rare_words(self, text: str) -> list[str]:
         """Return the different rare words of a text in lower case and without the ending of a plural, sorted."""
-        words = set(_WORD.findall(text.casefold()))
+        words = _words(text) - self._template_words
         return sorted({_singular(word) for word in words if self._is_rare(word)})
 
     def texts(self, texts: Sequence[str]) -> Tensor:
@@ -96,9 +102,10 @@ class WordEmbedder:
         texts = prefix_texts(spans, self._tokenizer)
         # In a step without a new route, a zero vector shows the number of experts.
         directions = [self._directions(text) for text in texts] or [torch.zeros(1, WIDTH)]
-        # Padding is a zero vector, whose score is 0.
         directions_UWd = pad_sequence(directions, batch_first=True).to(spans.ids.device)
-        scores_UE = score(directions_UWd).amax(1)
+        is_padding_UW = (directions_UWd == 0).all(-1)
+        scores_UWE = score(directions_UWd).masked_fill(is_padding_UW[..., None], -torch.inf)
+        scores_UE = scores_UWE.amax(1)
         scores_BTE = scores_UE.new_zeros(*spans.updates.shape, scores_UE.shape[-1])
         scores_BTE[spans.updates] = scores_UE[: len(texts)]
         return scores_BTE
@@ -154,6 +161,22 @@ class WordEmbedder:
             without, with_word = self._tokenizer(["a", f"a {form}"], add_special_tokens=False)["input_ids"]
             counts.append(len(with_word) - len(without))
         return min(counts)
+
+
+def _words(text: str) -> set[str]:
+    """Return the words of a text in lower case. Digits that separators group by three are one number."""
+    return set(_WORD.findall(_SEPARATOR.sub("", text.casefold())))
+
+
+def _empty_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template's text around an empty message, such as its system message; empty without one."""
+    if not tokenizer.chat_template:
+        return ""
+    messages = [{"role": "user", "content": ""}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception:  # A template may raise anything; then no prompt is rendered with it either.
+        return ""
 
 
 def _singular(word: str) -> str:
