@@ -408,7 +408,7 @@ def test_a_server_with_keys_gets_one_that_stays_in_the_tab(
     key = "a-key-of-some-length"
     guarded = changed(service, keys=ApiKeys([("anna", key)]), closing=threading.Event())
     with running(guarded) as address, opened(browser, address, complaints) as page:
-        expect(page.locator("#key-note")).to_contain_text("Authorization")
+        expect(page.locator("#key-note")).to_contain_text("The API key is missing")
         page.get_by_label("API key").fill("another-key-of-some-length")
         page.keyboard.press("Enter")
         expect(page.locator("#key-note")).to_contain_text("The API key is unknown")
@@ -429,7 +429,7 @@ def test_a_late_answer_to_an_old_key_does_not_ask_again(
     key, held = "a-key-of-some-length", []
     guarded = changed(service, keys=ApiKeys([("anna", key)]), closing=threading.Event())
     with running(guarded) as address, opened(browser, address, complaints) as page:
-        expect(page.locator("#key-note")).to_contain_text("Authorization")
+        expect(page.locator("#key-note")).to_contain_text("The API key is missing")
         page.route("**/v1/models", lambda route: held.append(route), times=1)
         page.get_by_label("API key").fill("another-key-of-some-length")
         page.keyboard.press("Enter")

@@ -37,9 +37,9 @@ class ApiKeyMiddleware:
         header = Headers(scope=scope).get("authorization", "")
         name = self.keys.name_of_header(header)
         if name is None:
-            problem = "has no known API key" if header else "is missing"
+            problem = "unknown" if header else "missing"
             raise ServingError(
-                f"The header Authorization {problem}: send Authorization: Bearer KEY with a key of this server.",
+                f"The API key is {problem}: send Authorization: Bearer KEY with a key of this server.",
                 status=401,
                 code="invalid_api_key",
             )
