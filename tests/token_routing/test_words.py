@@ -139,6 +139,28 @@ def test_numbers_with_separators_are_one_word() -> None:
     assert "000" not in embedder.rare_words("10.000 or 20,000")
 
 
+def test_letters_with_and_without_combining_marks_are_one_word() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    assert embedder.rare_words("Zu\u0308rich") == embedder.rare_words("Z\u00fcrich") != []
+
+
+def test_a_word_that_has_a_token_in_capitals_is_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    encode = embedder._tokenizer
+    monkeypatch.setattr(
+        embedder, "_tokenizer", lambda texts, **options: one_token_for_usa(encode(texts, **options), texts)
+    )
+    rare = embedder.rare_words("USA or Vorlia")
+    assert "usa" not in rare
+    assert "vorlia" in rare
+
+
+def one_token_for_usa(encoded: Any, texts: list[str]) -> Any:
+    """Return the ids of texts as if the tokenizer had a token for USA."""
+    ids = [[0, 1] if text.endswith(" USA") else row for text, row in zip(texts, encoded["input_ids"], strict=True)]
+    return {"input_ids": ids}
+
+
 def test_words_of_the_template_open_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     host = backbone("llama")
     template = "{% for m in messages %}Zembranth {{ m['content'] }}{% endfor %}"

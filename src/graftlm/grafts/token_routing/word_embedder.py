@@ -1,8 +1,9 @@
 """An embedder of texts by their rare words, such as names, product codes and numbers.
 
 A graft that learns facts about named things should act where one of them is named, and nowhere else. A word is rare if
-it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens, as it does names
-that the backbone hardly knows. A final s is ignored, as in plurals, and so are the words of the chat template itself.
+it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens in lower case, with
+a capital letter and in capitals, as it does names that the backbone hardly knows. A final s is ignored, as in plurals,
+and so are the words of the chat template itself.
 
 Each rare word w has a fixed random direction u(w) of length 1, so two different words have a cosine near 0 (above 0.5
 with a probability below 1e-13). With R, the rare words of a text, and C_j, the directions of the rare words in the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -157,15 +159,16 @@ class WordEmbedder:
     def _count_tokens(self, word: str) -> int:
         """Return the number of tokens of a word inside a text, in the form that has the fewest."""
         counts = []
-        for form in (word, word.capitalize()):
+        for form in (word, word.capitalize(), word.upper()):
             without, with_word = self._tokenizer(["a", f"a {form}"], add_special_tokens=False)["input_ids"]
             counts.append(len(with_word) - len(without))
         return min(counts)
 
 
 def _words(text: str) -> set[str]:
-    """Return the words of a text in lower case. Digits that separators group by three are one number."""
-    return set(_WORD.findall(_SEPARATOR.sub("", text.casefold())))
+    """Return the words of a text in lower case and composed letters. Digits grouped by three are one number."""
+    composed = unicodedata.normalize("NFKC", text).casefold()
+    return set(_WORD.findall(_SEPARATOR.sub("", composed)))
 
 
 def _empty_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
