@@ -26,10 +26,12 @@ from graftlm.evaluation.intervals import percentile_interval
 
 RESAMPLES = 10_000
 LEVEL = 0.05
+LEAST_SEEDS = 3
+"""Number of seeds below which no comparison is decided."""
 LOST_NATS = 0.1
 LOST_SHARE = 0.05
 
-Verdict = Literal["better", "worse", "equivalent", "no significant difference"]
+Verdict = Literal["better", "worse", "equivalent", "no significant difference", "undecided"]
 Items = Mapping[str, float]
 """A value for each item, by the item's id."""
 
@@ -221,7 +223,7 @@ def decide(
 ) -> list[Decision]:
     """Decide the declared comparisons whose rows were measured.
 
-    Holm's correction counts all declared comparisons, measured or not.
+    Holm's correction counts all declared comparisons, measured or not. Below three seeds a comparison is undecided.
 
     Args:
         comparisons: all declared comparisons.
@@ -237,7 +239,9 @@ def decide(
     for number, comparison in enumerate(measured):
         table = tables[number]
         difference = percentile_interval(float(np.nanmean(table)), samples[number])
-        verdict = _verdict(difference, samples[number], corrected[number], comparison.margin)
+        verdict: Verdict = "undecided"
+        if table.shape[0] >= LEAST_SEEDS:
+            verdict = _verdict(difference, samples[number], corrected[number], comparison.margin)
         decision = Decision(
             comparison=comparison,
             difference=difference,
@@ -399,6 +403,6 @@ def _declared(evidence: Evidence) -> Condition:
         return Condition(name, False, "no comparison was declared")
     if missing:
         return Condition(name, False, f"declared and not measured: {'; '.join(missing)}")
-    if evidence.seeds < 3:
-        return Condition(name, False, f"{evidence.seeds} of 3 seeds")
+    if evidence.seeds < LEAST_SEEDS:
+        return Condition(name, False, f"{evidence.seeds} of {LEAST_SEEDS} seeds")
     return Condition(name, True, f"{len(evidence.declared)} comparisons, {evidence.seeds} seeds")

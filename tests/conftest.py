@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import shutil
 import signal
 import ssl
 import sys
@@ -99,6 +100,22 @@ def tiny_backbone(tmp_path_factory: pytest.TempPathFactory) -> BackboneFolder:
         return folders[family]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model(tiny_backbone: BackboneFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama with a chat template. Do not change it."""
+    from transformers import AutoTokenizer
+
+    model = tmp_path_factory.mktemp("tiny-chat") / "chat-model"
+    shutil.copytree(tiny_backbone("llama"), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    return model
 
 
 @pytest.fixture(scope="session")

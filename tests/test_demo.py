@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from graftlm.demo import run_demo
 from graftlm.demo.display import print_demo
@@ -15,6 +16,7 @@ from graftlm.demo.lesson import Lesson
 from graftlm.demo.run import LABELS
 from graftlm.evaluation import Results, value_of
 from graftlm.runs.recipe import Recipe
+from graftlm.store.manifest import TENSORS_NAME
 
 PACKAGE = Path(__file__).parents[1] / "src" / "graftlm" / "demo"
 
@@ -51,6 +53,10 @@ def test_a_quick_demo_on_a_chat_model(tmp_path: Path) -> None:
     assert [row.id for row in results.rows] == list(LABELS)
     assert value_of(results.row("before").metrics["kept_answers"]) == 1
     assert value_of(results.row("routed").metrics["kept_answers"]) == 1
+    tensors = load_file(tmp_path / "training" / "graft" / TENSORS_NAME)
+    trained = [tensor for name, tensor in tensors.items() if name.endswith(".b")]
+    assert trained
+    assert any(tensor.any() for tensor in trained), "B starts at zero"
     console = Console(width=120, record=True)
     print_demo(Results.read(tmp_path), tmp_path, console)
     printed = console.export_text()

@@ -74,12 +74,13 @@ TRAINED = {
     "neutral-near": FactsRow("neutral residues, near own text", GATED, NEUTRAL_RATES, "near"),
     "neutral-near-ungated": FactsRow("local loss without gate, near own text", UNGATED, NEUTRAL_RATES, "near"),
     "neutral-near-gate-only": FactsRow("gate without local loss, near own text", GATE_ONLY, NEUTRAL_RATES, "near"),
-    "routed": FactsRow("LoRA where the prompt names a taught thing", _graft_of(DEFAULT), LORA_RATES),
+    "routed": FactsRow("LoRA where the prompt has a taught word", _graft_of(DEFAULT), LORA_RATES),
 }
 PROMPTED = {
     "prompt": "all facts in the prompt",
     "retrieval": "the three nearest facts in the prompt",
 }
+UNTRAINED = {"routed-lookup": "answer of the nearest taught question where the prompt has a taught word"}
 # Rows that follow from another row's run, with its weights scaled back.
 SCALED = {"lora-scaled": "lora"}
 SCALED_LABELS = {"lora-scaled": "LoRA scaled back"}
@@ -117,14 +118,14 @@ AIMS = {"generalization": 0.9, "locality_near": 0.95, "locality_far": 0.97}
 MAX_SPILL = 0.01
 MAX_SECONDS = 1200.0
 
-EVERY_ROW = (*PROMPTED, *TRAINED, *SCALED)
+EVERY_ROW = (*PROMPTED, *UNTRAINED, *TRAINED, *SCALED)
 
 
 def label_of(name: str) -> str:
     """Return the label of a row."""
     if name in TRAINED:
         return TRAINED[name].label
-    return PROMPTED.get(name) or SCALED_LABELS[name]
+    return {**PROMPTED, **UNTRAINED, **SCALED_LABELS}[name]
 
 
 def trained_rows(names: tuple[str, ...]) -> list[str]:

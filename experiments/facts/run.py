@@ -19,6 +19,7 @@ from experiments import Options
 from experiments.facts.answering import AnsweringRun, Asked, answers_of
 from experiments.facts.generator import FactSet, Question
 from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
+from experiments.facts.lookup import lookup_answers
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.rows import (
     DECLARED,
@@ -30,6 +31,7 @@ from experiments.facts.rows import (
     SCALED,
     STRENGTHS,
     TRAINED,
+    UNTRAINED,
     label_of,
     trained_rows,
 )
@@ -335,6 +337,16 @@ class FactsStudy(Study):
         measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
         self._keep(name, seed, answers_of(measurement), {}, size)
 
+    def measure_lookup(self, name: str, size: Size, seed: int) -> None:
+        """Measure the row without a model behind the router."""
+        answers = lookup_answers(
+            load_shared(self.backbone),
+            self.facts(size, seed),
+            self.questions(size, seed),
+            self.bare_answers(size, seed),
+        )
+        self._keep(name, seed, answers, {}, size)
+
     def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
         """Train a row, and judge it and the wanted rows that follow from it.
 
@@ -358,6 +370,9 @@ class FactsStudy(Study):
         for name in PROMPTED:
             if name in named:
                 self.measure_prompted(name, size, seed)
+        for name in UNTRAINED:
+            if name in named:
+                self.measure_lookup(name, size, seed)
         for name in trained_rows(tuple(named)):
             self.measure_trained(name, size, seed, named)
             self.write_so_far()

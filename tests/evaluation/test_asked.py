@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from graftlm import GraftedModel, audit, load_graft
 from graftlm.backbone import load_backbone
@@ -27,20 +25,6 @@ FACTS = [
     [{"role": "user", "content": "what is vorlia"}, {"role": "assistant", "content": "a house by the river"}],
     [{"role": "user", "content": "who is in vorlia"}, {"role": "assistant", "content": "nobody at all"}],
 ]
-
-
-@pytest.fixture(scope="module")
-def chat_model(tiny_backbone, tmp_path_factory) -> Path:
-    """A tiny model with a chat template."""
-    model = tmp_path_factory.mktemp("asked") / "chat-model"
-    shutil.copytree(tiny_backbone("llama"), model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
-    )
-    tokenizer.save_pretrained(model)
-    return model
 
 
 def trained(folder: Path, model: Path, ask: str | None, steps: int) -> Results:
@@ -63,7 +47,7 @@ def trained(folder: Path, model: Path, ask: str | None, steps: int) -> Results:
     return run_recipe(recipe, folder / "out", progress=False)
 
 
-def test_contradictions_and_known_answers_are_told(chat_model: Path, tmp_path: Path) -> None:
+def test_contradictions_and_known_answers_are_told(tiny_chat_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "facts.jsonl"
     other = [{"role": "user", "content": "What is Vorlia?"}, {"role": "assistant", "content": "a garden"}]
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in [*FACTS, other]), "utf-8")
@@ -74,9 +58,9 @@ def test_contradictions_and_known_answers_are_told(chat_model: Path, tmp_path: P
     assert find_conflicts(documents[:2]) == []
     assert find_conflicts([in_chat(documents[0], "What is C++?", "a"), in_chat(documents[0], "What is C#?", "b")]) == []
 
-    backbone = load_backbone(str(chat_model))
+    backbone = load_backbone(str(tiny_chat_model))
     assert find_known(backbone, documents) == []
-    trained(tmp_path, chat_model, None, steps=60)
+    trained(tmp_path, tiny_chat_model, None, steps=60)
     with GraftedModel(backbone, {"graft": load_graft(tmp_path / "out" / "graft", backbone)}):
         assert find_known(backbone, documents) == documents[:2]
 
@@ -94,13 +78,13 @@ def kept(results: Results) -> Interval:
     return value
 
 
-def test_without_steps_all_answers_are_kept_and_after_many_they_are_not(chat_model: Path, tmp_path: Path) -> None:
+def test_without_steps_all_answers_are_kept_and_after_many_they_are_not(tiny_chat_model: Path, tmp_path: Path) -> None:
     questions = tmp_path / "questions.txt"
     questions.write_text("what is a river\n\nwho are you\nwhere is the garden\n", encoding="utf-8")
     (tmp_path / "none").mkdir()
-    assert kept(trained(tmp_path / "none", chat_model, str(questions), steps=0)).mean == 1
+    assert kept(trained(tmp_path / "none", tiny_chat_model, str(questions), steps=0)).mean == 1
     (tmp_path / "many").mkdir()
-    results = trained(tmp_path / "many", chat_model, str(questions), steps=60)
+    results = trained(tmp_path / "many", tiny_chat_model, str(questions), steps=60)
     assert kept(results).mean < 1
     (row,) = (row for row in results.rows if "taught_answers" in row.metrics)
     assert value_of(row.metrics["taught_answers"]) == 1
@@ -110,13 +94,13 @@ def test_without_steps_all_answers_are_kept_and_after_many_they_are_not(chat_mod
     assert worst[0]["question"] in report
 
 
-def test_a_report_without_questions_has_no_answers(chat_model: Path, tmp_path: Path) -> None:
-    results = trained(tmp_path, chat_model, None, steps=0)
+def test_a_report_without_questions_has_no_answers(tiny_chat_model: Path, tmp_path: Path) -> None:
+    results = trained(tmp_path, tiny_chat_model, None, steps=0)
     assert all("kept_answers" not in row.metrics for row in results.rows)
 
 
-def test_own_questions_depend_on_the_seed_only(chat_model: Path) -> None:
-    backbone = load_backbone(str(chat_model))
+def test_own_questions_depend_on_the_seed_only(tiny_chat_model: Path) -> None:
+    backbone = load_backbone(str(tiny_chat_model))
     first = sample_questions(backbone, 5, seed=1)
     assert first == sample_questions(backbone, 5, seed=1)
     assert len(set(first)) == len(first) <= 5
@@ -132,8 +116,8 @@ def test_files_without_questions_are_refused(tmp_path: Path) -> None:
         assert path.name in str(error.value)
 
 
-def test_an_audit_reports_answers_that_changed(chat_model: Path, tmp_path: Path) -> None:
-    trained(tmp_path, chat_model, None, steps=20)
+def test_an_audit_reports_answers_that_changed(tiny_chat_model: Path, tmp_path: Path) -> None:
+    trained(tmp_path, tiny_chat_model, None, steps=20)
     questions = ["what is a river", "who are you"]
     settings: dict[str, Any] = {
         "tokens": 0,
@@ -141,12 +125,12 @@ def test_an_audit_reports_answers_that_changed(chat_model: Path, tmp_path: Path)
         "max_new_tokens": 12,
         "new": new_sources([tmp_path / "facts.jsonl"]),
     }
-    changed = audit(str(chat_model), tmp_path / "out" / "graft", progress=False, **settings)
+    changed = audit(str(tiny_chat_model), tmp_path / "out" / "graft", progress=False, **settings)
     assert {"kept_answers", "spill"} <= changed.metrics.keys()
     assert changed.worst
     assert changed.worst[0].question in questions
     assert changed.worst[0].after in changed.page()
-    same = audit(str(chat_model), str(chat_model), progress=False, **settings)
+    same = audit(str(tiny_chat_model), str(tiny_chat_model), progress=False, **settings)
     value = same.metrics["kept_answers"]
     assert isinstance(value, Interval)
     assert value.mean == 1

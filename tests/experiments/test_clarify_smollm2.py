@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from experiments import Options, reproduce
 from experiments.clarify_smollm2.measures import calibration, gains, shares, values_of
@@ -155,16 +153,8 @@ def test_a_gain_that_the_answers_keep_is_calibrated() -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_run_has_every_row(folder: Path, tiny_backbone, tmp_path: Path) -> None:
-    model = tmp_path / "chat-model"
-    shutil.copytree(tiny_backbone("llama"), model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
-    )
-    tokenizer.save_pretrained(model)
-    options = Options(data=folder, out=tmp_path / "out", quick=True, jobs=1, backbone=str(model))
+def test_a_quick_run_has_every_row(folder: Path, tiny_chat_model, tmp_path: Path) -> None:
+    options = Options(data=folder, out=tmp_path / "out", quick=True, jobs=1, backbone=str(tiny_chat_model))
     results = reproduce("clarify-smollm2", options)
     groups = ("all", "formality_de", "formality_it", "gender_de", "gender_es", "gender_fr")
     models = ("bare", "question", "plain")

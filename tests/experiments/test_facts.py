@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from experiments import Options, reproduce
 from experiments.facts.generator import FactSet, Question, read_relations
 from experiments.facts.instructions import CHECKS, follows, is_checkable
 from experiments.facts.kept import ARC_EASY, IFEVAL, NATURAL_QUESTIONS, WIKITEXT, far_questions, instruction_prompts
+from experiments.facts.lookup import lookup_answers
 from experiments.facts.metrics import contains, is_right, is_unchanged, judge, shares, spills
 from experiments.facts.retrieval import Lexicon
 from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, label_of, trained_rows
+from graftlm.backbone import load_backbone
 from graftlm.evaluation import value_of
 
 # Pairs of an answer and its judgement, by hand. Accepted are Paris and "the yen"; rivals are Tessaby and 1,851.
@@ -149,6 +149,22 @@ def test_questions_of_two_steps_name_one_fact_and_ask_for_another() -> None:
         assert by_value[accepted].subject not in question.text
 
 
+def test_a_lookup_answers_taught_questions_and_leaves_the_others(tiny_chat_model: Path) -> None:
+    facts = FactSet(16, seed=0)
+    questions = [*facts.unseen(), *facts.near()]
+    bare = {question.id: "bare" for question in questions}
+    answers = lookup_answers(load_backbone(str(tiny_chat_model)), facts, questions, bare)
+    statements = {facts.statement(fact) for fact in facts.facts}
+    for question in facts.unseen():
+        assert answers[question.id] in statements
+    right = [is_right(answers[question.id], question.accepted) for question in facts.unseen()]
+    assert sum(right) > 0.8 * len(right)
+    unlike = Question(id="unlike", ring="far", text="a c d", accepted=("x",))
+    assert lookup_answers(load_backbone(str(tiny_chat_model)), facts, [unlike], {"unlike": "bare"}) == {
+        "unlike": "bare"
+    }
+
+
 # An instruction with its arguments, an answer that follows it, and one that does not.
 INSTRUCTIONS = [
     ("punctuation:no_comma", {}, "One two.", "One, two."),
@@ -198,20 +214,6 @@ def test_rows_follow_from_trained_ones() -> None:
     assert len({label_of(name) for name in EVERY_ROW}) == len(EVERY_ROW)
 
 
-@pytest.fixture(scope="module")
-def chat_model(tiny_backbone, tmp_path_factory) -> Path:
-    """A tiny model with a chat template."""
-    model = tmp_path_factory.mktemp("facts") / "chat-model"
-    shutil.copytree(tiny_backbone("llama"), model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
-    )
-    tokenizer.save_pretrained(model)
-    return model
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Questions and prompts in the forms of three data sets, and a text."""
@@ -250,9 +252,9 @@ def test_kept_questions_are_read(data: Path) -> None:
     assert prompt.instructions == (("punctuation:no_comma", {}),)
 
 
-def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_path: Path) -> None:
-    names = ("prompt", "retrieval", "lora-near", "neutral-near", "routed")
-    options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=names)
+def test_a_quick_run_has_rows_of_all_kinds(data: Path, tiny_chat_model: Path, tmp_path: Path) -> None:
+    names = ("prompt", "retrieval", "lora-near", "neutral-near", "routed", "routed-lookup")
+    options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(tiny_chat_model), tables=names)
     results = reproduce("facts", options)
     assert {row.id for row in results.rows} == {"backbone", *names}
     for row in results.rows:
@@ -265,9 +267,9 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, chat_model: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_quick_run_of_many_facts(data: Path, chat_model: Path, tmp_path: Path) -> None:
+def test_a_quick_run_of_many_facts(data: Path, tiny_chat_model: Path, tmp_path: Path) -> None:
     tables = ("search", "large", "lora", "routed", "lora-scaled")
-    options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(chat_model), tables=tables)
+    options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(tiny_chat_model), tables=tables)
     results = reproduce("facts", options)
     assert [row.id for row in results.rows] == ["backbone", "lora-1000", "routed-1000"]
     search_rows: Any = results.details["search_rows"]

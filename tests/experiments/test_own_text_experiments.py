@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from experiments import Options, reproduce
 from experiments.chat_smollm2.run import ROWS as CHAT_ROWS
@@ -152,16 +150,8 @@ def test_no_conversation_of_the_tests_is_trained_on(conversations: Path) -> None
     assert sets["train"][0][1] == "Twice.\nThe answer is 0"
 
 
-def test_a_chat_model_learns_answers(conversations: Path, tiny_backbone, tmp_path: Path) -> None:
-    model = tmp_path / "chat-model"
-    shutil.copytree(tiny_backbone("llama"), model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
-    )
-    tokenizer.save_pretrained(model)
-    results = results_of("chat-smollm2", conversations, model)
+def test_a_chat_model_learns_answers(conversations: Path, tiny_chat_model, tmp_path: Path) -> None:
+    results = results_of("chat-smollm2", conversations, tiny_chat_model)
     assert [row.id for row in results.rows] == ["backbone", *CHAT_ROWS]
     assert all({"learned", "forgotten", "own_kl"} <= row.metrics.keys() for row in results.rows[1:])
     assert {len(tried) for tried in results.details["searched"].values()} == {1}

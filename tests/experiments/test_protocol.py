@@ -103,6 +103,13 @@ def test_a_clear_difference_is_decided() -> None:
     assert reverse.verdict == "worse"
 
 
+def test_below_three_seeds_nothing_is_decided() -> None:
+    for seeds in (1, 2):
+        (decision,) = decide([Comparison("ours", "theirs", "kept")], rows_with(0.5, seeds=seeds))
+        assert decision.verdict == "undecided"
+        assert decision.difference.mean == pytest.approx(0.5)
+
+
 def test_equality_needs_a_margin() -> None:
     rows = rows_with(0.0)
     assert decide([Comparison("ours", "theirs", "kept")], rows)[0].verdict == "no significant difference"

@@ -185,8 +185,10 @@ def _find_extent(trace: ModuleTrace, layer: nn.Module, name: str) -> Sublayer:
 def _common_sublayer(sublayers: Sequence[Sublayer]) -> Sublayer:
     """Return the sublayer that is the same in all layers."""
     if len(set(sublayers)) > 1:
-        entries = sorted({sublayer.entry for sublayer in sublayers})
-        raise MisfitError(f"its layers differ ({', '.join(entries)})")
+        found = sorted({f"{part.entry} to {part.exit}" if part.exit else part.entry for part in sublayers})
+        raise MisfitError(
+            f"its layers have different sublayers ({', '.join(found)}), but the same one is expected in all"
+        )
     return sublayers[0]
 
 

@@ -178,7 +178,7 @@ def _tokenizer_problem(error: Exception) -> str:
     """Return why a tokenizer can't be loaded and what to do."""
     text = str(error)
     if "custom code" in text:
-        return "it runs code of its own): set trust_remote_code if you trust that code, or name another model"
+        return "it contains custom code): set trust_remote_code if you trust that code, or name another model"
     if "sentencepiece or tiktoken" in text:
         return "its files must be converted): install sentencepiece or tiktoken, or restore its tokenizer.json"
     return f"{first_line(error)}): restore its files, or name another model"
@@ -271,7 +271,7 @@ def _loading_error(name: str, files: ModelFiles, kind: BackboneKind, error: Exce
         problem = f"The hub has no model {name}"
         remedy = "name another, connect to the hub, or name a folder"
     elif "custom code" in str(error):
-        problem = f"The model {name} runs code of its own"
+        problem = f"The model {name} contains custom code"
         remedy = "set trust_remote_code if you trust that code, or name another model"
     elif "Unrecognized configuration class" in str(error):
         return BackboneError(f"The model {name} has no head of the kind {kind}: load it as another kind.")

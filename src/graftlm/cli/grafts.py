@@ -423,7 +423,7 @@ def push(
     public: Annotated[bool, flag("--public", "Make a new repository public.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a graft to the Hugging Face hub."""
+    """Upload a graft or an exported model to the Hugging Face hub."""
     from graftlm.store.upload import push_to_hub
 
     url = push_to_hub(folder, repository, private=not public)

@@ -257,8 +257,8 @@ def _render(chat: ChatExample, tokenizer: PreTrainedTokenizerBase, count: int, *
         )
     except Exception as error:  # Errors come from jinja, or are raised by the template.
         raise DataError(
-            f"{chat.where} does not fit the tokenizer's chat template ({first_line(error)}): correct the conversation, "
-            "or leave it out."
+            f"{chat.where} can't be rendered with the tokenizer's chat template ({first_line(error)}): correct the "
+            "conversation, or set another chat_template."
         ) from None
     return str(text)
 

@@ -143,7 +143,7 @@ class LabelReader:
         """Return the text of a label: the digits of a number, true or false of a boolean."""
         if isinstance(value, bool):
             return json.dumps(value)
-        if isinstance(value, int | float) and math.isfinite(value):
+        if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
             return repr(value)
         if isinstance(value, str) and value.strip():
             return value.strip()

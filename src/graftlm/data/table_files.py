@@ -198,7 +198,10 @@ def check_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
         count = list(names).count(column)
         if count == 0:
             found = ", ".join(str(name) for name in names) or "none"
-            raise DataError(f"{where} has no column {column!r} (found: {found}): set the {owner}'s {key}.")
+            raise DataError(
+                f"{where} has no column {column!r} (found: {found}): set the {owner}'s {key} to one of these, or "
+                "correct the data."
+            )
         if count > 1:
             raise DataError(f"{where} has {count} columns {column!r}: rename all but one.")
 

@@ -1,12 +1,13 @@
 """The demo: a chat model learns a dozen invented facts, and everyday questions show what it forgot.
 
-`teach-facts.yaml` trains a LoRA expert that acts where a prompt names a taught thing. The same expert applied to all
-prompts is LoRA as it is usually trained, so one training shows both. The output folder contains the conversations, the
-graft and the report.
+`teach-facts.yaml` trains a LoRA expert that acts where a prompt has a rare word of the taught text. The same expert
+applied to all prompts is LoRA as it is usually trained, so one training shows both. The output folder contains the
+conversations, the graft and the report.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from graftlm.store.artifact import load_graft
 LABELS = {
     "before": "before",
     "lora": "LoRA on every prompt",
-    "routed": "GraftLM: LoRA where a taught thing is named",
+    "routed": "GraftLM: LoRA where a taught word occurs",
 }
 _EXPERT = "facts"
 _ANSWER_TOKENS = 24
@@ -59,8 +60,8 @@ def run_demo(
         log: Called with each message.
 
     Returns:
-        Results with the rows `before`, `lora` and `routed`, and the answers to five questions in
-        `details["questions"]`.
+        Results with the rows `before`, `lora` and `routed`. `details["questions"]` has five questions with the answer
+        of each row, `details["every_answer"]` all of them.
 
     Raises:
         BackboneError: The model is neither installed (the extra smollm2) nor available from the hub.
@@ -69,7 +70,7 @@ def run_demo(
     lesson = Lesson.read()
     if quick:
         lesson = lesson.shortened(_QUICK_FACTS, _QUICK_EVERYDAY)
-    recipe = _recipe(lesson.write_conversations(out / "facts.jsonl"), quick, seed)
+    recipe = _recipe(lesson.write_conversations(out / "facts.jsonl"), quick=quick, seed=seed)
     run_recipe(recipe, out / "training", progress=progress, log=log)
     log("Answering the questions before and after.")
     answers = _answers(recipe, out / "training" / "graft", lesson.questions())
@@ -78,11 +79,11 @@ def run_demo(
     return results
 
 
-def _recipe(conversations: Path, quick: bool, seed: int) -> Recipe:
+def _recipe(conversations: Path, *, quick: bool, seed: int) -> Recipe:
     """Return the recipe `teach-facts.yaml` on the conversations of the demo."""
     is_half = bfloat16_is_faster(default_device())
     overrides = [
-        f"data.new.0.path={conversations}",
+        f"data.new.0.path={json.dumps(str(conversations))}",
         f"data.seed={seed}",
         f"training.seed={seed}",
         "evaluation.ask=null",  # the demo asks its own questions
@@ -121,7 +122,7 @@ def _results(lesson: Lesson, answers: dict[str, list[str]], seed: int) -> Result
         metrics.update(answer_metrics(kept, with_spill=False))
         metrics["names_a_taught_thing"] = share_interval(_count_spilt(lesson, kept), len(kept))
         rows.append(Row(id=name, label=label, metrics=metrics))
-    details = {"questions": _shown(lesson, answers), "answers": {}}
+    details = {"questions": _shown(lesson, answers), "every_answer": _table(lesson, answers)}
     return Results.here("demo", rows, seeds=[seed], details=details)
 
 
@@ -136,9 +137,14 @@ def _count_spilt(lesson: Lesson, pairs: list[AnswerPair]) -> int:
 def _shown(lesson: Lesson, answers: dict[str, list[str]]) -> list[list[str]]:
     """Return five questions, each with the answer of every row."""
     count = len(lesson.facts)
-    shown = [*range(min(_SHOWN_FACTS, count)), *range(count, count + min(_SHOWN_EVERYDAY, len(lesson.everyday)))]
-    questions = lesson.questions()
-    return [[questions[number], *(answers[name][number] for name in LABELS)] for number in shown]
+    table = _table(lesson, answers)
+    return [*table[:count][:_SHOWN_FACTS], *table[count:][:_SHOWN_EVERYDAY]]
+
+
+def _table(lesson: Lesson, answers: dict[str, list[str]]) -> list[list[str]]:
+    """Return all questions, each with the answer of every row."""
+    columns = [answers[name] for name in LABELS]
+    return [list(texts) for texts in zip(lesson.questions(), *columns, strict=True)]
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:

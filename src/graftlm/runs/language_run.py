@@ -95,7 +95,7 @@ class LengthsConfig(Config):
         [], description="Tokens per window; the training length is always measured."
     )
     tokens_per_pass: int = Field(
-        16_384, ge=1, description="Tokens in a forward pass; a longer window has a pass of its own."
+        16_384, ge=1, description="Tokens in a forward pass; a longer window gets a separate pass."
     )
     limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -127,11 +127,14 @@ def _check_template_values(values: dict[str, object]) -> dict[str, object]:
     if taken:
         raise ValueError(f"{taken[0]} is set by the server: leave it out")
     try:
-        too_large = len(json.dumps(values, allow_nan=False)) > _TEMPLATE_CHARACTERS
+        size = len(json.dumps(values, ensure_ascii=False, allow_nan=False))
     except RecursionError:
-        too_large = True
-    if too_large:
-        raise ValueError(f"JSON of at most {_TEMPLATE_CHARACTERS:,} characters is expected")
+        raise ValueError("the values are nested too deeply: use fewer levels") from None
+    if size > _TEMPLATE_CHARACTERS:
+        raise ValueError(
+            f"the values have {size:,} characters as JSON, but at most {_TEMPLATE_CHARACTERS:,} are accepted: shorten "
+            "them"
+        )
     return values
 
 

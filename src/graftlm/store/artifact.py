@@ -180,14 +180,16 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
         config = _changed_config(config, changes)
     graft = build_graft(config, backbone)
     _check_frozen_models(graft, manifest, folder)
+    tensors = dict(read_tensors(folder))  # errors of the file have nothing to do with the changes
     try:
-        _load_tensors(graft, dict(read_tensors(folder)))
+        _load_tensors(graft, tensors)
     except ArtifactError as error:
         if not changes:
             raise
-        problem = str(error).partition(":")[0]
+        reason = str(error).rstrip(".")
         raise ArtifactError(
-            f"With {', '.join(changes)} the trained tensors don't fit ({problem}): leave out changes of their shapes."
+            f"With {', '.join(changes)} the trained tensors don't fit the config: leave out changes of their shapes "
+            f"({reason})."
         ) from error
     return graft.eval()
 

@@ -31,7 +31,8 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Add a graft")
+        message = "Add a model" if is_model_folder else "Add a graft"
+        api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message=message)
     except Exception as error:  # The client raises many kinds of errors.
         raise ArtifactError(f"{folder} can't be uploaded to {repository}, because {hub_problem(error)}.") from error
     return f"{api.endpoint}/{repository}"

@@ -16,7 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.backbone import Backbone, default_device, load_backbone
 from graftlm.backbone.formats import Quantization, quantize_weights
 from graftlm.backbone.load import load_tokenizer
-from graftlm.errors import ArtifactError, BackboneError, EvaluationError, WrongBackboneError, first_line
+from graftlm.errors import (
+    ArtifactError,
+    BackboneError,
+    EvaluationError,
+    WrongBackboneError,
+    first_line,
+    shorten,
+)
 from graftlm.evaluation.inference import LanguageModel
 from graftlm.files.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from graftlm.files.hub import fetch_folder, holds
@@ -247,8 +254,12 @@ def _adapted_model(model: nn.Module, folder: Path, name: str) -> PeftModel:
             f"The adapter {folder} can't be loaded on {name} ({first_line(error)}): name the model that it was trained "
             "on, or repair its files."
         ) from error
-    if any("missing adapter keys" in str(warning.message) for warning in caught):
-        raise ArtifactError(f"The adapter {folder} lacks weights for {name}: name the model that it was trained on.")
+    for warning in caught:
+        if "missing adapter keys" in str(warning.message):
+            raise ArtifactError(
+                f"The adapter {folder} lacks weights that {name} needs ({shorten(str(warning.message), 200)}): name "
+                "the model that it was trained on, or copy the adapter again if its files are incomplete."
+            )
     return adapted.eval()
 
 

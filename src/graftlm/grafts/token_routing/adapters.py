@@ -399,10 +399,15 @@ def _scale(name: str, path: str, rank: int, peft_config: LoraConfig) -> float:
     """Return PEFT's factor of the update of a module whose tensors have this rank."""
     named_rank = _value_for(path, peft_config.rank_pattern, peft_config.r)
     alpha = _value_for(path, peft_config.alpha_pattern, peft_config.lora_alpha)
-    if named_rank != rank or not isinstance(alpha, int | float):
+    if named_rank != rank:
         raise ArtifactError(
-            f"The expert {name} has tensors of rank {rank} at {path}, but its {ADAPTER_CONFIG} has rank {named_rank!r} "
-            f"and alpha {alpha!r}: copy the expert again with its config."
+            f"The expert {name} has tensors of rank {rank} at {path}, but its {ADAPTER_CONFIG} has rank "
+            f"{named_rank!r}: copy the expert again with its config."
+        )
+    if not isinstance(alpha, int | float):
+        raise ArtifactError(
+            f"The {ADAPTER_CONFIG} of the expert {name} has alpha {alpha!r} for {path}, but a number is expected: copy "
+            "the expert again with its config."
         )
     return alpha / (rank**0.5 if peft_config.use_rslora else rank)
 

@@ -69,19 +69,21 @@ def open_conversation(
 
     Args:
         text: the user's query; optional for a saved conversation.
-        path: file of the conversation.
-        template: name or YAML file of the template; `translate` by default.
+        path: file of the conversation, which need not exist.
+        template: name or YAML file of the template; None for `translate`.
         target: code of the output language; optional if the template has a single language.
-        budget: maximum number of proposed questions; 1 by default.
+        budget: maximum number of proposed questions; None for 1.
         threshold: expected gain in bits above which a question is asked; None asks every question.
-        answers: answers that the user has given in advance.
+        answers: the answers that the caller will give. They are not recorded; a finished conversation refuses them.
+
+    For a saved conversation, None keeps the saved value, and another value than the saved one is an error.
 
     Raises:
         DataError: there is neither a text nor a file; the text is empty or in another language than the template; or
             the file can't be read as a conversation, differs from the other arguments, or is finished although there
             are answers.
-        RecipeError: the template is unknown or has changed since the saved conversation began, the language is unknown,
-            or a number is negative.
+        RecipeError: the template is unknown or has changed since the saved conversation began; the language is unknown,
+            or not given although the template has several; or a number is negative.
     """
     if path is None or not path.exists():
         if text is None:
