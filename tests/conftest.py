@@ -11,7 +11,7 @@ import ssl
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # transformers copies the code of models to this folder.
 _MODULES = tempfile.TemporaryDirectory(prefix="graftlm-modules-")
@@ -127,28 +127,6 @@ def data_dir() -> Path:
     if not Path(folder).is_dir():
         pytest.skip(f"GRAFTLM_DATA is {folder}, which is not a folder")
     return Path(folder).resolve()
-
-
-@pytest.fixture(autouse=True)
-def _pictures_drawn_once() -> None:
-    """Draw the first picture of each name, and write its bytes for later ones; the figures are made for each."""
-    plots: Any = sys.modules.get("graftlm.evaluation.plots")
-    if plots is None or hasattr(plots.save, "draws"):
-        return
-    draws, drawn = plots.save, {}
-
-    def save(figure: Any, path: str | Path) -> Path:
-        from graftlm.files.writing import write_atomically
-
-        path = Path(path)
-        if path.name in drawn:
-            return write_atomically(path, drawn[path.name])
-        draws(figure, path)
-        drawn[path.name] = path.read_bytes()
-        return path
-
-    save.draws = draws  # type: ignore[attr-defined]
-    plots.save = save
 
 
 @pytest.fixture(autouse=True)
