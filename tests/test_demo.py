@@ -57,7 +57,7 @@ def test_a_quick_demo_on_a_chat_model(tmp_path: Path) -> None:
     trained = [tensor for name, tensor in tensors.items() if name.endswith(".b")]
     assert trained
     assert any(tensor.any() for tensor in trained), "B starts at zero"
-    console = Console(width=120, record=True)
+    console = Console(width=600, record=True)
     print_demo(Results.read(tmp_path), tmp_path, console)
     printed = console.export_text()
     assert "What is the capital of France?" in " ".join(printed.split())
