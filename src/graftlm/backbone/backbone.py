@@ -232,7 +232,7 @@ def move(model: nn.Module, device: str | torch.device) -> None:
         device: the device, such as `cuda:1`.
 
     Raises:
-        BackboneError: the device does not exist, or its memory is too small.
+        BackboneError: the device does not exist, or its memory is too small. A part of the model may be there then.
     """
     try:
         model.to(device)

@@ -117,7 +117,7 @@ def is_static_layer(layer: object, *, window: bool = True) -> bool:
 
     Args:
         layer: a layer of any cache.
-        window: whether layers with a sliding window count, which have columns for some tokens only.
+        window: whether static layers with a sliding window count, whose columns cover only the latest tokens.
     """
     if isinstance(layer, StaticSlidingWindowLayer):
         return window

@@ -49,7 +49,7 @@ class Visit:
 
 
 class ModuleTrace:
-    """The modules of one architecture, and the tensors that they pass on.
+    """The modules of one architecture, and the tensors that they pass on in one pass on the meta device.
 
     Args:
         model_class: class of the model.
@@ -59,8 +59,8 @@ class ModuleTrace:
         model: the model without storage.
         base: its `base_model`.
         text_config: the config of the text model.
-        names: the paths of modules, relative to `base`.
-        visits: the modules that ran, in their order.
+        names: the path of each module, relative to `base`.
+        visits: the first call of each module that ran, in the order of these calls.
         error: why the pass failed; None if it did not.
         separates_documents: whether the pass looked for several documents in a row.
     """

@@ -140,10 +140,15 @@ def _check_backbones(
     """
     for _, model in pairs:
         find_model(model)
-    if name and (len(pairs) > 1 or pairs[0][0]):
+    if name and len(pairs) > 1:
         raise GraftError(
-            f"--name {name} was given, but it is for a single backbone that --backbone gives no name: write --backbone "
-            "NAME=MODEL instead."
+            f"--name {name} was given with {len(pairs)} backbones, but it names a single one: write --backbone "
+            "NAME=MODEL for each, and leave --name out."
+        )
+    if name and pairs[0][0]:
+        raise GraftError(
+            f"The backbone has two names, {pairs[0][0]} (--backbone) and {name} (--name), but one is expected: leave "
+            "--name out."
         )
     if chat_template and len(pairs) > 1:
         raise GraftError(

@@ -182,8 +182,8 @@ def split_blanks(value: object, column: str, where: str) -> list[Any]:
         return value.split()
     if not isinstance(value, list):
         raise DataError(
-            f"{where} has {type_name(value)} in the column {column!r}, but a list or a text is expected: correct the "
-            "row."
+            f"{where} has {type_name(value)} in the column {column!r}, but a list, or a text with white space between "
+            "its words or tags, is expected: correct the row."
         )
     return value
 

@@ -48,7 +48,7 @@ class Batch:
         return self._map(lambda tensor: tensor[rows])
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the same rows on `device`."""
+        """Return the same rows on `device`. Tensors that are there already are shared."""
         return self._map(lambda tensor: tensor.to(device))
 
     def inputs(self) -> dict[str, Any]:

@@ -397,7 +397,7 @@ def _check_sizes(sizes: Mapping[str, int], batch_size: int) -> None:
         if size < 1:
             raise DataError(f"The task {task} has no rows: name a file with at least one, or leave the task out.")
     if batch_size < 1:
-        raise DataError(f"batch_size is {batch_size}, but a whole number from 1 is expected: set a larger one.")
+        raise DataError(f"batch_size is {batch_size}, but at least 1 is expected: set a larger one.")
 
 
 def _check_fixed(sizes: Mapping[str, int], config: SamplerConfig) -> None:

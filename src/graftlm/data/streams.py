@@ -223,10 +223,10 @@ class StreamingBlocks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the `state_dict()` of a stream of the same documents, row length and buffer size.
+        """Continue from the `state_dict()` of a stream with the same documents, tokenizer, boundaries and sizes.
 
         Raises:
-            DataError: the state's buffer has another number of tokens than this stream's.
+            DataError: the state's buffer is neither empty nor as large as this stream's.
         """
         buffer = _decode_ids(state["buffer"])
         if len(buffer) not in (0, self._buffer_rows * self.length):

@@ -20,13 +20,13 @@ _BYTE_UNITS = {" GiB": 2**30, " MiB": 2**20, " KiB": 2**10}
 
 
 def metric_names(results: Results) -> list[str]:
-    """Return the distinct metrics of all rows by name, beginning with those of the row that has the most."""
+    """Return the names of the metrics of all rows, each once, beginning with those of the row that has most."""
     rows = sorted(results.rows, key=lambda row: len(row.metrics), reverse=True)
     return _distinct_metrics(rows)
 
 
 def present_metrics(results: Results) -> list[str]:
-    """Return the distinct metrics of all rows by name, in the order of the rows."""
+    """Return the names of the metrics of all rows, each once, in the order of the rows."""
     return _distinct_metrics(results.rows)
 
 

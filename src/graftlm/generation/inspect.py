@@ -31,7 +31,7 @@ _Layers = dict[str, dict[str, list[float]]]
 
 
 class TensorGroup(Config):
-    """Tensors whose names differ only in their numbers.
+    """Tensors with the same number of dimensions whose names differ only in their numbers.
 
     Args:
         name: the common name, with * for each number.

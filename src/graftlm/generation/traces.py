@@ -47,7 +47,7 @@ def trace_page(generation: Generation) -> str:
     All values of a token appear on hover and on focus.
 
     Args:
-        generation: a generation with a trace.
+        generation: a generation with a trace. Without one, the page has only the prompt.
     """
     tokens = generation.trace or []
     rows = []

@@ -256,11 +256,11 @@ class GraftedModel(TrainerSupport):
             totals: (1 + domains,) counts over the whole optimizer step, see `Call`; None takes those of this pass.
             prompt: (B, T), True for the tokens of the prompt.
             extras: other inputs of grafts, by name.
-            targets: the target of each row for the heads of a graft. The output layer does not run then, and `lm_loss`
-                is the loss of the heads.
+            targets: the target of each row for the heads of a graft. The output layer does not run then, `labels` are
+                ignored, and `lm_loss` is the loss of the heads.
             num_items_in_batch: number of targets of the whole optimizer step, which trainers pass instead of `totals`.
-            return_logits: False returns only the loss of `labels`, and the output layer runs only for the tokens before
-                targets. Without `labels` it only omits the logits.
+            return_logits: False omits the logits from the output. With `labels`, the output layer then runs only for
+                the tokens before targets.
             kwargs: passed to the model. By default, `use_cache` is true only if the caller passes a cache, because
                 transformers ignores where documents begin if it makes a new cache. With `return_dict=False` a tuple is
                 returned.
@@ -283,33 +283,22 @@ class GraftedModel(TrainerSupport):
             "position_ids": position_ids,
         }
         self._check_documents(Call(**inputs, cache=kwargs.get("past_key_values")))
-        if targets is not None:
-            return self._forward_heads(targets, extras, call_values, {**inputs, **kwargs})
         as_tuple = kwargs.pop("return_dict", None) is False
-        self._set_cache(kwargs)
-        selection = None
-        if labels is not None and not return_logits:
-            selection = Targets(labels)
-        output, calls = self._run(selection, {**inputs, **kwargs}, {**call_values, "extras": dict(extras or {})})
-        auxiliary_loss = None
-        if labels is not None and calls:
-            auxiliary_loss = self._auxiliary_loss(calls[0])
-        if num_items_in_batch is not None and totals is None:
-            self._check_trainer_batch(labels, domain, auxiliary_loss, num_items_in_batch)
-            totals = torch.as_tensor(num_items_in_batch, device=output["logits"].device).reshape(1)
-        lm_loss = None
-        if labels is not None:
-            lm_loss = self._lm_loss(output["logits"], labels, inputs, domain, totals, selection)
-        losses = loss_parts(lm_loss, auxiliary_loss)
-        if num_items_in_batch is not None:  # A trainer uses all other fields as predictions.
-            losses = {"loss": losses["loss"]}
-        grafted = GraftedOutput(
-            **losses,
-            logits=output.get("logits") if return_logits else None,
-            past_key_values=output.get("past_key_values"),
-            hidden_states=output.get("hidden_states"),
-            attentions=output.get("attentions"),
-        )
+        if targets is not None:
+            grafted = self._forward_heads(targets, extras, call_values, {**inputs, **kwargs})
+        else:
+            self._set_cache(kwargs)
+            selection = None
+            if labels is not None and not return_logits:
+                selection = Targets(labels)
+            output, calls = self._run(selection, {**inputs, **kwargs}, {**call_values, "extras": dict(extras or {})})
+            grafted = GraftedOutput(
+                **self._losses(calls, output, labels, {**inputs, **call_values}, selection, num_items_in_batch),
+                logits=output.get("logits") if return_logits else None,
+                past_key_values=output.get("past_key_values"),
+                hidden_states=output.get("hidden_states"),
+                attentions=output.get("attentions"),
+            )
         return grafted.to_tuple() if as_tuple else grafted  # type: ignore[return-value]  # as transformers' models
 
     def logits_at(self, is_selected: Tensor, prompt: Tensor | None = None, **inputs: object) -> Tensor:
@@ -362,6 +351,41 @@ class GraftedModel(TrainerSupport):
         options.setdefault("use_cache", cache is not None)
         if options["use_cache"] and cache is None:
             options["past_key_values"] = DynamicCache(config=self.config)
+
+    def _losses(
+        self,
+        calls: Sequence[Call],
+        output: ModelOutput,
+        labels: Tensor | None,
+        batch: Mapping[str, Tensor | None],
+        targets: Targets | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> dict[str, Tensor | None]:
+        """Return the losses of a pass by their names in `GraftedOutput`; without labels there are none.
+
+        Args:
+            calls: the calls of the pass.
+            output: the output of the pass.
+            labels: (B, T)
+            batch: the inputs of the pass, with `domain` and `totals`.
+            targets: the targets by which the pass selected; None if it selected nothing.
+            num_items_in_batch: see `forward`.
+        """
+        auxiliary_loss = None
+        if labels is not None and calls:
+            auxiliary_loss = self._auxiliary_loss(calls[0])
+        domain, totals = batch["domain"], batch["totals"]
+        if num_items_in_batch is not None and totals is None:
+            self._check_trainer_batch(labels, domain, auxiliary_loss, num_items_in_batch)
+            totals = torch.as_tensor(num_items_in_batch, device=output["logits"].device).reshape(1)
+        if labels is None:
+            return {}
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        lm_loss = self._lm_loss(output["logits"], labels, inputs, domain, totals, targets)
+        losses = loss_parts(lm_loss, auxiliary_loss)
+        if num_items_in_batch is not None:  # A trainer uses all other fields as predictions.
+            losses = {"loss": losses["loss"]}
+        return losses
 
     def _lm_loss(
         self,

@@ -176,7 +176,10 @@ def _checked_by_id(runs: Sequence[Run]) -> dict[str, Run]:
             )
         owner = owners.setdefault(_folder(run, Path()), run.id)
         if owner != run.id:
-            raise RecipeError(f"The runs {owner!r} and {run.id!r} have the same folder: give each run its own folder.")
+            raise RecipeError(
+                f"The runs {owner!r} and {run.id!r} have the same folder {_folder(run, Path())}: give each run its own "
+                "folder."
+            )
     dependencies = {name: run.dependencies() for name, run in by_id.items()}
     for run_id, names in dependencies.items():
         for name in names:

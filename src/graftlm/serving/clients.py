@@ -95,7 +95,7 @@ async def _read(stream: RequestStream, on_text: OnText) -> Finish:
         if isinstance(item, Finish):
             _check_complete(item)
             return dataclasses.replace(item, text=text)
-    raise EngineError("The stream of the engine ended early: try again.")
+    raise EngineError("The stream of the engine ended before the continuation was finished: try again.")
 
 
 def _check_complete(finish: Finish) -> None:

@@ -146,9 +146,12 @@ class ModelRegistry:
         length = len(request.prompt)
         total = length + request.max_tokens
         if total > self._context:
+            remedy = "shorten the prompt"
+            if length + fewest_tokens <= self._context:
+                remedy += ", or request fewer new tokens"
             raise ContextLengthError(
-                f"The prompt's length is {length} and max_tokens is {request.max_tokens}, {total} in all, but the "
-                f"limit is {self._context}: shorten the prompt, or request fewer new tokens."
+                f"The prompt has {length} tokens and {request.max_tokens} new ones are to be generated, {total} in "
+                f"all, but the context has at most {self._context} tokens: {remedy}."
             )
         return grafts
 

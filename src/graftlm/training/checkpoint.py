@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
+        """Number of optimizer steps done."""
         return self.state["step"]
 
 

@@ -90,7 +90,8 @@ def train(
         TrainingError: `config.steps` is 0; the model has no trainable parameter, or one that is not in float32; a batch
             has another number of rows than `batch_size`, or can't be shared by the processes; Accelerate rejects the
             precision or the tracker; the loss or a gradient is not finite (the weights before that step are saved); the
-            checkpoint belongs to another run; or the disk is full.
+            checkpoint belongs to another run; or a checkpoint can't be written, as on a full disk.
+        DataError: the next rows can't be read, or the position in a checkpoint does not fit the data.
         MissingExtraError: the tracker is TensorBoard, which is not installed.
     """
     if config.steps == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,15 +190,13 @@ def _load_graft(folder: str | Path, base: AuditedModel | None, options: _Options
             f"The graft {folder} answers with task heads and generates no text: measure it with graft eval."
         )
     if base is not None and base.is_bare:
-        backbone = base.backbone
-        try:
-            grafts = load_grafts(folder, backbone)
-        except WrongBackboneError:
-            backbone = options.backbone_of(folder)
-            grafts = load_grafts(folder, backbone)
-    else:
-        backbone = options.backbone_of(folder)
-        grafts = load_grafts(folder, backbone)
+        with suppress(WrongBackboneError):
+            return _with_graft(folder, base.backbone)
+    return _with_graft(folder, options.backbone_of(folder))
+
+
+def _with_graft(folder: str | Path, backbone: Backbone) -> AuditedModel:
+    grafts = load_grafts(folder, backbone)
     return AuditedModel(str(folder), backbone, GraftedModel(backbone, grafts), backbone.need_tokenizer())
 
 

@@ -302,7 +302,7 @@ def window_layers(cache: Cache | None, count: int, shape: WindowShape) -> list[W
     if str(cached) != str(shape):
         raise GraftError(
             f"The layers of the cache belong to a memory with {cached}, but this memory has {shape}: "
-            "attach only one memory, and start with an empty cache."
+            "attach only this memory, or start with an empty cache."
         )
     return layers
 

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,10 @@ def _check_variants(name: str, folder: Path, values: Mapping[str, object]) -> No
         if not values.get(key) or key in PLAIN_FIELDS:
             continue
         if key not in LoraConfig.__dataclass_fields__:
-            raise _unmixable(name, folder, f"the unknown setting {key}", before="upgrade peft, or ")
+            raise ArtifactError(
+                f"The expert {name} in {folder} has the setting {key} = {shorten(repr(values[key]))}, which the "
+                f"installed peft {version('peft')} does not have: upgrade peft, or {_remedy('train', folder)}."
+            )
         if values[key] != getattr(default, key):
             unknown = ("a setting that GraftLM does not support", "train")
             variant, remedy = _ADAPTERS["variants"].get(key, unknown)
@@ -190,7 +194,7 @@ def _unreadable(name: str, folder: Path, error: Exception) -> ArtifactError:
     )
 
 
-def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train", before: str = "") -> ArtifactError:
+def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train") -> ArtifactError:
     """Return an error for an adapter that is not plain LoRA.
 
     Args:
@@ -198,11 +202,9 @@ def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train", bef
         folder: folder of the adapter.
         variant: what makes it another method.
         remedy: key of the remedy in `adapters.yaml`.
-        before: another remedy, which is named first.
     """
-    remedies = before + _remedy(remedy, folder)
     return ArtifactError(
-        f"The expert {name} in {folder} has {variant}, which is not a sum of LoRA products: {remedies}."
+        f"The expert {name} in {folder} has {variant}, which is not a sum of LoRA products: {_remedy(remedy, folder)}."
     )
 
 
@@ -286,11 +288,10 @@ def _check_copy(
         is_quantized = type(own.data) is not Tensor
         if not is_quantized and torch.equal(own.cpu(), tensor.to(own.dtype)):
             return
-    raise _unmixable(
-        name,
-        folder,
-        f"weights {path} of its own {tuple(tensor.shape)}",
-        before="save it with save_embedding_layers=False if this is a copy of the backbone's, or ",
+    raise ArtifactError(
+        f"The expert {name} in {folder} has its own weights {path} of shape {tuple(tensor.shape)}, but only LoRA "
+        "products can be mixed: save it with save_embedding_layers=False if they are a copy of the backbone's, or "
+        f"{_remedy('train', folder)}."
     )
 
 

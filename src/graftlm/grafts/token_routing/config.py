@@ -152,7 +152,7 @@ class TokenRoutingConfig(GraftConfig):
     def _problems(self) -> Iterator[str]:
         fixed = self.fixed or {}
         if self.reads == "prompt" and self.prompt == "causal":
-            yield "prompt is causal, but with reads: prompt the whole prompt has one route: set prompt to whole"
+            yield "prompt is causal, but with reads set to prompt the whole prompt has one route: set prompt to whole"
         for name in fixed.keys() - self.experts.keys():
             yield f"fixed names {name}, but there is no such expert{did_you_mean(name, self.experts)}"
         if sum(fixed.values()) > 1 + 1e-6:
@@ -161,7 +161,7 @@ class TokenRoutingConfig(GraftConfig):
             yield "the embedder words has scores near 0 for texts without a taught word: set threshold to 0.5"
         if self.policy == "discriminant":
             if self.threshold is not None:
-                yield "threshold is a cosine, but policy: discriminant computes no cosines: leave threshold out"
+                yield "threshold is a cosine, but the policy discriminant computes no cosines: leave threshold out"
             if self.embedder.whiten is False:
                 yield "embedder.whiten is false, but policy: discriminant whitens vectors: leave whiten out"
 

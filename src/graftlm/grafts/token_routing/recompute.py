@@ -66,8 +66,8 @@ class Recompute:
         """
         if call.cache is not None and any(is_static_layer(layer) for layer in call.cache.layers):
             raise GraftError(
-                "The cache is static, but with cache: recompute its keys and values must be replaced: generate without "
-                "cache_implementation, or set cache to keep."
+                "The cache is static, but with cache set to recompute its keys and values must be replaced: generate "
+                "without cache_implementation, or set cache to keep."
             )
         newest_B1E = weights_BTE[:, -1:]
         self._recompute_cache(call, spans, newest_B1E, state)

@@ -287,8 +287,8 @@ def _prompt_lengths(
     if state is not None:
         if call.prompt is not None and reads_whole_prompt and config.fixed is None:
             raise GraftError(
-                "The prompt is read in several passes, but with prompt: whole its routes depend on all of it: generate "
-                "without prefill_chunk_size and without a filled cache, or set prompt to causal."
+                "The prompt is read in several passes, but with prompt set to whole its routes depend on all of it: "
+                "generate without prefill_chunk_size and without a filled cache, or set prompt to causal."
             )
         return state.prompt_length[:, None].expand(-1, length)
     if call.prompt is not None and reads_whole_prompt:

@@ -46,7 +46,7 @@ class SilentPass:
         positions_BT: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Compute hidden states, in the precision of the backbone.
+        """Compute the hidden states after these layers, in the precision of the backbone and without gradients.
 
         Args:
             ids_BT: (B, T) token ids.

@@ -106,17 +106,18 @@ class _Block(NamedTuple):
 
 def _blocks(total: int, bias: Tensor, window: int) -> Iterator[_Block]:
     """Yield the blocks of `total` queries; the shape of the bias (N, c, s) gives the sizes of a block."""
-    queries, keys = bias.shape[1:]
-    for number, first in enumerate(range(0, total, queries)):
-        own = first
+    block_queries, block_keys = bias.shape[1:]
+    for number, first in enumerate(range(0, total, block_queries)):
+        own_start = first
         if window:
             window_start = first // window * window
-            own = window_start + keys - queries
+            columns_before = block_keys - block_queries  # those of the bias before the block's own queries
+            own_start = window_start + columns_before
         yield _Block(
             number=number,
-            queries=slice(first, first + queries),
-            earlier=slice(first, own),
-            own=slice(own, first + keys),
+            queries=slice(first, first + block_queries),
+            earlier=slice(first, own_start),
+            own=slice(own_start, first + block_keys),
         )
 
 

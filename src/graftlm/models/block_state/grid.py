@@ -148,7 +148,7 @@ class WindowGrid:
         )
 
     def per_row(self, values: Sequence[int]) -> Tensor:
-        """Convert one number for each row to a tensor (B) on the grid's device."""
+        """Convert one number per row to an int64 tensor (B,) on the grid's device."""
         return torch.tensor(values, device=self.device)
 
     def to_grid(self, values_BT: Tensor) -> Tensor:

@@ -357,12 +357,12 @@ class BlockStateModel(BlockStatePreTrainedModel):
             return None
         if self.config.bidirectional:
             raise GraftError(
-                "A cache is to be used, but a bidirectional model must read a whole text in one pass: omit "
+                "A cache was requested, but a bidirectional model must read a whole text in one pass: omit "
                 "past_key_values and use_cache."
             )
         if self.gradient_checkpointing and self.training:
             raise GraftError(
-                "A cache is to be used, but gradient checkpointing runs layers twice and would write the cache twice: "
+                "A cache was requested, but gradient checkpointing runs layers twice and would write the cache twice: "
                 "omit past_key_values and use_cache, or turn checkpointing off."
             )
         return DynamicCache() if cache is None else cache

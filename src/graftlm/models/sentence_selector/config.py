@@ -81,16 +81,17 @@ class SentenceSelectorConfig(PreTrainedConfig):
         return 2 * self.hidden_size
 
     def _problems(self) -> Iterator[str]:
+        """Yield a message for each value that is not possible."""
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
-                yield f"{name} is {value!r}, but {' or '.join(known)} is expected."
+                yield f"{name} is {value!r}, but {' or '.join(known)} is expected: choose one of them."
         for name in _POSITIVE:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                yield f"{name} is {value!r}, but a whole number above 0 is expected."
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                yield f"{name} is {value!r}, but a whole number above 0 is expected: set one."
         if not 0 <= self.dropout < 1:
-            yield f"dropout is {self.dropout!r}, but a number from 0 to below 1 is expected."
+            yield f"dropout is {self.dropout!r}, but a number from 0 to below 1 is expected: set one."
         if self.document_encoder == "transformer" and self.width % self.num_heads:
             yield (
                 f"num_heads is {self.num_heads}, but a divisor of {self.width} (twice hidden_size) is expected: choose "

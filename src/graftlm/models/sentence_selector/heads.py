@@ -215,8 +215,8 @@ def _extend_beams(
     log_probs_BN: Tensor,
 ) -> list[dict[int, float]]:
     """Extend the beams of `rows` by the sentences of `columns`."""
+    scores = log_probs_BN[rows, columns].tolist()
     extended = []
-    for row, column in zip(rows, columns, strict=True):
-        score = float(log_probs_BN[row, column])
+    for row, column, score in zip(rows, columns, scores, strict=True):
         extended.append({**beams[row], column: score})
     return extended

@@ -47,7 +47,7 @@ def english_gender(text: str) -> str | None:
         text: the English text.
 
     Returns:
-        feminine or masculine; None if the text has no gendered pronoun, or pronouns of both genders.
+        "feminine" or "masculine"; None if the text has no gendered pronoun, or pronouns of both genders.
     """
     genders = [name for name, pronouns in _PRONOUNS.items() if pronouns.search(text)]
     return genders[0] if len(genders) == 1 else None

@@ -161,7 +161,9 @@ class Chain:
             outputs of the translator.
         detector: called with a text and the code of its output language; returns the ambiguities that it finds. If it
             finds none, nothing is asked. None lets the translator decide.
-        on_text: called with each new piece of the output, if the translator can stream.
+        on_text: called with each new piece of the reply that becomes the output, its label included, or once with the
+            whole reply if the translator can't stream. It is not called if the output is already known from the
+            estimate of a gain.
     """
 
     def __init__(

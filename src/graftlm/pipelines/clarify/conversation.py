@@ -23,6 +23,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from graftlm.config import Config, read_yaml
+from graftlm.data.table_files import type_name
 from graftlm.errors import DataError, RecipeError, first_line
 from graftlm.files.reading import read_text
 from graftlm.files.writing import write_atomically
@@ -453,8 +454,8 @@ def _read_json(path: Path) -> dict[str, object]:
         ) from None
     if not isinstance(values, dict):
         raise DataError(
-            f"{path} contains JSON of type {type(values).__name__}, but the object of a conversation is expected: name "
-            "a file that graft clarify wrote, or start a new conversation."
+            f"{path} contains {type_name(values)}, but the JSON object of a conversation is expected: name a file that "
+            "graft clarify wrote, or start a new conversation."
         )
     return values
 

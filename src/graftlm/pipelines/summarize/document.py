@@ -218,8 +218,8 @@ class SourceDocument:
     def selectable(self) -> list[int]:
         """Indices of the sentences that a summary may use.
 
-        These are the complete sentences, or all sentences with a letter if most of them are incomplete, as in notes
-        without capitals or full stops.
+        These are the complete sentences, or all sentences with a letter if at least half of them are incomplete, as in
+        notes without capitals or full stops.
         """
         lettered = [index for index, sentence in enumerate(self.sentences) if _LETTER.search(sentence.text)]
         whole = [index for index in lettered if self.sentences[index].is_whole]
