@@ -115,6 +115,15 @@ def test_a_span_never_lies_in_the_padding() -> None:
         assert start.softmax(0)[mask[4] == 0].sum() == end.softmax(0)[mask[4] == 0].sum() == 0
 
 
+def test_the_loss_of_the_heads_comes_in_a_tuple_on_request() -> None:
+    with random_model(host(double=True)) as model:
+        ids, mask = batch()
+        inputs = {"input_ids": ids, "attention_mask": mask, "extras": {"task": TASK}, "targets": targets()}
+        output = model(**inputs, return_dict=False)
+        assert isinstance(output, tuple)
+        torch.testing.assert_close(output[0], model(**inputs).loss)
+
+
 def test_losses_of_parts_add_up_to_that_of_the_batch() -> None:
     with random_model(host(double=True)) as model:
         ids, mask = batch()
