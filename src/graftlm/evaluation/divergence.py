@@ -1,4 +1,7 @@
-"""The divergence from the backbone on text that the backbone sampled itself."""
+"""`own_kl` and `chat_kl`: the divergence from the backbone on text that the backbone sampled itself.
+
+`scores._token_divergences` computes the divergence of each token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events, and the detection of clients that disconnect."""
+"""Server-sent events, and the detection of clients that disconnect. `ResponseBuilder.events` makes the events."""
 
 from __future__ import annotations
 
