@@ -13,7 +13,7 @@ from experiments.facts.rows import AIMS, MAX_SECONDS, MAX_SPILL, TRAINED
 from experiments.protocol import as_table, crossed_bootstrap
 from experiments.study import aim
 from graftlm.evaluation import Aim, Metric, Row, value_of
-from graftlm.evaluation.intervals import percentile_interval
+from graftlm.evaluation.intervals import percentile_interval, share_interval
 from graftlm.evaluation.plots import PALETTE
 
 
@@ -29,12 +29,21 @@ def search_score(items: Items, searched_by: Literal["both", "learned"] = "both")
 
 
 def over_seeds(tables: Sequence[Items]) -> dict[str, Metric]:
-    """Return the mean of each metric with the interval of a crossed bootstrap over seeds and items."""
+    """Return the mean of each metric with its 95% interval.
+
+    The interval is that of a crossed bootstrap over seeds and items. A bootstrap of equal values has no width: a share
+    of 0 or 1 gets Wilson's interval, for the number of different items.
+    """
     metrics: dict[str, Metric] = {}
     for name in tables[0]:
         array = as_table([table[name] for table in tables if name in table])
-        samples = crossed_bootstrap(array, resamples=2000)
-        metrics[name] = percentile_interval(float(np.nanmean(array)), samples)
+        mean = float(np.nanmean(array))
+        if mean in (0.0, 1.0):
+            items = array.shape[1]
+            metrics[name] = share_interval(int(mean) * items, items)
+        else:
+            samples = crossed_bootstrap(array, resamples=2000)
+            metrics[name] = percentile_interval(mean, samples)
     return metrics
 
 

@@ -16,8 +16,9 @@ from experiments.facts.lookup import lookup_answers
 from experiments.facts.metrics import contains, is_right, is_unchanged, judge, shares, spills
 from experiments.facts.retrieval import Lexicon
 from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, label_of, trained_rows
+from experiments.facts.summaries import over_seeds
 from graftlm.backbone import load_backbone
-from graftlm.evaluation import value_of
+from graftlm.evaluation import Interval, value_of
 
 # Pairs of an answer and its judgement, by hand. Accepted are Paris and "the yen"; rivals are Tessaby and 1,851.
 RIGHT = [
@@ -53,6 +54,19 @@ def test_right_answers(answer: str, expected: bool) -> None:
 @pytest.mark.parametrize(("answer", "bare", "expected"), SPILLS)
 def test_spill(answer: str, bare: str, expected: bool) -> None:
     assert spills(answer, "Who lives in Vorlia?", bare, ["Vorlia", "Tessaby", "1,851"]) == expected
+
+
+def test_shares_of_zero_and_one_have_an_interval() -> None:
+    """Wilson's interval of 72 of 72 begins at 72 / (72 + 1.96^2) = 0.949."""
+    kept = {f"question {number}": 1.0 for number in range(72)}
+    spilt = dict.fromkeys(kept, 0.0)
+    metrics = over_seeds([{"locality_near": kept, "spill": spilt}] * 3)
+    for name, mean, low, high in (("locality_near", 1.0, 0.949, 1.0), ("spill", 0.0, 0.0, 0.051)):
+        interval = metrics[name]
+        assert isinstance(interval, Interval)
+        assert interval.mean == mean
+        assert interval.low == pytest.approx(low, abs=1e-3)
+        assert interval.high == pytest.approx(high, abs=1e-3)
 
 
 def test_answers_are_compared_word_for_word() -> None:
