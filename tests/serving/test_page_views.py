@@ -1,4 +1,4 @@
-"""The page's other views, in headless Chromium: clarify, summarize, grafts; the key, colours, accessibility."""
+"""The page's other views, in headless Chromium: clarify, summarize, grafts; the key, colors, accessibility."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ CUT = """() => [...document.querySelectorAll("main *")].filter((one) => one.chec
   && !one.matches(".hidden, [type=file]")).map((one) => one.outerHTML)"""
 
 
-# Grafts, key, colours
+# Grafts, key, colors
 
 
 def test_the_texts_of_a_plot_stand_apart(page: Page) -> None:
@@ -402,6 +402,23 @@ def test_a_report_is_a_plot_with_a_table_beside_it(page: Page) -> None:
     expect(danish.locator(".plot")).to_be_hidden()
 
 
+def test_a_report_without_losses_shows_what_became_of_the_answers(
+    browser: Browser, address: str, complaints: list[str]
+) -> None:
+    kept = {"mean": 0.975, "low": 0.87, "high": 0.996}
+    measured = {"kept_answers": kept, "spill": {"mean": 0.0, "low": 0.0, "high": 0.09}, "trainable_parameters": 12}
+    report = {"name": "danish", "points": [], "measured": measured, "training": {}, "results": None, "audit": None}
+    with opened(browser, address, complaints, {"**/danish/report": report}) as page:
+        view(page, "Grafts")
+        danish = page.get_by_role("article", name="danish")
+        danish.get_by_role("button", name="Show the report").click()
+        answers = danish.get_by_role("region", name="Answers, danish")
+        expect(answers.get_by_role("row", name="answered as before")).to_contain_text("0.975 [0.870, 0.996]")
+        expect(answers.get_by_role("row", name="name a taught thing")).to_contain_text("0.000 [0.000, 0.090]")
+        expect(answers.get_by_role("row")).to_have_count(3)
+        expect(danish.get_by_text("neither learning nor forgetting")).to_have_count(0)
+
+
 def test_a_server_with_keys_gets_one_that_stays_in_the_tab(
     browser: Browser, service: Service, complaints: list[str]
 ) -> None:
@@ -444,7 +461,7 @@ def test_a_late_answer_to_an_old_key_does_not_ask_again(
         assert all("status of 401" in one for one in complaints)
 
 
-def test_colours_follow_the_system_and_the_switch(browser: Browser, address: str, complaints: list[str]) -> None:
+def test_colors_follow_the_system_and_the_switch(browser: Browser, address: str, complaints: list[str]) -> None:
     def paper(page: Page) -> str:
         return page.evaluate("() => getComputedStyle(document.documentElement).backgroundColor")
 

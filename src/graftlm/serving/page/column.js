@@ -15,7 +15,7 @@ export class Column {
     this.backbone = grafts.find((graft) => chosen.includes(graft.name))?.backbone ?? this.writers[0] ?? served.backbones[0].name;
     this.answers = []; // TokenTexts
     this.history = []; // messages of a chat
-    this.colour = "trace";
+    this.color = "trace";
     this.id = `column-${++columns}`;
     this.title = h("h2", { id: this.id });
     this.boxes = grafts.map((graft) => this.box(graft, chosen.includes(graft.name), changed));
@@ -93,9 +93,9 @@ export class Column {
     complain(this.error);
   }
 
-  colourBy(mode) {
-    this.colour = mode;
-    for (const answer of this.answers) answer.colourBy(mode);
+  colorBy(mode) {
+    this.color = mode;
+    for (const answer of this.answers) answer.colorBy(mode);
     this.showLegend();
   }
 
@@ -111,7 +111,7 @@ export class Column {
     if (mode === "completion") this.clear();
     const history = this.history; // replaced when the column is cleared, which discards this answer
     const answer = new TokenText(this.labels);
-    answer.mode = this.colour;
+    answer.mode = this.color;
     answer.name(this.title.textContent);
     this.answers.push(answer);
     this.show(mode, prompt, answer);

@@ -22,7 +22,7 @@ export class Compare {
       byId("compare-form").requestSubmit();
     });
     byId("compare-form").addEventListener("change", () => this.store());
-    byId("colour").addEventListener("change", () => this.recolour());
+    byId("color").addEventListener("change", () => this.recolor());
     byId("stop").addEventListener("click", () => this.running?.abort());
     byId("add-column").addEventListener("click", () => this.add([]).element.querySelector("input, button")?.focus());
     byId("compare-new").addEventListener("click", () => this.restart());
@@ -48,7 +48,7 @@ export class Compare {
 
   add(chosen) {
     const column = new Column(this.served, this.labels, chosen, () => this.store(), (gone) => this.drop(gone));
-    column.colourBy(byId("colour").value);
+    column.colorBy(byId("color").value);
     this.columns.push(column);
     byId("columns").append(column.element);
     this.store();
@@ -89,8 +89,8 @@ export class Compare {
     for (const column of this.columns) column.clear();
   }
 
-  recolour() {
-    for (const column of this.columns) column.colourBy(byId("colour").value);
+  recolor() {
+    for (const column of this.columns) column.colorBy(byId("color").value);
   }
 
   settings() {
@@ -127,7 +127,7 @@ export class Compare {
   }
 }
 
-const FIELDS = ["system", "temperature", "most", "seed", "colour"];
+const FIELDS = ["system", "temperature", "most", "seed", "color"];
 
 /** Return whether a key sends the text: Enter, except with Shift, during text composition, or on touch screens, which have no Shift+Enter. */
 function sends(event) {

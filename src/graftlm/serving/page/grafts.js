@@ -76,9 +76,11 @@ async function toggle(name, button, place, error, make) {
 
 function draw(report) {
   const drawn = plot(report.points, `Learned against forgotten, ${report.name}`);
+  const answered = answers(report.measured);
   const why = report.points.length ? "Learning or forgetting was not measured, so there is no plot." : "Its run measured neither learning nor forgetting.";
   return [
-    h(
+    answered.length > 0 && scroll(`Answers, ${report.name}`, table(["answers", "share"], answered, "With 95% intervals")),
+    (drawn || !answered.length) && h(
       "div",
       { class: "report" },
       drawn ? h("figure", {}, drawn, h("figcaption", {}, "Up and to the left is better. Bars are 95% intervals; the ring is this graft.")) : h("p", { class: "note" }, why),
@@ -88,6 +90,17 @@ function draw(report) {
     Object.keys(report.training).length > 0 && details("Settings of the run", `Settings of ${report.name}`, table(["setting", "value"], Object.entries(report.training).map(([name, value]) => [name.replaceAll("_", " "), String(value)]))),
     report.results && h("p", { class: "note" }, `From ${report.results.command}, on ${report.results.machine.cpu}, torch ${report.results.machine.torch}.`),
   ].filter(Boolean);
+}
+
+const ANSWERS = {
+  taught_answers: "taught questions that are answered as taught",
+  kept_answers: "the backbone's own questions that are answered as before",
+  spill: "of these, answers that name a taught thing unasked",
+};
+
+/** Return rows for what was measured of the graft's answers. */
+function answers(measured) {
+  return Object.entries(ANSWERS).filter(([name]) => name in measured).map(([name, title]) => [title, figure(measured[name])]);
 }
 
 function points(report) {

@@ -1,4 +1,4 @@
-// The frame of the page: the views, the colour theme, the API key, and the list of models.
+// The frame of the page: the views, the color theme, the API key, and the list of models.
 
 import { ApiError, ask, setKey } from "./api.js";
 import { Clarify } from "./clarify.js";

@@ -19,7 +19,7 @@ const SHAPES = [
 
 const polygon = (points) => s("polygon", { points: points.map((point) => point.map((one) => one.toFixed(1)).join(",")).join(" ") });
 
-/** Return the mark of the n-th method: shape, colour and, for the graft itself, a ring. */
+/** Return the mark of the n-th method: shape, color and, for the graft itself, a ring. */
 export function markOf(index, own, x, y) {
   const shape = SHAPES[index % SHAPES.length](x, y, 5.5);
   return s("g", { class: `mark series-${index % 8}` }, own && s("circle", { class: "ring", cx: x, cy: y, r: 11 }), shape);

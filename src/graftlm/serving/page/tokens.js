@@ -1,8 +1,8 @@
-// Generated tokens, coloured by the activity of grafts or by surprise, with the figures in a tooltip.
+// Generated tokens, colored by the activity of grafts or by surprise, with the figures in a tooltip.
 
 import { decimals, h, many, visible } from "./dom.js";
 
-const PATTERNS = 8; // number of combinations of colour and underline in parts.css
+const PATTERNS = 8; // number of combinations of color and underline in parts.css
 const NOTHING = "none"; // the label of the bare backbone
 
 /**
@@ -42,7 +42,7 @@ export class TokenText {
     this.element.append(token.element);
   }
 
-  colourBy(mode) {
+  colorBy(mode) {
     this.mode = mode;
     for (const token of this.tokens) this.paint(token);
   }
@@ -109,7 +109,7 @@ export class TokenText {
     if (place >= 0) this.tokens[place].element.classList.add("here");
   }
 
-  /** Return the legend of the colours, or null. */
+  /** Return the legend of the colors, or null. */
   legend() {
     if (this.mode === "surprise") return surpriseLegend(this.tokens);
     const names = Object.keys(this.tokens.find((token) => largest(token.values) !== null)?.values ?? {});
