@@ -149,7 +149,7 @@ def test_an_article_in_latex(tmp_path: Path) -> None:
     assert [sentence.text for sentence in document.sentences] == [
         "We study what tea does to attention.",
         "Persons who drank it sorted 12% more cards.",
-        "Tea is drunk by many people, e.g. in Asia (see Fig.).",
+        r"Tea is drunk by many people, e.g. in Asia (see Fig. \ref{fig:cup}).",
         r"Dr. Müller asked in 1999 whether $a \leq b$ holds.",
         "Nobody answered.",
         "There were three groups:",

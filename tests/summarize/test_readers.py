@@ -181,7 +181,7 @@ def test_jats_is_read_with_its_abstract() -> None:
     assert [(sentence.text, document.sections[sentence.section].title) for sentence in document.sentences] == [
         ("Tea is drunk < water.", "Background"),
         ("Cafés sell tea [1].", "Introduction"),
-        ("They sorted cardshere.", "Cards"),
+        ("They sorted cards here.", "Cards"),
     ]
     assert document.sentences[0].source == "Tea is &#100;runk &lt; water."
     assert (document.abstract, document.introduction) == (range(1), range(1, 2))
@@ -455,7 +455,7 @@ def test_too_much_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "markdown_it", None)
     with pytest.raises(MissingExtraError) as error:
-        build_document("x", ["x"], reading.markdown_blocks("x"))
+        build_document("x", ["x"], reading.markdown_blocks("x", []))
     assert "markdown-it-py" in str(error.value)
     assert "graftlm[summarize]" in str(error.value)
 

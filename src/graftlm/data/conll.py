@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,55 +12,81 @@ from graftlm.data.table_files import check_columns
 from graftlm.errors import DataError
 from graftlm.files.reading import read_text
 
+# Words may contain no-break and other blanks of Unicode, which separate no columns.
+_BLANKS = " \t"
+_SEPARATOR = re.compile(r"[ \t]+")
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_WORD_RANGE = re.compile(r"\d+-\d+")
+_EMPTY_NODE = re.compile(r"\d+\.\d+")
+
 
 class _Columns(NamedTuple):
-    """The positions of the columns of words and tags, and the number of columns; `exact` forbids more."""
+    """The positions of the columns of words and tags, and the number of columns; `exact` forbids more.
+
+    With `numbered`, the first column numbers the words as CoNLL-U does.
+    """
 
     word: int
     tag: int
     count: int
     exact: bool
+    numbered: bool = False
 
 
 def read_conll(
     path: Path,
     columns: Mapping[str, str],
     header: Sequence[str] = (),
+    skipped: Counter[str] | None = None,
 ) -> Iterator[tuple[tuple[list[str], list[str]], str]]:
     """Read tagged sentences from a file with one word per line.
 
-    Empty lines separate sentences. Columns are separated by tabs if the file has any, and otherwise by blanks. Lines
+    Empty lines separate sentences. Columns are separated by tabs if the file has any, and otherwise by spaces. Lines
     whose first column is `-DOCSTART-` are skipped, and so are comments: lines that begin with `#` and, in a file with
-    tabs, have one column, or in a file with blanks, look like `# key = value`.
+    tabs, have one column, or in a file with spaces, look like `# key = value`. Where words are numbered, the lines of
+    multiword tokens, such as `3-4`, and of empty nodes, such as `5.1`, are skipped: the words of a token follow it,
+    and an empty node is not in the text.
 
     Args:
         path: a UTF-8 file, which may be gzipped.
         columns: names of the columns of words and tags by the config key that sets each; only used with a `header`.
-        header: names of all columns. By default the first column has the words and the last one the tags, and in an
-            `.iob2` file, as in Universal NER, the second and the third.
+        header: names of all columns; `id` is that of the words' numbers. By default the first column has the words and
+            the last one the tags; in an `.iob2` file, as in Universal NER, the second and the third; in a `.conllu`
+            file the second and the fourth, which has universal parts of speech.
+        skipped: counts the skipped multiword tokens and empty nodes.
 
     Yields:
         The words and the tags of a sentence, and the location of its first line.
 
     Raises:
         DataError: the file can't be read, `header` lacks a column or has it twice, a line has a wrong number of
-            columns, or a word or tag is empty.
+            columns, a word or tag is empty, or the words of a sentence are their numbers.
     """
     layout = _find_columns(path, columns, header)
-    lines = read_text(path).split("\n")
+    skipped = Counter() if skipped is None else skipped
+    lines = _LINE_END.split(read_text(path))
     has_tabs = any("\t" in line for line in lines)
     words: list[str] = []
     tags: list[str] = []
     first_line = 0
     for number, line in enumerate([*lines, ""], start=1):
-        if not line.strip():
+        if not line.strip(_BLANKS):
             if words:
-                yield (words, tags), f"{path}: line {first_line}"
+                where = f"{path}: line {first_line}"
+                _check_words(words, layout, where)
+                yield (words, tags), where
             words = []
             tags = []
             continue
-        cells = line.rstrip().split("\t") if has_tabs else line.split()
+        stripped = line.rstrip(_BLANKS)
+        cells = stripped.split("\t") if has_tabs else _SEPARATOR.split(stripped.lstrip(_BLANKS))
         if _is_comment(cells, has_tabs=has_tabs) or cells[0] == "-DOCSTART-":
+            continue
+        if layout.numbered and _WORD_RANGE.fullmatch(cells[0]):
+            skipped["multiword tokens"] += 1
+            continue
+        if layout.numbered and _EMPTY_NODE.fullmatch(cells[0]):
+            skipped["empty nodes"] += 1
             continue
         _check_cells(cells, layout, f"{path}: line {number}")
         if not words:
@@ -72,10 +100,22 @@ def _find_columns(path: Path, columns: Mapping[str, str], header: Sequence[str])
     if header:
         check_columns(header, columns, str(path), "task")
         word, tag = (list(header).index(name) for name in columns.values())
-        return _Columns(word, tag, count=len(header), exact=True)
+        return _Columns(word, tag, count=len(header), exact=True, numbered=header[0].casefold() == "id")
+    if ".conllu" in path.suffixes:
+        return _Columns(word=1, tag=3, count=10, exact=False, numbered=True)
     if ".iob2" in path.suffixes:
-        return _Columns(word=1, tag=2, count=3, exact=False)
+        return _Columns(word=1, tag=2, count=3, exact=False, numbered=True)
     return _Columns(word=0, tag=-1, count=2, exact=False)
+
+
+def _check_words(words: Sequence[str], layout: _Columns, where: str) -> None:
+    """Raise `DataError` if the words of a sentence are 1, 2 and so on, in a column that nobody named."""
+    numbers = [str(number) for number in range(1, len(words) + 1)]
+    if len(words) > 1 and not layout.exact and words == numbers:
+        raise DataError(
+            f"{where}: the column of words has the numbers of the words: name the task's columns, or end the name of "
+            "a CoNLL-U file in .conllu."
+        )
 
 
 def _is_comment(cells: Sequence[str], *, has_tabs: bool) -> bool:

@@ -5,11 +5,15 @@ Classes and tags are always text. A number in a file becomes the text of its dig
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from graftlm.data.list_cells import looks_like_list, read_list
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError, shorten
 from graftlm.grafts.heads import TaskType
@@ -28,6 +32,9 @@ class AnswerSpan(NamedTuple):
     end: int
     answers: tuple[str, ...]
 
+
+_MAPPING = re.compile(r"""\s*\{\s*['"]""")
+_BLANKS = re.compile(r"[ \t\r\n]+")
 
 Target = str | float | tuple[str, ...] | AnswerSpan | None
 """A label, a number, several labels, a tag for each word, or an answer; None for a row without labels."""
@@ -99,7 +106,9 @@ class LabelReader:
         return number
 
     def _split(self, value: object, where: str) -> list[object]:
-        """Return the labels of a list, or of a text with separators. There may be none."""
+        """Return the labels of a list, or of a text that is a list or has separators. There may be none."""
+        if isinstance(value, str) and looks_like_list(value):
+            return read_list(value, self.column, where)
         if isinstance(value, str):
             return [part for part in value.split(self.separator) if part.strip()]
         if not isinstance(value, list):
@@ -145,7 +154,7 @@ class LabelReader:
             return json.dumps(value)
         if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
             return repr(value)
-        if isinstance(value, str) and value.strip():
+        if isinstance(value, str) and value.strip() and not looks_like_list(value):
             return value.strip()
         if value == "":
             found = "nothing"
@@ -168,7 +177,9 @@ def _finite(value: object) -> float | None:
 
 
 def split_blanks(value: object, column: str, where: str) -> list[Any]:
-    """Return a list unchanged, or split a text at white space.
+    """Return a list unchanged, read one that is written as text, or split another text at blanks.
+
+    Words may contain no-break and other blanks of Unicode, which do not separate them.
 
     Args:
         value: a list, whose elements are not checked, or a text.
@@ -176,10 +187,12 @@ def split_blanks(value: object, column: str, where: str) -> list[Any]:
         where: the location of its row, for error messages.
 
     Raises:
-        DataError: the value is neither a list nor a text.
+        DataError: the value is neither a list nor a text, or is the text of a list that is not valid.
     """
+    if isinstance(value, str) and looks_like_list(value):
+        return read_list(value, column, where)
     if isinstance(value, str):
-        return value.split()
+        return [part for part in _BLANKS.split(value) if part]
     if not isinstance(value, list):
         raise DataError(
             f"{where} has {type_name(value)} in the column {column!r}, but a list, or a text with white space between "
@@ -196,7 +209,8 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
 
     Args:
         value: a text of the context, a list of such texts, or SQuAD's mapping with `text`, which is one of these, and
-            `answer_start`, a character or a list of characters.
+            `answer_start`, a character or a list of characters. Unless it occurs in the context, the text of a list or
+            a mapping, as in CSV files, is read as such.
         context: the context.
         column: the name of the answer's column, for error messages.
         where: the location of its row, for error messages.
@@ -205,6 +219,8 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
         DataError: there is no answer, an answer is empty or not text, or the first one does not occur in the context or
             at its start.
     """
+    if isinstance(value, str) and value not in context:
+        value = _written_answers(value, column, where)
     found = value
     starts: list[object] = []
     if isinstance(value, dict):
@@ -228,6 +244,21 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
         position = f"at character {start} of its context" if starts else "in its context"
         raise DataError(f"{where} has the answer {shorten(first)!r}, which does not occur {position}: correct the row.")
     return AnswerSpan(start, start + len(first), tuple(answers))
+
+
+def _written_answers(text: str, column: str, where: str) -> object:
+    """Return the list or mapping that is written as a text; the text itself if it looks like neither."""
+    if looks_like_list(text):
+        return read_list(text, column, where)
+    if not _MAPPING.match(text):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text.strip())
+    raise DataError(
+        f"{where} has {shorten(text)!r} in the column {column!r}, which looks like a mapping but is not a valid one: "
+        'correct it, for example to {"text": ["one"], "answer_start": [0]}.'
+    )
 
 
 def _as_list(value: Any) -> list[Any]:

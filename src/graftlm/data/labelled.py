@@ -131,7 +131,7 @@ class TaskRows:
     Attributes:
         spec: the specification of the task's head.
         rows: the rows.
-        notes: warnings about labels with too few rows, as sentences.
+        notes: warnings about labels with too few rows, and counts of what was skipped, as sentences.
     """
 
     spec: TaskSpec
@@ -156,13 +156,13 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
             in `config.labels`, there is no row, there are fewer labels than the type needs, or the numbers of a
             regression task are too close for float32.
     """
-    rows = _read(name, config, "train")
+    rows, skipped = _read(name, config, "train")
     spec = _build_spec(name, config, rows)
     if config.limit is not None and config.limit < len(rows):
         generator = np.random.default_rng(config.seed)
         selected = generator.choice(len(rows), config.limit, replace=False)
         rows = [rows[index] for index in sorted(selected)]
-    notes = tuple(_label_notes(name, spec, rows))
+    notes = (*_label_notes(name, spec, rows), *skipped)
     return TaskRows(spec, rows, notes)
 
 
@@ -212,9 +212,9 @@ def read_held_out_rows(name: str, config: LabelledConfig, spec: TaskSpec, split:
         DataError: a file is missing or can't be read, a column is missing, a row is invalid or has a label that is not
             in `spec.labels`, or there is no row.
     """
-    rows = _read(name, config, split)
+    rows, skipped = _read(name, config, split)
     _check_known(name, rows, spec.labels, "train with this label")
-    return TaskRows(spec, rows)
+    return TaskRows(spec, rows, tuple(skipped))
 
 
 def labels_of(row: LabelledRow) -> tuple[str, ...]:
@@ -241,27 +241,37 @@ def score_metric(config: LabelledConfig, spec: TaskSpec) -> Metric:
     return METRICS[spec.type][0]
 
 
-def _read(name: str, config: LabelledConfig, split: Split) -> list[LabelledRow]:
-    """Read all rows of a split."""
+def _read(name: str, config: LabelledConfig, split: Split) -> tuple[list[LabelledRow], list[str]]:
+    """Read all rows of a split, and notes on what was skipped."""
+    skipped = Counter[str]()
     reader = LabelReader(config.type, config.label_column, config.separator)
     rows: list[LabelledRow] = []
     files = config.files(split)
     for path in files:
         if not path.is_file():
             raise DataError(f"There is no file {path}: correct the files under {split} of the task {name}.")
-        rows += _read_file(path, config, reader)
+        rows += _read_file(path, config, reader, skipped)
     if not rows:
         where = ", ".join(str(path) for path in files) or f"its {split} names no file"
         raise DataError(
             f"The task {name} has no rows under {split} ({where}): name a file with at least one row, or leave the "
             "task out."
         )
-    return rows
+    notes = [
+        f"The files under {split} of the task {name} have {kind} ({count:,} in all), whose lines are skipped."
+        for kind, count in skipped.items()
+    ]
+    return rows, notes
 
 
-def _read_file(path: Path, config: LabelledConfig, reader: LabelReader) -> Iterator[LabelledRow]:
-    """Yield the rows of a file, after checking their texts and targets."""
-    for values, where in _read_columns(path, config):
+def _read_file(
+    path: Path,
+    config: LabelledConfig,
+    reader: LabelReader,
+    skipped: Counter[str],
+) -> Iterator[LabelledRow]:
+    """Yield the rows of a file, after checking their texts and targets, and count what is skipped."""
+    for values, where in _read_columns(path, config, skipped):
         *values_of_texts, label = values
         if config.type == "tagging":
             column = config.texts[0]
@@ -273,14 +283,18 @@ def _read_file(path: Path, config: LabelledConfig, reader: LabelReader) -> Itera
         yield LabelledRow(tuple(texts), reader.target(label, texts, where), where)
 
 
-def _read_columns(path: Path, config: LabelledConfig) -> Iterator[tuple[Sequence[Any], str]]:
+def _read_columns(
+    path: Path,
+    config: LabelledConfig,
+    skipped: Counter[str],
+) -> Iterator[tuple[Sequence[Any], str]]:
     """Yield the values of the columns of texts and labels of each row, and the row's location."""
     columns: dict[str, str] = {"text": config.texts[0]}
     if len(config.texts) > 1:
         columns["text.1"] = config.texts[1]
     columns["label"] = config.label_column
     if config.type == "tagging" and not is_table(path):
-        return read_conll(path, columns, config.columns)
+        return read_conll(path, columns, config.columns, skipped)
     return read_values(path, columns, "task", config.columns)
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftlm.errors import DataError, first_line
+from graftlm.errors import DataError, first_line, shorten
 from graftlm.files.reading import BYTE_ORDER_MARK, decode_utf8, open_binary, read_errors
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".csv", ".tsv")
+
+_BYTE_ORDER_MARK = "\ufeff"
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell with quotes as in RFC 4180
 
 LocatedValues = tuple[list[Any], str]
 """The values of some columns of a row, and the row's location, such as `data.csv: row 3`."""
@@ -58,8 +63,9 @@ def read_values(
     """Yield the values of some columns of each row, and the row's location, such as `data.csv: row 3`.
 
     Args:
-        path: a file of JSON lines, a JSON list, parquet, CSV or TSV, whose suffix determines the format. TSV has no
-            quoting. Each of them may be gzipped, except parquet.
+        path: a file of JSON lines, a JSON list, parquet, CSV or TSV, whose suffix determines the format. CSV is quoted
+            as in RFC 4180. TSV has no quoting, and a quoted one is refused. Empty lines are skipped. Each format may be
+            gzipped, except parquet.
         columns: names of columns by the config key that sets each, such as {"text_column": "body"}.
         owner: the config that has these keys, for error messages.
         header: names of all columns of a CSV or TSV file without a header; other formats ignore it. If it is empty, the
@@ -67,7 +73,7 @@ def read_values(
 
     Raises:
         DataError: the suffix is not that of a table, the file can't be read or is not valid in its format, it lacks a
-            column or has it twice, or a row has a wrong form or number of cells.
+            column or has it twice, a row has a wrong form or number of cells, or an object has a key twice.
     """
     suffix = file_suffix(path)
     if suffix not in TABLE_SUFFIXES:
@@ -104,7 +110,11 @@ def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[L
 def _parse_json(data: bytes, where: str) -> Any:
     text = decode_utf8(data, where)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except _RepeatedKeyError as error:
+        raise DataError(
+            f"{where} has an object with the key {error.key!r} more than once: rename all but one."
+        ) from None
     except json.JSONDecodeError as error:
         cause = error.msg
     except RecursionError:
@@ -112,12 +122,32 @@ def _parse_json(data: bytes, where: str) -> Any:
     raise DataError(f"{where} is not valid JSON ({cause}): one object per line, or one list of objects, is expected.")
 
 
+class _RepeatedKeyError(Exception):
+    """An object of a JSON file has a key more than once, of which Python would keep the last value."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON with these keys and values."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = Counter(key for key, _ in pairs)
+        raise _RepeatedKeyError(keys.most_common(1)[0][0])
+    return values
+
+
 def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequence[str]) -> Iterator[LocatedValues]:
     """Read CSV or, by the suffix of the file, TSV without quoting."""
     with open_binary(path) as file:
-        text = decode_utf8(file.read(), str(path))
+        text = decode_utf8(file.read(), str(path)).lstrip(_BYTE_ORDER_MARK)
+    # Of the process, and never lowered: the default limit of 131,072 characters is shorter than many articles.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     lines = io.StringIO(text, newline="")
-    if file_suffix(path) == ".tsv":
+    is_tsv = file_suffix(path) == ".tsv"
+    if is_tsv:
         reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
     else:
         reader = csv.reader(lines, strict=True)
@@ -127,11 +157,28 @@ def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequen
         rows = (cells for cells in reader if cells)
         for number, cells in enumerate(rows, start=1):
             where = f"{path}: row {number}"
+            # A file that was appended to another may have brought its mark.
+            cells[0] = cells[0].removeprefix(_BYTE_ORDER_MARK)
+            if is_tsv:
+                _check_unquoted(cells, where)
             _check_cells(cells, names, where, has_header=not header)
             row = dict(zip(names, cells, strict=True))
             yield values_of(row, columns, where, owner), where
     except csv.Error as error:
         raise DataError(f"{path} is not valid CSV ({error}, at line {reader.line_num}): correct that line.") from None
+
+
+def _check_unquoted(cells: Sequence[str], where: str) -> None:
+    """Raise `DataError` if a row of TSV has quoted cells, whose quotation marks would be read as text.
+
+    Quotation marks of a text, as in `"Yes"`, are fine if other cells have none.
+    """
+    quoted = [cell for cell in cells if _QUOTED.fullmatch(cell)]
+    is_quoted_row = len(cells) > 1 and len(quoted) == len(cells)
+    if is_quoted_row or any('""' in cell[1:-1] for cell in quoted):
+        raise DataError(
+            f"{where} has the quoted cell {shorten(quoted[0])}, but a TSV file has no quoting: save the table as CSV."
+        )
 
 
 def _check_cells(cells: Sequence[str], names: Sequence[str], where: str, *, has_header: bool) -> None:

@@ -155,7 +155,10 @@ def evaluate_rows(task_graft: TaskGraft, files: Mapping[str, str], *, batch_size
     kind = task_graft.graft.config.kind
     row = Row(id=kind, label=task_graft.graft.config.label, metrics=dict(summary_metrics(scores)))
     by_task = {name: score.to_json() for name, score in scores.items()}
-    details = {"tasks": {kind: {"test": by_task}}}
+    details: dict[str, object] = {"tasks": {kind: {"test": by_task}}}
+    notes = [note for task in rows.values() for note in task.notes]
+    if notes:
+        details["notes"] = notes
     return Results.here("eval", [row], details=details)
 
 

@@ -144,6 +144,9 @@ class TaskRun(_TaskSettings, TrainingRun):
         graft = config.graft_class(config, backbone)
         with GraftedModel(backbone, {GRAFT_NAME: graft}) as model:
             batches = self.batches(model, rows)
+            for held_out in tests.values():
+                self._log_notes(context, held_out)
+            self._log_notes(context, rows)
             self._log_rows(context, backbone, rows, batches)
             starts = _start_tasks(model, batches, rows)
             for name, start in starts.items():
@@ -177,6 +180,12 @@ class TaskRun(_TaskSettings, TrainingRun):
                 "less."
             )
 
+    def _log_notes(self, context: RunContext, rows: Mapping[str, TaskRows]) -> None:
+        """Log the notes on the rows of tasks."""
+        for task in rows.values():
+            for note in task.notes:
+                context.log(note)
+
     def _log_rows(
         self,
         context: RunContext,
@@ -184,10 +193,7 @@ class TaskRun(_TaskSettings, TrainingRun):
         rows: Mapping[str, TaskRows],
         batches: LabelledMixture,
     ) -> None:
-        """Log notes about rows and batches, and the number of rows."""
-        for task in rows.values():
-            for note in task.notes:
-                context.log(note)
+        """Log notes about batches, and the number of rows."""
         for note in batches.notes:
             context.log(note)
         n_rows = sum(len(task) for task in rows.values())

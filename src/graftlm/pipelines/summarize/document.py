@@ -51,11 +51,13 @@ class TextSpan:
         text: the readable text.
         start: position of the first source character.
         end: position after the last source character.
+        is_formula: whether the text is a formula, in which no sentence ends before its last character.
     """
 
     text: str
     start: int
     end: int
+    is_formula: bool = False
 
     @property
     def is_literal(self) -> bool:
@@ -70,7 +72,7 @@ class TextBlock:
     Attributes:
         spans: the text in order.
         level: level of a heading, from 1; 0 for other blocks.
-        page: number of the page of a PDF file, from 1.
+        page: number of the page of a PDF file, or of the file of a LaTeX document in several files, from 1.
         kind: only `prose` is split into sentences. A `field` is metadata or an entry of a form, and a `note` a
             footnote; `furniture` is navigation and the running headers and footers of pages.
     """
@@ -97,8 +99,9 @@ class Sentence:
         start: position of `source` in the text of the file; in a PDF, in the text of its page.
         end: position after the last character.
         section: index of its section.
-        page: page number from 1; None outside PDF files.
+        page: number of its page in a PDF, or of its file in a LaTeX document in several files, from 1; None in others.
         kind: kind of the block that contains it.
+        file: name of its file in a LaTeX document in several files.
     """
 
     text: str
@@ -108,6 +111,7 @@ class Sentence:
     section: int
     page: int | None = None
     kind: BlockKind = "prose"
+    file: str | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -124,14 +128,16 @@ class Sentence:
         return 2 * letters > characters and len(split_words(text)) >= _MIN_WORDS
 
     def to_json(self) -> dict[str, object]:
-        """Return text and position; `page` only for PDF files."""
+        """Return text and position; `page` only for PDF files, `file` only for LaTeX in several files."""
         row: dict[str, object] = {
             "text": self.text,
             "source": self.source,
             "start": self.start,
             "end": self.end,
         }
-        if self.page is not None:
+        if self.file is not None:
+            row["file"] = self.file
+        elif self.page is not None:
             row["page"] = self.page
         return row
 
@@ -159,12 +165,13 @@ class SourceDocument:
 
     Attributes:
         name: file path, or another name for messages.
-        pages: the source text: one string, or one for each page of a PDF file.
+        pages: the source text: one string, or one for each page of a PDF file or each file of a LaTeX document.
         sections: in order; text before the first heading is a section without a title.
         sentences: the sentences of the prose.
         language: code of the language whose rules split the sentences.
         passages: blocks other than prose, each as a whole: headings, code, tables, formulas, captions, references,
             fields.
+        notes: what the reader left out or could not know, as sentences.
     """
 
     name: str
@@ -173,6 +180,7 @@ class SourceDocument:
     sentences: tuple[Sentence, ...]
     language: str
     passages: tuple[Sentence, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ import bisect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import (
@@ -25,6 +26,8 @@ _MAX_FIELD = 300  # in characters
 _CAPTION = re.compile(r"\s*(?:Fig(?:ure|\.)?|Table|Tab\.|Listing|Algorithm|Scheme)\s+[A-Z]?\d[\d.]*\s*[.:|–—]\s")
 _CJK = "\u2e80-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff65"
 _CJK_LINE_BREAK = re.compile(rf"(?<=[{_CJK}])[ \t]*[\r\n]\s*(?=[{_CJK}])")
+# The mark at the end of a formula, inside the delimiters of LaTeX.
+_FORMULA_END = re.compile(r"([.!?])\s*(?:\$\$?|\\[\])]|\\end\{[a-z*]+\})?\s*$")
 _SOFT_HYPHEN = "\u00ad"
 _LIGATURES = str.maketrans(
     {
@@ -45,14 +48,21 @@ def build_document(
     pages: Sequence[str],
     blocks: Iterable[TextBlock],
     language: str | None = None,
+    *,
+    files: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> SourceDocument:
     """Split blocks into sections and sentences.
 
     Args:
         name: name of the document in messages.
-        pages: the source text, to which the spans of the blocks refer: one string, or one for each page of a PDF file.
+        pages: the source text, to which the spans of the blocks refer: one string, or one for each page of a PDF file
+            or each file of a LaTeX document.
         blocks: the blocks of a reader, in order.
         language: language code; None detects the language, as in `read_document`.
+        files: the name of each of `pages`, if these are files.
+        notes: what the reader left out, as predicates of the document, such as "has hidden text". They may grow while
+            the blocks are read.
 
     Raises:
         DataError: there is no sentence, or the script has no punctuation that ends sentences.
@@ -60,16 +70,18 @@ def build_document(
         MissingExtraError: sentencex is not installed.
     """
     blocks = [block for block in blocks if block.text.strip()]
+    blocks = list(_join_formulas(blocks))
     if language:
         language = check_language(language)
     else:
         prose = (block.text for block in blocks if block.kind == "prose")
         language = detect_language(prose, name)
-    builder = _DocumentBuilder(pages, language)
+    builder = _DocumentBuilder(pages, language, files)
     for kind, block in _with_kinds(blocks):
         builder.add(block, kind)
     if not builder.sentences:
-        raise DataError(f"{name} has no sentence to summarize: give a text with words.")
+        left_out = f" (it {'; it '.join(notes)})" if notes else ""
+        raise DataError(f"{name} has no sentence to summarize{left_out}: give a text with words.")
     return SourceDocument(
         name=name,
         pages=tuple(pages),
@@ -77,16 +89,18 @@ def build_document(
         sentences=tuple(builder.sentences),
         language=language,
         passages=tuple(builder.passages),
+        notes=tuple(f"{name} {note}." for note in notes),
     )
 
 
 class _DocumentBuilder:
     """Collects the headings, sentences and other passages of a document, block by block."""
 
-    def __init__(self, pages: Sequence[str], language: str) -> None:
+    def __init__(self, pages: Sequence[str], language: str, files: Sequence[str]) -> None:
         self.sentences: list[Sentence] = []
         self.passages: list[Sentence] = []
         self._pages = pages
+        self._files = files
         self._language = language
         self._headings: list[tuple[str, int, int]] = []  # title, level, index of the first sentence
         self._references_level = 0  # level of the heading of the references, as long as they last
@@ -112,16 +126,15 @@ class _DocumentBuilder:
     def _split(self, block: TextBlock, kind: BlockKind) -> Iterator[Sentence]:
         """Yield the sentences of prose, and any other block as a whole."""
         text = block.text
-        source = self._pages[(block.page or 1) - 1]
+        page = (block.page or 1) - 1
+        source = self._pages[page]
         positions = _SourcePositions(block.spans)
         if kind == "prose":
-            ranges = split_sentences(text, self._language)
+            ranges = split_sentences(_mask_formulas(block.spans), self._language)
         else:
             left = len(text) - len(text.lstrip())
             ranges = [(left, len(text.rstrip()))]
-        for first, last in ranges:
-            start, _ = positions.find(first)
-            _, end = positions.find(last - 1)
+        for first, last, start, end in _with_source(ranges, positions):
             yield Sentence(
                 text=_normalize_text(text[first:last]),
                 source=source[start:end],
@@ -130,6 +143,7 @@ class _DocumentBuilder:
                 section=len(self._headings) - 1,
                 page=block.page,
                 kind=kind,
+                file=self._files[page] if self._files else None,
             )
 
     def sections(self) -> tuple[Section, ...]:
@@ -158,6 +172,78 @@ class _SourcePositions:
             return span.start, span.end
         start = span.start + position - self._starts[index]
         return start, start + 1
+
+
+def _mask_formulas(spans: Sequence[TextSpan]) -> str:
+    """Return the text of spans in which each formula is a word of its length, with the mark that ends it."""
+    return "".join(_mask(span.text) if span.is_formula else span.text for span in spans)
+
+
+def _mask(formula: str) -> str:
+    stripped = formula.strip()
+    left = formula.find(stripped)
+    right = len(formula) - left - len(stripped)
+    mark = _FORMULA_END.search(formula)
+    word = "x" * len(stripped)
+    if mark and len(word) > 2:
+        word = word[:-1] + mark[1]
+    return " " * left + word + " " * right
+
+
+def _join_formulas(blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
+    """Yield blocks after joining a displayed formula to the sentence that it stands in.
+
+    The prose before it does not end as a sentence does. The prose after it belongs to the sentence if it begins with a
+    lower-case letter or a mark.
+    """
+    pending: TextBlock | None = None
+    after_formula = False
+    for block in blocks:
+        if pending is not None and _belongs_to_sentence(block, pending, after_formula=after_formula):
+            gap = TextSpan(" ", block.spans[0].start, block.spans[0].start)
+            spans = block.spans
+            after_formula = block.kind == "formula"
+            if after_formula:
+                spans = tuple(replace(span, is_formula=True) for span in spans)
+            pending = replace(pending, spans=(*pending.spans, gap, *spans))
+            continue
+        if pending is not None:
+            yield pending
+        pending = block
+        after_formula = False
+    if pending is not None:
+        yield pending
+
+
+def _belongs_to_sentence(block: TextBlock, before: TextBlock, *, after_formula: bool) -> bool:
+    """Return whether a formula follows an unfinished sentence, or the rest of a sentence follows a formula."""
+    if before.kind != "prose" or before.level or block.level or block.page != before.page:
+        return False
+    if block.kind == "formula":
+        text = before.text.rstrip()
+        return not (SENTENCE_END.search(text) or (after_formula and _FORMULA_END.search(text)))
+    beginning = block.text.lstrip()[:1]
+    return after_formula and block.kind == "prose" and (beginning.islower() or beginning in ",;.")
+
+
+def _with_source(
+    ranges: Iterable[tuple[int, int]],
+    positions: _SourcePositions,
+) -> list[tuple[int, int, int, int]]:
+    """Return ranges of a text with their ranges in the source.
+
+    A sentence without a source of its own, as the second one of a macro of LaTeX, belongs to the one before it.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    for first, last in ranges:
+        start, _ = positions.find(first)
+        _, end = positions.find(last - 1)
+        start = max(start, found[-1][3]) if found else start
+        if found and end <= start:
+            before = found.pop()
+            first, start, end = before[0], before[2], before[3]
+        found.append((first, last, start, end))
+    return found
 
 
 def _with_kinds(blocks: Iterable[TextBlock]) -> Iterator[tuple[BlockKind, TextBlock]]:

@@ -181,7 +181,7 @@ def _extractive_summary(extract: Extract) -> Summary:
         writer=None,
         links=(),
         faithfulness=faithfulness(extract.text, document.text),
-        notes=(*extract.notes, *_abstract_notes(document)),
+        notes=(*extract.notes, *_document_notes(document)),
     )
 
 
@@ -190,7 +190,7 @@ def _written_summary(extract: Extract, output: WriterOutput, writer: str, encode
     document = extract.document
     read = output.read or extract.indices
     links = link_sentences(output.text, document, read, encoder)
-    notes = [*extract.notes, *_abstract_notes(document)]
+    notes = [*extract.notes, *_document_notes(document)]
     if document.introduction is None:
         notes.append(
             f"{document.name} has no heading that names an introduction: the writer reads its first sentences instead."
@@ -209,16 +209,20 @@ def _written_summary(extract: Extract, output: WriterOutput, writer: str, encode
     )
 
 
-def _abstract_notes(document: SourceDocument) -> list[str]:
-    """Return a note on the document's own abstract."""
+def _document_notes(document: SourceDocument) -> list[str]:
+    """Return the notes of the reader, and one on the document's own abstract."""
+    notes = list(document.notes)
     abstract = document.abstract
     if not abstract:
-        return []
+        return notes
     first = document.sentences[abstract[0]]
     last = document.sentences[abstract[-1]]
-    if first.page is not None:
-        return [f"{document.name} already has an abstract: page {first.page}, from character {first.start}."]
-    return [f"{document.name} already has an abstract: characters {first.start}–{last.end}."]
+    place = f"characters {first.start}–{last.end}"
+    if first.file is not None:
+        place = f"{first.file}, from character {first.start}"
+    elif first.page is not None:
+        place = f"page {first.page}, from character {first.start}"
+    return [*notes, f"{document.name} already has an abstract: {place}."]
 
 
 def format_summary(summary: Summary) -> Iterator[str]:
@@ -248,9 +252,11 @@ def format_summary(summary: Summary) -> Iterator[str]:
 
 
 def _location(document: SourceDocument, sentence: Sentence) -> str:
-    """Return page, characters and section title of a sentence."""
+    """Return file or page, characters and section title of a sentence."""
     parts = [f"characters {sentence.start}–{sentence.end}"]
-    if sentence.page is not None:
+    if sentence.file is not None:
+        parts.insert(0, sentence.file)
+    elif sentence.page is not None:
         parts.insert(0, f"page {sentence.page}")
     title = document.sections[sentence.section].title
     if title:

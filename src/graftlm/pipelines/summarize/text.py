@@ -27,6 +27,10 @@ _LINE_BREAK = re.compile(r"[\r\n]")
 # Every Chinese or Japanese character is a word.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+(?:['’][^\W_]+)*")
 _LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(?:-\w{2,8})*", re.IGNORECASE)
+# A mark that ends a sentence only before white space, as it also divides names such as `os.Path`.
+_MARK_OF_SPACED_SCRIPT = re.compile(r"[.!?][\"'”’»)\]]*$")
+# Closing brackets and superscript numbers of notes belong to the sentence before them.
+_CLOSING_MARKS = re.compile(r"[)\]}»”’]*(?:[⁰¹²³⁴-⁹][⁰¹²³⁴-⁹,⁻–]*)?(?=\s)")
 _ABBREVIATION = re.compile(r"\b(?:Eqs?|Figs?|Secs?|Refs?|Tabs?)\.$")
 
 
@@ -113,8 +117,9 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
     """Yield start and end of each sentence of a paragraph, without surrounding white space.
 
     A boundary after `!` or `?` and before a lower-case letter, as in "await! is", is ignored. So is one after an
-    abbreviation such as "Eq." or "Fig.", and one before a combining mark. A sentence longer than `MAX_SENTENCE` is
-    divided after a semicolon, comma or space.
+    abbreviation such as "Eq." or "Fig.", one before a combining mark, and, unless it follows a mark such as `。`, one
+    before another character than white space, as in "pythonX.Y". A sentence longer than `MAX_SENTENCE` is divided
+    after a semicolon, comma or space.
 
     Args:
         text: the paragraph.
@@ -125,28 +130,32 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
     """
     sentencex = import_extra("sentencex", "Splitting sentences")
     single_line = _LINE_BREAK.sub(" ", text)  # this replacement keeps the length
-    pending = None
+    first = 0
     for boundary in sentencex.get_sentence_boundaries(language, single_line):
-        start = boundary["start_index"]
         end = boundary["end_index"]
-        if pending is None:
-            pending = start
-        elif not _continues_sentence(text, start, end):
-            yield from _short_parts(text, pending, start)
-            pending = start
-    if pending is not None:
-        yield from _short_parts(text, pending, len(text))
+        marks = _CLOSING_MARKS.match(single_line, end)
+        if marks:
+            end = marks.end()
+        if end > first and not _continues_sentence(single_line, end):
+            yield from _short_parts(text, first, end)
+            first = end
+    yield from _short_parts(text, first, len(text))
 
 
-def _continues_sentence(text: str, start: int, end: int) -> bool:
-    """Return whether the piece from `start` to `end` belongs to the sentence before it."""
-    before = text[max(start - 8, 0) : start].rstrip()
-    after = text[start:end].lstrip()
-    if _ABBREVIATION.search(before):
+def _continues_sentence(text: str, boundary: int) -> bool:
+    """Return whether the sentence before a boundary goes on after it."""
+    before = text[max(boundary - 8, 0) : boundary]
+    after = text[boundary : boundary + 8]
+    ending = before.rstrip()
+    following = after.lstrip()
+    if _ABBREVIATION.search(ending):
         return True
-    if after and unicodedata.combining(after[0]):
+    if following and unicodedata.combining(following[0]):
         return True  # an accent on the last character before the boundary
-    return before[-1:] in ("!", "?") and after[:1].islower()
+    if ending[-1:] in ("!", "?") and following[:1].islower():
+        return True
+    is_divided = before != ending or after != following
+    return not is_divided and bool(after) and _MARK_OF_SPACED_SCRIPT.search(before) is not None
 
 
 def _short_parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:

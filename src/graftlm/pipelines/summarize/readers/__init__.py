@@ -1,4 +1,22 @@
-"""Readers of document formats; the suffix of a file's name determines its format."""
+"""Readers of document formats; the suffix of a file's name determines its format.
+
+What a reader may leave out of the sentences, and what tells the user (a note is a remark of the summary):
+
+| format | left out | told by |
+|---|---|---|
+| all | code, tables, captions, references, fields, furniture | passages of the document, with their kind |
+| LaTeX | branches not taken; footnotes, citations, remarks in the margin | documentation of `read_latex` |
+| LaTeX | conditionals of unknown value, included files that are missing or elsewhere | note with names |
+| LaTeX | macros and environments that are not known: kept as written | note with counts |
+| HTML | hidden elements | note with the number of characters |
+| HTML | scripts, templates, forms, buttons, pronunciations; TeX beside MathML | documentation of `html_blocks` |
+| JATS | formulas as pictures, unknown entities: replaced or kept | note with counts |
+| JATS | labels, further abstracts, reviews | documentation of `jats_blocks` |
+| reStructuredText | directives that are unknown or read files | note with counts |
+| Markdown | tags inside a paragraph, definitions of links, comments | documentation of `markdown_blocks` |
+| PDF | line numbers | note with their number |
+| PDF | text of pictures | refused if no page has text |
+"""
 
 from __future__ import annotations
 
@@ -11,7 +29,7 @@ from graftlm.pipelines.summarize.document import SourceDocument, TextBlock
 from graftlm.pipelines.summarize.document_builder import build_document
 from graftlm.pipelines.summarize.readers.html import html_blocks
 from graftlm.pipelines.summarize.readers.jats import jats_blocks
-from graftlm.pipelines.summarize.readers.latex import latex_blocks
+from graftlm.pipelines.summarize.readers.latex import read_latex
 from graftlm.pipelines.summarize.readers.markdown import markdown_blocks
 from graftlm.pipelines.summarize.readers.pdf import read_foreign_pdf, read_pdf
 from graftlm.pipelines.summarize.readers.plain import plain_blocks
@@ -25,7 +43,8 @@ _MAX_CHARACTER_BYTES = 4  # maximum size of a character in UTF-8
 _BYTE_ORDER_MARK = "\ufeff"
 
 _JATS_SUFFIXES = (".xml", ".nxml")
-_TEXT_READERS: dict[str, Callable[[str], Iterable[TextBlock]]] = {
+_LATEX_SUFFIX = ".tex"
+_TEXT_READERS: dict[str, Callable[[str, list[str]], Iterable[TextBlock]]] = {
     ".txt": plain_blocks,
     ".text": plain_blocks,
     ".md": markdown_blocks,
@@ -34,9 +53,9 @@ _TEXT_READERS: dict[str, Callable[[str], Iterable[TextBlock]]] = {
     ".htm": html_blocks,
     ".xhtml": html_blocks,
     ".rst": rst_blocks,
-    ".tex": latex_blocks,
 }
-SUFFIXES = (*_TEXT_READERS, *_JATS_SUFFIXES, ".pdf")
+_TEXT_SUFFIXES = (*_TEXT_READERS, _LATEX_SUFFIX, *_JATS_SUFFIXES)
+SUFFIXES = (*_TEXT_SUFFIXES, ".pdf")
 """Suffixes of the files that `read_document` reads."""
 
 
@@ -45,7 +64,7 @@ def read_document(path: str | Path, language: str | None = None) -> SourceDocume
 
     Args:
         path: the file; its suffix determines the format. Text is UTF-8. Spans count its characters, including line
-            breaks and a byte order mark.
+            breaks and a byte order mark. LaTeX reads the files that it includes from the folder of the file.
         language: language code such as `de`; None detects it from the script, with Latin script as English.
 
     Raises:
@@ -61,10 +80,11 @@ def read_document(path: str | Path, language: str | None = None) -> SourceDocume
         raise DataError(f"{path} {found}, but one of {', '.join(SUFFIXES)} is expected: convert the document.")
     if suffix != ".pdf":
         text = _read_utf8(path)
-        return read_text(text, suffix, str(path), language)
+        return _read_text(text, suffix, str(path), language, path)
     _check_file_size(path, _MAX_PDF_BYTES)
-    pages, blocks = read_pdf(path, str(path), MAX_CHARACTERS)
-    return build_document(str(path), pages, blocks, language)
+    notes: list[str] = []
+    pages, blocks = read_pdf(path, notes, str(path), MAX_CHARACTERS)
+    return build_document(str(path), pages, blocks, language, notes=notes)
 
 
 def read_text(
@@ -87,21 +107,30 @@ def read_text(
         RecipeError: `language` is malformed, or the language has no punctuation that ends sentences.
         MissingExtraError: a library that reads the format or splits sentences is not installed.
     """
-    suffixes = [*_TEXT_READERS, *_JATS_SUFFIXES]
-    if suffix not in suffixes:
+    if suffix not in _TEXT_SUFFIXES:
+        expected = ", ".join(_TEXT_SUFFIXES)
         raise DataError(
-            f"The suffix of {name} is {suffix!r}, but one of {', '.join(suffixes)} is expected: name the suffix of its "
-            "format."
+            f"The suffix of {name} is {suffix!r}, but one of {expected} is expected: name the suffix of its format."
         )
+    return _read_text(text, suffix, name, language)
+
+
+def _read_text(text: str, suffix: str, name: str, language: str | None, path: Path | None = None) -> SourceDocument:
+    """Read a document from its text; with a path, LaTeX reads the files that it includes."""
     _check_size(name, len(text), "characters", MAX_CHARACTERS)
     readable = text
     if text.startswith(_BYTE_ORDER_MARK):
         readable = f" {text[1:]}"  # Spans count the byte order mark.
+    notes: list[str] = []
+    if suffix == _LATEX_SUFFIX:
+        latex = read_latex(readable, notes, name, path, MAX_CHARACTERS)
+        pages = [text, *latex.pages[1:]]
+        return build_document(name, pages, latex.blocks, language, files=latex.files, notes=notes)
     if suffix in _JATS_SUFFIXES:
-        blocks = jats_blocks(readable, name)
+        blocks = jats_blocks(readable, notes, name)
     else:
-        blocks = _TEXT_READERS[suffix](readable)
-    return build_document(name, (text,), blocks, language)
+        blocks = _TEXT_READERS[suffix](readable, notes)
+    return build_document(name, (text,), blocks, language, notes=notes)
 
 
 def _read_utf8(path: Path) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
 
-ElementRole = BlockKind | Literal["inline", "skipped", ""]
-"""Kind of the text of an element. The empty role ends the block before the element and has no kind."""
+ElementRole = BlockKind | Literal["inline", "skipped", "hidden", ""]
+"""Kind of the text of an element. The empty role ends the block before the element and has no kind.
+
+A hidden element is skipped without ending the block.
+"""
 
 # From the strongest to the weakest: the kind of a block is the strongest role of the elements around it.
-_PRECEDENCE: tuple[BlockKind | Literal["skipped"], ...] = (
+_PRECEDENCE: tuple[BlockKind | Literal["skipped", "hidden"], ...] = (
     "skipped",
+    "hidden",
     "furniture",
     "reference",
     "caption",
@@ -23,6 +28,22 @@ _PRECEDENCE: tuple[BlockKind | Literal["skipped"], ...] = (
     "field",
 )
 _MIN_LINK_SHARE = 0.6  # minimum share of linked characters in a navigation block
+_RAISED = str.maketrans("0123456789+-−=()in", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁱⁿ")
+_LOWERED = str.maketrans("0123456789+-−=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
+_SHIFTED = re.compile(r"[\d+\-−=()]+[in]?|[in]|(?:\d|[,–\s])+")
+
+
+def shifted_text(text: str, tag: str) -> str:
+    """Return the numbers of `sup` and `sub` as raised and lowered characters, so that 10⁶ is not read as 106.
+
+    Args:
+        text: the text.
+        tag: `sup`, `sub`, or another name, with which the text stays.
+    """
+    tables = {"sup": _RAISED, "sub": _LOWERED}
+    if tag not in tables or not _SHIFTED.fullmatch(text):
+        return text
+    return text.translate(tables[tag])
 
 
 @dataclass
@@ -34,12 +55,16 @@ class OpenElement:
         role: role of its text.
         level: level of a heading; 0 for other elements.
         first_block: index of the first block of the main element; None for other elements.
+        is_concealed: whether an attribute hides the element, so that its text is counted.
+        interrupted: spans of the block that goes on after the element; None if the element ends the block.
     """
 
     tag: str
     role: ElementRole
     level: int = 0
     first_block: int | None = None
+    is_concealed: bool = False
+    interrupted: list[TextSpan] | None = None
 
 
 @dataclass
@@ -52,6 +77,8 @@ class BlockCollector:
         spans: the spans of the open block.
         linked: number of characters of `spans` that are in links.
         main: indices of the blocks of the main element.
+        concealed: number of characters that attributes hide.
+        deferred: blocks inside an open paragraph, such as its footnotes, which follow it.
     """
 
     blocks: list[TextBlock] = field(default_factory=list)
@@ -59,9 +86,11 @@ class BlockCollector:
     spans: list[TextSpan] = field(default_factory=list)
     linked: int = 0
     main: range | None = None
+    concealed: int = 0
+    deferred: list[TextBlock] = field(default_factory=list)
 
     @property
-    def kind(self) -> BlockKind | Literal["skipped"]:
+    def kind(self) -> BlockKind | Literal["skipped", "hidden"]:
         """The strongest role of the open elements."""
         roles = {element.role for element in self.elements}
         for role in _PRECEDENCE:
@@ -69,7 +98,16 @@ class BlockCollector:
                 return role
         return "prose"
 
-    def open(self, tag: str, role: ElementRole, level: int = 0, *, is_main: bool = False) -> None:
+    def open(
+        self,
+        tag: str,
+        role: ElementRole,
+        level: int = 0,
+        *,
+        is_main: bool = False,
+        is_concealed: bool = False,
+        interrupts: bool = False,
+    ) -> None:
         """Open an element.
 
         Args:
@@ -77,11 +115,20 @@ class BlockCollector:
             role: role of its text.
             level: level of a heading.
             is_main: whether the blocks outside the element are furniture.
+            is_concealed: whether an attribute hides the element.
+            interrupts: whether the open block goes on after the element, as a paragraph `p` after its footnote.
         """
-        if role != "inline":
+        if any(outer.role == "hidden" for outer in self.elements):
+            role = "inline"  # The open block goes on after the hidden element.
+        element = OpenElement(tag, role, level, is_concealed=is_concealed)
+        if interrupts:
+            element.interrupted = self.spans
+            self.spans = []
+        elif role not in ("inline", "hidden"):
             self.close_block()
-        first_block = len(self.blocks) if is_main else None
-        self.elements.append(OpenElement(tag, role, level, first_block))
+        if is_main:
+            element.first_block = len(self.blocks)
+        self.elements.append(element)
 
     def close(self, tag: str) -> None:
         """Close the innermost open element with the tag, and all elements inside it; ignore an unmatched tag."""
@@ -90,22 +137,41 @@ class BlockCollector:
         while self._close_innermost() != tag:
             pass
 
+    def finish(self) -> None:
+        """Close all open elements and the open block."""
+        while self.elements:
+            self._close_innermost()
+        self.close_block()
+
     def _close_innermost(self) -> str:
         """Close the innermost element and return its tag."""
-        if self.elements[-1].role != "inline":
+        element = self.elements[-1]
+        if element.role not in ("inline", "hidden"):
             self.close_block()
-        element = self.elements.pop()
+        self.elements.pop()
+        if element.interrupted is not None:
+            self.spans = element.interrupted
+        if not any(outer.tag == "p" for outer in self.elements):
+            self.blocks.extend(self.deferred)
+            self.deferred = []
         if element.first_block is not None:
             self.main = range(element.first_block, len(self.blocks))
         return element.tag
 
     def add(self, span: TextSpan) -> None:
-        """Add text of the innermost open element to the open block, unless an open element is skipped."""
-        if self.kind == "skipped":
+        """Add text of the innermost open element to the open block, unless an open element is skipped or hidden."""
+        if self.kind in ("skipped", "hidden"):
+            if any(element.is_concealed for element in self.elements):
+                self.concealed += len(span.text.strip())
             return
-        self.spans.append(span)
+        self.spans.append(self._shifted(span))
         if any(element.tag == "a" for element in self.elements):
             self.linked += len(span.text.strip())
+
+    def _shifted(self, span: TextSpan) -> TextSpan:
+        """Return the span with raised or lowered characters, if it is in such an element."""
+        tag = next((element.tag for element in reversed(self.elements) if element.tag in ("sup", "sub")), "")
+        return replace(span, text=shifted_text(span.text, tag))
 
     def close_block(self) -> None:
         """End the open block, and append it to `blocks` if it has text.
@@ -117,9 +183,11 @@ class BlockCollector:
             level = self._heading_level() if kind in ("prose", "reference") else 0
             if kind == "prose" and not level and self._is_navigation():
                 kind = "furniture"
-            assert kind != "skipped", "skipped elements add no spans"
+            assert kind not in ("skipped", "hidden"), "these elements add no spans"
             block = TextBlock(tuple(self.spans), level, kind=kind)
-            self.blocks.append(block)
+            is_aside = any(element.interrupted is not None for element in self.elements)
+            blocks = self.deferred if is_aside else self.blocks
+            blocks.append(block)
         self.spans = []
         self.linked = 0
 

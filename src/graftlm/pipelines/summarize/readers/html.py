@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 from graftlm.pipelines.summarize.document import TextBlock, TextSpan
 from graftlm.pipelines.summarize.readers.blocks import BlockCollector, ElementRole
+from graftlm.pipelines.summarize.readers.mathml import MathCollector, is_math_tag
 from graftlm.pipelines.summarize.readers.roles import element_roles
 
 _HEADINGS = {"h1": 1, "h2": 2, "h3": 3, "h4": 4, "h5": 5, "h6": 6}
@@ -22,20 +23,41 @@ _FURNITURE = re.compile(
     r"related|headerlink|cookies?|skip-link)(?:$|[\s_-])",
     re.IGNORECASE,
 )
+# What style sheets and frameworks do not show, by convention: texts for screen readers, the second form of a formula,
+# and the names of icons.
+_CONCEALED_CLASSES = {
+    "sr-only",
+    "visually-hidden",
+    "screen-reader-text",
+    "d-none",
+    "katex-html",
+    "MathJax_Preview",
+    "material-icons",
+}
+_CONCEALED_STYLE = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)\b", re.IGNORECASE)
 _NEVER_FURNITURE = ("html", "body", "main", *_HEADINGS)
 
 
-def html_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs and headings, and other blocks by their kind. Scripts and forms are skipped.
+def html_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
+    """Yield paragraphs and headings, and other blocks by their kind.
 
     A block is navigation if its tag, role, class or id marks it as navigation, if it is outside the main element, or if
-    it consists of links.
+    it consists of links. Formulas in MathML are part of their sentences.
+
+    What a browser does not show is skipped: scripts, templates, and elements that an attribute, their style or a class
+    such as `sr-only` hides; their characters are counted in `notes`. Forms, buttons and pronunciations are skipped too.
+    The text of `<details>` and of elements with `aria-hidden`, which browsers show, is read.
+
+    Args:
+        text: the page.
+        notes: receives what was left out.
     """
     parser = _HtmlBlockParser(text)
     parser.feed(text)
-    parser.close()
+    parser.finish()
     collector = parser.collector
-    collector.close_block()
+    if collector.concealed:
+        notes.append(f"has hidden text ({collector.concealed:,} characters), which is not read")
     for index, block in enumerate(collector.blocks):
         if collector.main is None or index in collector.main:
             yield block
@@ -50,10 +72,27 @@ class _HtmlBlockParser(HTMLParser):
         super().__init__(convert_charrefs=False)
         self.collector = BlockCollector()
         self._text = text
+        self._formula: MathCollector | None = None
+        self._formula_start = 0
         self._line_starts = [0]
         self._line_starts.extend(match.end() for match in re.finditer("\n", text))
 
+    def finish(self) -> None:
+        """Read what is left, and close the open block."""
+        self.close()
+        if self._formula is not None:
+            self._close_formula(len(self._text))
+        self.collector.finish()
+
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self._formula is not None:
+            if is_math_tag(tag) or self._formula.allows_markup:
+                self._formula.start(tag)
+                return
+            self._close_formula(self._offset())  # the end tag is missing
+        if tag == "math":
+            self._open_formula(dict(attrs))
+            return
         self._close_sibling(tag)
         if tag == "br":
             start = self._offset()
@@ -71,22 +110,53 @@ class _HtmlBlockParser(HTMLParser):
             if tag in siblings and elements and elements[-1].tag in siblings:
                 self.collector.close(elements[-1].tag)
 
+    def _open_formula(self, attributes: Mapping[str, str | None]) -> None:
+        is_displayed = attributes.get("display") == "block"
+        self.collector.open("math", "formula" if is_displayed else "inline")
+        self._formula = MathCollector()
+        self._formula_start = self._offset()
+
+    def _close_formula(self, end: int) -> None:
+        """Add the formula, which ends at a position of the source, as one span."""
+        assert self._formula is not None, "a formula is open"
+        line = self._formula.line()
+        self._formula = None
+        if line:
+            self.collector.add(TextSpan(line, self._formula_start, end, is_formula=True))
+        self.collector.close("math")
+
     def _open(self, tag: str, attributes: Mapping[str, str | None]) -> None:
+        role = _role(tag, attributes)
+        is_concealed = tag not in ("html", "body") and _is_concealed(tag, attributes)
+        if is_concealed:
+            role = "hidden" if role in ("inline", "hidden") else "skipped"
         self.collector.open(
             tag,
-            role=_role(tag, attributes),
+            role=role,
             level=_HEADINGS.get(tag, 0),
             is_main=tag == "main" or attributes.get("role") == "main",
+            is_concealed=is_concealed,
         )
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _VOID_TAGS:
+        if self._formula is not None:
+            self._formula.start(tag)
+            self._formula.end(tag)
+        elif tag in _VOID_TAGS:
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        self.collector.close(tag)
+        if self._formula is None:
+            self.collector.close(tag)
+        elif tag == "math":
+            self._close_formula(self._text.find(">", self._offset()) + 1 or len(self._text))
+        else:
+            self._formula.end(tag)
 
     def handle_data(self, data: str) -> None:
+        if self._formula is not None:
+            self._formula.add(data)
+            return
         start = self._offset()
         self.collector.add(TextSpan(data, start, start + len(data)))
 
@@ -102,6 +172,9 @@ class _HtmlBlockParser(HTMLParser):
         end = start + len(reference)
         if self._text[end : end + 1] == ";":
             end += 1
+        if self._formula is not None:
+            self._formula.add(html.unescape(self._text[start:end]))
+            return
         self.collector.add(TextSpan(html.unescape(self._text[start:end]), start, end))
 
     def _offset(self) -> int:
@@ -111,10 +184,23 @@ class _HtmlBlockParser(HTMLParser):
 
 
 def _role(tag: str, attributes: Mapping[str, str | None]) -> ElementRole:
-    role = element_roles("html").get(tag, "")
+    role = element_roles("html").get(tag, "inline" if tag.startswith("mjx-") else "")
     if _is_furniture(tag, attributes):
-        return "skipped" if role == "inline" else "furniture"
+        return "hidden" if role == "inline" else "furniture"
     return role
+
+
+def _is_concealed(tag: str, attributes: Mapping[str, str | None]) -> bool:
+    """Return whether an attribute hides an element, or a dialog is not open."""
+    classes = (attributes.get("class") or "").split()
+    return (
+        "hidden" in attributes
+        or (tag == "dialog" and "open" not in attributes)
+        # MathJax prints its own spans, and keeps MathML beside them.
+        or (tag == "nobr" and attributes.get("aria-hidden") == "true")
+        or not _CONCEALED_CLASSES.isdisjoint(classes)
+        or _CONCEALED_STYLE.search(attributes.get("style") or "") is not None
+    )
 
 
 def _is_furniture(tag: str, attributes: Mapping[str, str | None]) -> bool:

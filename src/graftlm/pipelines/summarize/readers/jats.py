@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator, Mapping
 from xml.parsers import expat
 
@@ -11,26 +13,82 @@ from numpy.typing import NDArray
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import TextBlock, TextSpan
 from graftlm.pipelines.summarize.readers.blocks import BlockCollector
+from graftlm.pipelines.summarize.readers.mathml import MathCollector, local_name
 from graftlm.pipelines.summarize.readers.roles import element_roles
 
 _ROOTS = ("article", "pmc-articleset", "articles")
+_FORMULAS = ("inline-formula", "disp-formula", "math")
+_INSIDE_PARAGRAPHS = ("fn", "fig", "table-wrap", "media", "supplementary-material")
+# What TeX needs around a formula that stands alone in a file.
+_TEX_DOCUMENT = re.compile(r"^.*\\begin\{document\}|\\end\{document\}.*$", re.DOTALL)
+_NO_FORMULA = "[formula]"
 _TITLED = ("sec", "ref-list", "app", "ack")  # elements whose title is a heading
 
 
-def jats_blocks(text: str, name: str = "The text") -> Iterator[TextBlock]:
+def jats_blocks(text: str, notes: list[str], name: str = "The text") -> Iterator[TextBlock]:
     """Yield headings, paragraphs, tables and captions of an article in JATS XML.
 
-    The abstract gets the heading "Abstract".
+    The abstract gets the heading "Abstract". Formulas are read from MathML, else from plain characters, else from TeX;
+    a picture of a formula becomes "[formula]". Footnotes, figures and tables do not end the paragraph around them.
+    Labels, other abstracts, reviews and responses are skipped.
 
     Args:
         text: the XML.
+        notes: receives what was left out.
         name: name of the text in error messages.
 
     Raises:
         DataError: the text is not well-formed XML, or not JATS.
     """
     parser = _JatsBlockParser(text, name)
-    return iter(parser.parse())
+    blocks = parser.parse()
+    if parser.pictures:
+        notes.append(f"has formulas as pictures ({parser.pictures:,} in all), which are read as {_NO_FORMULA}")
+    if parser.entities:
+        notes.append(f"has unknown entities such as &{parser.entities[0]}; ({len(parser.entities):,} in all)")
+    return iter(blocks)
+
+
+class _Formula:
+    """A formula whose end was not read yet: its MathML, and its characters and TeX outside MathML."""
+
+    def __init__(self, tag: str, start: int) -> None:
+        self.tag = tag
+        self.start = start
+        self.math = MathCollector()
+        self.plain = ""
+        self.tex = ""
+        self._skipped: list[str] = []  # open elements around the text that is added
+        if local_name(tag) == "math":
+            self.math.start(tag)
+
+    def open(self, tag: str) -> None:
+        """Open an element inside the formula."""
+        if self.math.depth or local_name(tag) == "math":
+            self.math.start(tag)
+        else:
+            self._skipped.append(tag)
+
+    def close(self, tag: str) -> None:
+        """Close the innermost element inside the formula."""
+        if self.math.depth:
+            self.math.end(tag)
+        elif self._skipped:
+            self._skipped.pop()
+
+    def add(self, text: str) -> None:
+        """Add text, as that of the innermost element."""
+        if self.math.depth:
+            self.math.add(text)
+        elif "tex-math" in self._skipped:
+            self.tex += text
+        elif not {"label", "alt-text", "long-desc"} & set(self._skipped):
+            self.plain += text
+
+    def line(self) -> str:
+        """Return the formula on one line; an empty text if there is none."""
+        tex = " ".join(_TEX_DOCUMENT.sub("", self.tex).split())
+        return self.math.line() or " ".join(self.plain.split()) or tex
 
 
 class _JatsBlockParser:
@@ -42,13 +100,17 @@ class _JatsBlockParser:
         self._source = text.encode()
         self._characters = _character_positions(text, self._source)
         self._collector = BlockCollector()
+        self._formula: _Formula | None = None
+        self.pictures = 0
+        self.entities: list[str] = []
         # The text is decoded already: UTF-8 replaces the encoding of the XML declaration.
         parser = expat.ParserCreate("utf-8")
-        # Entities of a DTD are skipped, because the DTD is not read.
+        # The DTD is not read, so that its entities reach the handler of skipped ones.
         parser.UseForeignDTD(True)
         parser.StartElementHandler = self._start_element
-        parser.EndElementHandler = self._collector.close
+        parser.EndElementHandler = self._end_element
         parser.CharacterDataHandler = self._add_text
+        parser.SkippedEntityHandler = self._add_entity
         self._parser = parser
 
     def parse(self) -> list[TextBlock]:
@@ -67,6 +129,9 @@ class _JatsBlockParser:
     def _start_element(self, tag: str, attributes: Mapping[str, str]) -> None:
         """Open an element with its role, or as a heading with its level."""
         collector = self._collector
+        if self._formula is not None:
+            self._formula.open(tag)
+            return
         if not collector.elements and tag not in _ROOTS:
             raise DataError(
                 f"{self._name} is XML with the root <{tag}>, but a JATS <article> is expected: save it as HTML or text."
@@ -78,8 +143,25 @@ class _JatsBlockParser:
             collector.open(tag, "", level=_title_level(parents))
         elif tag == "abstract" or (tag == "title" and parents[-1] == "abstract"):
             collector.open(tag, "skipped")
+        elif local_name(tag) in _FORMULAS:
+            collector.open(tag, "formula" if tag == "disp-formula" else "inline")
+            self._formula = _Formula(tag, self._position())
         else:
-            collector.open(tag, element_roles("jats").get(tag, ""))
+            interrupts = tag in _INSIDE_PARAGRAPHS and "p" in parents
+            collector.open(tag, element_roles("jats").get(tag, ""), interrupts=interrupts)
+
+    def _end_element(self, tag: str) -> None:
+        formula = self._formula
+        if formula is not None and (tag != formula.tag or formula.math.depth > 1):
+            formula.close(tag)
+            return
+        if formula is not None:
+            line = formula.line()
+            self.pictures += not line
+            end = self._text.find(">", self._position()) + 1
+            self._collector.add(TextSpan(line or _NO_FORMULA, formula.start, end, is_formula=True))
+            self._formula = None
+        self._collector.close(tag)
 
     def _start_abstract(self) -> None:
         """Open the abstract as prose, although the metadata around it are fields, and add its heading."""
@@ -90,6 +172,9 @@ class _JatsBlockParser:
 
     def _add_text(self, data: str) -> None:
         """Add text with its range in the source, where it may be an entity or a line break of two characters."""
+        if self._formula is not None:
+            self._formula.add(data)
+            return
         text = self._text
         first = self._position()
         last = first + len(data)
@@ -98,6 +183,20 @@ class _JatsBlockParser:
             # Otherwise it is a line break of two characters.
             last = text.find(";", first) + 1 if is_reference else first + 2
         self._collector.add(TextSpan(data, first, last))
+
+    def _add_entity(self, name: str, is_parameter: bool) -> None:
+        """Add an entity of the DTD, which is not read: the character of this name in HTML, if there is one."""
+        if is_parameter:
+            return
+        reference = f"&{name};"
+        character = html.unescape(reference)
+        if character == reference:
+            self.entities.append(name)
+        if self._formula is not None:
+            self._formula.add(character)
+            return
+        start = self._position()
+        self._collector.add(TextSpan(character, start, start + len(reference)))
 
 
 def _character_positions(text: str, source: bytes) -> NDArray[np.int64] | None:

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
+from graftlm.errors import DataError
+from graftlm.pipelines.summarize.document import SENTENCE_END, BlockKind, TextBlock, TextSpan
+from graftlm.pipelines.summarize.document_builder import aligned_spans
+from graftlm.pipelines.summarize.readers.blocks import shifted_text
+from graftlm.pipelines.summarize.readers.latex_files import LatexFiles
+from graftlm.pipelines.summarize.readers.latex_source import (
+    Definition,
+    LatexDefinitions,
+    TypesetSource,
+    group_end,
+    typeset_source,
+)
 from graftlm.pipelines.summarize.readers.roles import element_roles
 from graftlm.pipelines.summarize.text import import_extra
 
@@ -20,6 +34,14 @@ _HEADING_LEVELS = {
     "subparagraph": 5,
 }
 _PARAGRAPH_BREAK = re.compile(r"\r?\n[ \t]*\r?\n\s*")
+_INPUT = re.compile(r"\\(?:input|include|subfile|subfileinclude)\s*(?:\{([^{}]*)\}|([^\s{}\\%]+))")
+_IMPORT = re.compile(r"\\(?:sub)?import\*?\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_PARAMETER = re.compile(r"#(\d)")
+_BLOCK_BREAK = re.compile(r"\n\s*\n|\\(?:par|item|begin|(?:sub)*section|(?:sub)?paragraph)\b|\\\[|\$\$")
+_INNER_SENTENCE_END = re.compile(r"[.!?]\s")
+_MAX_DEPTH = 40  # of macros inside macros
+_MAX_REPLACED = 5_000_000  # characters that replace macros, in all
+_MACRO_COST = 100  # characters as which each macro counts beside what replaces it
 
 
 class _Node(Protocol):
@@ -37,22 +59,138 @@ class _Node(Protocol):
     specials_chars: str
 
 
-def latex_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings of the document's body. Inline formulas keep their source.
+class LatexDocument(NamedTuple):
+    """The files of a document, and its blocks.
 
-    Tables, figures, displayed formulas and code are blocks of their source. Footnotes and citations are skipped.
+    Attributes:
+        pages: the text of each file that was read.
+        files: the name of each; empty for a document in one file.
+        blocks: the blocks in order.
+    """
+
+    pages: list[str]
+    files: list[str]
+    blocks: list[TextBlock]
+
+
+def read_latex(
+    text: str,
+    notes: list[str],
+    name: str = "The text",
+    path: Path | None = None,
+    max_characters: int | None = None,
+) -> LatexDocument:
+    """Read paragraphs, list items and headings of the document's body. Inline formulas keep their source.
+
+    Tables, figures, displayed formulas and code are blocks of their source. Only what is typeset is read: branches of
+    conditionals that are taken, and macros of the document as they are defined. Footnotes, citations and remarks in the
+    margin are skipped. A macro that is not known stays in its sentence as it is written.
+
+    Args:
+        text: the source.
+        notes: receives what was left out or is not known.
+        name: name of the document in messages.
+        path: the file of the source. Files that it includes are read if they are in its folder or below.
+        max_characters: maximum number of characters of all files.
 
     Raises:
+        DataError: macros are replaced without end, or the files are too large together.
         MissingExtraError: pylatexenc is not installed.
     """
-    latexwalker = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
-    latex2text = import_extra("pylatexenc.latex2text", "Reading LaTeX")
-    walker = latexwalker.LatexWalker(text, tolerant_parsing=True)
-    nodes, _, _ = walker.get_latex_nodes()
-    converter = latex2text.LatexNodes2Text(math_mode="verbatim")
-    parser = _LatexBlockParser(text, converter)
-    parser.walk(_body(nodes))
-    return iter(parser.finish())
+    files = LatexFiles(name, path, max_characters)
+    state = _DocumentState(name, files)
+    blocks = state.read(text)
+    notes.extend(state.notes())
+    if len(files.names) == 1:
+        return LatexDocument(files.pages, [], [replace(block, page=None) for block in blocks])
+    return LatexDocument(files.pages, files.names, blocks)
+
+
+class _DocumentState:
+    """What all files of a document share."""
+
+    def __init__(self, name: str, files: LatexFiles) -> None:
+        self.name = name
+        self.files = files
+        self.definitions = LatexDefinitions()
+        self.unknown_macros = Counter[str]()
+        self.unknown_environments = Counter[str]()
+        self._replaced = 0
+        self._bodies: dict[str, Sequence[_Node | None]] = {}  # the nodes of definitions
+        latex2text = import_extra("pylatexenc.latex2text", "Reading LaTeX")
+        self.converter = latex2text.LatexNodes2Text(math_mode="verbatim")
+
+    def read(self, text: str) -> list[TextBlock]:
+        """Return the blocks of the file that was opened last."""
+        page = len(self.files.pages) + 1
+        self.files.add(text)
+        source = typeset_source(text, self.definitions, self.files.read_preamble)
+        parser = _LatexBlockParser(self, source, page)
+        parser.walk(_body(self.parse(source.text)))
+        return parser.finish()
+
+    def parse(self, text: str) -> Sequence[_Node | None]:
+        """Return the nodes of a text."""
+        latexwalker = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
+        walker = latexwalker.LatexWalker(text, latex_context=self._context(), tolerant_parsing=True)
+        nodes, _, _ = walker.get_latex_nodes()
+        return nodes
+
+    def _context(self) -> object:
+        """Return what pylatexenc knows, with the arguments of further macros and of those of the document."""
+        latexwalker = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
+        macrospec = import_extra("pylatexenc.macrospec", "Reading LaTeX")
+        defined = {name: macro.arguments for name, macro in self.definitions.macros.items()}
+        arguments = element_roles("latex_arguments") | defined
+        context = latexwalker.get_default_latex_context_db()
+        macros = [macrospec.MacroSpec(name, args_parser=form) for name, form in arguments.items()]
+        context.add_context_category("document", macros=macros, prepend=True)
+        return context
+
+    def expansion(self, macro: str) -> Definition | None:
+        """Return the definition of a macro that is to be replaced; None for other macros.
+
+        Raises:
+            DataError: macros are replaced by too many characters.
+        """
+        definition = self.definitions.macros.get(macro)
+        if definition is not None:
+            self._replaced += len(definition.body) + _MACRO_COST
+            self.check_expansion(macro, self._replaced <= _MAX_REPLACED)
+        return definition
+
+    def check_expansion(self, macro: str, is_allowed: bool) -> None:
+        """Raise `DataError` unless a macro may be replaced."""
+        if not is_allowed:
+            raise DataError(
+                f"{self.name} has macros that are replaced at more than {_MAX_DEPTH} levels or by more than "
+                f"{_MAX_REPLACED:,} characters, such as \\{macro}: correct their definitions."
+            )
+
+    def body_nodes(self, definition: Definition) -> Sequence[_Node | None]:
+        """Return the nodes of what a macro is replaced by."""
+        if definition.body not in self._bodies:
+            self._bodies[definition.body] = self.parse(definition.body)
+        return self._bodies[definition.body]
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was left out or is not known."""
+        yield from self.files.notes
+        if self.definitions.unknown_conditionals:
+            counts = _counts(self.definitions.unknown_conditionals)
+            yield f"has conditionals whose value is not known ({counts}), of which no branch is read"
+        if self.definitions.unclosed:
+            yield f"has conditionals without \\fi ({self.definitions.unclosed:,} in all)"
+        if self.unknown_macros:
+            yield f"has macros that are not known ({_counts(self.unknown_macros)}), which stay as they are written"
+        if self.unknown_environments:
+            yield f"has environments that are not known ({_counts(self.unknown_environments)}), whose text is read"
+
+
+def _counts(counts: Counter[str]) -> str:
+    """Return the three most frequent names with their numbers."""
+    named = ", ".join(f"{name} {count:,}" for name, count in counts.most_common(3))
+    return f"{named}, and {len(counts) - 3} more" if len(counts) > 3 else named
 
 
 def _body(nodes: Iterable[_Node | None]) -> Iterable[_Node | None]:
@@ -63,14 +201,40 @@ def _body(nodes: Iterable[_Node | None]) -> Iterable[_Node | None]:
     return nodes
 
 
-class _LatexBlockParser:
-    """Walks the nodes and collects text spans into blocks."""
+@dataclass
+class _Frame:
+    """A text whose nodes are walked: the source of a file, or what a macro is replaced by.
 
-    def __init__(self, text: str, converter: Any) -> None:
-        self._text = text
-        self._converter = converter
+    Attributes:
+        text: the text.
+        call: the range of the macro in the file; None for the file itself.
+        arguments: the nodes of the macro's arguments, which belong to the outer frame.
+        default: what stands for the first argument if it is absent.
+        outer: the frame around.
+    """
+
+    text: str
+    call: tuple[int, int] | None = None
+    arguments: Sequence[_Node | None] = ()
+    default: str = ""
+    outer: _Frame | None = None
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.outer is None else 1 + self.outer.depth
+
+
+class _LatexBlockParser:
+    """Walks the nodes of a file and collects text spans into blocks."""
+
+    def __init__(self, state: _DocumentState, source: TypesetSource, page: int) -> None:
+        self._state = state
+        self._source = source
+        self._page = page
+        self._frame = _Frame(source.text)
         self._blocks: list[TextBlock] = []
         self._spans: list[TextSpan] = []
+        self._handled_to = 0  # in the text of the file: what the nodes before this position are was read otherwise
         self._handlers: dict[str, Callable[[_Node], None]] = {
             "LatexCharsNode": self._handle_characters,
             "LatexCommentNode": self._handle_comment,
@@ -82,25 +246,30 @@ class _LatexBlockParser:
         }
 
     def finish(self) -> list[TextBlock]:
-        """Close the open block and return all blocks."""
+        """Close the open block and return all blocks, whose spans refer to the file."""
         self._close_block()
         return self._blocks
 
     def walk(self, nodes: Iterable[_Node | None] | None) -> None:
         """Handle nodes in order."""
         for node in nodes or ():
-            if node is not None:
-                handle = self._handlers[type(node).__name__]
-                handle(node)
+            if node is None or (self._frame.outer is None and node.pos + node.len <= self._handled_to):
+                continue
+            handle = self._handlers[type(node).__name__]
+            handle(node)
 
     def _handle_characters(self, node: _Node) -> None:
         """Add a node's text, and close the block at each empty line."""
+        text = self._frame.text
+        end = node.pos + node.len
         start = node.pos
-        for gap in _PARAGRAPH_BREAK.finditer(node.chars):
-            self._add_literal(start, node.pos + gap.start())
+        if self._frame.outer is None:
+            start = max(start, self._handled_to)
+        for gap in _PARAGRAPH_BREAK.finditer(text, start, end):
+            self._add_literal(start, gap.start())
             self._close_block()
-            start = node.pos + gap.end()
-        self._add_literal(start, node.pos + node.len)
+            start = gap.end()
+        self._add_literal(start, end)
 
     def _handle_comment(self, node: _Node) -> None:
         space = node.comment_post_space.removeprefix("\r").removeprefix("\n")
@@ -112,7 +281,7 @@ class _LatexBlockParser:
 
     def _handle_formula(self, node: _Node) -> None:
         if node.displaytype == "inline":
-            self._add_literal(node.pos, node.pos + node.len)
+            self._add_literal(node.pos, node.pos + node.len, is_formula=True)
         else:
             self._add_kind(node, "formula")
 
@@ -123,20 +292,35 @@ class _LatexBlockParser:
             self._add_converted(node)
 
     def _handle_environment(self, node: _Node) -> None:
-        """Walk an environment of prose, add another known one as a block of its kind, and skip unknown ones."""
+        """Walk an environment of prose, add another known one as a block of its kind, and walk unknown ones."""
         name = node.environmentname
-        kind = element_roles("latex_environments").get(name.rstrip("*"))
-        if kind is None:
+        definitions = self._state.definitions
+        if name in definitions.hidden_environments:
             return
-        if kind != "prose":
-            self._add_kind(node, kind)
+        role = element_roles("latex_environments").get(name.rstrip("*"))
+        if role == "hidden":
             return
+        if role is not None and role != "prose":
+            self._add_kind(node, role)
+            return
+        if role is None and name not in definitions.environments:
+            self._state.unknown_environments[name] += 1
         self._close_block()
         if name == "abstract":
-            span = TextSpan("Abstract", node.pos, node.pos)
-            self._blocks.append(TextBlock((span,), 1))
-        self.walk(node.nodelist)
+            self._add_heading("Abstract", node)
+        self.walk(self._without_arguments(node))
         self._close_block()
+
+    def _without_arguments(self, node: _Node) -> Iterable[_Node | None]:
+        """Return the nodes of an environment after its arguments, which are the groups at its beginning."""
+        nodes = list(node.nodelist)
+        while nodes and type(nodes[0]).__name__ == "LatexGroupNode":
+            nodes.pop(0)
+        return nodes
+
+    def _add_heading(self, title: str, node: _Node) -> None:
+        start, _ = self._file_range(node.pos, node.pos)
+        self._blocks.append(TextBlock((TextSpan(title, start, start),), 1, self._page))
 
     def _add_kind(self, node: _Node, kind: BlockKind) -> None:
         """Add a block of the node's source."""
@@ -145,57 +329,243 @@ class _LatexBlockParser:
         self._close_block(kind=kind)
 
     def _handle_macro(self, node: _Node) -> None:
-        """Handle a heading, a macro around text, a line break or a symbol, and skip any other macro."""
+        """Handle a macro by its definition in the document, or by its role."""
         name = node.macroname.rstrip("*")
+        definition = self._state.expansion(node.macroname)
+        if definition is not None:
+            self._expand(node, definition)
+            return
         role = element_roles("latex_macros").get(name)
+        if name in element_roles("latex_texts"):
+            role = "symbol"
         if name in _HEADING_LEVELS:
             self._close_block()
-            self._walk_printed_argument(node)
+            self._walk_argument(node)
             self._close_block(_HEADING_LEVELS[name])
-        elif role == "inline":
-            self._walk_printed_argument(node)
+        elif role is None or role == "kept":
+            self._keep_macro(node, is_known=role is not None)
+        else:
+            self._handle_role(node, role)
+
+    def _handle_role(self, node: _Node, role: str) -> None:
+        """Handle a macro that is known."""
+        if role == "inline":
+            self._walk_argument(node)
+        elif role == "first":
+            self._walk_argument(node, index=0)
+        elif role in ("raised", "lowered"):
+            self._add_shifted(node, "sup" if role == "raised" else "sub")
+        elif role == "quantity":
+            self._add_quantity(node)
         elif role == "break":
             self._close_block()
+        elif role == "item":
+            self._close_block()
+            self._walk_label(node)
         elif role == "symbol":
             self._add_converted(node)
+        elif role == "space":
+            self._add_space(node)
+        elif role == "gap":
+            self._spans.append(TextSpan(" ", *self._file_range(node.pos, node.pos + node.len)))
+        elif role == "input":
+            self._include(node)
         else:
             self._skip_macro(node)
+
+    def _expand(self, node: _Node, definition: Definition) -> None:
+        """Walk what a macro of the document is replaced by."""
+        frame = self._frame
+        self._state.check_expansion(node.macroname, frame.depth < _MAX_DEPTH)
+        arguments = node.nodeargd.argnlist if node.nodeargd else []
+        call = frame.call or self._file_range(node.pos, node.pos + node.len)
+        self._frame = _Frame(definition.body, call, arguments, definition.default, frame)
+        self.walk(self._state.body_nodes(definition))
+        self._frame = frame
+
+    def _keep_macro(self, node: _Node, *, is_known: bool) -> None:
+        """Add a macro with the groups that directly follow it as it is written, because its output is not known."""
+        if not is_known:
+            self._state.unknown_macros[f"\\{node.macroname}"] += 1
+        text = self._frame.text
+        end = node.pos + node.len
+        while text[end : end + 1] in ("{", "["):
+            last = group_end(text, end) if text[end] == "{" else text.find("]", end) + 1
+            if last <= end or "\n\n" in text[end:last]:
+                break
+            end = last
+        if self._frame.outer is None:
+            self._handled_to = max(self._handled_to, end)
+        self._add_literal(node.pos, end)
 
     def _skip_macro(self, node: _Node) -> None:
         """Remove the space before a skipped macro, such as a citation, unless a word follows the macro."""
         end = node.pos + node.len
-        if not self._text[end : end + 1].isalnum():
+        if not self._frame.text[end : end + 1].isalnum():
             self._strip_trailing_space()
 
     def _strip_trailing_space(self) -> None:
         while self._spans and not self._spans[-1].text.strip():
             self._spans.pop()
-        if self._spans and self._spans[-1].is_literal:
+        if self._spans and self._spans[-1].is_literal and not self._spans[-1].is_formula:
             last = self._spans[-1]
             text = last.text.rstrip()
             self._spans[-1] = TextSpan(text, last.start, last.start + len(text))
 
-    def _walk_printed_argument(self, node: _Node) -> None:
-        """Walk the last argument of a macro, which is printed."""
+    def _arguments(self, node: _Node) -> list[_Node]:
+        """Return the arguments of a macro that are present."""
         if not node.nodeargd:
-            return
-        arguments = [argument for argument in node.nodeargd.argnlist if argument is not None]
-        self.walk(arguments[-1:])
+            return []
+        return [argument for argument in node.nodeargd.argnlist or () if argument is not None]
 
-    def _add_literal(self, start: int, end: int) -> None:
-        if end > start:
-            span = TextSpan(self._text[start:end], start, end)
-            self._spans.append(span)
+    def _walk_argument(self, node: _Node, index: int = -1) -> None:
+        """Walk an argument of a macro, which is printed; by default the last one."""
+        arguments = self._arguments(node)
+        if arguments:
+            self.walk([arguments[index]])
+
+    def _walk_label(self, node: _Node) -> None:
+        """Add the label of an item in a list of descriptions: a field, unless the text after it continues it."""
+        end = node.pos + node.len
+        following = self._frame.text[end : end + 20].lstrip()
+        for label in self._arguments(node):
+            self.walk(label.nodelist)
+        if not following[:1].islower():
+            self._close_block(kind="field")
+
+    def _add_shifted(self, node: _Node, tag: str) -> None:
+        """Add an argument as raised or lowered characters, if there are such."""
+        first = len(self._spans)
+        self._walk_argument(node)
+        self._spans[first:] = [replace(span, text=shifted_text(span.text, tag)) for span in self._spans[first:]]
+
+    def _add_quantity(self, node: _Node) -> None:
+        """Add a number with its unit; as written, if the unit is written with macros."""
+        arguments = [argument for argument in self._arguments(node) if self._source_of(argument).startswith("{")]
+        source = "".join(map(self._source_of, arguments))
+        if not arguments or "\\" in source or "#" in source:
+            self._keep_macro(node, is_known=True)
+            return
+        for number, argument in enumerate(arguments):
+            if number:
+                place = argument.pos
+                self._spans.append(TextSpan(" ", *self._file_range(place, place)))
+            self.walk([argument])
+
+    def _source_of(self, node: _Node) -> str:
+        return self._frame.text[node.pos : node.pos + node.len]
+
+    def _add_space(self, node: _Node) -> None:
+        r"""Add the space of `\xspace` at the end of a definition, if a word follows the macro."""
+        if self._frame.call is None:
+            return
+        end = self._frame.call[1]
+        following = self._state.files.pages[self._page - 1][end : end + 1]
+        if following.isalnum() or following in ("(", "$", "\\"):
+            self._spans.append(TextSpan(" ", end, end))
+
+    def _include(self, node: _Node) -> None:
+        """Read an included file, whose name may stand without braces."""
+        text = self._frame.text
+        match = _INPUT.match(text, node.pos) or _IMPORT.match(text, node.pos)
+        if match is None:
+            self._keep_macro(node, is_known=False)
+            return
+        if self._frame.outer is None:
+            self._handled_to = max(self._handled_to, match.end())
+        parts = [part.strip() for part in match.groups() if part is not None]
+        name = "/".join(part.strip("/") for part in parts) if len(parts) > 1 else parts[0]
+        included = self._state.files.open(name)
+        if included is None:
+            return
+        blocks = self._state.read(included)
+        self._state.files.close()
+        start, end = self._file_range(node.pos, match.end())
+        if self._is_inside_sentence(blocks):
+            self._spans.append(TextSpan(blocks[0].text.strip(), start, end))
+            return
+        self._close_block()
+        self._blocks += blocks
+
+    def _is_inside_sentence(self, blocks: Sequence[TextBlock]) -> bool:
+        """Return whether an included file is a part of a sentence, such as a number."""
+        if len(blocks) != 1 or blocks[0].level or blocks[0].kind != "prose" or not self._spans:
+            return False
+        before = "".join(span.text for span in self._spans).rstrip()
+        return not SENTENCE_END.search(before) and not _INNER_SENTENCE_END.search(blocks[0].text.rstrip())
+
+    def _file_range(self, start: int, end: int) -> tuple[int, int]:
+        """Return the range in the file of a range of the frame's text; of a replaced macro, the place in its call."""
+        frame = self._frame
+        if frame.call is None:
+            first = self._source.position(start)
+            return first, self._source.position(end - 1) + 1 if end > start else first
+        first, last = frame.call
+        cursor = self._last_end
+        if cursor > first:
+            return cursor, min(cursor + 1, max(cursor, last))
+        # The rest of the call is for its arguments, or for further blocks.
+        is_divided = any(frame.arguments) or _BLOCK_BREAK.search(frame.text)
+        return (first, first + 1) if is_divided else (first, last)
+
+    @property
+    def _last_end(self) -> int:
+        """The end in the file of the last text that was added."""
+        if self._spans:
+            return self._spans[-1].end
+        spans = (block.spans for block in reversed(self._blocks) if block.page == self._page)
+        last = next(spans, None)
+        return last[-1].end if last else 0
+
+    def _add_literal(self, start: int, end: int, *, is_formula: bool = False) -> None:
+        """Add a range of the frame's text, in which the arguments of a macro are replaced."""
+        if end <= start:
+            return
+        frame = self._frame
+        if frame.outer is not None:
+            self._add_replaced(frame.text[start:end], is_formula=is_formula)
+            return
+        positions = [self._source.position(index) for index in range(start, end)]
+        for span in aligned_spans(frame.text[start:end], positions):
+            self._spans.append(replace(span, is_formula=is_formula))
+
+    def _add_replaced(self, text: str, *, is_formula: bool) -> None:
+        """Add a part of the text that replaces a macro, with the arguments in place of `#1` and so on."""
+        frame = self._frame
+        end = 0
+        for match in _PARAMETER.finditer(text):
+            self._add_at_call(text[end : match.start()], is_formula=is_formula)
+            index = int(match[1]) - 1
+            argument = frame.arguments[index] if index < len(frame.arguments) else None
+            if argument is None:
+                self._add_at_call(frame.default if index == 0 else "", is_formula=is_formula)
+            elif is_formula:
+                assert frame.outer is not None, "a replaced macro has a frame around"
+                source = frame.outer.text[argument.pos : argument.pos + argument.len]
+                self._add_at_call(source, is_formula=True)
+            else:
+                assert frame.outer is not None, "a replaced macro has a frame around"
+                self._frame = frame.outer
+                self.walk([argument])
+                self._frame = frame
+            end = match.end()
+        self._add_at_call(text[end:], is_formula=is_formula)
+
+    def _add_at_call(self, text: str, *, is_formula: bool = False) -> None:
+        """Add text that is not in the file, at the place of the macro that it replaces."""
+        if text:
+            self._spans.append(TextSpan(text, *self._file_range(0, 0), is_formula))
 
     def _add_converted(self, node: _Node) -> None:
         """Add a node as the text into which pylatexenc converts it."""
-        text = self._converter.nodelist_to_text([node])
+        text = element_roles("latex_texts").get(getattr(node, "macroname", ""))
+        if text is None:
+            text = self._state.converter.nodelist_to_text([node])
         if text:
-            span = TextSpan(text, node.pos, node.pos + node.len)
-            self._spans.append(span)
+            self._spans.append(TextSpan(text, *self._file_range(node.pos, node.pos + node.len)))
 
     def _close_block(self, level: int = 0, kind: BlockKind = "prose") -> None:
         if self._spans:
-            block = TextBlock(tuple(self._spans), level, kind=kind)
+            block = TextBlock(tuple(self._spans), level, self._page, kind)
             self._blocks.append(block)
         self._spans = []

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.document_builder import aligned_spans
+from graftlm.pipelines.summarize.readers.html import html_blocks
 from graftlm.pipelines.summarize.text import import_extra
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
@@ -48,10 +50,15 @@ class _Part(NamedTuple):
     end: int
 
 
-def markdown_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings, and other blocks by their kind. Raw HTML is skipped.
+def markdown_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
+    """Yield paragraphs, list items and headings, and other blocks by their kind.
 
-    Front matter and list items with a checkbox are fields. An item that consists of a link to a heading is furniture.
+    Blocks of HTML are read as HTML; tags inside a paragraph are skipped. Front matter and list items with a checkbox
+    are fields. An item that consists of a link to a heading is furniture.
+
+    Args:
+        text: the document.
+        notes: receives what was left out.
 
     Raises:
         MissingExtraError: markdown-it-py is not installed.
@@ -71,7 +78,13 @@ def markdown_blocks(text: str) -> Iterator[TextBlock]:
         elif token.type == "heading_open":
             level = int(token.tag[1])
         elif token.type in ("fence", "code_block"):
-            yield _code_block(text, token, lines)
+            start, end = _token_range(token, lines)
+            yield TextBlock((TextSpan(text[start:end], start, end),), kind="code")
+        elif token.type == "html_block":
+            start, end = _token_range(token, lines)
+            for block in html_blocks(text[start:end], notes):
+                spans = [replace(span, start=span.start + start, end=span.end + start) for span in block.spans]
+                yield replace(block, spans=tuple(spans))
         elif token.type == "inline":
             kind = "table" if in_table else _inline_kind(token.content)
             spans = _spans(token, lines[token.map[0] :])
@@ -103,12 +116,11 @@ def _source_lines(text: str, skipped: int) -> list[_Line]:
     return lines
 
 
-def _code_block(text: str, token: _Token, lines: Sequence[_Line]) -> TextBlock:
+def _token_range(token: _Token, lines: Sequence[_Line]) -> tuple[int, int]:
+    """Return the source range of the lines of a token."""
     first_line, end_line = token.map
     last = len(lines) - 1
-    start = lines[min(first_line, last)].start
-    end = lines[min(end_line, last)].start
-    return TextBlock((TextSpan(text[start:end], start, end),), kind="code")
+    return lines[min(first_line, last)].start, lines[min(end_line, last)].start
 
 
 def _inline_kind(content: str) -> BlockKind:

@@ -30,11 +30,17 @@ _MAIN = f"import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'; from {__name__} i
 _CHILD_LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_DATA": 512 * 2**20}
 
 
-def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[list[str], list[TextBlock]]:
+def read_pdf(
+    source: Path | BytesIO,
+    notes: list[str],
+    path: str,
+    max_characters: int,
+) -> tuple[list[str], list[TextBlock]]:
     """Read the text of each page of a PDF file, and the blocks of all pages.
 
     Args:
         source: path or content of the file.
+        notes: receives what was left out.
         path: name of the file in messages.
         max_characters: maximum length of the text of all pages.
 
@@ -50,7 +56,7 @@ def read_pdf(source: Path | BytesIO, path: str, max_characters: int) -> tuple[li
             f"{path} has no text on its pages, as in scans (number of pages: {len(pages)}): recognize the text first "
             "(OCR)."
         )
-    blocks = layout_blocks(lines)
+    blocks = layout_blocks(lines, notes)
     return pages, list(merge_divided(blocks))
 
 
@@ -100,6 +106,8 @@ def _read_page(layout: Any) -> tuple[str, list[PdfLine]]:
                     start=len(text),
                     box=number,
                     height=center / max(layout.height, 1),
+                    left=line.x0 / max(layout.width, 1),
+                    right=line.x1 / max(layout.width, 1),
                     font=_most_common([item.fontname for item in characters]),
                     size=_most_common([round(item.size, 1) for item in characters]),
                 )
@@ -148,7 +156,7 @@ def read_foreign_pdf(data: bytes, name: str, max_characters: int, language: str 
             capture_output=True,
             timeout=_CHILD_LIMITS["RLIMIT_CPU"],
         )
-        message, pages, rows = json.loads(child.stdout)
+        message, pages, rows, notes = json.loads(child.stdout)
     except (subprocess.TimeoutExpired, ValueError):  # no output, or only a part of it
         raise DataError(
             f"{name} can't be read within a minute and 512 MiB of memory: send its text instead of the file."
@@ -156,7 +164,7 @@ def read_foreign_pdf(data: bytes, name: str, max_characters: int, language: str 
     if message:
         raise DataError(message)
     blocks = [_block_from_json(row) for row in rows]
-    return build_document(name, pages, blocks, language)
+    return build_document(name, pages, blocks, language, notes=notes)
 
 
 def _block_from_json(row: list[Any]) -> TextBlock:
@@ -166,7 +174,7 @@ def _block_from_json(row: list[Any]) -> TextBlock:
 
 
 def _main() -> None:
-    """Run the process of `read_foreign_pdf`: write an error message or null, the pages and the blocks, as JSON."""
+    """Run the process of `read_foreign_pdf`: write an error or null, the pages, blocks and notes, as JSON."""
     import resource  # exists on POSIX only, like the server
 
     for name, limit in _CHILD_LIMITS.items():
@@ -174,8 +182,9 @@ def _main() -> None:
     name, max_characters = sys.argv[1:]
     try:
         data = BytesIO(sys.stdin.buffer.read())
-        pages, blocks = read_pdf(data, name, int(max_characters))
+        notes: list[str] = []
+        pages, blocks = read_pdf(data, notes, name, int(max_characters))
         rows = [astuple(block) for block in blocks]
-        sys.stdout.write(json.dumps([None, pages, rows]))
+        sys.stdout.write(json.dumps([None, pages, rows, notes]))
     except DataError as error:
-        sys.stdout.write(json.dumps([str(error), [], []]))
+        sys.stdout.write(json.dumps([str(error), [], [], []]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
+from graftlm.pipelines.summarize.readers.pdf_lines import PdfLine, without_line_numbers
 from graftlm.pipelines.summarize.readers.plain import heading_level, list_item, looks_like_prose
 
 _MARGIN = 0.12  # share of a page's height that running headers and footers take
@@ -25,33 +25,20 @@ _HYPHEN = re.compile(r"(\w+)([-‐\u00ad])\s*\n\s*$")
 _NUMBER = re.compile(r"\d+|\b[ivxlc]+\b")
 
 
-@dataclass(frozen=True, slots=True)
-class PdfLine:
-    """A line of a page.
-
-    Attributes:
-        text: the text with its line break.
-        start: position of the text in the text of the page.
-        box: index of its box of text on the page.
-        height: vertical position of its center: 0 at the bottom of the page, 1 at the top.
-        font: the most frequent font.
-        size: the most frequent font size in points.
-    """
-
-    text: str
-    start: int
-    box: int
-    height: float
-    font: str
-    size: float
-
-
-def layout_blocks(pages: Sequence[Sequence[PdfLine]]) -> Iterator[TextBlock]:
+def layout_blocks(pages: Sequence[Sequence[PdfLine]], notes: list[str]) -> Iterator[TextBlock]:
     """Join the lines of pages into headings, paragraphs and other blocks, and yield the blocks in order.
+
+    The numbers that manuscripts have at the margin of each line are left out.
 
     Args:
         pages: the lines of each page, in reading order.
+        notes: receives the number of line numbers.
     """
+    unnumbered = [without_line_numbers(page) for page in pages]
+    count = sum(removed for _, removed in unnumbered)
+    if count:
+        notes.append(f"has line numbers ({count:,} in all), which are not read")
+    pages = [lines for lines, _ in unnumbered]
     layout = _DocumentLayout(pages)
     for number, page in enumerate(pages, start=1):
         for (_, kind, level), lines in groupby(page, layout.group):

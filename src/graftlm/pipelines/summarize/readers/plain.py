@@ -23,7 +23,7 @@ _GAP = re.compile(r"\S(?:[ \t]{3,}|\t)\S")
 _SENTENCE_ENDS = ".!?;,。！？"
 
 
-def plain_blocks(text: str) -> Iterator[TextBlock]:
+def plain_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings of plain text. A paragraph that does not look like prose is a table."""
     matches = (match for match in _LINE.finditer(text) if match.group())
     lines = [TextSpan(match.group(), match.start(), match.end()) for match in matches]

@@ -6,6 +6,7 @@ docutils parses the text. Its nodes have raw text and a line number, with which 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -21,7 +22,6 @@ _SKIPPED = {
     "substitution_definition",
     "system_message",
     "target",
-    "topic",
 }
 _SKIPPED_INLINE = {"footnote_reference", "citation_reference", "image", "raw"}
 _KINDS: dict[str, BlockKind] = {
@@ -52,6 +52,8 @@ _TEXTS = {
     "term",
     "title",
 }
+# What docutils says of a directive that it does not know, and of one that is disabled.
+_UNREAD_DIRECTIVE = re.compile(r'Unknown directive type "([^"]+)"|"([^"]+)" directive disabled')
 _ROLE = re.compile(r"(?::[\w:+.-]+:)?`~?(.+?)(?:\s*<[^<>]*>)?`", re.DOTALL)
 # Characters at which `str.splitlines` breaks lines, but docutils does not; lines end with \n, \r or \r\n.
 _OTHER_BREAKS = str.maketrans(dict.fromkeys("\t\v\f\x1c\x1d\x1e\x85\u2028\u2029\0", " "))
@@ -64,6 +66,7 @@ class _Node(Protocol):
     tagname: str
     rawsource: str
     line: int | None
+    parent: _Node
     children: Sequence[_Node]
 
     def astext(self) -> str: ...
@@ -71,15 +74,23 @@ class _Node(Protocol):
     def next_node(self, condition: Callable[[_Node], bool]) -> _Node | None: ...
 
 
-def rst_blocks(text: str) -> Iterator[TextBlock]:
+def rst_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
     """Yield paragraphs, list items and headings, and other blocks by their kind. Directives include no files.
+
+    Args:
+        text: the document.
+        notes: receives the directives that are not read, such as those of Sphinx.
 
     Raises:
         MissingExtraError: docutils is not installed.
     """
     plain = text.translate(_OTHER_BREAKS)
     document = _parse(plain)
-    return _RstBlockReader(plain).read(document, "prose", 0)
+    reader = _RstBlockReader(plain)
+    yield from reader.read(document, "prose", 0)
+    if reader.unread:
+        named = ", ".join(f"{name} {count:,}" for name, count in reader.unread.items())
+        notes.append(f"has directives that are not read ({named})")
 
 
 def _parse(text: str) -> _Node:
@@ -109,6 +120,7 @@ class _RstBlockReader:
         # Position after the last text that was located.
         self._next_line = 0
         self._next_column = 0
+        self.unread = Counter[str]()  # directives by name
 
     def read(self, node: _Node, kind: BlockKind, level: int) -> Iterator[TextBlock]:
         """Yield the blocks of a node.
@@ -119,9 +131,13 @@ class _RstBlockReader:
             level: number of sections around the node.
         """
         name = node.tagname
-        if name in _SKIPPED:
+        if name == "system_message":
+            self.unread.update(match[1] or match[2] for match in _UNREAD_DIRECTIVE.finditer(node.astext()))
+        if name in _SKIPPED or (name == "topic" and any(child.tagname == "pending" for child in node.children)):
             return
         kind = _KINDS.get(name, kind)
+        if name == "title" and node.parent.tagname == "topic":
+            kind = "caption"
         if name == "section":
             level += 1
         if name in _TEXTS:
