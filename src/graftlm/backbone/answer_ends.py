@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from graftlm.backbone.tokens import end_ids
@@ -40,7 +41,8 @@ def answer_end_ids(
 def turn_end_ids(tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> tuple[int, ...]:
     """Return the special tokens that a chat template puts behind a turn of the assistant.
 
-    If it puts none behind the last turn, the special token with which the next turn begins counts.
+    Of a template that goes on with text, such as the header of another answer, the first one counts. If there is none
+    behind the last turn, the special token with which the next turn begins counts.
 
     Args:
         tokenizer: the tokenizer.
@@ -50,14 +52,24 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, *, chat_template: str | Non
         Token ids, in the order of the template. There are none without a template, or if it can't render a question
         with its answer.
     """
-    if not (chat_template or tokenizer.chat_template):
+    template = chat_template or tokenizer.chat_template
+    if not template:
         return ()
+    # Of several templates by name, transformers selects one.
+    return _turn_end_ids(tokenizer, template if isinstance(template, str) else None, len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: str | None, size: int) -> tuple[int, ...]:
+    """Return `turn_end_ids` of a template. `size` is the number of tokens, which may grow."""
     question = {"role": "user", "content": _QUESTION}
     answer = {"role": "assistant", "content": _ANSWER}
-    ending = _text_behind_answer(tokenizer, [question, answer], chat_template)
+    ending = _text_behind_answer(tokenizer, [question, answer], template)
     ids = marker_ids(tokenizer, ending)
+    if _has_other_text(tokenizer, ending, ids):
+        ids = ids[:1]
     if not ids:
-        ending = _text_behind_answer(tokenizer, [question, answer, question], chat_template)
+        ending = _text_behind_answer(tokenizer, [question, answer, question], template)
         between, _, _ = ending.partition(_QUESTION)
         ids = marker_ids(tokenizer, between)[:1]
     return tuple(dict.fromkeys(ids))
@@ -74,6 +86,13 @@ def marker_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     added = tokenizer.added_tokens_decoder
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return [token for token in ids if token in added and str(added[token]).strip()]
+
+
+def _has_other_text(tokenizer: PreTrainedTokenizerBase, text: str, markers: Sequence[int]) -> bool:
+    """Return whether a text has more than markers and white space."""
+    for marker in tokenizer.convert_ids_to_tokens(list(markers)):
+        text = text.replace(marker, "", 1)
+    return bool(text.strip())
 
 
 def _text_behind_answer(
