@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from graftlm.backbone import Backbone, answer_end_ids, read_stops, turn_end_ids
 from graftlm.data.chats import chat_tokens, read_chat
@@ -17,7 +19,12 @@ from graftlm.data.sources import SelfSourceConfig
 from graftlm.errors import DataError
 from graftlm.evaluation.chat_answers import answer_questions, template_questions
 from graftlm.evaluation.examples import generate_answers
+from graftlm.export.folder import export_graft
 from graftlm.generation.generate import ChatSession, Decoding, generate_text
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import build_graft, graft_config
+from graftlm.pipelines.clarify.models import LocalModel
+from graftlm.pipelines.clarify.prompts import Prompt
 from graftlm.serving.service import open_service
 from serving.web import post, running
 from tiny import EOS, tiny_model
@@ -208,3 +215,31 @@ def test_a_stop_string_that_can_not_match_is_refused(stop: str) -> None:
         read_stops(tokenizer, ["\n", stop])
     assert repr(stop) in str(caught.value) or not stop
     assert read_stops(tokenizer, ["sail", " ", "\N{CJK UNIFIED IDEOGRAPH-6E2F}"]).strings[0] == "sail"
+
+
+def test_a_grafted_model_stops_there_unless_it_is_told_where(talker: tuple[Any, Any]) -> None:
+    model, tokenizer = talker
+    grafted = GraftedModel(Backbone.wrap(model, tokenizer))
+    question = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who?"}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = tokenizer(question, add_special_tokens=False, return_tensors="pt")
+    size = inputs["input_ids"].shape[1]
+    assert grafted.generate(**inputs, max_new_tokens=9, do_sample=False).shape[1] == size + 3
+    told = grafted.generate(**inputs, max_new_tokens=9, do_sample=False, eos_token_id=EOS)
+    assert told.shape[1] == size + 9
+
+
+def test_an_exported_model_names_the_end_of_a_turn(talker: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = talker
+    backbone = Backbone.wrap(model, tokenizer)
+    graft = build_graft(graft_config({"kind": "lora", "rank": 2}), backbone)
+    folder = export_graft(graft, backbone, tmp_path / "exported")
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [EOS, *turn_end_ids(tokenizer)]
+
+
+def test_a_clarifying_conversation_stops_there(talker: tuple[Any, Any]) -> None:
+    model, tokenizer = talker
+    prompt = Prompt(instructions="Ask.", shots=(), parts=(("text", "Who?"),), label="Answer:")
+    reply = LocalModel(model, tokenizer, max_new_tokens=9).generate(prompt)
+    assert (reply.text, reply.truncated) == ("hi", False)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graftlm.backbone import marker_ids, turn_end_ids
+from graftlm.data.answer_endings import behind_marker, endings, with_end
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError, first_line
 
@@ -185,13 +185,12 @@ def render_chat(chat: ChatExample, tokenizer: PreTrainedTokenizerBase) -> Render
     if not tokenizer.chat_template:
         raise DataError(f"{chat.where} is a conversation, but the tokenizer has no chat template: name a chat model.")
     text = _render(chat, tokenizer, len(chat.messages))
-    turn_ends: list[str] = tokenizer.convert_ids_to_tokens(list(turn_end_ids(tokenizer)))
     turns = []
     for number, message in enumerate(chat.messages):
         if message["role"] == "assistant":
             start, stop = _turn_bounds(chat, number, text, tokenizer)
             if stop > start:
-                turns.append((start, _behind_marker(text, stop, turn_ends)))
+                turns.append((start, behind_marker(tokenizer, text, stop)))
     return RenderedChat(text, turns)
 
 
@@ -210,15 +209,6 @@ def _turn_bounds(chat: ChatExample, number: int, text: str, tokenizer: PreTraine
     return start, start + len(turn)
 
 
-def _behind_marker(text: str, stop: int, markers: Sequence[str]) -> int:
-    """Return the end of the marker that follows a turn after white space at most, or `stop` if none does."""
-    rest = text[stop:].lstrip()
-    for marker in markers:
-        if rest.startswith(marker):
-            return len(text) - len(rest) + len(marker)
-    return stop
-
-
 def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the end of a turn that the template renders differently inside a conversation than at its end."""
     turn = chat.messages[number]
@@ -227,23 +217,11 @@ def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenize
     _, _, ending = _render(marked, tokenizer, number + 1).partition(_CONTENT)
     # Some templates strip the content, and some put further markers only behind the last turn.
     for content in (turn["content"], turn["content"].strip()):
-        for end in _endings(ending, tokenizer):
+        for end in endings(tokenizer, ending):
             position = text.find(content + end, start)
             if content and position >= 0 and not text[start:position].strip():
                 return position + len(content) + len(end)
     raise _prefix_error(chat, number)
-
-
-def _endings(ending: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return an ending, if it is not empty, and its beginnings up to each marker, longest first."""
-    endings = []
-    position = 0
-    for marker in tokenizer.convert_ids_to_tokens(marker_ids(tokenizer, ending)):
-        position = ending.index(marker, position) + len(marker)
-        endings.append(ending[:position])
-    if ending[position:]:
-        endings.append(ending)
-    return endings[::-1]
 
 
 def _prefix_error(chat: ChatExample, number: int) -> DataError:
@@ -321,22 +299,7 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[
             "the conversation out, or set another chat_template."
         )
     _check_own_mask(tokenizer, chat, ids, predicted)
-    ends = offsets[:, 1]
-    last = int(np.flatnonzero(predicted)[-1])
-    is_answered = chat.messages[-1]["role"] == "assistant"
-    if is_answered and not rendered.text[ends[last] :].strip():
-        end = _missing_end(tokenizer, int(ids[last]))
-        if end is not None:
-            ids = np.append(ids[: last + 1], end)
-            predicted = np.append(predicted[: last + 1], True)
-            ends = np.append(ends[: last + 1], len(rendered.text))
-    return ids, predicted, ends
-
-
-def _missing_end(tokenizer: PreTrainedTokenizerBase, last: int) -> int | None:
-    """Return the token that ends an answer whose last token is `last`; None if that one does, or if there is none."""
-    ends = [token for token in (*turn_end_ids(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)]
-    return None if last in ends else next(iter(ends), None)
+    return with_end(tokenizer, rendered.text, ids, predicted, offsets[:, 1])
 
 
 def _first_visible(text: str, offsets: np.ndarray) -> np.ndarray:
