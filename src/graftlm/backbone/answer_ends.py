@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graftlm.backbone.tokens import end_ids
 from graftlm.errors import DataError
@@ -151,11 +151,11 @@ def read_stops(tokenizer: PreTrainedTokenizerBase, stops: Iterable[str]) -> Stop
     return Stops(tuple(strings), frozenset(ids))
 
 
-def _can_match(tokenizer: Any, stop: str) -> bool:
+def _can_match(tokenizer: PreTrainedTokenizerBase, stop: str) -> bool:
     """Return whether a decoded text can contain a string, by itself or next to a letter."""
     for text in (stop, f"a{stop}", f"{stop}a", f"a{stop}a"):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        decoded = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if stop in str(decoded):
+        decoded = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        if stop in decoded:
             return True
     return False
