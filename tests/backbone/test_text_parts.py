@@ -126,13 +126,17 @@ def test_chunks_of_a_long_text_are_the_text(
 ) -> None:
     tokenizer = tokenizers[kind]
     monkeypatch.setattr(chunks_module, "CHUNK_CHARACTERS", 40)
-    text = "The keeper sails 12 boats.\nThe sailors' boats sail unhappily, a boat sails unhappily on\nand on."
-    for document in (Document(text), Document("on", prompt=text), Document(text, prompt=text)):
-        group = list(split_documents([document]))
-        assert len(group) > 2
-        streams = tokenize(group, tokenizer)
-        ids = unmark(np.concatenate(streams), 0)[:-1].tolist()
-        assert decoded(tokenizer, ids) == decoded(tokenizer, encoded(tokenizer, document.prompt + document.text))
+    lines = "The keeper sails 12 boats.\nThe sailors' boats sail unhappily, a boat sails unhappily on\nand on."
+    texts = [lines]
+    if kind in LOSSLESS:
+        texts.append("unhappilysailing" * 8)  # cut inside of a word
+    for text in texts:
+        for document in (Document(text), Document("on", prompt=text), Document(text, prompt=text)):
+            group = list(split_documents([document]))
+            assert len(group) > 2
+            streams = tokenize(group, tokenizer)
+            ids = unmark(np.concatenate(streams), 0)[:-1].tolist()
+            assert decoded(tokenizer, ids) == decoded(tokenizer, encoded(tokenizer, document.prompt + document.text))
 
 
 @pytest.mark.parametrize("kind", KINDS)
