@@ -168,9 +168,10 @@ def _tokens_of_word(word: str, first: bool, tokenizer: PreTrainedTokenizerBase) 
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    if not first and word[0].isspace():
-        before = ids("a")
-        both = ids("a" + word)
-        if both[: len(before)] == before:
-            return both[len(before) :]
+    if not first:
+        for anchor in ("a", "\n", "."):
+            before = ids(anchor)
+            both = ids(anchor + word)
+            if both[: len(before)] == before:
+                return both[len(before) :]
     return ids(word)

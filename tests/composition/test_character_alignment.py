@@ -104,6 +104,13 @@ def test_whole_words_are_the_tokenizers_own(anchor: str, augmenting: str) -> Non
     assert sorted(paths([aligned], seen(aligned))[-1]) == sorted(expected)
 
 
+def test_a_long_run_without_white_space_gets_no_blanks() -> None:
+    text = "renard " + "abei中🦊n." * 30
+    ids = torch.tensor([tokenizer("bytes")(text, add_special_tokens=False)["input_ids"]])
+    aligned = alignment_of("bytes", "pieces").align(Call(input_ids=ids), 0, None)
+    assert tokenizer("pieces").decode(paths([aligned], seen(aligned))[-1]) == text
+
+
 def test_tokens_attend_along_their_own_path() -> None:
     ids = torch.tensor([tokenizer("bytes")("maison maisonnette")["input_ids"]])
     aligned = alignment_of("bytes", "other bytes").align(Call(input_ids=ids), 0, None)

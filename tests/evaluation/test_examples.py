@@ -144,7 +144,7 @@ def test_prompts_that_can_not_be_continued(model: Any, tokenizer: Any) -> None:
     assert "example 2" in str(caught.value)
     with pytest.raises(EvaluationError, match=r"601.*512"):
         generate_answers(model, tokenizer, ["a"], max_new_tokens=600)
-    with pytest.raises(EvaluationError):
+    with pytest.raises(DataError):
         generate_answers(model, tokenizer, ["a"], max_new_tokens=3, stop=("\n", ""))
 
 

@@ -18,6 +18,7 @@ from graftlm.grafts import build_graft, graft_config
 from graftlm.store.artifact import save_graft
 from graftlm.testing import randomise
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
+from tokenizers_by_kind import KINDS
 
 TASK = """
 task: tiny_choice
@@ -66,6 +67,29 @@ def test_a_grafted_model_answers_with_its_graft(tasks: Path) -> None:
         mine = [chosen(model, i) for i in range(6)]
     assert mine != bare, "the graft must change an answer for this test to mean anything"
     assert metrics["tiny_choice"]["acc"] == pytest.approx(sum(mine[i] == i % 2 for i in range(6)) / 6)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "prefix blank", "word pieces"])
+@pytest.mark.parametrize("grafted", [False, True])
+def test_a_token_over_the_end_of_a_context_loses_no_text(kind: str, grafted: bool) -> None:
+    tokenizer = KINDS[kind]()
+    model = tiny_model("llama", vocab_size=512)
+    host = GraftedModel(Backbone.wrap(model, tokenizer)) if grafted else model
+    adapter: Any = harness._adapter(host, tokenizer, 2)
+    pairs = [
+        ("the sailors sail un", "happily"),
+        ("keeper:", " Oda"),
+        ("4, 6, ", "8"),
+        ("the", " boats "),
+        ("def f", "or"),
+    ]
+    for context, continuation in pairs:
+        before, after = adapter._encode_pair(context, continuation)
+        whole = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
+        assert after, "a continuation without tokens would end the run"
+        assert tokenizer.decode(before + after) == tokenizer.decode(whole)
+        if whole[: len(before)] == before:
+            assert before + after == whole
 
 
 @pytest.mark.slow

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import serial_engine as reference
 from graftlm.backbone import Backbone
+from graftlm.backbone.detokenizer import IncrementalDetokenizer
 from graftlm.grafted.graft_set import GraftSet
 from graftlm.serving.protocol import Finish, GenerationRequest, RequestStream, TokenOutput
 from graftlm.serving.sampling import RowSampling, sample
 from graftlm.serving.scheduler import RequestQueue, ScheduledRequest
-from graftlm.serving.tokenization import IncrementalDetokenizer
 from laws.examples import backbone
 from tiny import BOS, EOS, tiny_tokenizer
 

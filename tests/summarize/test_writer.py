@@ -31,8 +31,10 @@ from graftlm.pipelines.summarize.writer import (
     drop_repeated_sentences,
     introduction_range,
 )
+from graftlm.pipelines.summarize.writer_training import WriterExample, prompt_and_summary
 from summarize.tools import TEA, introduction_text
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers_by_kind import KINDS
 
 pytest.importorskip("sentencex")
 LAYOUT = PromptLayout(introduction="<i>", extract="<e>", summary="<s>")
@@ -54,6 +56,29 @@ def test_the_layout_is_introduction_extract_and_mark() -> None:
     assert read == tuple(sorted({*introduction_range(DOCUMENT), *EXTRACT.indices}))
     assert text == f"<i>{introduction_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
     assert notes == []
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "prefix blank", "first blank", "bytes"])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_parts_of_an_example_read_as_one_text(kind: str, is_chat: bool) -> None:
+    tokenizer = KINDS[kind]()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|u|>", "<|a|>", "<|end|>"]})
+    if is_chat:
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|{{ m.role[0] }}|>{{ m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|a|>\n{% endif %}"
+        )
+    model = tiny_model("llama", vocab_size=512, max_position_embeddings=2048)
+    layout = CHAT_LAYOUT if is_chat else PromptLayout(introduction="Read: ", extract="\nBest:", summary="\nIn short: ")
+    tea_writer = LanguageModelWriter(model, tokenizer, "tiny", layout, SummaryDecoding(max_new_tokens=400))
+    prompt, summary = prompt_and_summary(tea_writer, WriterExample(EXTRACT, "A summary of tea."))
+    start, end = tea_writer.frame_texts
+    passages = f"{introduction_text(DOCUMENT)}{layout.extract}{EXTRACT.text}"
+    whole = tokenizer(f"{start}{passages}{end}A summary of tea.", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(prompt + summary[:-1]) == tokenizer.decode(whole)
+    end_token = "<|end|>" if is_chat else tokenizer.eos_token
+    assert summary[-1] == tokenizer.convert_tokens_to_ids(end_token)
+    assert set(tea_writer.turn_ends) == ({summary[-1]} if is_chat else set())
 
 
 @pytest.mark.parametrize("window", [60, 100, 150, 200, 400])

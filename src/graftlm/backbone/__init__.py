@@ -1,8 +1,10 @@
 """Frozen models: loading, families, taps, cache layers and fingerprints."""
 
+from graftlm.backbone.answer_ends import Stops, answer_end_ids, marker_ids, read_stops, turn_end_ids
 from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, need_backbone
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.backbone.call import Call
+from graftlm.backbone.detokenizer import IncrementalDetokenizer, continuation_text
 from graftlm.backbone.families import FAMILIES, Family, Sublayer, register_family
 from graftlm.backbone.fingerprint import Fingerprint, fingerprint
 from graftlm.backbone.generation_prompt import GenerationPrompt
@@ -10,6 +12,7 @@ from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.backbone.load import load_backbone
 from graftlm.backbone.sites import Site, Sites
 from graftlm.backbone.taps import Tap, TapHooks
+from graftlm.backbone.text_parts import TextParts, common_length, continuation_ids, encode_parts
 from graftlm.backbone.token_count import TokenCount, may_read
 from graftlm.backbone.token_selection import TokenSelection
 from graftlm.backbone.tokens import (

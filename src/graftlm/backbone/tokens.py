@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNLIMITED = sys.maxsize
+_CONTEXT_TOKENS = 8
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -91,18 +92,23 @@ def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | to
     }
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int] | Tensor, **options: Any) -> list[str]:
+def token_texts(
+    tokenizer: Any, ids: Sequence[int] | Tensor, before: Sequence[int] | Tensor = (), **options: Any
+) -> list[str]:
     """Return the text that each token adds. A character of several tokens is added by the last of them.
 
     Args:
         tokenizer: any tokenizer of transformers.
         ids: token ids, (T,).
+        before: token ids before them, without which some decoders drop the first blank.
         options: further arguments of `tokenizer.decode`.
     """
     texts = []
-    shown = ""
-    for end in range(1, len(ids) + 1):
-        text = str(tokenizer.decode(ids[:end], **options))
+    context = [int(token) for token in before[-_CONTEXT_TOKENS:]]
+    new = [int(token) for token in ids]
+    shown = str(tokenizer.decode(context, **options)) if context else ""
+    for end in range(1, len(new) + 1):
+        text = str(tokenizer.decode(context + new[:end], **options))
         if end < len(ids):
             text = text.removesuffix("\ufffd")  # an incomplete character
         texts.append(text[len(shown) :])

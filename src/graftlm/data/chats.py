@@ -3,10 +3,12 @@
 In the rendered text, a turn of the assistant begins where the rendering of all earlier messages with the header of an
 answer ends. It ends with the rendering of all messages up to and including it, without trailing white space. If that
 rendering is not a prefix of the whole text, as with templates that remove the reasoning of earlier turns, the turn ends
-with its content and the text that the template puts after the content of a last turn.
+with its content and the text that the template puts after the content of a last turn, or the first markers of it.
+A marker that ends answers (`turn_end_ids`) and follows a turn belongs to the turn.
 
 The whole conversation is tokenized at once, as in generation. A token is predicted if it begins inside a turn of the
-assistant.
+assistant. If the template ends the last turn with text alone, an end token is added, so that each conversation teaches
+the model to stop.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graftlm.data.answer_endings import behind_marker, endings, with_end
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError, first_line
 
@@ -187,7 +190,7 @@ def render_chat(chat: ChatExample, tokenizer: PreTrainedTokenizerBase) -> Render
         if message["role"] == "assistant":
             start, stop = _turn_bounds(chat, number, text, tokenizer)
             if stop > start:
-                turns.append((start, stop))
+                turns.append((start, behind_marker(tokenizer, text, stop)))
     return RenderedChat(text, turns)
 
 
@@ -212,13 +215,12 @@ def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenize
     placeholder = {**turn, "content": _CONTENT}
     marked = replace(chat, messages=(*chat.messages[:number], placeholder))
     _, _, ending = _render(marked, tokenizer, number + 1).partition(_CONTENT)
-    # Some templates strip the content.
+    # Some templates strip the content, and some put further markers only behind the last turn.
     for content in (turn["content"], turn["content"].strip()):
-        if not content or not ending:
-            continue
-        position = text.find(content + ending, start)
-        if position >= 0 and not text[start:position].strip():
-            return position + len(content) + len(ending)
+        for end in endings(tokenizer, ending):
+            position = text.find(content + end, start)
+            if content and position >= 0 and not text[start:position].strip():
+                return position + len(content) + len(end)
     raise _prefix_error(chat, number)
 
 
@@ -271,8 +273,8 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[
     """Tokenize a conversation of n tokens.
 
     Returns:
-        The token ids, int64, (n,); which of them are predicted, bool, (n,); and the character of the rendered text at
-        which each token ends, int64, (n,).
+        The token ids, int64, (n,), with an end token if the template puts none behind the last turn; which of them are
+        predicted, bool, (n,); and the character of the rendered text at which each token ends, int64, (n,).
 
     Raises:
         DataError: the tokenizer is not a fast one, the conversation can't be rendered (see `render_chat`), no token is
@@ -297,7 +299,7 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[
             "the conversation out, or set another chat_template."
         )
     _check_own_mask(tokenizer, chat, ids, predicted)
-    return ids, predicted, offsets[:, 1]
+    return with_end(tokenizer, rendered.text, ids, predicted, offsets[:, 1])
 
 
 def _first_visible(text: str, offsets: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Tokenize documents: split them into chunks of text, and turn chunks into marked ids.
 
-Each document begins with the tokenizer's leading BOS, if it has one, and ends with EOS. A prompt is tokenized without
-its text, as in generation; the BOS belongs to the prompt.
+Each document begins with the tokenizer's leading BOS, if it has one, and ends with EOS. A prompt has the tokens that it
+has in generation, where its text is unknown, and the text those that continue it; see `encode_parts`. The BOS belongs
+to the prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graftlm.backbone import leading_bos
+from graftlm.backbone import continuation_ids, encode_parts, leading_bos
 from graftlm.data.chats import ChatExample, chat_tokens
 from graftlm.data.marked_ids import PROMPT, UNSCORED
 from graftlm.data.sources import Document
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK_CHARACTERS = 1 << 18
+_OVERLAP = 256  # characters of a chunk that the next one is tokenized with
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class TextChunk:
         last: whether it is the last chunk of its document.
         prompt: whether it belongs to the document's prompt rather than to its text.
         where: the document's location, for error messages.
+        before: the chunk before it in its document; empty for the first chunk.
         chat: the whole conversation, if the document is one. It is always a single chunk.
     """
 
@@ -41,6 +44,7 @@ class TextChunk:
     last: bool
     prompt: bool
     where: str
+    before: str = ""
     chat: ChatExample | None = None
 
 
@@ -48,8 +52,8 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
     """Split documents into chunks of at most `CHUNK_CHARACTERS` characters, which bounds the memory of tokenizers.
 
     A conversation stays one chunk, and other documents without text are left out. A chunk ends after the last line
-    break between two visible characters, where tokenizers split anyway, or at the limit if there is none. A tokenizer
-    that marks the start of a text may add one token per chunk.
+    break between two visible characters, where tokenizers split anyway. If there is none, it ends before the last
+    blank, or at the limit.
     """
     for document in documents:
         if document.chat is not None:
@@ -64,25 +68,29 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
             continue
         if not document.text:
             continue
-        first = True
+        before = ""
         for start, stop in _chunk_bounds(document.prompt):
+            text = document.prompt[start:stop]
             yield TextChunk(
-                text=document.prompt[start:stop],
-                first=first,
+                text=text,
+                first=not before,
                 last=False,
                 prompt=True,
                 where=document.where,
+                before=before,
             )
-            first = False
+            before = text
         for start, stop in _chunk_bounds(document.text):
+            text = document.text[start:stop]
             yield TextChunk(
-                text=document.text[start:stop],
-                first=first,
+                text=text,
+                first=not before,
                 last=stop == len(document.text),
                 prompt=False,
                 where=document.where,
+                before=before,
             )
-            first = False
+            before = text
 
 
 def _chunk_bounds(text: str) -> Iterator[tuple[int, int]]:
@@ -95,7 +103,7 @@ def _chunk_bounds(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _best_cut(text: str, start: int, stop: int) -> int:
-    """Return the last position up to `stop` after a line break between two visible characters; else `stop`."""
+    """Return the last position up to `stop` where a chunk may end; see `split_documents`."""
     if stop >= len(text):
         return len(text)
     line_break = text.rfind("\n", start + 1, stop)
@@ -103,7 +111,8 @@ def _best_cut(text: str, start: int, stop: int) -> int:
         if not text[line_break - 1].isspace() and not text[line_break + 1].isspace():
             return line_break + 1
         line_break = text.rfind("\n", start + 1, line_break)
-    return stop
+    blank = text.rfind(" ", start + 1, stop)
+    return blank if blank > start and not text[blank - 1].isspace() else stop
 
 
 def group_chunks(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
@@ -134,18 +143,11 @@ def tokenize(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> 
     Raises:
         DataError: a conversation does not fit the tokenizer's chat template; see `chat_tokens`.
     """
-    encoded = tokenizer(
-        [chunk.text for chunk in group],
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
     bos_id = leading_bos(tokenizer)
     eos_id = tokenizer.eos_token_id
     streams = []
     start_pending = False
-    for ids, chunk in zip(encoded["input_ids"], group, strict=True):
+    for ids, chunk in zip(_chunk_ids(group, tokenizer), group, strict=True):
         if chunk.chat is not None:
             streams.append(mark_chat(tokenizer, chunk.chat))
             continue
@@ -162,6 +164,49 @@ def tokenize(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> 
             start_pending = False
         streams.append(stream)
     return streams
+
+
+def _chunk_ids(group: Sequence[TextChunk], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the ids of each chunk as it reads behind the chunk before it; none for conversations."""
+    before = [_text_before(group, number) for number in range(len(group))]
+    texts = [
+        "" if chunk.chat is not None else text_before + chunk.text
+        for chunk, text_before in zip(group, before, strict=True)
+    ]
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    chunk_ids: list[list[int]] = []
+    for number, (chunk, whole) in enumerate(zip(group, encoded["input_ids"], strict=True)):
+        known: list[int] = []
+        if _completes_prompt(group, number):
+            known = chunk_ids[-1]
+        elif before[number]:
+            known = tokenizer(before[number], add_special_tokens=False, verbose=False)["input_ids"]
+        if whole[: len(known)] == known:
+            chunk_ids.append(whole[len(known) :])
+        elif _completes_prompt(group, number):
+            parts = encode_parts(tokenizer, chunk.before, chunk.text)
+            chunk_ids[-1] = parts.before
+            chunk_ids.append(parts.ids)
+        else:
+            chunk_ids.append(continuation_ids(tokenizer, chunk.before, chunk.text))
+    return chunk_ids
+
+
+def _text_before(group: Sequence[TextChunk], number: int) -> str:
+    """Return the text that a chunk is tokenized with: the whole prompt before it, or the end of another chunk."""
+    before = group[number].before
+    return before if _completes_prompt(group, number) else before[-_OVERLAP:]
+
+
+def _completes_prompt(group: Sequence[TextChunk], number: int) -> bool:
+    """Return whether a chunk is the text behind a prompt of one chunk."""
+    return number > 0 and not group[number].prompt and group[number - 1].prompt and group[number - 1].first
 
 
 def mark_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> np.ndarray:

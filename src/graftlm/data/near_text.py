@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graftlm.backbone import Backbone, end_ids
+from graftlm.backbone import Backbone, answer_end_ids, continuation_ids, end_ids
 from graftlm.data.new_names import Name, NewNames, normalized, questions_of
 from graftlm.data.own_text import OwnText, first_samples
 from graftlm.data.own_text_sampling import ChatParts, check_backbone, free_starts, sample_batches, split_template
@@ -111,13 +111,11 @@ class Opening:
 
     Attributes:
         text: the first words of a new question, prompt or sentence.
-        ids: their token ids.
         kind: what the new document is: chat, prompt (a prompt with a completion) or document (free text).
         system: the system message of the conversation; None if there is none.
     """
 
     text: str
-    ids: list[int]
     kind: str
     system: str | None = None
 
@@ -174,7 +172,7 @@ class NewOpenings:
         ids = self._tokenizer(opening, add_special_tokens=False)["input_ids"]
         if not ids or len(ids) > _MAX_OPENING_TOKENS:
             return None
-        return Opening(opening, ids, kind, _system_message(document))
+        return Opening(opening, kind, _system_message(document))
 
     def _ends(self, text: str) -> list[int]:
         """Return the characters at which an opening of one, two, ... words ends, before the end of the text."""
@@ -237,6 +235,7 @@ class NearTextSampler:
         self._config = config
         self._length = length
         self._ends = end_ids(backbone.model, self._tokenizer)
+        self._answer_ends = answer_end_ids(backbone.model, self._tokenizer)
         self._names = NewNames(documents, self._tokenizer)
         self._openings = NewOpenings(documents, self._names, self._tokenizer)
         self._new_questions = {normalized(text) for document in documents for text in questions_of(document)}
@@ -329,7 +328,8 @@ class NearTextSampler:
         ends = set(self._ends)
         for opening in openings:
             before, after = self._template(opening.system)
-            prompts.append(before + opening.ids)
+            header = str(self._tokenizer.decode(before))
+            prompts.append(before + continuation_ids(self._tokenizer, header, opening.text))
             ends.add(after[0])
         turns = self._sampler.sample(
             prompts,
@@ -343,7 +343,7 @@ class NearTextSampler:
             texts.append(self._asked(opening, prompt, turn))
         answers = self._sampler.sample(
             [text.ids for text in texts if not text.left_out],
-            self._ends,
+            self._answer_ends,
             self._config.answer_tokens,
             temperature=self._config.answer_temperature,
             top_p=self._config.top_p,

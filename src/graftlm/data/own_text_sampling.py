@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rich.progress import MofNCompleteColumn
 
-from graftlm.backbone import Backbone, end_ids, leading_bos, max_sequence_length
+from graftlm.backbone import Backbone, answer_end_ids, end_ids, leading_bos, max_sequence_length
 from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText, batch_line, first_samples, key_line, read_complete_batches
 from graftlm.data.sources import SelfSourceConfig
@@ -189,6 +190,7 @@ class OwnTextSampler:
         self._config = config
         self._length = length
         self._ends = end_ids(backbone.model, self._tokenizer)
+        self._answer_ends = answer_end_ids(backbone.model, self._tokenizer)
         self._template: ChatParts | None = self._find_template()
         self._chat_fraction = 0.0
         if self._template is not None:
@@ -318,7 +320,7 @@ class OwnTextSampler:
         if not ended:
             return []
         prompts = [before + turn + after[1:] for turn in ended]
-        answers = self._continue(prompts, self._ends, self._length)
+        answers = self._continue(prompts, self._answer_ends, self._length)
         texts = []
         for turn, prompt, answer in zip(ended, prompts, answers, strict=True):
             if answer:
@@ -327,7 +329,7 @@ class OwnTextSampler:
                 texts.append(OwnText(prompt + answer, [user_turn, answer_turn]))
         return texts
 
-    def _continue(self, prompts: list[list[int]], ends: set[int], length: int) -> list[list[int]]:
+    def _continue(self, prompts: list[list[int]], ends: AbstractSet[int], length: int) -> list[list[int]]:
         """Sample tokens after each prompt, up to and including the first end.
 
         Args:

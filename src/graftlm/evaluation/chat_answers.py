@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import end_ids, generate_rows, max_sequence_length
+from graftlm.backbone import answer_end_ids, generate_rows, max_sequence_length
 from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText
 from graftlm.errors import DataError
@@ -124,7 +124,7 @@ def answer_questions(
             f"A question has {longest} tokens, and with {max_new_tokens} for the answer that exceeds the model's "
             f"{limit} positions: shorten it."
         )
-    ends = end_ids(model, tokenizer)
+    ends = answer_end_ids(model, tokenizer)
     kept = _kept_tokens(tokenizer, tuned_tokenizer) | ends
     answers: list[ChatAnswer] = []
     with evaluation_mode(model), torch.inference_mode():
@@ -134,7 +134,8 @@ def answer_questions(
             options: dict[str, Any] = {**GREEDY, **_UNSET}
             rows = generate_rows(model, tokenizer, prompts, ends, max_new_tokens=max_new_tokens, **options)
             for question, row in zip(batch, rows, strict=True):
-                text = str(tokenizer.decode(row, skip_special_tokens=True)).strip()
+                written = [token for token in row if token not in ends]
+                text = str(tokenizer.decode(written, skip_special_tokens=True)).strip()
                 answer = ChatAnswer(
                     text=text,
                     stops=bool(row) and row[-1] in ends,

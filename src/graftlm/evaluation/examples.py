@@ -1,13 +1,14 @@
 """Prompts with reference answers: generate answers, score them, and score the reference answer's likelihood.
 
-Prompt and answer are tokenized separately, as in training (`prompt_column`). The prompt begins with the BOS token that
-its tokenizer puts before texts.
+The prompt has the tokens that it has alone, and the answer those that continue it, as in training (`prompt_column`).
+The prompt begins with the BOS token that its tokenizer puts before texts.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
 
-from graftlm.backbone import end_ids, generate_rows, leading_bos, max_sequence_length
+from graftlm.backbone import (
+    continuation_text,
+    end_ids,
+    generate_rows,
+    leading_bos,
+    max_sequence_length,
+    read_stops,
+)
 from graftlm.data import Document
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.inference import LanguageModel, Precision, evaluation_mode
@@ -55,29 +63,30 @@ def generate_answers(
         tokenizer: the model's tokenizer.
         prompts: in any order; prompts of similar length share a batch, padded on the left.
         max_new_tokens: maximum number of new tokens per answer.
-        stop: strings that end an answer and are not part of it.
+        stop: strings that end an answer and are not part of it. A special token ends it by its id.
         batch_size: prompts per batch; it affects speed and memory only.
 
     Returns:
         The answers in the order of the prompts, without special tokens.
 
     Raises:
-        DataError: a prompt has no tokens.
-        EvaluationError: a prompt and its new tokens exceed the model's positions, or a stop string is empty.
+        DataError: a prompt has no tokens, or a stop string is empty or can't match; see `read_stops`.
+        EvaluationError: a prompt and its new tokens exceed the model's positions.
     """
-    if "" in stop:
-        raise EvaluationError("A stop string is empty, and would end every answer before it begins: leave it out.")
+    stops = read_stops(tokenizer, stop)
+    ends = stops.ids | end_ids(model, tokenizer)
     rows = _prompt_rows(model, tokenizer, prompts, max_new_tokens)
     order = sorted(range(len(rows)), key=lambda number: len(rows[number]), reverse=True)
-    criterion = _stop_criterion(tokenizer, stop)
+    criterion = _stop_criterion(tokenizer, stops.strings)
     answers = [""] * len(rows)
     with evaluation_mode(model), torch.inference_mode():
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]
             batch = [rows[number] for number in numbers]
-            texts = _generate_batch(model, tokenizer, batch, max_new_tokens, stop, criterion)
-            for number, text in zip(numbers, texts, strict=True):
-                answers[number] = text
+            written = _generate_batch(model, tokenizer, batch, max_new_tokens, ends, criterion)
+            for number, ids in zip(numbers, written, strict=True):
+                text = continuation_text(tokenizer, rows[number], ids)
+                answers[number] = _text_before(text, stops.strings)
     return answers
 
 
@@ -118,10 +127,10 @@ def _generate_batch(
     tokenizer: PreTrainedTokenizerBase,
     rows: list[list[int]],
     max_new_tokens: int,
-    stop: Sequence[str],
+    ends: AbstractSet[int],
     criterion: StopStringCriteria | None,
-) -> list[str]:
-    """Return the answers to a batch of prompts, given as token ids."""
+) -> list[list[int]]:
+    """Return the ids of the answers to a batch of prompts, without the token that ends them."""
     longest = max(len(row) for row in rows)
     criteria = StoppingCriteriaList()
     if criterion is not None:
@@ -130,7 +139,6 @@ def _generate_batch(
             return criterion(ids[:, longest:], scores)  # Stop strings in prompts don't count.
 
         criteria.append(stops)
-    ends = end_ids(model, tokenizer)
     answers = generate_rows(
         model,
         tokenizer,
@@ -142,26 +150,13 @@ def _generate_batch(
         no_repeat_ngram_size=0,
         **GREEDY,
     )
-    return [_decode_answer(tokenizer, row, new, ends, stop) for row, new in zip(rows, answers, strict=True)]
+    return [[token for token in answer if token not in ends] for answer in answers]
 
 
-def _decode_answer(
-    tokenizer: PreTrainedTokenizerBase, row: list[int], new: list[int], ends: set[int], stop: Sequence[str]
-) -> str:
-    """Return the text of new tokens, cut before the first end-of-text token or stop string."""
-    written = [token for token in new if token not in ends]
-    # Decoded with the prompt, because some decoders drop a blank at the start of a text.
-    text = _decode(tokenizer, row + written).removeprefix(_decode(tokenizer, row))
-    end = len(text)
-    for string in stop:
-        position = text.find(string)
-        if position >= 0:
-            end = min(end, position)
-    return text[:end]
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def _text_before(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first stop string."""
+    starts = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(starts, default=len(text))]
 
 
 def score_answers(

@@ -81,7 +81,7 @@ def _adapter(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_siz
     tokenizer = copy.deepcopy(tokenizer)
     if isinstance(model, GraftedModel):
         return adapters.GraftedHFLM(model, tokenizer=tokenizer, batch_size=batch_size)
-    return adapters.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    return adapters.TextPairHFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
 @contextmanager

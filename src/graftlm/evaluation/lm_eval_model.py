@@ -1,4 +1,4 @@
-"""The model `graftlm` of lm-evaluation-harness; importing this module registers it."""
+"""Models of lm-evaluation-harness; importing this module registers `graftlm`, the one for grafts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from lm_eval.api.registry import register_model
 from torch import Tensor
 
+from graftlm.backbone import encode_parts
 from graftlm.grafted.model import GraftedModel
 from graftlm.store.artifact import backbone_of, load_grafts
 
@@ -21,8 +22,30 @@ Request = tuple[tuple[str, str], list[int], list[int]]
 """The texts of context and continuation, and the token ids of both."""
 
 
+class TextPairHFLM(HFLM):
+    """The harness's model of transformers, whose pairs of context and continuation are the tokens of their text.
+
+    The harness cuts the tokens of the joined text at the number of tokens of the context. Where a token covers both,
+    that leaves out a part of the continuation, or all of it.
+    """
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of the context, without white space at its end, and of what follows."""
+        context_ids, continuation_ids = super()._encode_pair(context, continuation)
+        if self.backend != "causal":
+            return context_ids, continuation_ids
+        before = context.rstrip()
+        whole = self.tok_encode(context + continuation)
+        if whole[: len(context_ids)] == context_ids:
+            return context_ids, continuation_ids
+        plain = self.tokenizer(before, add_special_tokens=False)["input_ids"]
+        special = context_ids[: len(context_ids) - len(plain)]
+        parts = encode_parts(self.tokenizer, before, context[len(before) :] + continuation)
+        return special + parts.before, parts.ids
+
+
 @register_model("graftlm")
-class GraftedHFLM(HFLM):
+class GraftedHFLM(TextPairHFLM):
     """A grafted model that reads a question as its prompt, both when it answers and when an answer is scored.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import TokenSelection, leading_bos, padding_id
+from graftlm.backbone import TokenSelection, encode_parts, leading_bos, padding_id
 from graftlm.data import Document
 from graftlm.data.boundaries import window_bounds
 from graftlm.data.chats import ChatExample, chat_tokens, render_chat
@@ -72,8 +72,10 @@ def _text_windows(
 ) -> Iterator[Window]:
     """Yield the windows of a text after its prompt, without those that have nothing to score."""
     text = document if isinstance(document, str) else document.text
-    text_ids, text_bytes = encode_with_bytes(tokenizer, text)
-    prompt_ids, _ = encode_with_bytes(tokenizer, getattr(document, "prompt", ""))
+    parts = encode_parts(tokenizer, getattr(document, "prompt", ""), text)
+    prompt_ids = np.asarray(parts.before, dtype=np.int64)
+    text_ids = np.asarray(parts.ids, dtype=np.int64)
+    text_bytes = _token_bytes(tokenizer, text_ids, parts.ends, text)
     ids = np.concatenate([prompt_ids, text_ids])
     byte_counts = np.concatenate([np.zeros_like(prompt_ids), text_bytes])
     bos = leading_bos(tokenizer)
@@ -154,17 +156,27 @@ def encode_with_bytes(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np
     Returns:
         (n,) int64 ids and (n,) int64 numbers of bytes.
     """
-    fast = bool(getattr(tokenizer, "is_fast", False))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
-    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    parts = encode_parts(tokenizer, "", text)
+    ids = np.asarray(parts.ids, dtype=np.int64)
+    return ids, _token_bytes(tokenizer, ids, parts.ends, text)
+
+
+def _token_bytes(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, ends: list[int] | None, text: str) -> np.ndarray:
+    """Return the number of UTF-8 bytes of each token, (n,) int64; see `encode_with_bytes`.
+
+    Args:
+        tokenizer: the tokenizer.
+        ids: (n,) token ids.
+        ends: the character of the text at which each token ends; None if the tokenizer has no positions.
+        text: the text.
+    """
     if not len(ids):
-        return ids, ids
-    if not fast:
-        return ids, np.diff(_ends_from_decoding(tokenizer, ids, text), prepend=0)
-    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64)
-    ends = np.maximum.accumulate(offsets[:, 1])
-    ends[-1] = len(text)
-    return ids, np.diff(_bytes_before(text)[ends], prepend=0)
+        return ids
+    if ends is None:
+        return np.diff(_ends_from_decoding(tokenizer, ids, text), prepend=0)
+    last_characters = np.maximum.accumulate(np.asarray(ends, dtype=np.int64))
+    last_characters[-1] = len(text)
+    return np.diff(_bytes_before(text)[last_characters], prepend=0)
 
 
 def _bytes_before(text: str) -> np.ndarray:

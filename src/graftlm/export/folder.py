@@ -15,6 +15,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import save_with_adapters
 from graftlm.export.code import copy_code, is_own, save_unchanged
+from graftlm.export.turn_ends import add_turn_ends
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Exportable, ExportsAdapter, Graft
 
@@ -123,6 +124,7 @@ def _new_model(folder: Path, backbone: Backbone, content: str) -> Iterator[Path]
             yield draft
             if backbone.tokenizer is not None:
                 backbone.tokenizer.save_pretrained(draft)
+                add_turn_ends(draft, backbone.tokenizer)
             has_code = any(draft.glob("*.py"))
             card = Template(_CARD.read_text(encoding="utf-8")).substitute(
                 name=backbone.name,

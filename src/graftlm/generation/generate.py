@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -15,9 +15,18 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
-from graftlm.backbone import max_sequence_length, padding_id, token_texts
+from graftlm.backbone import (
+    IncrementalDetokenizer,
+    answer_end_ids,
+    continuation_text,
+    end_ids,
+    max_sequence_length,
+    padding_id,
+    token_texts,
+)
 from graftlm.config import Config
 from graftlm.data.chats import Message, render_question
 from graftlm.errors import DataError, GraftError
@@ -106,15 +115,40 @@ class Generation:
         return asdict(self)
 
 
-class _Stream(TextStreamer):
-    """Calls `on_text` with each complete word of the text."""
+class _Stream(BaseStreamer):
+    """Calls `on_text` with each new piece of the continuation, in whole characters.
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, skip_prompt: bool) -> None:
-        super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+    Args:
+        detokenizer: the text of the continuation.
+        on_text: receives the pieces.
+        ends: ids that end the continuation and are not part of its text.
+    """
+
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, on_text: Callable[[str], None], ends: Collection[int]
+    ) -> None:
+        self._detokenizer = detokenizer
         self._on_text = on_text
+        self._ends = ends
+        self._has_prompt = False
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._on_text(text)
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt, then the ids of one token after another."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        for token in value.flatten().tolist():
+            if token not in self._ends:
+                text, _ = self._detokenizer.add(token)
+                self._emit(text)
+
+    def end(self) -> None:
+        """Emit the text of an incomplete character."""
+        self._emit(self._detokenizer.rest())
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._on_text(text)
 
 
 def read_prompt(argument: str) -> str:
@@ -179,6 +213,7 @@ def generate_text(
     on_text: Callable[[str], None] | None = None,
     trace: bool = False,
     cache: Cache | None = None,
+    ends: Collection[int] | None = None,
 ) -> Generation:
     """Continue a prompt, or answer the last message of a conversation.
 
@@ -191,6 +226,8 @@ def generate_text(
             search it is called once, with the whole text.
         trace: return the graft's trace of each token, such as the chosen expert or the fraction of open gates.
         cache: a cache that already contains the first tokens of the prompt. New tokens are added to it.
+        ends: ids of the tokens that end the new text. None takes those that end a text, and for messages also those
+            that end a turn of the assistant; see `answer_end_ids`.
 
     Returns:
         The prompt, the new text, and the number of new tokens.
@@ -208,11 +245,18 @@ def generate_text(
     # Chat templates contain special tokens already.
     encoded = tokenizer(rendered, add_special_tokens=not is_chat, return_tensors="pt", verbose=False)
     inputs = encoded.to(model.device)
-    prompt_ids = inputs["input_ids"][0]
+    prompt_ids = inputs["input_ids"][0].tolist()
     _check_length(model, len(prompt_ids), decoding.max_new_tokens)
+    if ends is None:
+        ends = answer_end_ids(model, tokenizer) if is_chat else end_ids(model, tokenizer)
+    shown_prompt = ""
+    if not is_chat:
+        shown_prompt = str(tokenizer.decode(prompt_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     stream = None
     if on_text and decoding.num_beams == 1:
-        stream = _Stream(tokenizer, on_text, skip_prompt=is_chat)
+        if shown_prompt:
+            on_text(shown_prompt)
+        stream = _Stream(IncrementalDetokenizer(tokenizer, prompt_ids, ()), on_text, ends)
     options = decoding.arguments()
     if cache is not None:
         options["past_key_values"] = cache
@@ -223,38 +267,24 @@ def generate_text(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         pad_token_id=padding_id(tokenizer),
+        eos_token_id=sorted(ends) or None,
         return_dict_in_generate=True,
         streamer=stream,
         **options,
     )
     seconds = time.perf_counter() - start
     (tokens,) = output.sequences
-    full_text, prompt_text = _decode(tokenizer, tokens, prompt_ids, is_chat=is_chat)
+    written = [token for token in tokens[len(prompt_ids) :].tolist() if token not in ends]
+    text = continuation_text(tokenizer, prompt_ids, written)
     if on_text is not None and stream is None:
-        on_text(full_text)
+        on_text(shown_prompt + text)
     return Generation(
         prompt=rendered,
-        text=full_text.removeprefix(prompt_text),
+        text=text,
         tokens=len(tokens) - len(prompt_ids),
         seconds=seconds,
         trace=_trace(model, tokenizer, tokens, len(prompt_ids), output.past_key_values) if trace else None,
     )
-
-
-def _decode(
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: Tensor,
-    prompt_ids: Tensor,
-    *,
-    is_chat: bool,
-) -> tuple[str, str]:
-    """Return the decoded text and the prompt that it begins with; the text of a chat omits the prompt."""
-    if is_chat:
-        answer = tokenizer.decode(tokens[len(prompt_ids) :], skip_special_tokens=True)
-        return str(answer), ""
-    full_text = tokenizer.decode(tokens, skip_special_tokens=True)
-    prompt_text = tokenizer.decode(prompt_ids, skip_special_tokens=True)
-    return str(full_text), str(prompt_text)
 
 
 def _trace(
@@ -275,7 +305,12 @@ def _trace(
             "A trace was requested, but the model has no graft that makes a decision at each token: leave out the "
             "trace, or use such a graft."
         )
-    texts = token_texts(tokenizer, tokens[prompt_length:], skip_special_tokens=True)
+    texts = token_texts(
+        tokenizer,
+        tokens[prompt_length:],
+        tokens[:prompt_length],
+        skip_special_tokens=True,
+    )
     return [
         TracedToken(text=text, values=trace_values(traces, row=0, token=position))
         for position, text in enumerate(texts, start=prompt_length - 1)

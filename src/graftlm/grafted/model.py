@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from graftlm.backbone import Backbone, Call, Sites, TapHooks, TokenSelection, need_backbone
+from graftlm.backbone import Backbone, Call, Sites, TapHooks, TokenSelection, answer_end_ids, need_backbone
 from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafted.backbone_state import BackboneState
 from graftlm.grafted.checkpointing import LayerCheckpoints
@@ -526,14 +526,22 @@ class GraftedModel(TrainerSupport):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' own `generate` of `model`. Grafts see which tokens are the prompt.
 
+        If the tokenizer has a chat template, a text also ends with the tokens that end an answer; see
+        `answer_end_ids`.
+
         Args:
             inputs: (B, T) token ids of the prompts; padding is on the left.
             args: further arguments of transformers' `generate`.
-            kwargs: further arguments of transformers' `generate`.
+            kwargs: further arguments of transformers' `generate`. An `eos_token_id` or a `generation_config` replaces
+                the tokens that end a text.
 
         Returns:
             The result of transformers' `generate`.
         """
+        tokenizer = self.backbone.tokenizer
+        has_ends = bool(args) or not {"eos_token_id", "generation_config"}.isdisjoint(kwargs)
+        if not has_ends and tokenizer is not None and tokenizer.chat_template:
+            kwargs["eos_token_id"] = sorted(answer_end_ids(self.model, tokenizer)) or None
         return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mix-in's method
 
     @torch.no_grad()

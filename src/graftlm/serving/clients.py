@@ -49,6 +49,7 @@ class EngineClient:
         on_text: OnText = None,
         *,
         stop: tuple[str, ...] = (),
+        turn_ends: tuple[int, ...] = (),
     ) -> Finish:
         """Generate a continuation greedily. Call it from a thread without an event loop.
 
@@ -57,6 +58,7 @@ class EngineClient:
             max_tokens: maximum number of new tokens.
             on_text: called with each piece of the text, which may be empty.
             stop: strings before the first of which the continuation ends.
+            turn_ends: tokens that end an answer in a conversation, beside the model's own end tokens.
 
         Returns:
             The end of the continuation, with its whole text.
@@ -70,6 +72,7 @@ class EngineClient:
             model=self.model,
             max_tokens=max_tokens,
             stop=stop,
+            turn_ends=turn_ends,
             user=self._user,
         )
         with self._lock:

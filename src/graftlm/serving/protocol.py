@@ -147,7 +147,8 @@ class GenerationRequest:
         max_tokens: maximum number of new tokens.
         min_tokens: minimum number of new tokens, before which neither an end token nor a stop string ends the text.
         stop_tokens: further end tokens.
-        ignore_eos: continue after the model's own end tokens.
+        turn_ends: tokens that end an answer in a conversation, beside the model's own end tokens.
+        ignore_eos: continue after the model's own end tokens and after `turn_ends`.
         temperature: 0 selects the most likely token at each step; 1 samples from the unmodified distribution.
         top_p: sample among the most likely tokens with this total probability.
         top_k: sample among this number of most likely tokens; 0 samples among all.
@@ -171,6 +172,7 @@ class GenerationRequest:
     max_tokens: int = 16
     min_tokens: int = 0
     stop_tokens: tuple[int, ...] = ()
+    turn_ends: tuple[int, ...] = ()
     ignore_eos: bool = False
     temperature: float = 0.0
     top_p: float = 1.0

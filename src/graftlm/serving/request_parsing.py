@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher
 
+from graftlm.backbone import Stops
 from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_prompt, check_tokens
 from graftlm.serving.request_schema import (
     ApiRequest,
@@ -61,7 +62,8 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
         user: name of the API key or address of the client.
 
     Raises:
-        ServingError: a value does not fit another one, the model or the limits, or a grammar can't be compiled.
+        ServingError: a value does not fit another one, the model or the limits, a stop string can't match, or a grammar
+            can't be compiled.
     """
     _check_continuations(service, body, len(body.prompt))
     _check_stream_options(body)
@@ -71,7 +73,7 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
     request = _generation_request(
         body,
         max_tokens=body.max_tokens or _COMPLETION_TOKENS,
-        stop=tuple(body.stop or ()),
+        stops=service.tokenizer.stops(body.stop or ()),
         logprobs=body.logprobs,
         grammar=_structured_outputs_grammar(service, body.structured_outputs),
         user=user,
@@ -92,7 +94,7 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
 
     Raises:
         ServingError: a value does not fit another one, the model or the limits, the chat template rejects the messages,
-            or a grammar can't be compiled.
+            a stop string can't match, or a grammar can't be compiled.
     """
     _check_continuations(service, body, 1)
     _check_stream_options(body)
@@ -103,10 +105,15 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     request = _generation_request(
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens or remaining_tokens,
-        stop=(*(body.stop or ()), *service.tokenizer.chat_stops),
+        stops=service.tokenizer.stops(body.stop or ()),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=_chat_grammar(service, body, tools),
         user=user,
+    )
+    request = replace(
+        request,
+        stop=(*request.stop, *service.tokenizer.chat_stops),
+        turn_ends=service.tokenizer.turn_ends,
     )
     _check_options(request, service.tokenizer.vocabulary, _grammar_key(body, tools))
     return _parsed(body, request, [prompt], tools=tuple(tools))
@@ -296,7 +303,7 @@ def _generation_request(
     body: ApiRequest,
     *,
     max_tokens: int,
-    stop: tuple[str, ...],
+    stops: Stops,
     logprobs: int | None,
     grammar: LLMatcher | None,
     user: str,
@@ -310,7 +317,7 @@ def _generation_request(
         model=body.model,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
-        stop_tokens=tuple(body.stop_token_ids or ()),
+        stop_tokens=(*(body.stop_token_ids or ()), *stops.ids),
         ignore_eos=bool(body.ignore_eos),
         temperature=temperature,
         top_p=body.top_p or 1.0,
@@ -321,7 +328,7 @@ def _generation_request(
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
         grammar=grammar,
-        stop=stop,
+        stop=stops.strings,
         logprobs=logprobs,
         trace=body.graftlm is not None and body.graftlm.trace,
         user=user,

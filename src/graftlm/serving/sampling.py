@@ -35,7 +35,7 @@ class RowSampling:
 
     def __init__(self, request: GenerationRequest, end_ids: Iterable[int] = ()) -> None:
         self.request = request
-        self.barred = {*request.stop_tokens, *end_ids}
+        self.barred = {*request.stop_tokens, *request.turn_ends, *end_ids}
         self.ends = self.barred
         if request.ignore_eos:
             self.ends = set(request.stop_tokens)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from graftlm.backbone.detokenizer import IncrementalDetokenizer
 from graftlm.backbone.prefix_blocks import BLOCK_TOKENS
 from graftlm.grafted.graft_set import GraftSet
 from graftlm.serving.protocol import EngineFinishReason, Finish, RequestStream, TokenOutput
 from graftlm.serving.sampling import RowSampling
-from graftlm.serving.tokenization import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -75,7 +75,7 @@ class Service:
         self.grammars = GrammarCompiler(
             tokenizer=self.tokenizer.tokenizer,
             vocabulary=self.tokenizer.vocabulary,
-            end_ids=end_ids(backbone.model, self.tokenizer.tokenizer),
+            end_ids={*self.tokenizer.turn_ends, *end_ids(backbone.model, self.tokenizer.tokenizer)},
         )
         self.metrics = ServerMetrics(engine)
         self.members: dict[str, Service] = {}

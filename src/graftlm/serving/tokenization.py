@@ -1,24 +1,23 @@
-"""Conversion of texts and conversations to token ids, and of generated tokens to text."""
+"""Conversion of texts and conversations to token ids, and of tokens to bytes."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from inspect import signature
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, Stops, read_stops, turn_end_ids
+from graftlm.backbone.detokenizer import is_byte_level
+from graftlm.errors import DataError
 from graftlm.serving.protocol import ServingError
-from graftlm.serving.text_matching import longest_beginning
 from graftlm.serving.tools import OPEN, TemplateMessage, TemplateTool, without_tools
 
 PLAIN_TEMPLATE = (
@@ -29,8 +28,6 @@ PLAIN_TEMPLATE = (
 )
 """The chat template for tokenizers without one, such as those of base models: role names and colons."""
 PLAIN_STOPS = ("\nUser:", "\nSystem:", "\nAssistant:")
-_CONTEXT_TOKENS = 6  # prompt tokens that are decoded with the first new token, which may need a space before it
-_INCOMPLETE = "\ufffd"  # decoders return it for a character whose bytes are incomplete
 
 
 def _template_arguments() -> set[str]:
@@ -79,6 +76,22 @@ class ServingTokenizer:
     def chat_stops(self) -> tuple[str, ...]:
         """Stop strings that end an assistant's message under `PLAIN_TEMPLATE`; none for other templates."""
         return PLAIN_STOPS if self.plain else ()
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Token ids that end an assistant's message in the chat template; see `turn_end_ids`."""
+        return turn_end_ids(self.tokenizer, chat_template=self._template)
+
+    def stops(self, strings: Iterable[str]) -> Stops:
+        """Sort the stop strings of a request into strings and token ids.
+
+        Raises:
+            ServingError: a stop string can't match.
+        """
+        try:
+            return read_stops(self.tokenizer, strings)
+        except DataError as error:
+            raise ServingError(str(error), "stop") from None
 
     def encode(self, prompt: str, *, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text, by default with the special tokens that the tokenizer adds."""
@@ -152,125 +165,3 @@ class ServingTokenizer:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         return text.replace("▁", " ").encode()
-
-
-def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a token's bytes don't depend on the tokens before it.
-
-    This holds for tokenizers with a byte-level decoder, and is assumed for slow tokenizers, which have no backend.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is None or "ByteLevel" in repr(backend.decoder)
-
-
-class IncrementalDetokenizer:
-    """The text of one continuation, in whole characters and without a possible beginning of a stop string.
-
-    `tokenizers.DecodeStream` decodes byte-level tokens. Other tokens are decoded together with some tokens before them,
-    because their text depends on these.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        prompt: token ids before the continuation.
-        stops: stop strings, before the first of which the text ends.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stops = [stop for stop in stops if stop]
-        self._held = ""  # text that may begin a stop string
-        self._ids = self._end_of(prompt)
-        self._start = 0  # the first of the ids that are decoded together
-        self._read = len(self._ids)  # the number of ids whose text was returned as a whole
-        self._before = self._decode(self._ids)
-        self._shown = len(self._before)  # the number of characters, decoded from `_start`, that were returned
-        self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream: DecodeStream | None = None
-        if self._backend is not None and is_byte_level(tokenizer) and not self._before.endswith(_INCOMPLETE):
-            self._stream = DecodeStream(skip_special_tokens=True)
-        self._pending: list[int] = []  # tokens of an incomplete character in the stream
-
-    def add(self, token: int, *, ignore_stops: bool = False) -> tuple[str, bool]:
-        """Add a token.
-
-        Args:
-            token: token id.
-            ignore_stops: return all text, even if it contains or begins a stop string.
-
-        Returns:
-            The text that is final after this token, and whether a stop string ended the continuation.
-        """
-        text = self._new_text(token)
-        if ignore_stops:
-            return text, False
-        return self._before_stops(text)
-
-    def rest(self) -> str:
-        """Return the text that is held back; call it after the last token. The state is not changed."""
-        if self._stream is not None:
-            return self._held + self._decode(self._pending)
-        text = self._decode(self._ids[self._start :])
-        return self._held + self._new_part(text, text)
-
-    def _new_text(self, token: int) -> str:
-        if self._stream is None:
-            return self._decode_in_context(token)
-        assert self._backend is not None
-        self._pending.append(token)
-        text = self._stream.step(self._backend, token) or ""
-        if text:
-            self._pending.clear()
-        return text
-
-    def _decode_in_context(self, token: int) -> str:
-        self._ids.append(token)
-        text = self._decode(self._ids[self._start :])
-        complete = text.rstrip(_INCOMPLETE)
-        new = self._new_part(complete, text)
-        if new:
-            self._shown = len(complete)
-            self._before = ""
-            if complete == text:
-                self._start = self._read
-                self._read = len(self._ids)
-                self._shown = len(self._decode(self._ids[self._start :]))
-        return new
-
-    def _new_part(self, complete: str, text: str) -> str:
-        """Return the new characters of the complete part of a text that was decoded from `_start`."""
-        if not self._before.endswith(_INCOMPLETE):
-            return complete[self._shown :]
-        # The prompt ends within a character, which may be complete now.
-        common = 0
-        for before, now in zip(self._before, text, strict=False):
-            if before != now:
-                break
-            common += 1
-        return complete[common:]
-
-    def _before_stops(self, new: str) -> tuple[str, bool]:
-        """Return the text before the first stop string, and whether there is one. Hold back a possible beginning."""
-        text = self._held + new
-        self._held = ""
-        starts = [text.find(stop) for stop in self._stops if stop in text]
-        if starts:
-            return text[: min(starts)], True
-        final = len(text) - longest_beginning(text, self._stops)
-        self._held = text[final:]
-        return text[:final], False
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
-
-    def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Return the last tokens of a prompt, from the start of a character, with enough that are not special."""
-        special = set(self._tokenizer.all_special_ids)
-        count = _CONTEXT_TOKENS
-        while count < len(prompt):
-            end = list(prompt[-count:])
-            ordinary = [token for token in end if token not in special]
-            if len(ordinary) >= _CONTEXT_TOKENS // 2 and not self._decode(end).startswith(_INCOMPLETE):
-                return end
-            count *= 2
-        return list(prompt)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
+from graftlm.backbone.detokenizer import longest_beginning
 from graftlm.serving.grammars import JSON_OPTIONS, GrammarCompiler, checked_schema, quoted
 from graftlm.serving.protocol import ServingError
-from graftlm.serving.text_matching import longest_beginning
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

@@ -45,9 +45,11 @@ class ClarifyWriter:
         """
         if self._tokenizer.plain:
             ids = self._tokenizer.encode(prompt.text())
+            turn_ends: tuple[int, ...] = ()
         else:
             ids = self._tokenizer.encode_chat(prompt.messages())
-        finish = self._client.generate(ids, self._max_tokens, on_text, stop=(prompt.stop,))
+            turn_ends = self._tokenizer.turn_ends
+        finish = self._client.generate(ids, self._max_tokens, on_text, stop=(prompt.stop,), turn_ends=turn_ends)
         cost = Cost(calls=1, prompt_tokens=finish.prompt_tokens, new_tokens=finish.completion_tokens)
         return Reply(finish.text, cost, finish.reason == "length")
 
@@ -104,7 +106,12 @@ class SummaryWriter(LanguageModelWriter):
         """
         completions = []
         for prompt in prompts:
-            finish = self._client.generate(prompt, self.decoding.max_new_tokens, self._on_text)
+            finish = self._client.generate(
+                prompt,
+                self.decoding.max_new_tokens,
+                self._on_text,
+                turn_ends=self.turn_ends,
+            )
             completions.append((finish.text, finish.reason == "length"))
         return completions
 

@@ -93,7 +93,7 @@ def _passage(span: _Span, length: int, tokenizer: PreTrainedTokenizerBase) -> Pa
     first = each.window.first + span.start
     stop = min(first + length, len(ids))
     tokens = []
-    for row, text in enumerate(token_texts(tokenizer, ids[first:stop]), start=span.start):
+    for row, text in enumerate(token_texts(tokenizer, ids[first:stop], ids[:first]), start=span.start):
         choices = each.choices[row]
         probabilities = each.probabilities[row]
         token = PassageToken(

@@ -21,6 +21,7 @@ from graftlm.grafts.composition.decoding import incremental_decoders
 UNREAD = -1
 """The id that is stored for an anchor token that the augmenting model does not read."""
 
+_ANCHORS = ("a", "\n", ".")  # characters before a word, of which one does not merge with it
 _MAX_WORD = 48  # characters; longer runs without white space are cut, which bounds the cost of a step
 
 
@@ -60,13 +61,14 @@ class Retokenizer:
             word: the word, with the white space before it.
             first: whether the word is the first of its text, which some tokenizers mark.
         """
-        if not first and word[0].isspace():
-            # A letter before the word, whose tokens are left out again, so that the word is not the first one.
-            encoding = self._tokenizer.encode("a" + word, add_special_tokens=False)
-            is_separate = all(start >= 1 or stop <= 1 for start, stop in encoding.offsets)
-            if is_separate:
-                pairs = zip(encoding.ids, encoding.offsets, strict=True)
-                return tuple(token for token, (_, stop) in pairs if stop > 1)
+        if not first:
+            # A character before the word, whose tokens are left out again, so that the word is not the first one.
+            for anchor in _ANCHORS:
+                encoding = self._tokenizer.encode(anchor + word, add_special_tokens=False)
+                is_separate = all(start >= 1 or stop <= 1 for start, stop in encoding.offsets)
+                if is_separate:
+                    pairs = zip(encoding.ids, encoding.offsets, strict=True)
+                    return tuple(token for token, (_, stop) in pairs if stop > 1)
         return tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from graftlm.backbone import leading_bos, max_sequence_length
+from graftlm.backbone import answer_end_ids, common_length, leading_bos, max_sequence_length
 from graftlm.data import Document
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.windows import Window, cut_windows
@@ -127,7 +127,7 @@ class PrefixCache:
         else:
             cached_ids = []
             cache = DynamicCache(config=self._model.config)
-        common = _common_length(cached_ids, ids)
+        common = common_length(cached_ids, ids)
         cache.crop(min(common, most) - len(cached_ids))
         return cache
 
@@ -141,16 +141,6 @@ class PrefixCache:
         """
         cache.crop(len(ids) - cache.get_seq_length())
         self._prompts[instructions] = (ids, cache)
-
-
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common beginning of two sequences."""
-    length = 0
-    for item, other in zip(first, second, strict=False):
-        if item != other:
-            break
-        length += 1
-    return length
 
 
 class LocalModel:
@@ -179,6 +169,7 @@ class LocalModel:
         self._model = model
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
+        self._ends = answer_end_ids(model, tokenizer)
         self._prefixes = PrefixCache(model) if reuse and PrefixCache.serves(model) else None
 
     def generate(self, prompt: Prompt, *, on_text: Callable[[str], None] | None = None) -> Reply:
@@ -210,7 +201,8 @@ class LocalModel:
 
     def _printer(self, prompt: Prompt, prompt_ids: list[int], on_text: Callable[[str], None]) -> StreamPrinter:
         """Return a printer of the reply in a stream that begins with the prompt."""
-        echo = str(self._tokenizer.decode(prompt_ids, skip_special_tokens=True))
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        echo = str(self._tokenizer.decode(prompt_ids, **options))
 
         def select(received: str) -> str:
             return before_stop(received[len(echo) :], prompt.stop)
@@ -226,11 +218,20 @@ class LocalModel:
     ) -> Generation:
         """Continue a prompt, and reuse the computation of earlier prompts with the same instructions."""
         decoding = Decoding(max_new_tokens=self._max_new_tokens)
-        if self._prefixes is None:
-            return generate_text(self._model, self._tokenizer, text, decoding, on_text=on_text)
-        cache = self._prefixes.begin(instructions, prompt_ids, len(prompt_ids) - 1)
-        generation = generate_text(self._model, self._tokenizer, text, decoding, on_text=on_text, cache=cache)
-        self._prefixes.keep(instructions, prompt_ids, cache)
+        cache = None
+        if self._prefixes is not None:
+            cache = self._prefixes.begin(instructions, prompt_ids, len(prompt_ids) - 1)
+        generation = generate_text(
+            self._model,
+            self._tokenizer,
+            text,
+            decoding,
+            on_text=on_text,
+            cache=cache,
+            ends=self._ends,
+        )
+        if self._prefixes is not None and cache is not None:
+            self._prefixes.keep(instructions, prompt_ids, cache)
         return generation
 
     def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]:

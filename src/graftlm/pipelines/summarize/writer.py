@@ -17,7 +17,14 @@ import torch
 from pydantic import Field
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedTokenizerBase
 
-from graftlm.backbone import end_ids, generate_rows, leading_bos, max_sequence_length
+from graftlm.backbone import (
+    continuation_ids,
+    end_ids,
+    generate_rows,
+    leading_bos,
+    max_sequence_length,
+    turn_end_ids,
+)
 from graftlm.config import Config
 from graftlm.data.chats import render_question
 from graftlm.errors import RecipeError
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 _DEFAULT_WINDOW = 4096  # limit of the window of models that can read more
 _PASSAGES = "\ue000"  # placeholder for the passages of a document while the chat template is filled
 _LEAD_SENTENCES = 30  # sentences that replace the introduction of a document without such a heading
+_PASSAGE_END = "."
 _SENTENCE_ENDS = '.!?。！？"”)'
 
 
@@ -163,6 +171,11 @@ class LanguageModelWriter:
         window = self.layout.window or _DEFAULT_WINDOW
         return min(window, max_sequence_length(self.model))
 
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The ids that the chat template puts behind an answer; none if the layout is not a chat."""
+        return () if self.layout.instruction is None else turn_end_ids(self.tokenizer)
+
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, without special tokens."""
         return len(self.tokenize(text))
@@ -223,7 +236,7 @@ class LanguageModelWriter:
             return []
         if self.decoding.method == "sample":
             torch.manual_seed(self.decoding.seed)
-        ends = end_ids(self.model, self.tokenizer)
+        ends = end_ids(self.model, self.tokenizer).union(self.turn_ends)
         longest = max(len(prompt) for prompt in prompts)
         arguments = self.decoding.generate_arguments(longest)
         rows = generate_rows(self.model, self.tokenizer, prompts, ends, **arguments)
@@ -238,7 +251,8 @@ class LanguageModelWriter:
         """Return the prompt of introduction, extract and summary mark, and notes on sentences that do not fit.
 
         A chat model's prompt is `messages` in its chat template, up to the start of its answer. Each part is tokenized
-        separately, so that the introduction has the same tokens with any extract and with none.
+        behind the end of the part before it, so that the introduction has the same tokens with any extract and with
+        none.
 
         Args:
             extract: the selected sentences of a document.
@@ -249,10 +263,12 @@ class LanguageModelWriter:
         """
         passages = self._fit(extract)
         start, end = self._frame
+        frame_start, _ = self.frame_texts
+        introduction = passages.introduction
         ids = [
             *start,
-            *self._tokenize_source(passages.introduction),
-            *self._tokenize_source(passages.extract),
+            *self._tokenize_source(introduction, frame_start),
+            *self._tokenize_source(passages.extract, introduction),
             *end,
         ]
         return WriterPrompt(ids, passages.notes, passages.read)
@@ -276,18 +292,24 @@ class LanguageModelWriter:
         return [{"role": "user", "content": content}]
 
     @property
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """The tokens before the introduction and after the extract, the same for all documents."""
+    def frame_texts(self) -> tuple[str, str]:
+        """The texts before the introduction and after the extract, the same for all documents."""
         layout = self.layout
-        if layout.instruction is not None:
-            question = render_question(self._messages_around(_PASSAGES), self.tokenizer)
-            start, _, end = question.partition(_PASSAGES)
-            return self.tokenize(start), self.tokenize(end)
-        start = self.tokenize(layout.introduction)
+        if layout.instruction is None:
+            return layout.introduction, layout.summary
+        question = render_question(self._messages_around(_PASSAGES), self.tokenizer)
+        start, _, end = question.partition(_PASSAGES)
+        return start, end
+
+    @property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The tokens of `frame_texts`."""
+        start_text, end_text = self.frame_texts
+        start = self.tokenize(start_text)
         bos = leading_bos(self.tokenizer)
-        if bos is not None:
+        if self.layout.instruction is None and bos is not None:
             start = [bos, *start]
-        return start, self.tokenize(layout.summary)
+        return start, self.tokenize(end_text, behind=_PASSAGE_END)
 
     def _fit(self, extract: Extract) -> _Passages:
         """Return introduction and extract as they fit into the window.
@@ -301,13 +323,14 @@ class LanguageModelWriter:
         best = self._best_indices(extract)
         share = self._introduction_share(document, best, limit)
         opening = introduction_range(document)
-        introduction, count = self._fit_introduction(document, opening, share)
+        frame_start, _ = self.frame_texts
+        introduction, count = self._fit_introduction(document, opening, share, frame_start)
 
         def extract_text(count: int) -> str:
             return self._extract_text(document, best[:count])
 
-        remaining = limit - len(self._tokenize_source(introduction))
-        kept = self._longest(len(best), extract_text, remaining)
+        remaining = limit - len(self._tokenize_source(introduction, frame_start))
+        kept = self._longest(len(best), extract_text, remaining, introduction)
         notes = []
         if kept < len(best):
             notes.append(f"{self.name} could read {kept} of the {len(best)} extracted sentences.")
@@ -341,7 +364,7 @@ class LanguageModelWriter:
         share = 2 * limit // 3
         if best:
             first = self._extract_text(document, best[:1])
-            share = min(share, limit - len(self._tokenize_source(first)))
+            share = min(share, limit - len(self._tokenize_source(first, _PASSAGE_END)))
         if share < 1:
             part = "an introduction and one extracted sentence" if best else "an introduction"
             raise RecipeError(
@@ -350,8 +373,8 @@ class LanguageModelWriter:
             )
         return share
 
-    def _fit_introduction(self, document: SourceDocument, opening: range, limit: int) -> tuple[str, int]:
-        """Return the text of the first sentences of an introduction that fit, and their number.
+    def _fit_introduction(self, document: SourceDocument, opening: range, limit: int, behind: str) -> tuple[str, int]:
+        """Return the text of the first sentences of an introduction that fit behind a text, and their number.
 
         If the first sentence does not fit, its beginning is returned, and the number is 0.
         """
@@ -364,34 +387,32 @@ class LanguageModelWriter:
         def beginning(characters: int) -> str:
             return first[:characters]
 
-        count = self._longest(len(texts), sentences_text, limit)
+        count = self._longest(len(texts), sentences_text, limit, behind)
         if count:
             return sentences_text(count), count
-        characters = self._longest(len(first), beginning, limit)
+        characters = self._longest(len(first), beginning, limit, behind)
         return beginning(characters), 0
 
-    def _longest(self, count: int, text: Callable[[int], str], limit: int) -> int:
-        """Return the largest number up to `count` whose text has at most `limit` tokens; 0 if there is none."""
+    def _longest(self, count: int, text: Callable[[int], str], limit: int, behind: str) -> int:
+        """Return the largest number up to `count` whose text has at most `limit` tokens behind another; else 0."""
 
         def size(number: int) -> int:
-            return len(self._tokenize_source(text(number)))
+            return len(self._tokenize_source(text(number), behind))
 
         return bisect_right(range(1, count + 1), limit, key=size)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens at its ends."""
-        encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        return list(encoding["input_ids"])
+    def tokenize(self, text: str, *, behind: str = "") -> list[int]:
+        """Return the token ids of a text, without special tokens at its ends.
 
-    def _tokenize_source(self, text: str) -> list[int]:
+        Args:
+            text: the text.
+            behind: the text that it continues, if there is one.
+        """
+        return continuation_ids(self.tokenizer, behind, text)
+
+    def _tokenize_source(self, text: str, behind: str) -> list[int]:
         """Tokenize a document's text, in which a special token, such as the end of a chat's turn, is plain text."""
-        encoding = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            verbose=False,
-            split_special_tokens=True,
-        )
-        return list(encoding["input_ids"])
+        return continuation_ids(self.tokenizer, behind, text, split_special_tokens=True)
 
 
 def introduction_range(document: SourceDocument) -> range:

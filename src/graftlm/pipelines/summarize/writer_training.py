@@ -132,14 +132,14 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
 def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
     """Return the token ids of the prompt and of the human summary.
 
-    The summary ends with the tokenizer's EOS, if it has one, and is truncated to `decoding.max_new_tokens`. Errors are
-    those of `LanguageModelWriter.build_prompt`.
+    The summary ends as an answer does in the chat template, or else with the tokenizer's EOS, if there is one. It is
+    truncated to `decoding.max_new_tokens`. Errors are those of `LanguageModelWriter.build_prompt`.
     """
     prompt = writer.build_prompt(example.extract)
-    ids = writer.tokenize(example.summary)
-    eos = writer.tokenizer.eos_token_id
-    if isinstance(eos, int):
-        ids.append(eos)
+    _, frame_end = writer.frame_texts
+    ids = writer.tokenize(example.summary, behind=frame_end)
+    ends = [*writer.turn_ends, writer.tokenizer.eos_token_id]
+    ids += [token for token in ends if isinstance(token, int)][:1]
     return prompt.ids, ids[: writer.decoding.max_new_tokens]
 
 
