@@ -15,6 +15,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import save_with_adapters
 from graftlm.export.code import copy_code, is_own, save_unchanged
+from graftlm.export.verifying import verify_model
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Exportable, ExportsAdapter, Graft
 
@@ -23,6 +24,8 @@ _CARD = Path(__file__).with_name("card.md")
 
 def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     """Write the backbone with a graft as one model that needs only transformers, with its tokenizer and a card.
+
+    The written model is loaded again, and its output for a short text is compared with that of the grafted model.
 
     Args:
         graft: the graft, detached; its kind must be `Exportable` or `ExportsAdapter`.
@@ -34,7 +37,7 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
 
     Raises:
         ArtifactError: a model of transformers can't express the graft, the backbone is quantized or has a PEFT
-            adapter, or the folder contains files or can't be written.
+            adapter, the written model computes something else, or the folder contains files or can't be written.
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
@@ -46,12 +49,18 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     _check_weights(backbone)
     with _new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
         if isinstance(graft, Exportable):
-            model = graft.merged(backbone)
-            model.save_pretrained(draft)
-            copy_code(model, draft)
+            _save_merged(graft, backbone, draft)
         else:
             save_with_adapters(graft, backbone, draft)
+        verify_model(draft, graft, backbone)
     return Path(folder)
+
+
+def _save_merged(graft: Exportable, backbone: Backbone, folder: Path) -> None:
+    """Write the backbone into whose weights a graft is merged. The merged model is gone when the function returns."""
+    model = graft.merged(backbone)
+    model.save_pretrained(folder)
+    copy_code(model, folder)
 
 
 def export_model(backbone: Backbone, folder: str | Path) -> Path:
