@@ -405,12 +405,6 @@ def test_a_mixture_that_is_none(fixed: dict[str, float], named: str) -> None:
     assert named in str(error.value)
 
 
-def test_an_expert_of_a_shared_matrix_is_not_merged(tmp_path: Path) -> None:
-    config = {"kind": "token-routing", "experts": {"one": {"rank": 3, "targets": ["embedding"]}}}
-    with pytest.raises(ArtifactError):
-        exported(config, tiny("llama", tie_word_embeddings=True), tmp_path / "own")
-
-
 # Mistakes
 
 

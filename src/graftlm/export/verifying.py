@@ -19,6 +19,8 @@ from graftlm.grafts import Graft
 _TOKENS = 32
 _RELATIVE_ERROR = 1e-4
 """Largest difference of outputs, relative to the largest output, that counts as rounding in float32."""
+_SHARE_ERROR = 0.5
+"""Largest error of the share of a graft's effect that is in a model in half precision."""
 
 
 def verify_model(folder: Path, graft: Graft, backbone: Backbone) -> None:
@@ -55,6 +57,7 @@ def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
     bare = _output(backbone.bare_model, ids)
     with GraftedModel(backbone, {"graft": graft}) as model:
         expected = _output(model.eval(), ids)
+    precision = torch.finfo(expected.dtype).eps
     try:
         saved = _load_saved(folder, backbone).to(backbone.device)
         found = _output(saved.eval(), ids)
@@ -62,13 +65,21 @@ def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
         return first_line(error)
     gap = (found - expected).abs().max()
     largest = expected.abs().max()
-    effect = (bare - expected).abs().max()
-    rounding = max(_RELATIVE_ERROR, 16 * torch.finfo(expected.dtype).eps)
+    share = _share(found.float() - bare.float(), expected.float() - bare.float())
     is_equal = gap <= _RELATIVE_ERROR * largest
-    is_rounding = gap <= rounding * largest and gap <= effect / 4  # Without the graft the gap would be `effect`.
+    # In half precision, rounding may be as large as the effect of the graft, but not in the effect's direction.
+    is_rounding = gap <= 16 * precision * largest and abs(share - 1) <= _SHARE_ERROR
     if is_equal or is_rounding:
         return ""
-    return f"outputs differ by {gap:.2g} where the largest is {largest:.2g}, and the graft changes them by {effect:.2g}"
+    return f"outputs differ by {gap:.2g} where the largest is {largest:.2g}, with {share:.0%} of the graft's effect"
+
+
+def _share(found: Tensor, expected: Tensor) -> float:
+    """Return how much of an expected change is in a change that was found: 1 for all of it, 0 for none."""
+    size = expected.square().sum()
+    if not size:
+        return 1.0
+    return float((found * expected).sum() / size)
 
 
 def _output(model: nn.Module, ids: Tensor) -> Tensor:
