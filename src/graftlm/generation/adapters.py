@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from graftlm.config import Config
 from graftlm.errors import ArtifactError
-from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config, saved_ends
 from graftlm.files.hub import fetch_folder
 from graftlm.generation.inspect import TensorGroup, group_tensors
 from graftlm.grafts import graft_class, kinds
@@ -33,6 +33,8 @@ class AdapterInspection(Config):
         sections: the section `graft` of a recipe for each kind of graft that accepts the adapter.
         refusals: the error message of each kind of graft that rejects the adapter.
         mergeable: whether PEFT can merge the adapter into the model.
+        vocabulary: rows of the embeddings or the head that the adapter contains, to which the model must be resized
+            before the adapter is loaded; None if it contains none.
     """
 
     folder: str
@@ -47,6 +49,7 @@ class AdapterInspection(Config):
     sections: dict[str, dict[str, JsonValue]] = {}
     refusals: dict[str, str] = {}
     mergeable: bool
+    vocabulary: int | None = None
 
 
 def inspect_adapter(folder: str | Path) -> AdapterInspection:
@@ -80,6 +83,7 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
         "tensors": tensors,
         "sections": sections,
         "refusals": refusals,
+        "vocabulary": max(saved_ends(local).values(), default=None),
         "mergeable": bool(sections) or _is_mergeable(refusals),
     }
     return AdapterInspection.parse(values, where=str(local / ADAPTER_CONFIG))

@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from graftlm.backbone import Backbone
 from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, WrongBackboneError, first_line, shorten
-from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    read_adapter_config,
+    saved_ends,
+)
 from graftlm.files.digests import file_digest
 from graftlm.files.hub import fetch_folder
 from graftlm.files.model_files import named_model
@@ -209,7 +214,11 @@ def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train") -> 
 
 
 def _remedy(key: str, folder: Path) -> str:
-    return _ADAPTERS["remedies"][key].replace("FOLDER", repr(str(folder)))
+    remedy: str = _ADAPTERS["remedies"][key]
+    rows = max(saved_ends(folder).values(), default=0)
+    if rows and "PeftModel" in remedy:
+        remedy = f"resize the model first (model.resize_token_embeddings({rows})), and {remedy}"
+    return remedy.replace("FOLDER", repr(str(folder)))
 
 
 # The tensors
