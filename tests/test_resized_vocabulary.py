@@ -43,7 +43,9 @@ def resized_adapter(base: Path, folder: Path, **options: Any) -> Tensor:
     config = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **options})
     adapted = get_peft_model(model, config).eval()
     with torch.no_grad():
-        adapted.get_input_embeddings().weight.normal_()
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
     adapted.save_pretrained(str(folder))
     tokenizer.save_pretrained(folder)
     return logits(adapted, IDS)
@@ -96,7 +98,7 @@ def test_the_printed_merge_runs(kind: str, base: Path, tmp_path: Path, monkeypat
     folder = tmp_path / "a"
     expected = resized_adapter(base, folder, **KINDS[kind])
     printed = " ".join(invoke("import-peft", str(folder)).out.split())
-    code = re.search(r" merge (.*?merge_and_unload\(\))", printed)
+    code = re.search(r" merge ((?:model\.|PeftModel).*?merge_and_unload\(\))", printed)
     assert code is not None, printed
     *statements, expression = code[1].split("; ")
     names = {"model": AutoModelForCausalLM.from_pretrained(base), "PeftModel": PeftModel}
@@ -106,7 +108,10 @@ def test_the_printed_merge_runs(kind: str, base: Path, tmp_path: Path, monkeypat
     torch.testing.assert_close(logits(merged, IDS), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_advice_of_a_refusal_runs(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_advice_of_a_refusal_runs(tied: bool, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(base)
     expected = resized_adapter(base, tmp_path / "a", **KINDS["whole modules"])
     reader: Any = graft_class("token-routing")
     with pytest.raises(ArtifactError) as error:
@@ -116,8 +121,9 @@ def test_the_advice_of_a_refusal_runs(base: Path, tmp_path: Path) -> None:
         "PeftModel": PeftModel,
         "NEW": str(tmp_path / "new"),
     }
-    advice = re.findall(r"(model\.resize_token_embeddings\(\d+\)|PeftModel\..*?\(NEW\))", str(error.value))
-    assert len(advice) == 2
+    found = re.search(r"\((model\..*?)\), and .*?(PeftModel\..*?\(NEW\))", str(error.value))
+    assert found is not None, error.value
+    advice = [*found[1].split("; "), found[2]]
     for statement in advice:
         exec(statement, names)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "new")

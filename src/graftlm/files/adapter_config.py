@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,17 @@ def saved_ends(folder: Path) -> dict[str, int]:
     except (SafetensorError, OSError):
         return {}
     return ends
+
+
+def preparation(ends: Mapping[str, int]) -> list[str]:
+    """Return Python statements that prepare `model`, a model of transformers, for an adapter.
+
+    Args:
+        ends: the embeddings and heads that the adapter contains, see `saved_ends`.
+    """
+    statements = []
+    if ends:
+        statements.append(f"model.resize_token_embeddings({max(ends.values())})")
+    if len(ends) > 1:  # Else the head would be tied to the embeddings when the merged model is loaded.
+        statements.append("model.config.tie_word_embeddings = False")
+    return statements

@@ -26,6 +26,7 @@ from graftlm.errors import ArtifactError, WrongBackboneError, first_line, shorte
 from graftlm.files.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
+    preparation,
     read_adapter_config,
     saved_ends,
 )
@@ -215,9 +216,9 @@ def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train") -> 
 
 def _remedy(key: str, folder: Path) -> str:
     remedy: str = _ADAPTERS["remedies"][key]
-    rows = max(saved_ends(folder).values(), default=0)
-    if rows and "PeftModel" in remedy:
-        remedy = f"resize the model first (model.resize_token_embeddings({rows})), and {remedy}"
+    statements = preparation(saved_ends(folder))
+    if statements and "PeftModel" in remedy:
+        remedy = f"prepare the model ({'; '.join(statements)}), and {remedy}"
     return remedy.replace("FOLDER", repr(str(folder)))
 
 
