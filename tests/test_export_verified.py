@@ -1,4 +1,4 @@
-"""Every export is compared with the grafted model: tied weights are untied where one changes, and losses are refused."""
+"""Every export is compared with the grafted model; weights that are tied are untied where one of them changes."""
 
 from __future__ import annotations
 

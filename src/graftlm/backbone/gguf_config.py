@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graftlm.backbone.gguf_header import GgufHeader, refused_fact
-from graftlm.backbone.gguf_keys import ARCHITECTURES, Architecture, Computed, EqualTo, Expected, KeyUse, Read
+from graftlm.backbone.gguf_keys import ARCHITECTURES, Architecture, ConfigFields, EqualTo, Expected, KeyUse, Read
 from graftlm.backbone.gguf_rope import rope_parameters
 from graftlm.backbone.patching import replaced_attributes
-from graftlm.errors import BackboneError
+from graftlm.errors import BackboneError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,7 +43,7 @@ def gguf_config(name: str, header: GgufHeader) -> PreTrainedConfig | None:
     if architecture.by_transformers:
         _check_recurrent_layers(name, header)
         return None
-    values: dict[str, Any] = {
+    values: ConfigFields = {
         **architecture.constants,
         **read,
         **{field: f"blk.0.{tensor}" in header.shapes for field, tensor in architecture.tensors.items()},
@@ -59,7 +59,9 @@ def gguf_config(name: str, header: GgufHeader) -> PreTrainedConfig | None:
     try:
         config = CONFIG_MAPPING[architecture.model_type](**values)
     except Exception as error:  # The checks of transformers' configs raise errors of several types.
-        raise BackboneError(f"The GGUF file {name} states sizes that contradict each other ({error}): {_REMEDY}") from error
+        raise BackboneError(
+            f"The GGUF file {name} states sizes that contradict each other ({first_line(error)}): {_REMEDY}"
+        ) from error
     return config
 
 
@@ -96,9 +98,9 @@ def _architecture(name: str, header: GgufHeader) -> Architecture:
     return found
 
 
-def _read_keys(name: str, header: GgufHeader, keys: Mapping[str, KeyUse]) -> dict[str, Any]:
+def _read_keys(name: str, header: GgufHeader, keys: Mapping[str, KeyUse]) -> ConfigFields:
     """Return the fields that keys state directly, after a check of all keys of the architecture."""
-    values: dict[str, Any] = {}
+    values: ConfigFields = {}
     prefix = f"{header.architecture}."
     for key, value in header.metadata.items():
         if not key.startswith(prefix):
@@ -110,6 +112,11 @@ def _read_keys(name: str, header: GgufHeader, keys: Mapping[str, KeyUse]) -> dic
             if isinstance(value, list):
                 raise refused_fact(name, key, value)
             values[use.field] = value
+    for key, use in keys.items():
+        if "epsilon" in key and isinstance(use, Read) and use.field not in values:
+            raise BackboneError(
+                f"The GGUF file {name} does not state {prefix}{key}, without which the norms are unknown: {_REMEDY}"
+            )
     return values
 
 
@@ -133,37 +140,32 @@ def _vocabulary(name: str, header: GgufHeader) -> int:
     return shape[0]
 
 
-def _attention(name: str, header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
-    """Return the width of the heads and the scale of attention."""
+def _attention(name: str, header: GgufHeader, architecture: Architecture) -> ConfigFields:
+    """Return the number and the width of the heads, and the scale of attention."""
     heads = header.number("attention.head_count")
     per_head = header.number("embedding_length") // heads
-    key_use = architecture.keys.get("attention.key_length")
-    values: dict[str, Any] = {}
-    if isinstance(key_use, Computed):
-        width = header.value("attention.key_length") or per_head
-        value_width = header.value("attention.value_length") or width
-        if width != value_width:
-            raise refused_fact(name, f"{header.architecture}.attention.value_length", value_width)
-        if header.value("attention.key_length") is None and header.architecture == "llama":
-            width = header.value("rope.dimension_count") or width
-        values[key_use.field] = width
-        if header.architecture.startswith("gemma"):
-            is_largest = (header.architecture, header.number("block_count")) in _LARGEST_GEMMAS
-            values["query_pre_attn_scalar"] = per_head if is_largest else width
-    if "attention.head_count_kv" not in architecture.keys:
-        return values
-    if header.value("attention.head_count_kv") is None and isinstance(architecture.keys["attention.head_count_kv"], Read):
+    values: ConfigFields = {}
+    counts_shared_heads = isinstance(architecture.keys.get("attention.head_count_kv"), Read)
+    if counts_shared_heads and header.value("attention.head_count_kv") is None:
         values["num_key_value_heads"] = heads
+    if "attention.key_length" not in architecture.keys:
+        return values
+    # In files of Llamas without the length, all values of a head are rotated.
+    rotated = header.value("rope.dimension_count") if header.architecture == "llama" else None
+    width = header.value("attention.key_length") or rotated or per_head
+    value_width = header.value("attention.value_length") or width
+    if width != value_width:
+        raise refused_fact(name, f"{header.architecture}.attention.value_length", value_width)
+    values["head_dim"] = width
+    if header.architecture.startswith("gemma"):
+        is_largest = (header.architecture, header.number("block_count")) in _LARGEST_GEMMAS
+        values["query_pre_attn_scalar"] = per_head if is_largest else width
     return values
 
 
-def _layers(name: str, header: GgufHeader, architecture: Architecture, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the types of the layers."""
+def _layers(name: str, header: GgufHeader, architecture: Architecture, values: ConfigFields) -> ConfigFields:
+    """Return the fields that describe the layers: their types, windows and residual connections."""
     count = header.number("block_count")
-    layers = range(count)
-    if architecture.sparse:
-        dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in header.shapes]
-        return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     if header.architecture == "stablelm":
         return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in header.shapes}
     if header.architecture == "lfm2":
@@ -178,7 +180,7 @@ def _layers(name: str, header: GgufHeader, architecture: Architecture, values: d
         is_windowed = [bool(value) for value in pattern]
     else:
         period = pattern if isinstance(pattern, int) else period
-        is_windowed = [period == 0 or (layer + 1) % period != 0 for layer in layers]
+        is_windowed = [period == 0 or (layer + 1) % period != 0 for layer in range(count)]
     if len(is_windowed) != count:
         raise refused_fact(name, f"{header.architecture}.attention.sliding_window_pattern", pattern)
     if not values.get("sliding_window"):
@@ -199,12 +201,13 @@ def _check_recurrent_layers(name: str, header: GgufHeader) -> None:
         raise refused_fact(name, f"{header.architecture}.attention.recurrent_layers", recurrent)
 
 
-def _short_convolutions(header: GgufHeader) -> dict[str, Any]:
+def _short_convolutions(header: GgufHeader) -> ConfigFields:
     """Return which layers of an LFM2 attend: the file counts the heads of each layer, none for convolutions."""
     heads = header.value("attention.head_count_kv")
-    counts = heads if isinstance(heads, list) else [heads] * header.number("block_count")
+    if not isinstance(heads, list):
+        heads = [header.number("attention.head_count_kv")] * header.number("block_count")
+    counts = [int(number) for number in heads]
     return {
         "num_key_value_heads": max(counts),
         "layer_types": ["full_attention" if number else "conv" for number in counts],
     }
-

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from graftlm.backbone.patching import replaced_attributes
 from graftlm.errors import BackboneError, first_line
@@ -17,10 +17,13 @@ from graftlm.files.model_files import ModelFiles
 
 # The package gguf is an extra, and transformers takes seconds to import, so functions import both.
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFValueType
     from gguf.gguf_reader import ReaderTensor
+    from numpy.typing import NDArray
 
-GgufValue = bool | int | float | str | list[Any]
+    FieldParts = tuple[int, list[NDArray], list[int], list[GGUFValueType]]
+
+GgufValue = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 """A value of the metadata."""
 
 _LONG = 10_000
@@ -186,19 +189,19 @@ def _reader_class(base: type[GGUFReader]) -> Callable[[str], GGUFReader]:
     """Return a class of readers that skip long arrays of the metadata, which have no values then."""
     from gguf import GGUFValueType
 
-    class Reader(base):  # type: ignore[misc, valid-type]
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+    class Reader(base):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> FieldParts:
             if raw_type == GGUFValueType.ARRAY and self.byte_order == "I":
-                item_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
+                item_type, count = struct.unpack_from("<IQ", self.data.data, orig_offs)
                 if count > _LONG and item_type in _ITEM_BYTES:
-                    size = _array_bytes(self.data, orig_offs + 12, item_type, count)
+                    size = _array_bytes(self.data.data, orig_offs + 12, item_type, count)
                     return 12 + size, [], [], [GGUFValueType.ARRAY, GGUFValueType(item_type)]
             return super()._get_field_parts(orig_offs, raw_type)
 
     return Reader
 
 
-def _array_bytes(data: Any, start: int, item_type: int, count: int) -> int:
+def _array_bytes(data: memoryview, start: int, item_type: int, count: int) -> int:
     """Return the number of bytes of an array's items."""
     width = _ITEM_BYTES[item_type]
     if width:

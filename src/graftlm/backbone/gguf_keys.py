@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+ConfigFields = dict[str, Any]
+"""Fields of a config of transformers by their names."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,6 @@ class Architecture:
         keys: use of each key, without the architecture's prefix.
         constants: fields of the config if no key states them.
         tensors: fields of the config that are true if the first layer has this tensor.
-        sparse: whether the layers are mixtures of experts.
         window_period: with sliding windows, every so many layers one attends to all tokens; 0 if all layers have the
             window.
         rope_base: base of the rotary frequencies if the file states none; 0 if the architecture has none.
@@ -69,7 +72,6 @@ class Architecture:
     keys: Mapping[str, KeyUse]
     constants: Mapping[str, object] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
-    sparse: bool = False
     window_period: int = 0
     rope_base: float = 10_000.0
     partial_rotary: bool = False
@@ -129,16 +131,12 @@ _EXPERTS: dict[str, KeyUse] = {
     "expert_group_count": Expected((0, 1)),
     "expert_group_used_count": Expected((0, 1)),
 }
-
-
+_EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 _ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
 _BIASES = {**_ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
-
-
-def _layer_norm(field_name: str) -> dict[str, KeyUse]:
-    return {"attention.layer_norm_epsilon": Read(field_name)}
-
-
+_SHARED_EXPERT: dict[str, KeyUse] = {
+    "expert_shared_feed_forward_length": Read("shared_expert_intermediate_size"),
+}
 _QWEN35: dict[str, KeyUse] = {
     **_SIZES,
     **_GROUPED,
@@ -161,125 +159,152 @@ _QWEN35: dict[str, KeyUse] = {
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        "llama",
-        {**_LLAMA_LIKE, **_DENSE, "tensor_data_layout": Expected(("Meta AI original pth",))},
+        model_type="llama",
+        keys={**_LLAMA_LIKE, **_DENSE, "tensor_data_layout": Expected(("Meta AI original pth",))},
         tensors=_BIASES,
     ),
-    "qwen2": Architecture("qwen2", {**_LLAMA_LIKE, **_DENSE}),
-    "qwen2moe": Architecture(
-        "qwen2_moe",
-        {**_LLAMA_LIKE, **_EXPERTS, "expert_shared_feed_forward_length": Read("shared_expert_intermediate_size")},
-        sparse=True,
+    "qwen2": Architecture(
+        model_type="qwen2",
+        keys={**_LLAMA_LIKE, **_DENSE},
     ),
-    "qwen3": Architecture("qwen3", {**_LLAMA_LIKE, **_DENSE}, tensors=_ATTENTION_BIAS),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        {**_LLAMA_LIKE, **_EXPERTS},
-        {"norm_topk_prob": True},
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe",
+        keys={**_LLAMA_LIKE, **_EXPERTS, **_SHARED_EXPERT},
+        constants=_EVERY_LAYER,
+    ),
+    "qwen3": Architecture(
+        model_type="qwen3",
+        keys={**_LLAMA_LIKE, **_DENSE},
         tensors=_ATTENTION_BIAS,
-        sparse=True,
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        keys={**_LLAMA_LIKE, **_EXPERTS},
+        constants={"norm_topk_prob": True, **_EVERY_LAYER},
+        tensors=_ATTENTION_BIAS,
     ),
     "gemma2": Architecture(
-        "gemma2",
-        {
+        model_type="gemma2",
+        keys={
             **_LLAMA_LIKE,
             **_WINDOWED,
             "rope.freq_base_swa": EqualTo("rope.freq_base"),
             "attn_logit_softcapping": Read("attn_logit_softcapping"),
             "final_logit_softcapping": Read("final_logit_softcapping"),
         },
-        {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        constants={"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         tensors=_ATTENTION_BIAS,
         window_period=2,
     ),
     "gemma3": Architecture(
-        "gemma3_text",
-        {
+        model_type="gemma3_text",
+        keys={
             **_LLAMA_LIKE,
             **_WINDOWED,
             "rope.freq_base_swa": Computed("rope_parameters"),
             "final_logit_softcapping": Read("final_logit_softcapping"),
         },
-        {"sliding_window": None},
+        constants={"sliding_window": None},
         tensors=_ATTENTION_BIAS,
         window_period=6,
     ),
     "phi3": Architecture(
-        "phi3",
-        {**_LLAMA_LIKE, "attention.sliding_window": Read("sliding_window")},
-        {"pad_token_id": None},
+        model_type="phi3",
+        keys={**_LLAMA_LIKE, "attention.sliding_window": Read("sliding_window")},
         partial_rotary=True,
     ),
     "stablelm": Architecture(
-        "stablelm",
-        {
+        model_type="stablelm",
+        keys={
             **_SIZES,
             **_GROUPED,
             **_ROPE,
-            **_layer_norm("layer_norm_eps"),
+            "attention.layer_norm_epsilon": Read("layer_norm_eps"),
             "use_parallel_residual": Ignored("the norms among the tensors tell"),
         },
         tensors={"use_qkv_bias": "attn_q.bias"},
         partial_rotary=True,
     ),
-    "starcoder2": Architecture("starcoder2", {**_SIZES, **_GROUPED, **_ROPE, **_HEADS, **_layer_norm("norm_epsilon")}, tensors={"use_bias": "attn_q.bias"}),
+    "starcoder2": Architecture(
+        model_type="starcoder2",
+        keys={**_SIZES, **_GROUPED, **_ROPE, **_HEADS, "attention.layer_norm_epsilon": Read("norm_epsilon")},
+        tensors={"use_bias": "attn_q.bias"},
+    ),
     "nemotron": Architecture(
-        "nemotron",
-        {**_SIZES, **_GROUPED, **_ROPE, **_HEADS, **_layer_norm("norm_eps"), **_DENSE, "attention.layer_norm_rms_epsilon": EqualTo("attention.layer_norm_epsilon")},
+        model_type="nemotron",
+        keys={
+            **_SIZES,
+            **_GROUPED,
+            **_ROPE,
+            **_HEADS,
+            **_DENSE,
+            "attention.layer_norm_epsilon": Read("norm_eps"),
+            "attention.layer_norm_rms_epsilon": EqualTo("attention.layer_norm_epsilon"),
+        },
         tensors=_BIASES,
         partial_rotary=True,
     ),
     "falcon": Architecture(
-        "falcon",
-        {
+        model_type="falcon",
+        keys={
             **_SIZES,
             **_ROPE,
-            **_layer_norm("layer_norm_epsilon"),
             "feed_forward_length": Read("ffn_hidden_size"),
             "attention.head_count_kv": Expected((1,)),
+            "attention.layer_norm_epsilon": Read("layer_norm_epsilon"),
             "tensor_data_layout": Expected(("jploski",)),
         },
-        {"multi_query": True},
+        constants={"multi_query": True},
         tensors={"bias": "attn_qkv.bias"},
     ),
     "gpt2": Architecture(
-        "gpt2",
-        {
+        model_type="gpt2",
+        keys={
             **_SIZES,
-            **_layer_norm("layer_norm_epsilon"),
             "context_length": Read("n_positions"),
             "feed_forward_length": Read("n_inner"),
             "attention.head_count_kv": EqualTo("attention.head_count"),
+            "attention.layer_norm_epsilon": Read("layer_norm_epsilon"),
         },
         rope_base=0,
     ),
     "bloom": Architecture(
-        "bloom",
-        {
+        model_type="bloom",
+        keys={
             **_SIZES,
-            **_layer_norm("layer_norm_epsilon"),
             "context_length": Ignored("ALiBi has no longest text"),
-            "feed_forward_length": EqualTo("embedding_length", 4),
+            "feed_forward_length": EqualTo("embedding_length", factor=4),
             "attention.head_count_kv": EqualTo("attention.head_count"),
+            "attention.layer_norm_epsilon": Read("layer_norm_epsilon"),
             "attention.max_alibi_bias": Expected((8.0,)),
         },
         rope_base=0,
     ),
     "lfm2": Architecture(
-        "lfm2",
-        {
+        model_type="lfm2",
+        keys={
             **_LLAMA_LIKE,
             "attention.head_count_kv": Computed("layer_types"),
             "attention.layer_norm_rms_epsilon": Read("norm_eps"),
             "shortconv.l_cache": Read("conv_L_cache"),
         },
-        {"block_auto_adjust_ff_dim": False},
+        constants={"block_auto_adjust_ff_dim": False},
         tensors={"conv_bias": "shortconv.in_proj.bias"},
     ),
-    "qwen35": Architecture("qwen3_5_text", _QWEN35, by_transformers=True),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text",
+        keys=_QWEN35,
+        by_transformers=True,
+    ),
     "qwen35moe": Architecture(
-        "qwen3_5_moe_text",
-        {**_QWEN35, **_EXPERTS, "expert_shared_feed_forward_length": Read("shared_expert_intermediate_size")},
+        model_type="qwen3_5_moe_text",
+        keys={
+            **_QWEN35,
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            "feed_forward_length": Ignored("all layers have experts"),
+            "expert_weights_norm": Expected((True,)),
+        },
         by_transformers=True,
     ),
 }

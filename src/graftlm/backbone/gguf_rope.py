@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from graftlm.backbone.gguf_header import GgufHeader, refused_fact
-from graftlm.backbone.gguf_keys import Architecture
+from graftlm.backbone.gguf_keys import Architecture, ConfigFields
 from graftlm.errors import BackboneError
 
 FREQUENCIES = "rope_freqs.weight"
@@ -18,7 +17,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Constants of all published models with Llama 3's scaling."""
 
 
-def rope_parameters(name: str, header: GgufHeader, architecture: Architecture, values: dict[str, Any]) -> dict[str, Any]:
+def rope_parameters(name: str, header: GgufHeader, architecture: Architecture, values: ConfigFields) -> ConfigFields:
     """Return the config's `rope_parameters`, from the metadata and from the tensors with factors.
 
     Args:
@@ -31,8 +30,10 @@ def rope_parameters(name: str, header: GgufHeader, architecture: Architecture, v
         BackboneError: the file states another scaling than transformers has, or factors of another length.
     """
     head_width = values.get("head_dim") or header.number("embedding_length") // header.number("attention.head_count")
-    rotated = header.value("rope.dimension_count") or head_width
-    parameters: dict[str, Any] = {"rope_theta": header.value("rope.freq_base") or architecture.rope_base}
+    rotated = head_width
+    if header.value("rope.dimension_count"):
+        rotated = header.number("rope.dimension_count")
+    parameters: ConfigFields = {"rope_theta": header.value("rope.freq_base") or architecture.rope_base}
     if architecture.partial_rotary:
         parameters["partial_rotary_factor"] = rotated / head_width
     elif rotated != head_width:
@@ -44,7 +45,7 @@ def rope_parameters(name: str, header: GgufHeader, architecture: Architecture, v
     return parameters
 
 
-def _scaling(name: str, header: GgufHeader, values: dict[str, Any], rotated: int) -> dict[str, Any]:
+def _scaling(name: str, header: GgufHeader, values: ConfigFields, rotated: int) -> ConfigFields:
     """Return the type of the scaling and its own parameters."""
     kind = header.value("rope.scaling.type") or "linear"
     factor = header.value("rope.scaling.factor") or header.value("rope.scale_linear") or 1.0
@@ -61,7 +62,7 @@ def _scaling(name: str, header: GgufHeader, values: dict[str, Any], rotated: int
     raise refused_fact(name, f"{header.architecture}.rope.scaling.type", kind)
 
 
-def _yarn(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any]:
+def _yarn(header: GgufHeader, values: ConfigFields) -> ConfigFields:
     """Return the parameters of YaRN that the file states."""
     found = {
         "original_max_position_embeddings": header.value("rope.scaling.original_context_length")
@@ -73,7 +74,7 @@ def _yarn(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _factors(name: str, header: GgufHeader, values: dict[str, Any], rotated: int) -> dict[str, Any]:
+def _factors(name: str, header: GgufHeader, values: ConfigFields, rotated: int) -> ConfigFields:
     """Return the scaling of frequencies that are divided by factors."""
     every = header.factors.get(FREQUENCIES)
     short = header.factors.get(SHORT, every)
@@ -85,7 +86,7 @@ def _factors(name: str, header: GgufHeader, values: dict[str, Any], rotated: int
             "each are expected: name the model's safetensors checkpoint."
         )
     base = header.value("rope.freq_base") or 10_000.0
-    if every is not None and _is_llama3(every, float(base), rotated):  # type: ignore[arg-type]
+    if every is not None and isinstance(base, int | float) and _is_llama3(every, base, rotated):
         return {"rope_type": "llama3", "factor": max(every), **_LLAMA3}
     longest = values["max_position_embeddings"]
     return {
@@ -110,4 +111,3 @@ def _is_llama3(factors: Sequence[float], base: float, rotated: int) -> bool:
         if not math.isclose(factor, expected, rel_tol=1e-4):
             return False
     return largest > 1
-

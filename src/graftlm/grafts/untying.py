@@ -48,7 +48,11 @@ def tie_if_equal(model: PreTrainedModel) -> None:
     last = model.get_output_embeddings()
     if first is None or last is None:
         return
-    if torch.equal(first.weight, last.weight):
+    first_weight = first._parameters.get("weight")
+    last_weight = last._parameters.get("weight")
+    if first_weight is None or last_weight is None:
+        return
+    if torch.equal(first_weight, last_weight):
         _set_tied(model, tied=True)
         model.tie_weights()
 

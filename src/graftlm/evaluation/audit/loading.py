@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone, default_device, load_backbone
 from graftlm.backbone.formats import Quantization, quantize_weights
@@ -233,7 +233,7 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: _Options) ->
     return AuditedModel(str(folder), backbone, adapted, tokenizer, notes=notes)
 
 
-def _resize_vocabulary(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _resize_vocabulary(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Give a model the vocabulary that an adapter was trained with.
 
     Args:
@@ -247,11 +247,15 @@ def _resize_vocabulary(model: Any, folder: Path, tokenizer: PreTrainedTokenizerB
     """
     saved = saved_ends(folder)
     rows = max(saved.values(), default=0)
-    own = model.get_input_embeddings().weight.shape[0]
+    embeddings = model.get_input_embeddings()
+    own = next(embeddings.parameters()).shape[0]
     if not saved or rows == own:
         return
-    ends = {id(end.weight): end for end in (model.get_output_embeddings(), model.get_input_embeddings()) if end}
-    paths = {path for path, module in model.named_modules() if any(module is end for end in ends.values())}
+    head = model.get_output_embeddings()
+    ends = [embeddings]
+    if head is not None and head.weight is not embeddings.weight:
+        ends.append(head)
+    paths = {path for path, module in model.named_modules() if any(module is end for end in ends)}
     if rows > own and not paths <= set(saved):
         raise ArtifactError(
             f"The adapter {folder} was trained on {rows} tokens, but lacks the new rows of "
