@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -126,5 +127,7 @@ def test_the_advice_of_a_refusal_runs(tied: bool, tmp_path: Path) -> None:
     advice = [*found[1].split("; "), found[2]]
     for statement in advice:
         exec(statement, names)
+    written = json.loads((tmp_path / "new/config.json").read_text())
+    assert written["tie_word_embeddings"] is False, "other runtimes tie by the config alone"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     torch.testing.assert_close(logits(merged, IDS), expected, rtol=1e-4, atol=1e-4)

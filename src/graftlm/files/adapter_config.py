@@ -105,6 +105,6 @@ def preparation(ends: Mapping[str, int]) -> list[str]:
     statements = []
     if ends:
         statements.append(f"model.resize_token_embeddings({max(ends.values())})")
-    if len(ends) > 1:  # Else the head would be tied to the embeddings when the merged model is loaded.
+    if len(ends) > 1:  # Else vLLM would tie the head of the merged model to its embeddings.
         statements.append("model.config.tie_word_embeddings = False")
     return statements
