@@ -26,7 +26,7 @@ _PATCHED_METHODS = ("generate", "init_continuous_batching")
 """Methods of a model that attached grafts replace."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Backbone:
     """A frozen pretrained model and its tokenizer; never modified, never saved.
 
@@ -43,6 +43,10 @@ class Backbone:
     name: str
     sites: Sites
     kind: BackboneKind = "causal-lm"
+
+    def __repr__(self) -> str:
+        model = type(self.model).__name__
+        return f"Backbone({self.name!r}, {model} with {self.parameter_count:,} parameters, {self.kind})"
 
     @classmethod
     def wrap(

@@ -13,7 +13,9 @@ from pydantic import Field
 from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, find_sites
 from graftlm.backbone.families import FAMILIES, register_family
 from graftlm.backbone.fingerprint import fingerprint
-from graftlm.backbone.formats import reading_gguf_once
+from graftlm.backbone.gguf_config import end_tokens, gguf_config, stated_config
+from graftlm.backbone.gguf_header import read_header, reading_gguf_once, refused_fact
+from graftlm.backbone.gguf_tensors import check_tensors
 from graftlm.config import Config
 from graftlm.errors import BackboneError, first_line
 from graftlm.files.model_files import ModelFiles, find_model
@@ -66,9 +68,11 @@ def load_backbone(
     _check_options(kind, dtype)
     files = find_model(name)
     with reading_gguf_once() if files.gguf_file else nullcontext():
-        _check_structure(files, kind, family, trust_remote_code=trust_remote_code)
-        model = _load_model(name, files, kind, dtype, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
+        config = _gguf_config(name, files)
+        _check_structure(name, files, kind, family, config, trust_remote_code=trust_remote_code)
+        model = _load_model(name, files, kind, dtype, config, trust_remote_code=trust_remote_code)
+        with stated_config(config):
+            tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
     backbone = Backbone.wrap(model, tokenizer, name, kind)
     if device is not None:
         backbone.move(device)
@@ -105,7 +109,8 @@ def inspect_model(
     """
     named = getattr(torch, dtype, None)
     try:
-        config, model = _empty_model(find_model(name), kind, trust_remote_code=trust_remote_code)
+        files = find_model(name)
+        config, model = _empty_model(files, kind, _gguf_config(name, files), trust_remote_code=trust_remote_code)
     except Exception:  # Loading the weights reports what is wrong.
         return 0, ""
     size = 0
@@ -184,14 +189,25 @@ def _tokenizer_problem(error: Exception) -> str:
     return f"{first_line(error)}): restore its files, or name another model"
 
 
+def _gguf_config(name: str, files: ModelFiles) -> PreTrainedConfig | None:
+    """Return the config of a model in a GGUF file; None for a model in the format of transformers."""
+    import transformers
+
+    if files.gguf_file is None:
+        return None
+    made = gguf_config(name, read_header(name, files))
+    return made or transformers.AutoConfig.from_pretrained(files.source, **files.options)
+
+
 def _empty_model(
-    files: ModelFiles, kind: BackboneKind, *, trust_remote_code: bool
+    files: ModelFiles, kind: BackboneKind, config: PreTrainedConfig | None, *, trust_remote_code: bool
 ) -> tuple[PreTrainedConfig, PreTrainedModel]:
-    """Return a model's config, and the model without weights."""
+    """Return a model's config, and the model without weights. Without a config, that of the files is read."""
     import transformers
 
     register()
-    config = transformers.AutoConfig.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(files.source, trust_remote_code=trust_remote_code)
     loader = getattr(transformers, _LOADERS[kind])
     with torch.device("meta"):
         model = loader.from_config(config, trust_remote_code=trust_remote_code)
@@ -199,13 +215,24 @@ def _empty_model(
 
 
 def _check_structure(
-    files: ModelFiles, kind: BackboneKind, family: str | Mapping[str, object] | None, *, trust_remote_code: bool
+    name: str,
+    files: ModelFiles,
+    kind: BackboneKind,
+    family: str | Mapping[str, object] | None,
+    gguf_config: PreTrainedConfig | None,
+    *,
+    trust_remote_code: bool,
 ) -> None:
-    """Find the sites of a model without weights, made from its config. A family that does not fit is removed again."""
+    """Find the sites of a model without weights, made from its config. A family that does not fit is removed again.
+
+    The tensors of a GGUF file are compared with the model's weights.
+    """
     try:
-        config, model = _empty_model(files, kind, trust_remote_code=trust_remote_code)
+        config, model = _empty_model(files, kind, gguf_config, trust_remote_code=trust_remote_code)
     except Exception:  # Loading the weights reports what is wrong.
         return
+    if gguf_config is not None:
+        check_tensors(name, read_header(name, files), model)
     registered = FAMILIES.get(config.model_type)
     try:
         if family is not None:
@@ -220,7 +247,13 @@ def _check_structure(
 
 
 def _load_model(
-    name: str, files: ModelFiles, kind: BackboneKind, dtype: str | torch.dtype, *, trust_remote_code: bool
+    name: str,
+    files: ModelFiles,
+    kind: BackboneKind,
+    dtype: str | torch.dtype,
+    gguf_config: PreTrainedConfig | None,
+    *,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Return a model with its weights, after a check that the checkpoint has all of them."""
     import transformers
@@ -233,7 +266,8 @@ def _load_model(
         "output_loading_info": True,
         **files.options,
     }
-    if files.gguf_file:
+    if gguf_config is not None:
+        options["config"] = gguf_config
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         _silence_gguf_bars()
     loader = getattr(transformers, _LOADERS[kind])
@@ -249,6 +283,10 @@ def _load_model(
             f"The checkpoint {name} lacks weights of the model ({len(missing)} in all, such as {missing[0]}): restore "
             f"its files, or load it as another kind than {kind}."
         )
+    if gguf_config is not None and info["unexpected_keys"]:
+        raise refused_fact(name, f"the tensor {min(info['unexpected_keys'])}", "an unknown weight")
+    if gguf_config is not None and model.generation_config is not None:
+        model.generation_config.eos_token_id = end_tokens(read_header(name, files)) or None
     return model
 
 
@@ -263,9 +301,7 @@ def _silence_gguf_bars() -> None:
 def _loading_error(name: str, files: ModelFiles, kind: BackboneKind, error: Exception) -> BackboneError:
     """Return the error that tells why a model can't be loaded, and what to do."""
     problem = f"The model {name} can't be loaded"
-    if files.gguf_file and "not supported" in str(error):
-        remedy = "transformers can't read GGUF files of this architecture; name the model's safetensors checkpoint"
-    elif files.gguf_file:
+    if files.gguf_file:
         remedy = "the file is truncated or damaged; copy it again, or name another model"
     elif not files.is_local and isinstance(error, OSError):
         problem = f"The hub has no model {name}"

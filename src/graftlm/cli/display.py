@@ -105,7 +105,8 @@ def _adapter_summary(adapter: AdapterInspection) -> Iterator[tuple[str, str]]:
     for kind, reason in adapter.refusals.items():
         yield kind, f"does not accept it. {reason}"
     if adapter.mergeable:
-        yield "merge", f"PeftModel.from_pretrained(model, {adapter.folder!r}).merge_and_unload()"
+        merge = f"PeftModel.from_pretrained(model, {adapter.folder!r}).merge_and_unload()"
+        yield "merge", "; ".join([*adapter.preparation, merge])
     else:
         yield "merge", "PEFT can't"
     base = named_model(adapter.base or "BASE")

@@ -387,7 +387,7 @@ def inspect(
 
 
 def export(
-    graft: Annotated[Path, argument("GRAFT", "Folder of a graft, or of a model trained from scratch.")],
+    graft: Annotated[Path, argument("GRAFT", "Folder of a graft, or a model trained from scratch or in a GGUF file.")],
     to: Annotated[Path, option("FOLDER", "New or empty folder for the model.", show_default=False)],
     backbone: BackboneName = None,
     changes: Changes = None,
@@ -396,7 +396,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write backbone and graft as one model for transformers."""
-    from graftlm.export import export_graft, export_model
+    from graftlm.export import check_model, export_graft, export_model
     from graftlm.store.artifact import backbone_of, is_model, load_graft
     from graftlm.store.manifest import read_manifest
 
@@ -406,6 +406,8 @@ def export(
     elif backbone or changes:
         given = " and ".join(name for name, value in (("--backbone", backbone), ("--set", changes)) if value)
         raise ArtifactError(f"{graft} is a complete model, but {given} was given, which is for grafts: leave it out.")
+    else:
+        check_model(str(graft), trust_remote_code=trust_remote_code)
     loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
     if is_graft:
         folder = export_graft(load_graft(graft, loaded, changes or ()), loaded, to)

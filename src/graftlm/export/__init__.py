@@ -4,6 +4,6 @@ If the architecture is not part of transformers, its code is written next to the
 transformers.
 """
 
-from graftlm.export.folder import export_graft, export_model
+from graftlm.export.folder import check_model, export_graft, export_model
 
-__all__ = ["export_graft", "export_model"]
+__all__ = ["check_model", "export_graft", "export_model"]

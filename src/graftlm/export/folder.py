@@ -10,20 +10,26 @@ from string import Template
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import save_with_adapters
 from graftlm.export.code import copy_code, is_own, save_unchanged
 from graftlm.export.turn_ends import add_turn_ends
+from graftlm.export.verifying import verify_model
+from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Exportable, ExportsAdapter, Graft
+from graftlm.models import register
 
 _CARD = Path(__file__).with_name("card.md")
 
 
 def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     """Write the backbone with a graft as one model that needs only transformers, with its tokenizer and a card.
+
+    The written model is loaded again, and its output for a short text is compared with that of the grafted model.
 
     Args:
         graft: the graft, detached; its kind must be `Exportable` or `ExportsAdapter`.
@@ -35,7 +41,7 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
 
     Raises:
         ArtifactError: a model of transformers can't express the graft, the backbone is quantized or has a PEFT
-            adapter, or the folder contains files or can't be written.
+            adapter, the written model computes something else, or the folder contains files or can't be written.
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
@@ -47,16 +53,25 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     _check_weights(backbone)
     with _new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
         if isinstance(graft, Exportable):
-            model = graft.merged(backbone)
-            model.save_pretrained(draft)
-            copy_code(model, draft)
+            _save_merged(graft, backbone, draft)
         else:
             save_with_adapters(graft, backbone, draft)
+        verify_model(draft, graft, backbone)
     return Path(folder)
 
 
+def _save_merged(graft: Exportable, backbone: Backbone, folder: Path) -> None:
+    """Write the backbone into whose weights a graft is merged. The merged model is gone when the function returns."""
+    model = graft.merged(backbone)
+    model.save_pretrained(folder)
+    copy_code(model, folder)
+
+
 def export_model(backbone: Backbone, folder: str | Path) -> Path:
-    """Write a model whose architecture is defined in GraftLM with its code, which needs only transformers.
+    """Write a model that transformers can't load otherwise: one of GraftLM's architectures, or a GGUF file.
+
+    A model of GraftLM is written with its code, which needs only transformers. The weights of a GGUF file are written
+    as they were loaded: dequantized.
 
     Args:
         backbone: the model, with its tokenizer, if it has one.
@@ -66,27 +81,58 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
         The folder.
 
     Raises:
-        ArtifactError: the architecture is defined in transformers, only a part of the model was loaded, or the folder
-            contains files or can't be written.
+        ArtifactError: the model is in the format of transformers, and its architecture is transformers' own; only a
+            part of it was loaded; or the folder contains files or can't be written.
     """
-    with _new_model(Path(folder), backbone, "the code of its architecture") as draft:
+    is_gguf = names_gguf_file(backbone.name)
+    if not is_gguf:
+        _check_own(backbone.name, backbone.config)
+    content = "its dequantized weights" if is_gguf else "the code of its architecture"
+    with _new_model(Path(folder), backbone, content) as draft:
         save_unchanged(backbone.model, draft)
-        if not copy_code(backbone.model, draft):
-            raise ArtifactError(
-                f"{backbone.name} is a {backbone.sites.model_type} model of transformers, which already loads without "
-                "graftlm: name the folder of a graft."
-            )
+        copy_code(backbone.model, draft)
     return Path(folder)
+
+
+def check_model(name: str, *, trust_remote_code: bool = False) -> None:
+    """Check that `export_model` can write a model, before its weights are loaded.
+
+    Args:
+        name: the model, see `load_backbone`. If its config can't be read, nothing is checked.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Raises:
+        ArtifactError: the model is in the format of transformers, and its architecture is transformers' own.
+    """
+    from transformers import AutoConfig
+
+    if names_gguf_file(name):
+        return
+    register()
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception:  # Loading the weights reports what is wrong.
+        return
+    _check_own(name, config)
+
+
+def _check_own(name: str, config: PreTrainedConfig) -> None:
+    if not is_own(type(config)):
+        raise ArtifactError(
+            f"{name} is a {config.model_type} model of transformers, which already loads without graftlm: name the "
+            "folder of a graft."
+        )
 
 
 def _check_weights(backbone: Backbone) -> None:
     """Raise `ArtifactError` if a backbone's weights are not plain tensors of its own modules."""
+    is_packed = getattr(backbone.model, "is_quantized", False)
     if any(isinstance(module, BaseTunerLayer) for module in backbone.model.modules()):
         raise ArtifactError(
             "The backbone has a PEFT adapter, which the exported model would lack: merge it first (merge_and_unload)."
         )
     for weight in backbone.model.parameters():
-        if type(weight.data) is not Tensor or weight.is_quantized:
+        if is_packed or type(weight.data) is not Tensor or weight.is_quantized:
             raise ArtifactError(
                 "The backbone is quantized, but a graft can't be added to packed weights: load the backbone without "
                 "quantization."

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from graftlm.errors import ArtifactError, shorten
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
+
+_ENDS = ("embed_tokens", "embed_in", "embed_out", "lm_head", "tok_embeddings", "word_embeddings", "wte")
+"""Names of token embeddings and output heads."""
 
 
 def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, Any]:
@@ -61,3 +68,43 @@ def _check_weights(folder: Path, what: str) -> None:
             "safe_serialization=True."
         )
     raise ArtifactError(f"The {what} in {folder} has no {ADAPTER_TENSORS}: copy it again.")
+
+
+def saved_ends(folder: Path) -> dict[str, int]:
+    """Return the whole embeddings and heads that an adapter contains.
+
+    PEFT saves them if the vocabulary was resized before training, or if they were trained as whole modules.
+
+    Args:
+        folder: the adapter's folder.
+
+    Returns:
+        The number of rows by the path of the module; empty if the file of tensors can't be read.
+    """
+    pattern = re.compile(
+        rf"base_model\.model\.((?:.*\.)?(?:{'|'.join(_ENDS)}))(?:\.modules_to_save|\.base_layer)?\.weight"
+    )
+    ends = {}
+    try:
+        with safe_open(folder / ADAPTER_TENSORS, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  # safetensors' file is not a mapping
+                match = pattern.fullmatch(key)
+                if match:
+                    ends[match[1]] = int(file.get_slice(key).get_shape()[0])
+    except (SafetensorError, OSError):
+        return {}
+    return ends
+
+
+def preparation(ends: Mapping[str, int]) -> list[str]:
+    """Return Python statements that prepare `model`, a model of transformers, for an adapter.
+
+    Args:
+        ends: the embeddings and heads that the adapter contains, see `saved_ends`.
+    """
+    statements = []
+    if ends:
+        statements.append(f"model.resize_token_embeddings({max(ends.values())})")
+    if len(ends) > 1:  # Else vLLM would tie the head of the merged model to its embeddings.
+        statements.append("model.config.tie_word_embeddings = False")
+    return statements

@@ -57,6 +57,17 @@ def find_model(name: str) -> ModelFiles:
     return ModelFiles(name)
 
 
+def names_gguf_file(name: str) -> bool:
+    """Return whether a name is that of a GGUF file: by its suffix, or as a packaged model that is installed."""
+    return packaged_model(name) is not None or Path(name).suffix.lower() == ".gguf"
+
+
+def lasting_name(name: str) -> str:
+    """Return a model's name that is valid in every folder: paths that exist become absolute."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
 def packaged_model(name: str) -> Path | None:
     """Return the GGUF file of a packaged model; None for other names, or if the package is not installed."""
     package, _ = PACKAGED_MODELS.get(name.lower(), (None, None))

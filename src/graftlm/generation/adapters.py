@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from graftlm.config import Config
 from graftlm.errors import ArtifactError
-from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, preparation, read_adapter_config, saved_ends
 from graftlm.files.hub import fetch_folder
 from graftlm.generation.inspect import TensorGroup, group_tensors
 from graftlm.grafts import graft_class, kinds
@@ -33,6 +33,7 @@ class AdapterInspection(Config):
         sections: the section `graft` of a recipe for each kind of graft that accepts the adapter.
         refusals: the error message of each kind of graft that rejects the adapter.
         mergeable: whether PEFT can merge the adapter into the model.
+        preparation: Python statements that prepare a model, `model`, before the adapter is loaded on it.
     """
 
     folder: str
@@ -47,6 +48,7 @@ class AdapterInspection(Config):
     sections: dict[str, dict[str, JsonValue]] = {}
     refusals: dict[str, str] = {}
     mergeable: bool
+    preparation: list[str] = []
 
 
 def inspect_adapter(folder: str | Path) -> AdapterInspection:
@@ -80,6 +82,7 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
         "tensors": tensors,
         "sections": sections,
         "refusals": refusals,
+        "preparation": preparation(saved_ends(local)),
         "mergeable": bool(sections) or _is_mergeable(refusals),
     }
     return AdapterInspection.parse(values, where=str(local / ADAPTER_CONFIG))

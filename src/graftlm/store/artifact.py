@@ -23,7 +23,7 @@ from graftlm.backbone import Backbone, BackboneKind, load_backbone, need_backbon
 from graftlm.config import parse_overridden
 from graftlm.errors import ArtifactError, BackboneError, WrongBackboneError, first_line
 from graftlm.files.hub import fetch_folder, holds
-from graftlm.files.model_files import packaged_model
+from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import check_tensors
@@ -320,7 +320,7 @@ def backbone_of(
 
 def is_model(folder: str | Path) -> bool:
     """Return whether a folder, a repository on the hub or a GGUF file is a model rather than a graft."""
-    if packaged_model(str(folder)) or Path(folder).suffix.lower() == ".gguf":
+    if names_gguf_file(str(folder)):
         return True
     return holds(folder, "config.json") and not holds(folder, JSON_NAME)
 

@@ -14,6 +14,7 @@ from graftlm.backbone.families import user_row
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, RecipeError, shorten
 from graftlm.files.hub import fetch_folder
+from graftlm.files.model_files import lasting_name
 from graftlm.grafts import GraftConfig, graft_config
 from graftlm.version import __version__
 
@@ -52,7 +53,7 @@ class BackboneRecord(Config):
         """Create the record of a loaded model, whose fingerprint is computed if it was not yet."""
         model_type = backbone.sites.model_type
         return cls(
-            name=backbone.name,
+            name=lasting_name(backbone.name),
             model_type=model_type,
             fingerprint=asdict(backbone.fingerprint),
             kind=backbone.kind,

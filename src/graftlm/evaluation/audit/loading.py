@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone, default_device, load_backbone
 from graftlm.backbone.formats import Quantization, quantize_weights
@@ -25,7 +25,7 @@ from graftlm.errors import (
     shorten,
 )
 from graftlm.evaluation.inference import LanguageModel
-from graftlm.files.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from graftlm.files.adapter_config import ADAPTER_CONFIG, read_adapter_config, saved_ends
 from graftlm.files.hub import fetch_folder, holds
 from graftlm.files.model_files import ModelFiles
 from graftlm.grafted.model import GraftedModel
@@ -217,8 +217,9 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: _Options) ->
             notes.append(
                 f"The adapter {folder} names {named or 'no model'} as its base, and is loaded on {backbone.name}."
             )
-    adapted = _adapted_model(model, folder, backbone.name)
     tokenizer = load_tokenizer(str(folder), ModelFiles(str(folder)), trust_remote_code=False)
+    _resize_vocabulary(model, folder, tokenizer)
+    adapted = _adapted_model(model, folder, backbone.name)
     if tokenizer is None:
         tokenizer = backbone.need_tokenizer()
     if not adapted.active_peft_config.is_prompt_learning:
@@ -230,6 +231,43 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: _Options) ->
         )
     adapted.register_forward_hook(_drop_prompt, with_kwargs=True)
     return AuditedModel(str(folder), backbone, adapted, tokenizer, notes=notes)
+
+
+def _resize_vocabulary(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Give a model the vocabulary that an adapter was trained with.
+
+    Args:
+        model: the model, which is changed.
+        folder: the adapter's folder. If it contains no embeddings, the model is left unchanged.
+        tokenizer: the tokenizer in the folder; None if there is none.
+
+    Raises:
+        ArtifactError: the adapter has other embeddings than the model, but no tokenizer that goes with them, or not all
+            of their rows.
+    """
+    saved = saved_ends(folder)
+    rows = max(saved.values(), default=0)
+    embeddings = model.get_input_embeddings()
+    own = next(embeddings.parameters()).shape[0]
+    if not saved or rows == own:
+        return
+    head = model.get_output_embeddings()
+    ends = [embeddings]
+    if head is not None and head.weight is not embeddings.weight:
+        ends.append(head)
+    paths = {path for path, module in model.named_modules() if any(module is end for end in ends)}
+    if rows > own and not paths <= set(saved):
+        raise ArtifactError(
+            f"The adapter {folder} was trained on {rows} tokens, but lacks the new rows of "
+            f"{', '.join(sorted(paths - set(saved)))}: merge it where it was trained, and name the merged model."
+        )
+    if tokenizer is None or len(tokenizer) > rows:
+        found = "no tokenizer" if tokenizer is None else f"a tokenizer of {len(tokenizer)} tokens"
+        raise ArtifactError(
+            f"The adapter {folder} has embeddings of {rows} tokens and {found}, but its base has {own}: save the "
+            "tokenizer that it was trained with to its folder (tokenizer.save_pretrained)."
+        )
+    model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def _adapted_model(model: nn.Module, folder: Path, name: str) -> PeftModel:

@@ -18,6 +18,7 @@ from graftlm.errors import ArtifactError, BackboneError, TapConflictError, first
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.baselines.adapted_model import AdaptedModel, adapt
 from graftlm.grafts.baselines.peft_config import PeftGraftConfig, config_class, option_names
+from graftlm.grafts.untying import tie_if_equal, untie
 
 # Largest change of the logits that counts as rounding, as a share of the largest logit. In half precision it is 16
 # roundings.
@@ -128,8 +129,12 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
             self._live.pop().base_model.unload()
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
-        adapted = self._adapt(copy.deepcopy(backbone.model)).eval()
+        copied = copy.deepcopy(backbone.model)
+        adapted = self._adapt(copied).eval()
         adapted.load(self.tensors())
+        layers = [layer for layer in adapted.modules() if isinstance(layer, BaseTunerLayer)]
+        # PEFT adds an update to the weight of its layer, also where the layer shares the weight with another one.
+        is_untied = untie(copied, [layer.get_base_layer() for layer in layers])
         try:
             model: Any = adapted.base_model.merge_and_unload()
         except Exception as error:  # methods without merging raise errors of different types
@@ -137,6 +142,8 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
                 f"PEFT can't merge {self._label} into the backbone's weights ({first_line(error)}): load the "
                 "graft with graftlm."
             ) from error
+        if is_untied:
+            tie_if_equal(model)
         return model
 
     def tensors(self) -> dict[str, Tensor]:

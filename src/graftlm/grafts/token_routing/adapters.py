@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from graftlm.backbone import Backbone
 from graftlm.config import read_yaml
 from graftlm.errors import ArtifactError, WrongBackboneError, first_line, shorten
-from graftlm.files.adapter_config import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter_config
+from graftlm.files.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    preparation,
+    read_adapter_config,
+    saved_ends,
+)
 from graftlm.files.digests import file_digest
 from graftlm.files.hub import fetch_folder
 from graftlm.files.model_files import named_model
@@ -209,7 +215,11 @@ def _unmixable(name: str, folder: Path, variant: str, remedy: str = "train") -> 
 
 
 def _remedy(key: str, folder: Path) -> str:
-    return _ADAPTERS["remedies"][key].replace("FOLDER", repr(str(folder)))
+    remedy: str = _ADAPTERS["remedies"][key]
+    statements = preparation(saved_ends(folder))
+    if statements and "PeftModel" in remedy:
+        remedy = f"prepare the model ({'; '.join(statements)}), and {remedy}"
+    return remedy.replace("FOLDER", repr(str(folder)))
 
 
 # The tensors

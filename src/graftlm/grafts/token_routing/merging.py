@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
-from graftlm.errors import ArtifactError
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
+from graftlm.grafts.untying import untie
 
 
 @torch.no_grad()
@@ -31,28 +31,16 @@ def merge_experts(
 
     Returns:
         The copy, in evaluation mode.
-
-    Raises:
-        ArtifactError: an expert changes a module whose weight another module shares.
     """
     model = copy.deepcopy(backbone.model)
     routes = RouteWeights(torch.tensor([[weights]], device=backbone.device))
     for path, mixture in mixtures:
         module: Any = model.get_submodule(path)
-        if _is_shared(module.weight, model):
-            raise ArtifactError(
-                f"An expert changes {path}, whose weight another module of the backbone shares, but a plain model "
-                "can't change only one of them: serve the graft with graft serve."
-            )
+        untie(model, [module])
         change = _weight_change(mixture, routes, backbone.device)
         is_input_first = isinstance(module, Conv1D | nn.Embedding)
         module.weight += change if is_input_first else change.T
     return model.eval()
-
-
-def _is_shared(weight: Tensor, model: nn.Module) -> bool:
-    owners = [module for module in model.modules() if getattr(module, "weight", None) is weight]
-    return len(owners) > 1
 
 
 def _weight_change(mixture: MixedProjection, routes: RouteWeights, device: torch.device) -> Tensor:
