@@ -228,6 +228,7 @@ def test_a_grafted_model_stops_there_unless_it_is_told_where(talker: tuple[Any, 
     assert grafted.generate(**inputs, max_new_tokens=9, do_sample=False).shape[1] == size + 3
     told = grafted.generate(**inputs, max_new_tokens=9, do_sample=False, eos_token_id=EOS)
     assert told.shape[1] == size + 9
+    grafted.detach()
 
 
 def test_an_exported_model_names_the_end_of_a_turn(talker: tuple[Any, Any], tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     Raises:
         ArtifactError: a model of transformers can't express the graft, the backbone is quantized or has a PEFT
             adapter, the written model computes something else, or the folder contains files or can't be written.
+        TapConflictError: the backbone is part of a `GraftedModel` that is not detached.
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
