@@ -102,9 +102,6 @@ def preparation(ends: Mapping[str, int]) -> list[str]:
     Args:
         ends: the embeddings and heads that the adapter contains, see `saved_ends`.
     """
-    statements = []
-    if ends:
-        statements.append(f"model.resize_token_embeddings({max(ends.values())})")
-    if len(ends) > 1:  # Else vLLM would tie the head of the merged model to its embeddings.
-        statements.append("model.config.tie_word_embeddings = False")
-    return statements
+    if not ends:
+        return []
+    return [f"model.resize_token_embeddings({max(ends.values())})"]
