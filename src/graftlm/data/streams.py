@@ -70,7 +70,7 @@ class RowPacker:
             row = self.next_row()
 
     def next_row(self) -> np.ndarray | None:
-        """Return the next row of marked ids (length,), or None after the last one.
+        """Return the next row, or None after the last one: marked ids, int32, (length,), padded at the end.
 
         Errors of `open_documents` and of its iterator are passed on.
 

@@ -89,9 +89,10 @@ def read_text(
     """
     suffixes = [*_TEXT_READERS, *_JATS_SUFFIXES]
     if suffix not in suffixes:
+        alternative = ", or read the file with read_document" if suffix == ".pdf" else ""
         raise DataError(
-            f"The suffix of {name} is {suffix!r}, but one of {', '.join(suffixes)} is expected: name the suffix of its "
-            "format."
+            f"{name} has the suffix {suffix!r}, but one of {', '.join(suffixes)} is expected: pass the suffix of its "
+            f"format{alternative}."
         )
     _check_size(name, len(text), "characters", MAX_CHARACTERS)
     readable = text

@@ -49,9 +49,11 @@ class _Part(NamedTuple):
 
 
 def markdown_blocks(text: str) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings, and other blocks by their kind. Raw HTML is skipped.
+    """Yield the blocks of a document in order.
 
-    Front matter and list items with a checkbox are fields. An item that consists of a link to a heading is furniture.
+    The blocks are paragraphs, list items, headings, code blocks, formulas (`$$`), and each cell of a table. Raw HTML is
+    skipped. Front matter is a `field`, followed by its title as a heading. Outside tables, a block that begins with a
+    checkbox is a `field`, and one that consists of a link to a heading is `furniture`.
 
     Raises:
         MissingExtraError: markdown-it-py is not installed.
