@@ -23,7 +23,7 @@ def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: An
         title: name of the work.
         total: number of steps.
         columns: columns of rich before the remaining time. A string is a template such as
-            `"loss {task.fields[loss]}"`. Lines omit columns that are not strings.
+            `"loss {task.fields[loss]}"`. Lines show only the templates.
         show: whether to show anything.
         fields: initial values of the templates' fields. The field `completed` is the number of steps that are already
             done.

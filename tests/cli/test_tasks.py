@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import yaml
 
 from cli.tools import Graft, invoke
+from graftlm.data.labelled import LabelledConfig
+from graftlm.errors import DataError
+from graftlm.generation.predict import read_questions
 from tiny import BackboneFolder
 from training.tasks import task_recipe, tasks_of
 
@@ -65,6 +72,29 @@ def test_lines_are_answered(graft: Graft, served: Path, task: str, line: str, ke
 def rounded(line: str) -> object:
     """Return the JSON of a line with rounded numbers, since batches of different shapes differ in the last bits."""
     return json.loads(line, parse_float=lambda number: round(float(number), 4))
+
+
+TOPIC = LabelledConfig.parse({"type": "classification", "train": "rows.csv"})
+
+
+def test_only_the_first_mark_of_stdin_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffa\n\ufeffb\n".encode())))
+    assert [row.texts for row in read_questions(TOPIC, "-")] == [("a",), ("\ufeffb",)]
+
+
+def test_a_pipe_with_a_name_is_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("a\nb\n",))
+    writer.start()
+    assert [row.texts for row in read_questions(TOPIC, str(pipe))] == [("a",), ("b",)]
+    writer.join()
+
+
+@pytest.mark.parametrize("name", ["gone", "."])
+def test_no_file_of_lines(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="There is no file"):
+        list(read_questions(TOPIC, str(tmp_path / name)))
 
 
 def test_a_truncated_line_is_marked(graft: Graft, served: Path) -> None:

@@ -146,7 +146,11 @@ def test_a_mixture_resumes(tmp_path: Path, policy: str) -> None:
     wanted = [whole.batch(step).input_ids for step in range(5)]
     for step in range(2):
         first.batch(step)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    state = json.loads(json.dumps(first.state_dict()))
+    snapshot = first.snapshot()
+    first.batch(2)
+    assert snapshot() == state
+    second.load_state_dict(state)
     assert all(torch.equal(second.batch(step).input_ids, wanted[step]) for step in range(2, 5))
     assert second.sampler.report() == whole.sampler.report()
     assert second.fingerprint() == whole.fingerprint()

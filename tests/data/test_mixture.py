@@ -150,6 +150,9 @@ def test_a_stream_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch
     for step in range(stop):
         broken.batch(step)
     state = json.loads(json.dumps(broken.state_dict()))
+    snapshot = broken.snapshot()
+    broken.batch(stop)
+    assert snapshot() == state
     resumed = streaming_mixture()
     resumed.load_state_dict(state)
     assert all(same(resumed.batch(step), expected[step]) for step in range(stop, 40))

@@ -47,6 +47,10 @@ def decode(spec: TaskSpec, prediction: Any, *, texts: tuple[str, ...] = ("text",
         ("I-P I-P I-Q O I-Q", [(0, 2, "P"), (2, 3, "Q"), (4, 5, "Q")]),  # an I that follows nothing of its type
         ("B-P I-Q I-P", [(0, 1, "P"), (1, 2, "Q"), (2, 3, "P")]),
         ("S-P B-Q I-Q E-Q U-P B-P L-P", [(0, 1, "P"), (1, 4, "Q"), (4, 5, "P"), (5, 7, "P")]),
+        (
+            "S-P I-P B-P E-P I-P L-P U-P E-P",
+            [(0, 1, "P"), (1, 2, "P"), (2, 4, "P"), (4, 6, "P"), (6, 7, "P"), (7, 8, "P")],
+        ),
         ("B-P O I-P", [(0, 1, "P"), (2, 3, "P")]),
         ("O O", []),
     ],

@@ -6,7 +6,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,7 +134,7 @@ def test_every_answer_is_what_its_schema_says(
     client: openai.OpenAI, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against another implementation of JSON Schema. A random model may be cut before the end of a text."""
-    trials = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0), DEVNULL=None)
+    trials = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0), PIPE=None)
     monkeypatch.setattr(grammars, "subprocess", trials)  # a process for each schema would take most of the time
     whole = answers(client, generated_schemas(count))
     assert len(whole) >= 0.95 * count
@@ -356,17 +356,36 @@ def test_slow_schemas_hold_nobody_else_up(address: str, monkeypatch: pytest.Monk
         assert {refusal.result() for refusal in refusals} == {"grammar_too_complex"}
 
 
+@pytest.mark.parametrize(
+    "compile_grammar",
+    [
+        lambda grammars_of: grammars_of.json({"type": "integer", "multipleOf": 9999991}, "form"),  # fails in Rust
+        lambda grammars_of: grammars_of.choice(["x" * 20_000_000], "form"),  # fails in Python
+    ],
+    ids=["rust", "python"],
+)
+def test_a_grammar_that_needs_too_much_memory(
+    compile_grammar: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_TRIAL_BYTES", 50_000_000)
+    with pytest.raises(ServingError) as caught:
+        compile_grammar(web_service(ScriptedEngine()).grammars)
+    assert (caught.value.code, caught.value.param) == ("grammar_too_complex", "form")
+
+
 def test_a_trial_that_fails_otherwise_is_the_server_s_mistake_and_tried_again(
     address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     body = {"model": "tiny", "prompt": "a", "structured_outputs": {"regex": "[x-z]{3}"}}
     failing = tmp_path / "failing.py"
-    failing.write_text("raise SystemExit(7)")
+    failing.write_text("raise OSError('no device')")
     with monkeypatch.context() as patch:
         patch.setattr(grammars, "_TRIAL", failing)
         answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "engine_failed"
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("engine_failed", "structured_outputs.regex")
+    assert "no device" in error["message"]
     assert httpx.post(f"{address}/v1/completions", json=body, timeout=60).status_code == 200
 
 

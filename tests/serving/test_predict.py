@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from graftlm.runs.recipe import run_recipe
 from graftlm.runs.task_run import TaskRecipe
 from graftlm.serving import prediction
 from graftlm.serving.backbones import load_backbones
-from graftlm.serving.protocol import EngineLimits
+from graftlm.serving.protocol import EngineLimits, Finish, ServingError
 from graftlm.serving.service import Service, open_service
 from graftlm.serving.settings import ServerSettings
 from serving.extending import client_of, refusal
@@ -190,6 +191,19 @@ def test_a_row_without_a_prediction_stops_no_other(address: str, monkeypatch: py
     bad, good = answer.json()["data"]
     assert bad == {"task": "topic", "error": "not finite"}
     assert good["label"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [("time", "timed_out"), ("cancelled", "shutting_down")], ids=["time", "cancelled"]
+)
+def test_rows_that_were_not_reached(reason: Any, code: str) -> None:
+    async def stream() -> AsyncIterator[Finish]:
+        yield Finish("stop", 3, 0, prediction={"label": "a"})
+        yield Finish(reason, 3, 0, index=1)
+
+    with pytest.raises(ServingError) as error:
+        asyncio.run(prediction.predictions(stream()))  # type: ignore[arg-type]  # only the iteration is used
+    assert (error.value.status, error.value.code) == (503, code)
 
 
 def test_an_encoder_writes_no_text(address: str) -> None:

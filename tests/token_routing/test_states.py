@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, GraftError, RecipeError
@@ -118,6 +118,27 @@ def test_a_silent_pass_runs_only_its_layers_on_new_tokens(monkeypatch: pytest.Mo
         pass_lengths.clear()
         generate(model, tiny_ids(1, 6))
         assert pass_lengths == [6], "the prompt alone"
+
+
+# Observation
+
+
+@pytest.mark.parametrize("cache", ["keep", "recompute"])
+def test_the_observed_weights_are_means_over_real_tokens(cache: str) -> None:
+    host = backbone("llama")
+    ids = tiny_ids(2, 11)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    graft = graft_of(host, prompt="causal", every=1, cache=cache, embedder={"layers": 1})
+    with torch.no_grad(), GraftedModel(host, {"graft": graft}) as model:
+        seen = DynamicCache()
+        model(ids, attention_mask=mask, past_key_values=seen)
+        trace = model.cache_traces(seen)["graft"]
+        observed = model.observe(input_ids=ids, attention_mask=mask, use_cache=False)["graft"]
+    expected = trace.values[mask.bool()].mean(0)
+    assert expected.std() > 1e-3
+    assert list(observed) == [f"weight_{name}" for name in trace.labels]
+    torch.testing.assert_close(torch.cat(list(observed.values())), expected)
 
 
 # In generation

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,19 @@ from safetensors.torch import load_file
 import graftlm.files.writing as writing_module
 import graftlm.training.checkpoint as checkpoint_module
 import graftlm.training.history as history_module
+from graftlm.data import Document, Mixture
+from graftlm.data.labelled import LabelledRow, TaskRows
+from graftlm.data.labelled_batches import LabelledMixture
+from graftlm.data.row_encoder import RowEncoder
+from graftlm.data.samplers import SamplerConfig
+from graftlm.data.streams import RowPacker, StreamingBlocks
 from graftlm.errors import TrainingError
 from graftlm.grafted.model import GraftedModel
+from graftlm.grafts.heads import TaskSpec
 from graftlm.training import train
 from graftlm.training.checkpoint import newest_checkpoint
 from graftlm.training.history import read_history
+from tiny import tiny_tokenizer
 from training.toy import run_jobs, toy_config, toy_mixture, toy_model, weights
 
 STEPS = 6
@@ -84,6 +93,49 @@ def test_resume_is_bit_for_bit(
         cut_at(step, out, graft, monkeypatch)
         assert same(run(out, graft), whole), step
         assert read_history(out / "history.jsonl") == read_history(tmp_path / "whole/history.jsonl")
+
+
+class ToyLoss(torch.nn.Module):
+    """A mean over the rows of any batch; it is not a number in the calls `bad`."""
+
+    def __init__(self, bad: Container[int] = ()) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(20))
+        self.bad = bad
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        loss = self.scale[input_ids % 20].sum(-1).pow(2).mean()
+        if self.calls in self.bad:
+            loss = loss * math.nan
+        self.calls += 1
+        return SimpleNamespace(loss=loss, lm_loss=loss.detach(), auxiliary_loss=None)
+
+
+def toy_stream() -> Mixture:
+    documents = [Document(f"document {i} " + "word " * (i % 5)) for i in range(20)]
+    packer = RowPacker(lambda: documents, tiny_tokenizer(), 12, repeat=True)
+    return Mixture({1: StreamingBlocks(packer, buffer_rows=4)}, {1: 1}, 8)
+
+
+def toy_tasks() -> LabelledMixture:
+    rows = [LabelledRow((f"text {i}",), "xy"[i % 2], f"row {i}") for i in range(20)]
+    spec = TaskSpec(type="classification", labels=["x", "y"])
+    encoder = RowEncoder(tiny_tokenizer(), 12)
+    sampler = SamplerConfig(policy="uncertainty")
+    return LabelledMixture({"t": TaskRows(spec, rows)}, encoder, sampler, 8, score=lambda batch: [1.0] * len(batch))
+
+
+@pytest.mark.parametrize("batches", [toy_mixture, toy_stream, toy_tasks])
+def test_a_run_resumes_before_the_step_that_went_wrong(tmp_path: Path, batches: Callable[[], Any]) -> None:
+    whole = ToyLoss()
+    train(whole, batches(), toy_config(), tmp_path / "whole", progress=False)
+    out = tmp_path / "stopped"
+    with pytest.raises(TrainingError):
+        train(ToyLoss(bad=[3]), batches(), toy_config(), out, progress=False)
+    resumed = ToyLoss()
+    assert train(resumed, batches(), toy_config(), out, progress=False).resumed_from == 3
+    assert same(weights(resumed), weights(whole))
 
 
 @pytest.mark.slow

@@ -229,14 +229,25 @@ def find_ffn_linears(trace: ModuleTrace, layer: nn.Module, ffn: Sublayer) -> Ffn
         return trace.visits[linear].leaving is activated
 
     readers.sort(key=is_activated, reverse=True)
-    is_known_form = len(readers) == 1 or (len(readers) == 2 and is_activated(readers[0]))
-    if not is_known_form:
-        raise MisfitError(f"{ffn.entry} does not apply its activation to the first of one or two Linears")
+    paths = _paths(layer)
+    names = [paths[reader] for reader in readers]
+    if not names:
+        raise MisfitError(f"{ffn.entry} has no Linear that reads its input, apart from its last Linear")
+    if len(names) > 2:
+        raise MisfitError(
+            f"{ffn.entry} has {len(names)} Linears that read its input ({', '.join(names)}), but one or two are "
+            "expected"
+        )
+    if len(names) == 2 and not is_activated(readers[0]):
+        found = "its activation is not a module" if activation is None else "its activation follows neither of them"
+        raise MisfitError(
+            f"{ffn.entry} has two Linears that read its input ({', '.join(names)}), but {found}: an activation module "
+            "after one of them is expected"
+        )
     _, inner_width = linear_sizes(readers[0])  # type: ignore[misc]  # a Linear has sizes
     written_from, _ = linear_sizes(writer)  # type: ignore[misc]
-    paths = _paths(layer)
     return FfnLinears(
-        ffn_in=tuple(paths[reader] for reader in readers),
+        ffn_in=tuple(names),
         ffn_out=paths[writer],
         gated=len(readers) == 2 or inner_width == 2 * written_from,
     )

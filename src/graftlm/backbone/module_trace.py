@@ -142,7 +142,7 @@ class ModuleTrace:
         return tuple(value.shape) in ((_ROWS, _TOKENS, width), (_ROWS * _TOKENS, width))
 
     def maps_hidden_states(self, module: nn.Module) -> bool:
-        """Return whether a module reads one tensor of hidden states, and writes another."""
+        """Return whether a module that ran reads exactly one tensor of hidden states, and writes one."""
         visit = self.visits[module]
         if any(self.is_hidden(other) for other in visit.others):
             return False

@@ -87,7 +87,7 @@ def _check_sublayer(trace: ModuleTrace, layer: nn.Module, sublayer: Sublayer, fi
 
 
 def check_values(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> None:
-    """Check that the other fields of a user's family are what the pass shows.
+    """Check that the fields of a user's family that `check_paths` does not check are what the pass shows.
 
     Args:
         trace: the recorded pass of a model.
@@ -97,8 +97,7 @@ def check_values(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> N
     Raises:
         MisfitError: the family does not fit.
     """
-    layers_with_attention = _layers_with_attention(layers, family)
-    layer = layers_with_attention[0] if layers_with_attention else layers[-1]
+    layer = _layers_with_attention(layers, family)[0]
     attention = layer.get_submodule(family.attention.entry)
     actual = plain_fields(trace, layers, attention)
     if family.norms:

@@ -46,12 +46,13 @@ def generate_rows(
     Args:
         model: any decoder-only transformers model.
         tokenizer: its tokenizer, for the padding token.
-        prompts: token ids of each prompt, at least one; they are padded on the left.
+        prompts: at least one prompt, each as token ids; they are padded on the left.
         ends: ids that end a text.
         options: further arguments of `model.generate`.
 
     Returns:
-        The new tokens of each prompt, up to and including the first of `ends`.
+        The new tokens of each prompt, up to and including the first of `ends`, or all if there is none. If `options`
+        set `num_return_sequences`, there are as many rows for each prompt.
     """
     inputs = left_padded(prompts, padding_id(tokenizer), model.device)
     output = model.generate(**inputs, eos_token_id=sorted(ends) or None, **options)
@@ -71,7 +72,7 @@ def left_padded(prompts: Sequence[Sequence[int]], padding: int, device: str | to
     """Pad B prompts on the left, so that they end in the same column.
 
     Args:
-        prompts: token ids of each prompt, at least one.
+        prompts: at least one prompt, each as token ids.
         padding: id that fills padded columns.
         device: device of the tensors.
 

@@ -24,7 +24,7 @@ _MAX_ITEMS = 6  # of a list
 
 
 class _LayerColumn(NamedTuple):
-    """A quantity with one value per layer, or with a single value for the whole graft."""
+    """A quantity with one value per layer or other place, or with a single value for the whole graft."""
 
     head: str
     values: Sequence[float]

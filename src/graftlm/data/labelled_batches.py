@@ -264,6 +264,10 @@ class LabelledMixture:
         """Return the sampler's state as plain JSON values."""
         return self.sampler.state_dict()
 
+    def snapshot(self) -> Callable[[], dict[str, object]]:
+        """Return a function that returns the present `state_dict()`, even after later batches have been drawn."""
+        return self.sampler.snapshot()
+
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from the `state_dict()` of a mixture.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -121,6 +121,13 @@ class Batches(Protocol):
         """Return the position in the data as plain JSON values."""
         ...
 
+    def snapshot(self) -> Callable[[], dict[str, object]]:
+        """Return a function that returns the present `state_dict()`, even after later batches have been drawn.
+
+        Training takes a snapshot before each step, so this should be fast.
+        """
+        ...
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`."""
 
@@ -228,7 +235,16 @@ class Mixture:
 
     def state_dict(self) -> dict[str, object]:
         """Return the states of streams by domain, as plain JSON values; empty if all rows are in memory."""
-        return {str(domain): blocks.state_dict() for domain, blocks in self._streams().items()}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, object]]:
+        """Return a function that returns the present `state_dict()`, even after later batches have been drawn."""
+        snapshots = {str(domain): blocks.snapshot() for domain, blocks in self._streams().items()}
+
+        def state_dict() -> dict[str, object]:
+            return {domain: snapshot() for domain, snapshot in snapshots.items()}
+
+        return state_dict
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict()` of a mixture of the same data.

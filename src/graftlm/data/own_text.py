@@ -127,12 +127,13 @@ def batch_line(batch: Sequence[OwnText]) -> bytes:
 
 
 def first_samples(samples: Iterable[OwnText], tokens: int) -> list[OwnText]:
-    """Return the first samples that together have at least `tokens` sampled tokens, or all if they have fewer."""
+    """Return the fewest first samples with at least `tokens` sampled tokens in total, or all if there are fewer."""
     kept = []
     total = 0
     for sample in samples:
-        if total < tokens:
-            kept.append(sample)
+        if total >= tokens:
+            break
+        kept.append(sample)
         total += sample.tokens
     return kept
 

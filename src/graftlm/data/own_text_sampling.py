@@ -78,6 +78,9 @@ class BatchSampler(Protocol):
             number: the number of the batch, from 0, which determines its random numbers.
             samples: the samples of all earlier batches.
             needed: number of tokens that are still to be sampled. A batch may have fewer or slightly more.
+
+        Returns:
+            The samples, in order, including those that are not used (`OwnText.left_out`).
         """
         ...
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -274,6 +275,17 @@ class TaskSampler:
             ],
         }
 
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the present `state_dict()`, even after later batches have been chosen."""
+        copied = copy(self)
+        copied._drawn = dict(self._drawn)
+        copied._entropy = dict(self._entropy)
+        copied._history = list(self._history)
+        copied._used = _copies(self._used)
+        copied._scores = _copies(self._scores)
+        copied._scored_at = _copies(self._scored_at)
+        return copied.state_dict
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict()` of a sampler of the same tasks.
 
@@ -369,6 +381,10 @@ class TaskSampler:
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{task}: {size:,}" for task, size in sizes.items())
+
+
+def _copies(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {task: array.copy() for task, array in arrays.items()}
 
 
 def _as_lists(arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class RowPacker:
             row = self.next_row()
 
     def next_row(self) -> np.ndarray | None:
-        """Return the next row of marked ids (length,), or None after the last one.
+        """Return the next row, or None after the last one: marked ids, int32, (length,), padded at the end.
 
         Errors of `open_documents` and of its iterator are passed on.
 
@@ -221,6 +222,13 @@ class StreamingBlocks:
             "tail": _encode_ids(self._packer.tail),
             "buffer": _encode_ids(self._buffer),
         }
+
+    def snapshot(self) -> Callable[[], dict[str, object]]:
+        """Return a function that returns the present `state_dict()`, even after later rows have been drawn."""
+        copied = copy(self)
+        copied._packer = copy(self._packer)  # a packer replaces its tail, and does not change it in place
+        copied._buffer = self._buffer.copy()
+        return copied.state_dict
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict()` of a stream with the same documents, tokenizer, boundaries and sizes.

@@ -32,7 +32,7 @@ class DemoFact(Config):
 
 
 class Lesson(Config):
-    """The facts, and everyday questions that the model should go on answering as before."""
+    """What the demo teaches: the facts, and everyday questions whose answers should not change."""
 
     facts: list[DemoFact] = Field(min_length=1)
     everyday: list[str] = Field(min_length=1)

@@ -76,9 +76,9 @@ class Prediction:
 
 
 def predictor(model: GraftedModel, precision: Precision = "fp32") -> PredictFn:
-    """Return a function that predicts a batch of rows.
+    """Return a function from a batch to one prediction per row; see `PredictFn`.
 
-    It runs the model in evaluation mode, without gradients, and restores the model's mode.
+    The function runs the model in evaluation mode, without gradients, and restores the model's mode.
 
     Args:
         model: a model with a graft that has heads.

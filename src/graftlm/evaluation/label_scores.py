@@ -89,7 +89,12 @@ def measure_labelled(
 
 
 def summary_metrics(scores: Mapping[str, TaskScore]) -> dict[str, float]:
-    """Return each task's score by name, their `average` and `task_sigma`, in points; empty without tasks."""
+    """Summarize the scores of tasks.
+
+    Returns:
+        In points: each task's score by its name, their mean as `average`, and their population standard deviation as
+        `task_sigma`; empty without tasks.
+    """
     if not scores:
         return {}
     metrics = {name: score.value for name, score in scores.items()}

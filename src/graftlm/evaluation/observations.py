@@ -29,7 +29,7 @@ def observe(
         length: tokens per row.
 
     Returns:
-        One number per layer, by the statistic's name; empty if the documents have no tokens.
+        The values of `Graft.observe` by the statistic's name; empty if the documents have no tokens.
 
     Raises:
         BackboneError: the backbone has no tokenizer.
@@ -58,7 +58,7 @@ def graft_statistics(
         length: tokens per row.
 
     Returns:
-        The values of `Graft.describe`, and {set: [number per layer]} for each statistic of `observe`, by name.
+        The values of `Graft.describe`, and {set: values} for each statistic of `Graft.observe`, by name.
 
     Raises:
         BackboneError: the backbone has no tokenizer.

@@ -50,7 +50,15 @@ class Row(Config):
 
 
 class Aim(Config):
-    """An aim of the measurement and whether it was met; `measured` and `met` are null when it was not measured."""
+    """An aim of the measurement, and whether it was met.
+
+    Attributes:
+        text: the aim in words.
+        metric: name of the metric.
+        aim: the bound of the metric; `text` says in which direction.
+        measured: value of the metric; None if it was not measured.
+        met: whether the aim was met, as the writer of the results decided; None if the metric was not measured.
+    """
 
     text: str
     metric: str

@@ -150,8 +150,8 @@ def _check_target(folder: Path, backbone: Backbone) -> None:
     for name in backbone.model.config.architectures or ():
         if name != model.__name__:
             raise ArtifactError(
-                f"{backbone.name} contains a {name}, of which only the {model.__name__} was loaded and could be "
-                "exported: use it with graftlm installed instead."
+                f"The checkpoint of {backbone.name} is a {name}, but it was loaded as a {model.__name__}, so the "
+                "exported model would lack its head: load the graft with graftlm instead of exporting it."
             )
 
 

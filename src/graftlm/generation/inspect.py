@@ -62,7 +62,8 @@ class Inspection(Config):
         tensors: the saved tensors, grouped by name.
         training: steps, tokens and settings of the training run.
         measured: metrics at the end of the run.
-        layers: {quantity: {name of a text or model: one number per layer}}, from the run and from `inspect_graft`.
+        layers: {quantity: {name of a text or model: values}}, from the run and from `inspect_graft`. There is one value
+            per layer or other place where the graft acts, or a single one for the whole graft.
         described: further values that the method reports, such as counts of its modules.
     """
 
@@ -96,7 +97,7 @@ def inspect_graft(
         folder: folder of the graft.
         backbone: name or folder of the backbone; None loads the recorded one, and only if there are texts.
         changes: overrides of the graft's config, as `KEY=VALUE`; unused if no backbone is loaded.
-        texts: documents by name. The method's per-layer quantities are measured on the beginning of each text.
+        texts: documents by name. The quantities of the method's `observe` are measured on the beginning of each text.
         length: number of tokens of each sequence into which these texts are divided.
         device: torch device; None selects the fastest available one.
         trust_remote_code: allow the backbone's repository to run its own code.
@@ -190,7 +191,7 @@ def _add_observations(
     texts: Mapping[str, Sequence[Document]],
     length: int,
 ) -> None:
-    """Add the per-layer quantities that the method measures on texts."""
+    """Add the quantities that the method observes on texts."""
     from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
     from graftlm.grafted.model import GraftedModel
 

@@ -18,7 +18,7 @@ from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.label_predictions import predict_labelled, predictor
 from graftlm.evaluation.label_scores import measure_labelled, summary_metrics
-from graftlm.files.reading import decode_utf8, read_text
+from graftlm.files.reading import BYTE_ORDER_MARK, decode_utf8, read_text
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft
 from graftlm.grafts.heads import TaskSpec
@@ -231,11 +231,15 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
 
 def _lines_of(source: str) -> Iterator[str]:
     """Yield the lines of a text file or of stdin (`-`), which is read as it arrives."""
+    path = Path(source)
     if source == "-":
-        for line in sys.stdin.buffer:
-            yield decode_utf8(line, "stdin").rstrip("\r\n")
-    elif Path(source).is_file():
-        yield from read_text(Path(source)).split("\n")
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            text = decode_utf8(line, f"stdin: line {number}")
+            if number > 1 and line.startswith(BYTE_ORDER_MARK):
+                text = f"\ufeff{text}"  # Only the first one of a stream is a byte order mark.
+            yield text.rstrip("\r\n")
+    elif path.exists() and not path.is_dir():
+        yield from read_text(path).split("\n")
     else:
         raise DataError(f"There is no file {source}: name an existing file, or - for stdin.")
 

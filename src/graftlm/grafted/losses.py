@@ -104,12 +104,12 @@ def loss_with_distilled_rows(
         targets: the targets of all rows.
         domain: (B,), 0 for the old domain.
         totals: the first entry is the divisor; None counts the targets.
-        teach: takes the indices of the old rows and returns the teacher's logits before all their targets, in the order
-            of the rows; it is not called if there are no old rows.
+        teach: takes the indices of the old rows and returns the teacher's logits before all their n targets, (n, V), in
+            the order of the rows. It runs without gradients, and only if there are old rows.
 
     Returns:
-        A float32 scalar: the cross-entropy of the other rows plus the divergence of the old rows, both divided by the
-        number of all targets.
+        A float32 scalar in nats per target: the cross-entropy of the other rows plus KL(teacher || model) of the old
+        rows, both divided by the number of all targets.
     """
     if totals is None:
         totals = torch.full((1,), len(targets.labels), device=logits.device)

@@ -140,10 +140,14 @@ class Graft(nn.Module):
         return None
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Return statistics of a pass by name, each (layers,) and averaged over the tokens of the pass.
+        """Return statistics of a pass, averaged over its tokens.
 
         Args:
             call: the pass, after it has run with `observing` set.
+
+        Returns:
+            By name, one value per layer or other place where the graft acts, or one for the whole graft: (places,) or
+            (1,).
         """
         return {}
 

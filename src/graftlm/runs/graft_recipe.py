@@ -249,8 +249,9 @@ def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
         raise ValueError(
             f"data.stream reads new text once and in order: set {' and '.join(changes)}, or set stream to false"
         )
-    if any(source.streaming for source in data.new):
-        raise ValueError(
-            "data.stream cuts its rows from text in memory, but a source under data.new has streaming: true: set "
-            "streaming or stream to false"
-        )
+    for source in data.new:
+        if source.streaming:
+            raise ValueError(
+                f"data.stream cuts its rows from text in memory, but the source {source.name} under data.new is "
+                "streaming: set its streaming to false, or stream to false"
+            )

@@ -404,13 +404,13 @@ def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:
 def _recorded_statistics(statistics: Mapping[str, object]) -> dict[str, object]:
     """Return the statistics of a graft that its manifest records."""
     return {
-        "observed": {name: value for name, value in statistics.items() if _is_per_layer(value)},
+        "observed": {name: value for name, value in statistics.items() if _is_observed(value)},
         "described": {name: value for name, value in statistics.items() if isinstance(value, int | float | str)},
     }
 
 
-def _is_per_layer(value: object) -> bool:
-    """Return whether a statistic has the form {text: [one number for each layer]}."""
+def _is_observed(value: object) -> bool:
+    """Return whether a statistic has the form {text: [numbers]}, in which `Graft.observe` is recorded."""
     return isinstance(value, dict) and all(_is_list_of_numbers(values) for values in value.values())
 
 

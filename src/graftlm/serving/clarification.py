@@ -137,11 +137,12 @@ def _continued(body: ClarifyBody) -> Conversation:
             f"The template {conversation.template} has changed since the conversation began: start a new one.",
             "conversation",
         )
-    template.target(conversation.target)
+    template.target(conversation.target)  # raises if the language is not one of the template's
     if conversation.budget > MAX_QUESTIONS or len(conversation.text) > MAX_QUERY:
         raise ServingError(
             f"The text has {len(conversation.text):,} characters and the budget is {conversation.budget}, but at most "
-            f"{MAX_QUERY:,} characters and {MAX_QUESTIONS} questions are accepted: start a smaller conversation.",
+            f"{MAX_QUERY:,} characters and {MAX_QUESTIONS} questions are accepted: shorten the text, or lower the "
+            "budget.",
             "conversation",
         )
     if conversation.step == "answer":

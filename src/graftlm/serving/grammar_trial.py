@@ -1,12 +1,16 @@
 """A script that compiles a grammar from standard input within limits on CPU time and memory.
 
-Its arguments are the limits: seconds of CPU time, and bytes of memory. Above them it ends with a signal or an error.
+Its arguments are the limits: seconds of CPU time, and bytes of memory. Above the time it ends with SIGXCPU or SIGKILL.
+Above the memory it ends with SIGABRT, with which Rust reports a failed allocation, or with the status `OUT_OF_MEMORY`.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+
+OUT_OF_MEMORY = 90
+"""Exit status if Python could not allocate memory."""
 
 
 def main() -> None:
@@ -21,4 +25,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)

@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from graftlm.errors import did_you_mean
+from graftlm.serving.grammar_trial import OUT_OF_MEMORY
 from graftlm.serving.protocol import EngineError, ServingError
 
 Schema = Mapping[str, object] | bool
@@ -43,6 +44,12 @@ _KEYWORDS = _WITH_SCHEMAS | {
 _TRIAL = Path(__file__).with_name("grammar_trial.py")
 _TRIAL_SECONDS = 3
 _TRIAL_BYTES = 2**32
+_ABOVE_LIMITS = (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGABRT, OUT_OF_MEMORY)
+"""Return codes of a trial that exceeded its limits; see `grammar_trial.py`."""
+
+
+class _TrialError(Exception):
+    """A trial ended without a result although it did not exceed its limits. The message is the reason."""
 
 
 class GrammarCompiler:
@@ -92,7 +99,12 @@ class GrammarCompiler:
         return self.lark(f"start: {alternatives}", param)
 
     def _compile(self, grammar: str, param: str) -> LLMatcher:
-        matcher = self._cached_matcher(grammar)
+        try:
+            matcher = self._cached_matcher(grammar)
+        except _TrialError as error:
+            raise EngineError(
+                f"The grammar in {param} could not be compiled ({error}): try again, or simplify the grammar.", param
+            ) from error
         if matcher is None:
             raise ServingError(
                 f"{param} is too complex: its compilation exceeds the limit of {_TRIAL_SECONDS} seconds or of memory, "
@@ -108,15 +120,18 @@ class GrammarCompiler:
         return matcher
 
     def _new_matcher(self, grammar: str) -> LLMatcher | None:
-        """Compile a grammar; None if the trial exceeds its limits."""
+        """Compile a grammar; None if the trial exceeds its limits.
+
+        Raises:
+            _TrialError: the trial failed for another reason.
+            ServingError: the tokenizer does not support grammars.
+        """
         command = [sys.executable, "-P", str(_TRIAL), str(_TRIAL_SECONDS), str(_TRIAL_BYTES)]
-        trial = subprocess.run(command, input=grammar.encode(), stderr=subprocess.DEVNULL)
-        if trial.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        trial = subprocess.run(command, input=grammar.encode(), stderr=subprocess.PIPE)
+        if trial.returncode in _ABOVE_LIMITS:
             return None
         if trial.returncode:
-            raise EngineError(
-                f"The compilation of the grammar failed with status {trial.returncode}: try again, or change it."
-            )
+            raise _TrialError(_failure(trial.returncode, trial.stderr))
         return LLMatcher(self._tokenizer_of_llguidance(), grammar, log_level=0)
 
     def _tokenizer_of_llguidance(self) -> LLTokenizer:
@@ -131,6 +146,17 @@ class GrammarCompiler:
                         "formats of the answer."
                     ) from error
             return self._llguidance_tokenizer
+
+
+def _failure(returncode: int, stderr: bytes) -> str:
+    """Return why a process failed: the last line of its standard error, or the name of its signal, or its status."""
+    lines = stderr.decode(errors="replace").split("\n")
+    written = [line.strip() for line in lines if line.strip()]
+    if written:
+        return written[-1][:300].rstrip(".")
+    if returncode < 0:
+        return signal.Signals(-returncode).name
+    return f"exit status {returncode}"
 
 
 def _reason(problem: str) -> str:

@@ -31,6 +31,7 @@ from graftlm.serving.protocol import (
     HeadInput,
     RequestStream,
     ServingError,
+    ShuttingDownError,
     check_model,
 )
 from graftlm.serving.scheduler import ScheduledRequest
@@ -108,7 +109,7 @@ class PredictionEngine(ThreadedEngine):
             if grafts:
                 raise ServingError(
                     f"The graft {request.model!r} needs rows with tasks, which a text for /v1/embeddings does not "
-                    f"have: name the encoder {self.name}.",
+                    f"have: set model to {self.name}.",
                     "model",
                 )
             return grafts
@@ -252,15 +253,19 @@ async def predictions(stream: RequestStream) -> list[dict[str, object]]:
     """Return the predictions of all rows of a stream in their order.
 
     Raises:
-        ServingError: a row was not answered, because it was cancelled or the time limit passed.
+        ShuttingDownError: a row was cancelled, because the server ends.
+        ServingError: a row was not answered within the time limit.
     """
     ends = [item async for item in stream if isinstance(item, Finish)]
     ends.sort(key=lambda end: end.index)
     answered = [end.prediction for end in ends if end.prediction is not None]
     if len(answered) < len(ends):
-        reason = next(end.reason for end in ends if end.prediction is None)
+        if any(end.reason == "cancelled" for end in ends):
+            raise ShuttingDownError
         raise ServingError(
-            f"Only {len(answered)} of {len(ends)} rows were answered ({reason}): send fewer rows, or try again later.",
+            f"Only {len(answered)} of {len(ends)} rows were answered within the server's time limit: send fewer rows, "
+            "or try again later.",
             status=503,
+            code="timed_out",
         )
     return answered

@@ -87,7 +87,8 @@ class ModelRegistry:
         if graft is not None:
             if not isinstance(graft, Graft):
                 raise GraftError(
-                    f"{name} is of type {type(graft).__name__}, but a graft is expected: build or load one."
+                    f"{name} is of type {type(graft).__name__}, but a graft is expected: pass one, such as the result "
+                    "of load_graft."
                 )
             if self.shares_batches and not supports_row_groups(graft):
                 raise GraftError(

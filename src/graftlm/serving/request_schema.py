@@ -118,7 +118,10 @@ def _check_bias_keys(value: object) -> object:
         for key in value:
             is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
             if not is_id:
-                raise ValueError(f"token ids are expected as keys, but {str(key)[:50]!r} is not one")
+                raise ValueError(
+                    f"the key {str(key)[:50]!r} is not a token id, but ids of up to 9 digits are expected: send the id "
+                    "of a token"
+                )
     return value
 
 

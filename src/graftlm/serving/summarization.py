@@ -11,6 +11,7 @@ from graftlm.config import Config
 from graftlm.errors import DataError, GraftError
 from graftlm.serving.clarification import Name
 from graftlm.serving.clients import EngineClient, Event, OnEvent
+from graftlm.serving.errors import LOG
 from graftlm.serving.service import Service
 
 if TYPE_CHECKING:
@@ -117,5 +118,7 @@ def _read_document(body: SummarizeBody) -> SourceDocument:
     except (GraftError, MemoryError):
         raise
     except Exception as error:  # each parser raises its own exceptions
-        reason = type(error).__name__
-        raise DataError(f"The document can't be read as {format_name} ({reason}): send plain text.") from error
+        LOG.exception("The parser of %s failed", format_name)
+        raise DataError(
+            f"The document could not be parsed as {format_name} (internal {type(error).__name__}): send plain text."
+        ) from error

@@ -346,5 +346,5 @@ def read_tensors(folder: str | Path, name: str = TENSORS_NAME) -> Iterator[tuple
         raise ArtifactError(f"{path} is missing, so the folder is incomplete: copy it again, or train again.") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(
-            f"{path} is not a complete safetensors file ({first_line(error)}): copy it again, or train again."
+            f"{path} can't be read as a safetensors file ({first_line(error)}): copy it again, or train again."
         ) from None

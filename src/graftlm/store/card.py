@@ -11,10 +11,10 @@ def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "ca
     """Return the card of a graft as Markdown: a description, and code that loads the graft.
 
     Args:
-        backbone: name of the backbone, for which the code loads the graft.
+        backbone: name of the backbone that the code loads.
         title: beginning of the heading, such as `A graft`; `for` and the backbone's name follow.
         text: body of the card in Markdown.
-        kind: kind of the backbone's head, with which the code loads it.
+        kind: the kind with which the code loads the backbone.
         several: the code also loads the grafts that were attached while this one was trained.
     """
     _, repository = PACKAGED_MODELS.get(backbone.lower(), ("", backbone))

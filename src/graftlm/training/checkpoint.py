@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -273,12 +273,17 @@ def _restore_optimizer(state: TrainingState, path: Path) -> None:
 # Writing
 
 
-def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
+def save_checkpoint(
+    state: TrainingState,
+    keep: int | None,
+    position: Callable[[], dict[str, object]] | None = None,
+) -> Path:
     """Write a checkpoint with the state of all processes. All processes must call this together.
 
     Args:
         state: the state to save.
         keep: number of newest checkpoints to keep; None and 0 remove none.
+        position: returns the position in the data to save, as plain JSON values; None saves the present one.
 
     Returns:
         The folder of the checkpoint.
@@ -293,7 +298,8 @@ def save_checkpoint(state: TrainingState, keep: int | None) -> Path:
     if state.context.accelerator.is_main_process:
         try:
             if _read(target) is None:
-                _write(state, target, files)
+                read_position = position or state.batches.state_dict
+                _write(state, target, files, read_position())
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
             problem = (
@@ -328,8 +334,20 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def _write(state: TrainingState, target: Path, files: Mapping[str, dict[str, Tensor]]) -> None:
-    """Write the files of a checkpoint into a draft that replaces `target` at once."""
+def _write(
+    state: TrainingState,
+    target: Path,
+    files: Mapping[str, dict[str, Tensor]],
+    position: Mapping[str, object],
+) -> None:
+    """Write the files of a checkpoint into a draft that replaces `target` at once.
+
+    Args:
+        state: the state to save.
+        target: folder of the checkpoint.
+        files: the tensors by the name of their file.
+        position: the position in the data, as plain JSON values.
+    """
     with staged_folder(target) as draft:
         draft.mkdir()
         for name, tensors in files.items():
@@ -338,7 +356,7 @@ def _write(state: TrainingState, target: Path, files: Mapping[str, dict[str, Ten
             "step": state.counts.step,
             "counts": asdict(state.counts),
             "run": state.run_identity(),
-            "mixture": state.batches.state_dict(),
+            "mixture": position,
             "files": {name: _describe(draft / name) for name in files},
         }
         (draft / STATE).write_text(json.dumps(values, indent=1), encoding="utf-8")
@@ -348,6 +366,7 @@ def stop_before_step(
     state: TrainingState,
     buffers: Mapping[str, Tensor],
     recurrent: Mapping[str, Tensor],
+    position: Callable[[], dict[str, object]],
     loss: float,
     norm: float,
 ) -> NoReturn:
@@ -357,6 +376,7 @@ def stop_before_step(
         state: the state; the step has not updated the weights.
         buffers: the grafts' buffers before the step, by name.
         recurrent: the recurrent state before the step.
+        position: returns the position in the data before the step, as plain JSON values.
         loss: the step's loss; the norm is named as the cause if this is finite.
         norm: the norm of the step's gradient.
 
@@ -368,9 +388,10 @@ def stop_before_step(
     with torch.no_grad():
         for name, buffer in graft_buffers(state.context.model).items():
             buffer.copy_(buffers[name])
-    path = save_checkpoint(state, keep=None)
+    path = save_checkpoint(state, keep=None, position=position)
     cause = f"gradient's norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
     raise TrainingError(
         f"In step {state.counts.step + 1} the {cause}, so training stopped, with the weights before that step saved in "
-        f"{path}: start over with a learning_rate below {state.config.learning_rate:g} or more warmup_steps."
+        f"{path}: start over in another output folder, with a learning_rate below {state.config.learning_rate:g} or "
+        "more warmup_steps."
     )

@@ -197,6 +197,7 @@ def _step(state: TrainingState) -> tuple[int, dict[str, float]]:
     context = state.context
     step = state.counts.step
     _seed(state.config.seed, step, context.accelerator.process_index)
+    position = state.batches.snapshot()
     batch = state.batches.batch(step)
     rate = learning_rate(state.config, step)
     for group in state.optimizer.param_groups:
@@ -208,7 +209,7 @@ def _step(state: TrainingState) -> tuple[int, dict[str, float]]:
     # One transfer from the device for all values.
     loss, lm_loss, auxiliary_loss, norm = torch.cat([losses, gradient_norm.reshape(1)]).tolist()
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        stop_before_step(state, buffers, recurrent, loss, norm)
+        stop_before_step(state, buffers, recurrent, position, loss, norm)
     state.optimizer.step()
     state.optimizer.zero_grad()
     tokens = int(batch.totals()[1:].sum())

@@ -60,7 +60,8 @@ class DomainCollator:
 class DomainTrainer(Trainer if TYPE_CHECKING else object):
     """A mix-in before `transformers.Trainer` or TRL's `SFTTrainer` for rows with `domain`: 0 old text, 1 new text.
 
-    The loss is that of `GraftedModel.forward`, with each mean taken over the optimizer step.
+    The loss is that of `GraftedModel.forward`, with each mean taken over the optimizer step. The trainer's data
+    collator is wrapped in a `DomainCollator`, so batches with packing or `padding_free` are refused.
 
     Args:
         args: positional arguments of the trainer.

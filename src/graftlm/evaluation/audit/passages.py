@@ -18,7 +18,14 @@ Choices = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class PassageToken:
-    """A token's text, divergence in nats, and the likeliest choices of base and tuned."""
+    """A token of a passage.
+
+    Attributes:
+        text: the text that the token adds.
+        kl: KL(base || tuned) of the models' distributions of this token, in nats.
+        base: the base model's likeliest tokens here, the likeliest first.
+        tuned: the tuned model's likeliest tokens here, the likeliest first.
+    """
 
     text: str
     kl: float

@@ -106,8 +106,7 @@ def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -
         )
     except BackboneError as error:
         raise BackboneError(
-            f"The augmenting model {name}, which the key augmenting.{name}.name of the graft's config names, can't be "
-            f"used. {error}"
+            f"The augmenting model {name} (augmenting.{name}.name in the graft's config) can't be used. {error}"
         ) from error
 
 

@@ -230,13 +230,14 @@ class ConditionalTasks(TrainsCopy, HasHeads):
     def _skip(self, layer: int, bottleneck: nn.Module, call: Call, _x: Tensor, h_BTD: Tensor) -> Tensor | None:
         """Compute c_j = CFF_j(h_j + c_{j-1}); the last c is added to the last layer's output."""
         # Each layer has its own key, so that a layer that is recomputed in the backward pass reads the same value.
-        before = call.scratch.get((self, "skip", layer - 1))
-        h = h_BTD.to(call.working_dtype(self))
-        inputs = h if before is None else h + before
-        skip = bottleneck(inputs, self._tasks(call))
-        call.scratch[self, "skip", layer] = skip
+        before_BTD = call.scratch.get((self, "skip", layer - 1))
+        inputs_BTD = h_BTD.to(call.working_dtype(self))
+        if before_BTD is not None:
+            inputs_BTD = inputs_BTD + before_BTD
+        skip_BTD = bottleneck(inputs_BTD, self._tasks(call))
+        call.scratch[self, "skip", layer] = skip_BTD
         is_last = layer == self._sites.n_layers - 1
-        return skip.to(h_BTD.dtype) if is_last else None
+        return skip_BTD.to(h_BTD.dtype) if is_last else None
 
     # The tasks of a pass
 

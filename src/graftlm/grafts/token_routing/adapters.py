@@ -232,7 +232,7 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtifactError(
-            f"{path} is not a whole safetensors file ({first_line(error)}): copy the expert {name} again."
+            f"{path} can't be read as a safetensors file ({first_line(error)}): copy the expert {name} again."
         ) from None
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

@@ -48,7 +48,6 @@ from graftlm.grafts.token_routing.router import ROUTER_TENSORS, centre_of, check
 from graftlm.grafts.token_routing.routing_state import (
     RouteSpans,
     RoutingCacheLayer,
-    RoutingState,
     RunningSum,
     cache_owner,
     route_spans,
@@ -93,7 +92,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             self._embedder = load_embedder(config.embedder, backbone)
         self._embedder_checked = False
         self._causal = backbone.sites.family.causal
-        self._recompute = Recompute(backbone)
+        self._recomputation = Recompute(backbone)
         experts: dict[str, ExpertConfig] = {}
         factors: dict[str, dict[str, Factors]] = {}
         for name, expert in config.experts.items():
@@ -172,8 +171,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                 takes_selection=True,
             )
             taps.append(tap)
-        if self._recomputes:
-            taps.append(self._recompute.tap())
+        if self._uses_newest_weights:
+            taps.append(self._recomputation.tap())
         return taps
 
     def _add(
@@ -198,34 +197,29 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return delta.to(outputs.dtype)
 
     def prepare(self, call: Call) -> None:
-        forced = self._recompute.forced_weights()
-        if forced is not None:
-            call.scratch[self] = self._routes(forced)
+        forced_B1E = self._recomputation.forced_weights()
+        if forced_B1E is not None:
+            call.scratch[self] = self._routes(forced_B1E)
             return
-        if call.input_ids is None:
-            raise GraftError("The pass has embeddings as inputs, but token routing reads token ids: pass input_ids.")
-        if call.input_ids.shape[1] == 0:
-            raise GraftError("The pass has no tokens, but token routing needs at least one: pass a longer text.")
+        _check_inputs(call)
         layer = routing_layer(call, self, self._backbone[0].sites.n_layers)
-        state: RoutingState | None = None
-        running_sum: RunningSum | None = None
-        if layer is not None:
-            state = layer.state
-            running_sum = layer.running_sum
+        state = None if layer is None else layer.state
         spans = route_spans(call, self.config, state, causal=self._causal)
-        weights_BTE = self._token_weights(call, spans, state, running_sum)
+        weights_BTE = self._token_weights(call, spans, layer)
         if layer is not None:
             layer.append(spans, weights_BTE)
-        routes = self._routes(weights_BTE)
-        call.scratch[self] = routes
-        call.scratch[self, "head"] = routes
-        if self._recomputes and not call.training:
-            weights_BTE = self._recompute(call, spans, weights_BTE, state)
-            call.scratch[self] = self._routes(weights_BTE)
         call.scratch[self, "weights"] = weights_BTE
+        routes = self._routes(weights_BTE)
+        # The head is not run again, so it always applies each token's own weights.
+        call.scratch[self, "head"] = routes
+        if self._uses_newest_weights and not call.training:
+            newest_B1E = self._recomputation(call, spans, weights_BTE, state)
+            routes = self._routes(newest_B1E)
+        call.scratch[self] = routes
 
     @property
-    def _recomputes(self) -> bool:
+    def _uses_newest_weights(self) -> bool:
+        """Whether the keys and values of all tokens are those of the newest weights."""
         return self.config.cache == "recompute" and self._causal
 
     def _routes(self, weights_BTE: Tensor) -> RouteWeights:
@@ -237,15 +231,15 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         self,
         call: Call,
         spans: RouteSpans,
-        state: RoutingState | None,
-        running_sum: RunningSum | None,
+        layer: RoutingCacheLayer | None,
     ) -> Tensor:
         """Return the weights of every token, (B, T, E + 1): those computed at the end of its span."""
+        running_sum = None if layer is None else layer.running_sum
         new_BTE = self._updated_weights(call, spans, running_sum)
-        if state is None:
+        if layer is None or layer.state is None:
             last_B1E = torch.zeros_like(new_BTE[:, :1])
         else:
-            last_B1E = state.weights[:, -1:]
+            last_B1E = layer.state.weights[:, -1:]
         weights = torch.cat([last_B1E, new_BTE], dim=1)
         columns = spans.columns[..., None].expand(-1, -1, weights.shape[-1])
         return weights.gather(1, columns)
@@ -296,10 +290,16 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return Trace([*self.names, BARE], layer.state.weights)
 
     def observe(self, call: Call) -> dict[str, Tensor]:
-        """Return `weights`, (E + 1,): the mean over tokens of each expert's weight, and last of the bare backbone's."""
-        tokens = 1 if call.input_ids is None else call.input_ids.shape[1]
-        weights = call.scratch[self, "weights"].expand(-1, tokens, -1)
-        return {"weights": weights.flatten(0, 1).mean(0)}
+        """Return the mean weight of each expert over the real tokens.
+
+        Returns:
+            `weight_<expert>`, (1,), for each expert, and `weight_none` for the bare backbone.
+        """
+        weights_NE = call.scratch[self, "weights"].flatten(0, 1)
+        if call.token_mask is not None:
+            weights_NE = weights_NE[call.token_mask.flatten()]
+        means = weights_NE.mean(0).split(1)
+        return {f"weight_{name}": mean for name, mean in zip([*self.names, BARE], means, strict=True)}
 
     # The centroids
 
@@ -490,6 +490,14 @@ def _read_expert(
     if is_bundled and expert.sha256 is not None and is_absent:
         return {}, expert.sha256  # `load_tensors` restores its factors
     return read_adapter(name, expert, backbone)
+
+
+def _check_inputs(call: Call) -> None:
+    """Raise `GraftError` if a pass has no token ids."""
+    if call.input_ids is None:
+        raise GraftError("The pass has embeddings as inputs, but token routing reads token ids: pass input_ids.")
+    if call.input_ids.shape[1] == 0:
+        raise GraftError("The pass has no tokens, but token routing needs at least one: pass a longer text.")
 
 
 def _saved_expert(tensors: Mapping[str, Tensor], prefix: str) -> Factors:

@@ -35,7 +35,7 @@ CHUNKS = (70, 1, 59)
 
 
 class DecodingLaws(LawsBase):
-    """Laws of caches and of decode steps."""
+    """Caches change no logit, and a decode step makes the host wait for no accelerator."""
 
     @decoders_only
     @pytest.mark.parametrize("decoding", DECODING)

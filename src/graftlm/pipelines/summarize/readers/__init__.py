@@ -109,8 +109,10 @@ def read_text(
     """
     if suffix not in _TEXT_SUFFIXES:
         expected = ", ".join(_TEXT_SUFFIXES)
+        alternative = ", or read the file with read_document" if suffix == ".pdf" else ""
         raise DataError(
-            f"The suffix of {name} is {suffix!r}, but one of {expected} is expected: name the suffix of its format."
+            f"{name} has the suffix {suffix!r}, but one of {expected} is expected: pass the suffix of its format"
+            f"{alternative}."
         )
     return _read_text(text, suffix, name, language)
 

@@ -51,10 +51,12 @@ class _Part(NamedTuple):
 
 
 def markdown_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings, and other blocks by their kind.
+    """Yield the blocks of a document in order.
 
-    Blocks of HTML are read as HTML; tags inside a paragraph are skipped. Front matter and list items with a checkbox
-    are fields. An item that consists of a link to a heading is furniture.
+    The blocks are paragraphs, list items, headings, code blocks, formulas (`$$`), and each cell of a table. Blocks of
+    HTML are read as HTML; tags inside a paragraph are skipped. Front matter is a `field`, followed by its title as a
+    heading. Outside tables, a block that begins with a checkbox is a `field`, and one that consists of a link to a
+    heading is `furniture`.
 
     Args:
         text: the document.
