@@ -471,24 +471,28 @@ class FactsStudy(Study):
             details |= self._details_of_pages(size)
         return self.write(NAME, rows, aims=aims, details=details, plots=plots_of(rows))
 
-    def _opened(self, size: Size) -> set[str]:
+    def _opened(self, size: Size, questions: Sequence[Question]) -> set[str]:
         """Return the ids of the questions on which the router opens; they are the same for all seeds."""
-        seed = self.seeds[0]
-        return opened(load_shared(self.backbone), self.facts(size, seed), self.questions(size, seed))
+        return opened(load_shared(self.backbone), self.facts(size, self.seeds[0]), questions)
 
     def _rows_of_pages(self, size: Size) -> list[Row]:
         """Return what `routed` learned and lost on each page, with the first seed."""
         seed = self.seeds[0]
         facts = self.facts(size, seed)
         assert isinstance(facts, PageFacts)
-        return rows_of_pages(facts, self.questions(size, seed), self.items["routed"][seed], self._opened(size))
+        questions = self.questions(size, seed)
+        return rows_of_pages(facts, questions, self.items["routed"][seed], self._opened(size, questions))
 
     def _details_of_pages(self, size: Size) -> dict[str, Any]:
         """Return where the router opens, and the worst answers of `routed` with the first seed."""
         seed = self.seeds[0]
+        main = self.size("main")
         questions = self.questions(size, seed)
+        taught = [question for question in questions if question.ring != "far"]
+        far = far_questions(self.options.data, main.far_candidates)
+        routed = [*taught, *far, *instruction_prompts(self.options.data, main.prompts)]
         return {
-            "opened": opened_shares(questions, self._opened(size)),
+            "opened": opened_shares(routed, self._opened(size, routed)),
             "worst": worst_answers(questions, self.answers["routed"][seed], self.bare_answers(size, seed)),
         }
 

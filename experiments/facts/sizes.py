@@ -26,12 +26,12 @@ class Size:
         self.of_pages = table == PAGES
         self.is_search = table == "search"
         self.suffix = f"-{facts}" if table == "large" else ""
-        self.trained = 2 if quick else 40 if not self.of_pages else facts
-        self.unseen = 4 if quick else 120 if not self.of_pages else 2 * facts
+        self.trained = 2 if quick else 40
+        self.unseen = 4 if quick else 2 * facts if self.of_pages else 120
         self.near = 4 if quick else None
         self.far_candidates = 3 if quick else 240
         self.far_unchanged = 2 if quick else 40
-        self.prompts = 2 if quick else 60
+        self.prompts = 0 if self.of_pages else 2 if quick else 60
         self.answer_tokens = 6 if quick else 32
         self.prompt_tokens = 8 if quick else 128
         self.near_tokens = 60 if quick else 4000 + 40 * (facts - 16)
