@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from experiments.facts.generator import Question
 from experiments.facts.metrics import Answers
-from experiments.facts.pages import TaughtFacts
+from experiments.facts.page_facts import TaughtFacts
 from experiments.facts.retrieval import Lexicon
 from graftlm.backbone import Backbone
 from graftlm.grafts.token_routing.word_embedder import WordEmbedder
@@ -44,17 +44,23 @@ def lookup_answers(
     return answers
 
 
-def opened(backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question]) -> set[str]:
+def opened(
+    backbone: Backbone,
+    facts: TaughtFacts,
+    questions: Sequence[Question],
+    roles: Collection[str] = ("user", "assistant"),
+) -> set[str]:
     """Return the ids of the questions that have a rare word of the conversations.
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
         facts: the taught facts.
         questions: the questions.
+        roles: whose messages count. The recipe counts all of them.
     """
     router = WordEmbedder(backbone)
     taught_words: set[str] = set()
     for conversation in facts.conversations():
-        question, answer = (message["content"] for message in conversation["messages"])
-        taught_words.update(router.rare_words(f"{question}\n{answer}"))
+        messages = [message["content"] for message in conversation["messages"] if message["role"] in roles]
+        taught_words.update(router.rare_words("\n".join(messages)))
     return {question.id for question in questions if not taught_words.isdisjoint(router.rare_words(question.text))}

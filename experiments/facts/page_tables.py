@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.facts.generator import Question
 from experiments.facts.metrics import OPEN_RINGS, Answers, Items, is_right, is_unchanged
-from experiments.facts.pages import PageFacts
+from experiments.facts.page_facts import PageFacts
 from graftlm.evaluation import Metric, Row
 
 SHOWN = ("generalization", "unchanged_colliding", "spill_colliding", "unchanged_shared", "spill_shared")

@@ -21,8 +21,8 @@ from experiments.facts.generator import FactSet, Question
 from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
 from experiments.facts.lookup import lookup_answers, opened
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
+from experiments.facts.page_facts import PageFacts, TaughtFacts
 from experiments.facts.page_tables import opened_shares, rows_of_pages, worst_answers
-from experiments.facts.pages import PageFacts, TaughtFacts
 from experiments.facts.rows import (
     DECLARED,
     DEFAULT,
@@ -471,28 +471,31 @@ class FactsStudy(Study):
             details |= self._details_of_pages(size)
         return self.write(NAME, rows, aims=aims, details=details, plots=plots_of(rows))
 
-    def _opened(self, size: Size, questions: Sequence[Question]) -> set[str]:
-        """Return the ids of the questions on which the router opens; they are the same for all seeds."""
-        return opened(load_shared(self.backbone), self.facts(size, self.seeds[0]), questions)
-
     def _rows_of_pages(self, size: Size) -> list[Row]:
         """Return what `routed` learned and lost on each page, with the first seed."""
         seed = self.seeds[0]
         facts = self.facts(size, seed)
         assert isinstance(facts, PageFacts)
         questions = self.questions(size, seed)
-        return rows_of_pages(facts, questions, self.items["routed"][seed], self._opened(size, questions))
+        opening = opened(load_shared(self.backbone), facts, questions)
+        return rows_of_pages(facts, questions, self.items["routed"][seed], opening)
 
     def _details_of_pages(self, size: Size) -> dict[str, Any]:
-        """Return where the router opens, and the worst answers of `routed` with the first seed."""
+        """Return where the router opens, and the worst answers of `routed` with the first seed.
+
+        Also where it would open if only words of the taught questions counted, and none of the answers.
+        """
         seed = self.seeds[0]
         main = self.size("main")
+        facts = self.facts(size, seed)
+        backbone = load_shared(self.backbone)
         questions = self.questions(size, seed)
         taught = [question for question in questions if question.ring != "far"]
         far = far_questions(self.options.data, main.far_candidates)
         routed = [*taught, *far, *instruction_prompts(self.options.data, main.prompts)]
         return {
-            "opened": opened_shares(routed, self._opened(size, routed)),
+            "opened": opened_shares(routed, opened(backbone, facts, routed)),
+            "opened_by_questions": opened_shares(routed, opened(backbone, facts, routed, roles=("user",))),
             "worst": worst_answers(questions, self.answers["routed"][seed], self.bare_answers(size, seed)),
         }
 

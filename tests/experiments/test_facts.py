@@ -14,8 +14,8 @@ from experiments.facts.instructions import CHECKS, follows, is_checkable
 from experiments.facts.kept import ARC_EASY, IFEVAL, NATURAL_QUESTIONS, WIKITEXT, far_questions, instruction_prompts
 from experiments.facts.lookup import lookup_answers, opened
 from experiments.facts.metrics import contains, is_right, is_unchanged, judge, shares, spills
+from experiments.facts.page_facts import PageFacts, read_pages
 from experiments.facts.page_tables import opened_shares, worst_answers
-from experiments.facts.pages import PageFacts, read_pages
 from experiments.facts.retrieval import Lexicon
 from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, OF_PAGES, label_of, trained_rows
 from experiments.facts.sizes import QUICK_SIZES, SIZES
@@ -214,13 +214,18 @@ def test_taught_answers_of_pages_are_right_and_name_no_rival() -> None:
         assert is_right(answer["content"], question.accepted, question.rivals), question
 
 
-def test_a_page_without_unknown_words_does_not_open_the_router(tiny_chat_model: Path) -> None:
-    """The tiny tokenizer has no whole words of several letters, so only words of the conversations count."""
+def test_the_router_opens_on_words_of_questions_and_answers(tiny_chat_model: Path) -> None:
+    """The tiny tokenizer has no whole words of several letters, so every word of the conversations is rare."""
     facts = PageFacts(6, seed=0)
-    questions = [*facts.unseen(), Question(id="far", ring="far", text="a c d")]
-    opening = opened(load_backbone(str(tiny_chat_model)), facts, questions)
-    assert {question.id for question in facts.unseen()} == opening
-    assert opened_shares(questions, opening) == {"unseen": 1.0, "far": 0.0}
+    unseen = facts.unseen()
+    of_answer = Question(id="of the answer", ring="shared", text="a Heemstede")
+    far = Question(id="far", ring="far", text="a c d")
+    questions = [*unseen, of_answer, far]
+    backbone = load_backbone(str(tiny_chat_model))
+    opening = opened(backbone, facts, questions)
+    assert opening == {*(question.id for question in unseen), "of the answer"}
+    assert opened_shares(questions, opening) == {"unseen": 1.0, "shared": 1.0, "far": 0.0}
+    assert opened(backbone, facts, questions, roles=("user",)) == {question.id for question in unseen}
 
 
 def test_questions_with_a_taught_word_are_judged_by_themselves() -> None:
