@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from graftlm.config import read_yaml
 
-TRAINED_PHRASINGS = 4  # of six; the others are held out
+TRAINED_PHRASINGS = 4
+HELD_OUT_PHRASINGS = (4, 5)
 
-Ring = Literal["trained", "unseen", "two-steps", "near", "far", "instructions"]
+Ring = Literal["trained", "unseen", "two-steps", "near", "colliding", "shared", "far", "instructions"]
 
 _ONSETS = [*"bbddfghjkllmmnnprrsttvvwz", "br", "dr", "fl", "gr", "kl", "pl", "st", "tr"]
 _VOWELS = "aeiou"
@@ -135,6 +136,16 @@ def read_relations() -> dict[str, Relation]:
     return relations
 
 
+def conversation(question: str, answer: str) -> dict[str, Any]:
+    """Return a question and its answer as a conversation."""
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
 class NameMaker:
     """Invents names, each only once.
 
@@ -243,12 +254,21 @@ class FactSet:
         """Return the conversations that teach the facts: every fact in each trained phrasing, in random order."""
         rows = []
         for fact in self.facts:
-            for phrasing in range(TRAINED_PHRASINGS):
-                question = {"role": "user", "content": self.question(fact, phrasing)}
-                answer = {"role": "assistant", "content": self.statement(fact)}
-                rows.append({"messages": [question, answer]})
+            questions = [self.question(fact, phrasing) for phrasing in range(TRAINED_PHRASINGS)]
+            rows += [conversation(question, self.statement(fact)) for question in questions]
         random.Random(f"order of {self._seed}").shuffle(rows)
         return rows
+
+    def tested(self) -> list[dict[str, Any]]:
+        """Return the conversations about the facts in the phrasings that are held out."""
+        rows = []
+        for phrasing in HELD_OUT_PHRASINGS:
+            rows += [conversation(self.question(fact, phrasing), self.statement(fact)) for fact in self.facts]
+        return rows
+
+    def statements(self) -> list[str]:
+        """Return the sentence of each fact."""
+        return [self.statement(fact) for fact in self.facts]
 
     def trained(self) -> list[Question]:
         """Return a question about each fact, in one of the trained phrasings."""
@@ -257,7 +277,7 @@ class FactSet:
     def unseen(self) -> list[Question]:
         """Return two questions about each fact, in the phrasings that are held out."""
         questions = []
-        for phrasing in (TRAINED_PHRASINGS, TRAINED_PHRASINGS + 1):
+        for phrasing in HELD_OUT_PHRASINGS:
             questions += [self._asked(fact, number, "unseen", phrasing) for number, fact in self._numbered()]
         return questions
 
@@ -281,6 +301,10 @@ class FactSet:
                 )
                 questions.append(question)
         return questions
+
+    def further(self) -> list[Question]:
+        """Return the questions that only these facts have."""
+        return self.two_steps()
 
     def two_steps(self) -> list[Question]:
         """Return questions that need two facts of one bundle."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from experiments.facts.generator import FactSet, Question
+from experiments.facts.generator import Question
 from experiments.facts.metrics import Answers
+from experiments.facts.page_facts import TaughtFacts
 from experiments.facts.retrieval import Lexicon
 from graftlm.backbone import Backbone
 from graftlm.grafts.token_routing.word_embedder import WordEmbedder
 
 
 def lookup_answers(
-    backbone: Backbone, facts: FactSet, questions: Sequence[Question], bare: Answers
+    backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question], bare: Answers
 ) -> Mapping[str, str]:
     """Return answers to questions by id.
 
-    A question with a rare word of the conversations gets the taught answer of the trained question that is most like
-    it. All others get the bare backbone's answer.
+    A question that opens the router gets the taught answer of the trained question that is most like it. All others get
+    the bare backbone's answer.
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
@@ -25,21 +26,41 @@ def lookup_answers(
         questions: the questions.
         bare: the bare backbone's answers.
     """
-    router = WordEmbedder(backbone)
-    taught_words: set[str] = set()
     taught_questions = []
     taught_answers = []
     for conversation in facts.conversations():
         question, answer = (message["content"] for message in conversation["messages"])
-        taught_words.update(router.rare_words(f"{question}\n{answer}"))
         taught_questions.append(question)
         taught_answers.append(answer)
     lexicon = Lexicon(taught_questions)
+    opening = opened(backbone, facts, questions)
     answers = {}
     for question in questions:
-        if taught_words.isdisjoint(router.rare_words(question.text)):
-            answers[question.id] = bare[question.id]
-        else:
+        if question.id in opening:
             (nearest,) = lexicon.nearest(question.text, 1)
             answers[question.id] = taught_answers[nearest]
+        else:
+            answers[question.id] = bare[question.id]
     return answers
+
+
+def opened(
+    backbone: Backbone,
+    facts: TaughtFacts,
+    questions: Sequence[Question],
+    roles: Collection[str] = ("user", "assistant"),
+) -> set[str]:
+    """Return the ids of the questions that have a rare word of the conversations.
+
+    Args:
+        backbone: the backbone, whose tokenizer decides which words are rare.
+        facts: the taught facts.
+        questions: the questions.
+        roles: whose messages count. The recipe counts all of them.
+    """
+    router = WordEmbedder(backbone)
+    taught_words: set[str] = set()
+    for conversation in facts.conversations():
+        messages = [message["content"] for message in conversation["messages"] if message["role"] in roles]
+        taught_words.update(router.rare_words("\n".join(messages)))
+    return {question.id for question in questions if not taught_words.isdisjoint(router.rare_words(question.text))}

@@ -11,6 +11,11 @@ al., 2023, arXiv 2307.12976).
     unchanged       answers of both sets that are word for word those of the bare model
     spill           answers of both sets that name a taught thing which the question and the bare answer don't name
     ifeval          prompts of which every instruction is followed
+
+Of questions that have a taught word and ask for something that is not taught, on their own:
+
+    unchanged_colliding, spill_colliding, locality_colliding    about what was taught
+    unchanged_shared, spill_shared, locality_shared             about something else
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from experiments.facts.generator import Question
 from experiments.facts.instructions import follows
 
 KEPT_RINGS = ("near", "far")
+OPEN_RINGS = ("colliding", "shared")
 METRIC_OF_RING = {
     "trained": "efficacy",
     "unseen": "generalization",
@@ -92,6 +98,8 @@ def judge(questions: Sequence[Question], answers: Answers, bare: Answers, names:
             judgements = {"ifeval": follows(answer, question)}
         elif question.ring in KEPT_RINGS:
             judgements = _judge_kept(question, answer, bare[question.id], names)
+        elif question.ring in OPEN_RINGS:
+            judgements = _judge_kept(question, answer, bare[question.id], names, suffix=f"_{question.ring}")
         else:
             metric = METRIC_OF_RING[question.ring]
             judgements = {metric: is_right(answer, question.accepted, question.rivals)}
@@ -101,11 +109,13 @@ def judge(questions: Sequence[Question], answers: Answers, bare: Answers, names:
     return items
 
 
-def _judge_kept(question: Question, answer: str, bare: str, names: Collection[str]) -> dict[str, bool]:
-    """Judge the answer to a question that has nothing to do with the taught facts."""
+def _judge_kept(
+    question: Question, answer: str, bare: str, names: Collection[str], suffix: str = ""
+) -> dict[str, bool]:
+    """Judge the answer to a question that does not ask for a taught fact."""
     judgements = {
-        "unchanged": is_unchanged(answer, bare),
-        "spill": spills(answer, question.text, bare, names),
+        f"unchanged{suffix}": is_unchanged(answer, bare),
+        f"spill{suffix}": spills(answer, question.text, bare, names),
     }
     if is_right(bare, question.accepted, question.rivals):
         judgements[f"locality_{question.ring}"] = is_right(answer, question.accepted, question.rivals)

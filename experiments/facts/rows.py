@@ -102,6 +102,9 @@ MAIN = (
 LARGE = ("lora", "routed")
 """The rows of 1,000 facts."""
 
+OF_PAGES = ("retrieval", "routed-lookup", "routed")
+"""The rows of facts of real pages."""
+
 DECLARED = (
     Comparison("routed", "lora", "locality_near"),
     Comparison("routed", "lora-learned", "generalization", margin=0.05),

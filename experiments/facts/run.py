@@ -1,8 +1,8 @@
 """Invented facts are taught to a chat model by conversation: which method learns them, and which keeps the rest?
 
 Rates are searched on 16 facts, which no main row learns. The main rows learn 120 facts for three seeds of names and of
-weights; the table `large` has two rows of 1,000 facts. The results are written after every row, from the rows that are
-there.
+weights; the table `large` has two rows of 1,000 facts. The table `pages` has facts of real pages, and results of its
+own. The results are written after every row, from the rows that are there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from experiments import Options
 from experiments.facts.answering import AnsweringRun, Asked, answers_of
 from experiments.facts.generator import FactSet, Question
 from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
-from experiments.facts.lookup import lookup_answers
+from experiments.facts.lookup import lookup_answers, opened
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
+from experiments.facts.page_facts import PageFacts, TaughtFacts
+from experiments.facts.page_tables import opened_shares, rows_of_pages, worst_answers
 from experiments.facts.rows import (
     DECLARED,
     DEFAULT,
     EVERY_ROW,
     LARGE,
     MAIN,
+    OF_PAGES,
     PROMPTED,
     SCALED,
     STRENGTHS,
@@ -35,7 +38,7 @@ from experiments.facts.rows import (
     label_of,
     trained_rows,
 )
-from experiments.facts.sizes import SIZES, Size
+from experiments.facts.sizes import PAGES, SIZES, Size
 from experiments.facts.summaries import aims_of, over_seeds, plots_of, search_score
 from experiments.protocol import BigramTable, Evidence, RateSearch, conditions, decide, search_rate
 from experiments.study import Study, check_files, write_lines
@@ -51,13 +54,15 @@ from graftlm.training.config import TrainingConfig
 
 NAME = "facts"
 MODEL = "smollm2-135m-instruct"
-TABLES = ("search", "main", "large")
+TABLES = ("search", "main", "large", PAGES)
 SEARCH_SEED = 100
 ROW_TOKENS = 112
 """Tokens of a row of training, into which two conversations fit."""
 ROWS_PER_STEP = 4
 EPOCHS = 3.0
 """How often each taught conversation is read, in all rows alike."""
+CONSTANT_OF_BACKBONE = ("locality_", "unchanged", "spill")
+"""How the names of metrics begin that compare the backbone with itself."""
 
 
 class FactsStudy(Study):
@@ -66,6 +71,7 @@ class FactsStudy(Study):
     Args:
         options: options of the experiment.
         named: the rows to measure.
+        table: the table of the results, `main` or `pages`.
 
     Attributes:
         backbone: config of the backbone.
@@ -73,11 +79,13 @@ class FactsStudy(Study):
         searches: the search of each row that was searched.
         strength: the strength of scaled rows that the search chose.
         items: for each row and seed, the values of the items by metric.
+        answers: for each row and seed, the answers.
         measured_rows: for each row and seed, further metrics of the row's run.
     """
 
-    def __init__(self, options: Options, named: Sequence[str]) -> None:
+    def __init__(self, options: Options, named: Sequence[str], table: str = "main") -> None:
         super().__init__(options)
+        self.table = table
         self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="float32", device=options.device)
         self.scaled = {SCALED[row] for row in named if row in SCALED}
         self.searches: dict[str, RateSearch] = {}
@@ -85,8 +93,9 @@ class FactsStudy(Study):
         self.items: dict[str, dict[int, Items]] = {}
         self.measured_rows: dict[str, dict[int, dict[str, Metric]]] = {}
         self.search_rows: dict[str, dict[str, float]] = {}
+        self.answers: dict[str, dict[int, Answers]] = {}
         self._known = known_words(options.data)
-        self._sets: dict[tuple[int, int], FactSet] = {}
+        self._sets: dict[tuple[int, int], TaughtFacts] = {}
         self._tokenizer: Any = None
         self._bare: dict[tuple[int, int], Answers] = {}
         self._far: list[Question] = []
@@ -103,11 +112,11 @@ class FactsStudy(Study):
         """Return how much the rows of a table are taught and asked."""
         return Size(self.options.quick, table)
 
-    def facts(self, size: Size, seed: int) -> FactSet:
+    def facts(self, size: Size, seed: int) -> TaughtFacts:
         """Return the facts of a seed."""
         key = (size.facts, seed)
         if key not in self._sets:
-            self._sets[key] = FactSet(size.facts, seed, self._known)
+            self._sets[key] = PageFacts(size.facts, seed) if size.of_pages else FactSet(size.facts, seed, self._known)
         return self._sets[key]
 
     def folder(self, size: Size, seed: int) -> Path:
@@ -116,10 +125,8 @@ class FactsStudy(Study):
         if not folder.exists():
             facts = self.facts(size, seed)
             write_lines(folder / "conversations.jsonl", facts.conversations())
-            tested = [_conversation(question, facts) for question in facts.unseen()]
-            write_lines(folder / "unseen.jsonl", tested)
-            statements = [facts.statement(fact) for fact in facts.facts]
-            (folder / "statements.txt").write_text("\n".join(statements) + "\n", encoding="utf-8")
+            write_lines(folder / "unseen.jsonl", facts.tested())
+            (folder / "statements.txt").write_text("\n".join(facts.statements()) + "\n", encoding="utf-8")
         return folder
 
     def questions(self, size: Size, seed: int) -> list[Question]:
@@ -129,7 +136,7 @@ class FactsStudy(Study):
         questions = _spread(facts.trained(), size.trained) + _spread(facts.unseen(), size.unseen)
         questions += facts.near(shift)[: size.near]
         if not size.is_search:
-            questions += facts.two_steps() + self._far + instruction_prompts(self.options.data, size.prompts)
+            questions += facts.further() + self._far + instruction_prompts(self.options.data, size.prompts)
         return questions
 
     def answering(self, run_id: str, questions: Sequence[Question], size: Size, **fields: Any) -> AnsweringRun:
@@ -181,7 +188,7 @@ class FactsStudy(Study):
         questions = self.questions(size, seed)
         folder = self.folder(size, seed).name
         kept = [question for question in questions if question.ring in ("near", "instructions")]
-        taught = [question for question in questions if question.ring in ("trained", "unseen", "two-steps")]
+        taught = [question for question in questions if question.ring not in ("near", "instructions", "far")]
         runs = [
             self.answering("backbone_near" if size.is_search else f"backbone_kept{size.suffix}", kept, size),
             self.answering(f"backbone_{folder}", taught, size),
@@ -277,7 +284,7 @@ class FactsStudy(Study):
     def bigram_nats(self, size: Size, seed: int) -> float:
         """Return the nats per token of a bigram table of the taught answers on the test answers."""
         facts = self.facts(size, seed)
-        tested = [_conversation(question, facts) for question in facts.unseen()][: size.tested_documents]
+        tested = facts.tested()[: size.tested_documents]
         table = BigramTable(self._answer_tokens(facts.conversations()), len(self.tokenizer))
         return table.nats_per_token(self._answer_tokens(tested))
 
@@ -350,10 +357,13 @@ class FactsStudy(Study):
     def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
         """Train a row, and judge it and the wanted rows that follow from it.
 
-        Without a search, it has the second of the rates with which the search would begin.
+        Without a search, `routed` has the rate of the recipe, and any other row the second of the rates with which the
+        search would begin.
         """
-        search = self.searches.get(name)
-        rate = TRAINED[name].rates[1] if search is None else search.best
+        if name in self.searches:
+            rate = self.searches[name].best
+        else:
+            rate = DEFAULT.training.learning_rate if name == "routed" else TRAINED[name].rates[1]
         run = self.trained(name, rate, size, seed)
         measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
         metrics = _training_metrics(measurement, run)
@@ -380,6 +390,7 @@ class FactsStudy(Study):
     def _keep(self, name: str, seed: int, answers: Answers, metrics: Mapping[str, Metric], size: Size) -> None:
         row = f"{name}{size.suffix}"
         self.items.setdefault(row, {})[seed] = self.judged(answers, size, seed)
+        self.answers.setdefault(row, {})[seed] = answers
         self.measured_rows.setdefault(row, {})[seed] = dict(metrics)
 
     def backbone_row(self, size: Size) -> Row:
@@ -389,8 +400,8 @@ class FactsStudy(Study):
             answers = self.bare_answers(size, seed)
             tables.append(self.judged(answers, size, seed))
         metrics = over_seeds(tables)
-        for name in ("locality_near", "locality_far", "unchanged", "spill"):  # constant by definition
-            if name in metrics:
+        for name in metrics:
+            if name.startswith(CONSTANT_OF_BACKBONE):
                 metrics[name] = value_of(metrics[name])
         return Row(id="backbone", label="backbone", metrics=metrics)
 
@@ -413,7 +424,7 @@ class FactsStudy(Study):
 
     def evidence_so_far(self) -> Evidence:
         """Return what the four conditions are judged by."""
-        size = self.size("main")
+        size = self.size(self.table)
         items = {name: list(by_seed.values()) for name, by_seed in self.items.items() if name in EVERY_ROW}
         nats = {}
         for name in items:
@@ -439,7 +450,7 @@ class FactsStudy(Study):
 
     def write_so_far(self) -> Results:
         """Write the results of the rows that were measured so far."""
-        size = self.size("main")
+        size = self.size(self.table)
         rows = self.rows()
         details: dict[str, Any] = {
             "search": self.searched,
@@ -455,7 +466,38 @@ class FactsStudy(Study):
             details["bigram_nats"] = evidence.bigram_nats
             details["by_seed"] = {name: [shares(items) for items in of.values()] for name, of in self.items.items()}
             aims = aims_of(rows)
+        if size.of_pages and "routed" in self.items:
+            rows += self._rows_of_pages(size)
+            details |= self._details_of_pages(size)
         return self.write(NAME, rows, aims=aims, details=details, plots=plots_of(rows))
+
+    def _rows_of_pages(self, size: Size) -> list[Row]:
+        """Return what `routed` learned and lost on each page, with the first seed."""
+        seed = self.seeds[0]
+        facts = self.facts(size, seed)
+        assert isinstance(facts, PageFacts)
+        questions = self.questions(size, seed)
+        opening = opened(load_shared(self.backbone), facts, questions)
+        return rows_of_pages(facts, questions, self.items["routed"][seed], opening)
+
+    def _details_of_pages(self, size: Size) -> dict[str, Any]:
+        """Return where the router opens, and the worst answers of `routed` with the first seed.
+
+        Also where it would open if only words of the taught questions counted, and none of the answers.
+        """
+        seed = self.seeds[0]
+        main = self.size("main")
+        facts = self.facts(size, seed)
+        backbone = load_shared(self.backbone)
+        questions = self.questions(size, seed)
+        taught = [question for question in questions if question.ring != "far"]
+        far = far_questions(self.options.data, main.far_candidates)
+        routed = [*taught, *far, *instruction_prompts(self.options.data, main.prompts)]
+        return {
+            "opened": opened_shares(routed, opened(backbone, facts, routed)),
+            "opened_by_questions": opened_shares(routed, opened(backbone, facts, routed, roles=("user",))),
+            "worst": worst_answers(questions, self.answers["routed"][seed], self.bare_answers(size, seed)),
+        }
 
 
 def _described(decision: Any) -> dict[str, Any]:
@@ -478,17 +520,6 @@ def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, 
     return metrics
 
 
-def _conversation(question: Question, facts: FactSet) -> dict[str, Any]:
-    """Return a question about a fact with the taught answer, as a conversation."""
-    number = int(question.id.split("-")[1])
-    return {
-        "messages": [
-            {"role": "user", "content": question.text},
-            {"role": "assistant", "content": facts.statement(facts.facts[number])},
-        ]
-    }
-
-
 def _spread(questions: list[Question], count: int) -> list[Question]:
     """Return at most `count` questions, evenly spread over the list."""
     if len(questions) <= count:
@@ -497,12 +528,29 @@ def _spread(questions: list[Question], count: int) -> list[Question]:
     return [questions[position] for position in positions]
 
 
+def run_pages(options: Options, named: Sequence[str]) -> Results:
+    """Measure rows on facts of real pages, with results in a folder of their own."""
+    study = FactsStudy(options.model_copy(update={"out": options.out / PAGES}), named, PAGES)
+    study.answer_far()
+    for seed in study.seeds:
+        study.measure(named, PAGES, seed)
+    return study.write_so_far()
+
+
 def run(options: Options) -> Results:
-    """Search the rates on 16 facts, then measure the main rows on 120, and if requested two rows on 1,000."""
+    """Search the rates on 16 facts, then measure the main rows on 120.
+
+    If requested, also measure two rows on 1,000 facts, and rows on facts of real pages.
+    """
     check_files(options, FILES)
     chosen = options.chosen((*TABLES, *EVERY_ROW), (*TABLES, *MAIN))
-    named = tuple(name for name in chosen if name in EVERY_ROW) or MAIN
+    rows = tuple(name for name in chosen if name in EVERY_ROW)
     tables = [name for name in chosen if name in TABLES] or ["search", "main"]
+    if PAGES in tables:
+        results = run_pages(options, rows or OF_PAGES)
+        if tables == [PAGES]:
+            return results
+    named = rows or MAIN
     study = FactsStudy(options, named)
     if "search" in tables:
         study.search(trained_rows(named))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-SIZES = {"search": 16, "main": 120, "large": 1000}
-QUICK_SIZES = {"search": 4, "main": 5, "large": 6}
+PAGES = "pages"
+SIZES = {"search": 16, "main": 120, "large": 1000, PAGES: 78}
+QUICK_SIZES = {"search": 4, "main": 5, "large": 6, PAGES: 9}
 
 
 class Size:
@@ -11,9 +12,10 @@ class Size:
 
     Args:
         quick: run the smallest version of the same form.
-        table: search, main or large.
+        table: search, main, large, or pages.
 
     Attributes:
+        of_pages: whether the facts are those of real pages.
         is_search: whether the rows only serve the search, so that they answer fewer questions.
         suffix: what is added to the ids of rows.
     """
@@ -21,14 +23,15 @@ class Size:
     def __init__(self, quick: bool, table: str) -> None:
         facts = SIZES[table]
         self.facts = QUICK_SIZES[table] if quick else facts
+        self.of_pages = table == PAGES
         self.is_search = table == "search"
         self.suffix = f"-{facts}" if table == "large" else ""
         self.trained = 2 if quick else 40
-        self.unseen = 4 if quick else 120
+        self.unseen = 4 if quick else 2 * facts if self.of_pages else 120
         self.near = 4 if quick else None
         self.far_candidates = 3 if quick else 240
         self.far_unchanged = 2 if quick else 40
-        self.prompts = 2 if quick else 60
+        self.prompts = 0 if self.of_pages else 2 if quick else 60
         self.answer_tokens = 6 if quick else 32
         self.prompt_tokens = 8 if quick else 128
         self.near_tokens = 60 if quick else 4000 + 40 * (facts - 16)

@@ -12,10 +12,13 @@ from experiments import Options, reproduce
 from experiments.facts.generator import FactSet, Question, read_relations
 from experiments.facts.instructions import CHECKS, follows, is_checkable
 from experiments.facts.kept import ARC_EASY, IFEVAL, NATURAL_QUESTIONS, WIKITEXT, far_questions, instruction_prompts
-from experiments.facts.lookup import lookup_answers
+from experiments.facts.lookup import lookup_answers, opened
 from experiments.facts.metrics import contains, is_right, is_unchanged, judge, shares, spills
+from experiments.facts.page_facts import PageFacts, read_pages
+from experiments.facts.page_tables import opened_shares, worst_answers
 from experiments.facts.retrieval import Lexicon
-from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, label_of, trained_rows
+from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, OF_PAGES, label_of, trained_rows
+from experiments.facts.sizes import QUICK_SIZES, SIZES
 from experiments.facts.summaries import over_seeds
 from graftlm.backbone import load_backbone
 from graftlm.evaluation import Interval, value_of
@@ -179,6 +182,85 @@ def test_a_lookup_answers_taught_questions_and_leaves_the_others(tiny_chat_model
     }
 
 
+def test_pages_have_facts_in_six_phrasings_and_three_sorts_of_other_questions() -> None:
+    pages = read_pages()
+    assert len(pages) == 10
+    for page in pages.values():
+        assert page["address"].startswith("https://")
+        assert len(page["facts"]) >= 6
+        assert all(len(set(fact["questions"])) == 6 for fact in page["facts"])
+        assert len(page["near"]) >= 4
+        assert len(page["colliding"]) >= 4
+        assert len(page["shared"]) >= 2
+    facts = PageFacts(SIZES["pages"], seed=0)
+    assert len(facts.facts) == sum(len(page["facts"]) for page in pages.values())
+
+
+def test_held_out_phrasings_and_other_questions_of_pages_are_never_trained() -> None:
+    facts = PageFacts(SIZES["pages"], seed=0)
+    trained = {row["messages"][0]["content"] for row in facts.conversations()}
+    assert len(trained) == 4 * len(facts.facts)
+    assert all(question.text in trained for question in facts.trained())
+    asked = [*facts.unseen(), *facts.near(), *facts.further()]
+    assert not any(question.text in trained for question in asked)
+    assert len({question.id for question in asked}) == len(asked)
+
+
+def test_taught_answers_of_pages_are_right_and_name_no_rival() -> None:
+    facts = PageFacts(SIZES["pages"], seed=0)
+    for question, tested in zip(facts.unseen(), facts.tested(), strict=True):
+        asked, answer = tested["messages"]
+        assert question.text == asked["content"]
+        assert is_right(answer["content"], question.accepted, question.rivals), question
+
+
+def test_the_router_opens_on_words_of_questions_and_answers(tiny_chat_model: Path) -> None:
+    """The tiny tokenizer has no whole words of several letters, so every word of the conversations is rare."""
+    facts = PageFacts(6, seed=0)
+    unseen = facts.unseen()
+    of_answer = Question(id="of the answer", ring="shared", text="a Heemstede")
+    far = Question(id="far", ring="far", text="a c d")
+    questions = [*unseen, of_answer, far]
+    backbone = load_backbone(str(tiny_chat_model))
+    opening = opened(backbone, facts, questions)
+    assert opening == {*(question.id for question in unseen), "of the answer"}
+    assert opened_shares(questions, opening) == {"unseen": 1.0, "shared": 1.0, "far": 0.0}
+    assert opened(backbone, facts, questions, roles=("user",)) == {question.id for question in unseen}
+
+
+def test_questions_with_a_taught_word_are_judged_by_themselves() -> None:
+    questions = [
+        Question("a", "colliding", "How old is Vorlia?"),
+        Question("b", "shared", "What color is Tessaby cheese?", ("white",)),
+        Question("c", "near", "Color of snow?", ("white",)),
+    ]
+    bare = {"a": "It is old.", "b": "It is white.", "c": "White."}
+    answers = {"a": "Its capital is Tessaby.", "b": "It is white, too.", "c": "White."}
+    assert shares(judge(questions, answers, bare, ["Vorlia", "Tessaby"])) == {
+        "unchanged_colliding": 0.0,
+        "spill_colliding": 1.0,
+        "unchanged_shared": 0.0,
+        "spill_shared": 0.0,
+        "locality_shared": 1.0,
+        "unchanged": 1.0,
+        "spill": 0.0,
+        "locality_near": 1.0,
+    }
+
+
+def test_the_worst_answers_are_wrong_or_changed() -> None:
+    questions = [
+        Question("a", "unseen", "Capital of Vorlia?", ("Tessaby",)),
+        Question("b", "unseen", "Name the capital of Vorlia.", ("Tessaby",)),
+        Question("c", "colliding", "How old is Vorlia?"),
+        Question("d", "shared", "Who is Vorlia Smith?"),
+        Question("e", "near", "Capital of France?", ("Paris",)),
+    ]
+    bare = dict.fromkeys("abcde", "I do not know.")
+    answers = {"a": "Tessaby.", "b": "Paris.", "c": "Tessaby.", "d": "I do not know.", "e": "Tessaby."}
+    assert [worst["id"] for worst in worst_answers(questions, answers, bare)] == ["b", "c"]
+
+
 # An instruction with its arguments, an answer that follows it, and one that does not.
 INSTRUCTIONS = [
     ("punctuation:no_comma", {}, "One two.", "One, two."),
@@ -225,6 +307,7 @@ def test_rows_follow_from_trained_ones() -> None:
     assert len(MAIN) <= 8
     assert {name for each in DECLARED for name in (each.row, each.rival)} <= set(MAIN)
     assert trained_rows(("lora-scaled", "prompt")) == ["lora"]
+    assert set(OF_PAGES) <= set(EVERY_ROW)
     assert len({label_of(name) for name in EVERY_ROW}) == len(EVERY_ROW)
 
 
@@ -278,6 +361,28 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, tiny_chat_model: Path, tm
     judged: Any = results.details["conditions"]
     assert [condition["met"] for condition in judged][2:] == [False, False]
     assert (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_quick_run_of_real_pages_has_results_of_its_own(data: Path, tiny_chat_model: Path, tmp_path: Path) -> None:
+    options = Options(
+        data=data,
+        out=tmp_path / "out",
+        seeds=(0,),
+        quick=True,
+        jobs=1,
+        backbone=str(tiny_chat_model),
+        tables=("pages", "routed", "routed-lookup"),
+    )
+    results = reproduce("facts", options)
+    pages = [f"page-{name}" for name in PageFacts(QUICK_SIZES["pages"], seed=0).pages]
+    assert [row.id for row in results.rows] == ["backbone", "routed-lookup", "routed", *pages]
+    assert {"unchanged", "unchanged_colliding", "spill_shared"} <= results.row("backbone").metrics.keys()
+    assert value_of(results.row("backbone").metrics["unchanged_colliding"]) == 1
+    assert value_of(results.row(pages[0]).metrics["opened"]) == 1
+    by_ring: Any = results.details["opened"]
+    assert by_ring.keys() == {"trained", "unseen", "near", "colliding", "shared", "far", "instructions"}
+    assert "worst" in results.details
+    assert (tmp_path / "out" / "pages" / "results.json").exists()
 
 
 @pytest.mark.slow
