@@ -36,6 +36,7 @@ _ROLES = {
     "tool_response": "tool",
 }
 _CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content is a call, or a list of calls
+_PLAIN_ROLES = _ROLES.keys() - set(_CALL_ROLES)
 # Roles that may precede a role. The empty one is the beginning of a conversation.
 _ALLOWED_BEFORE = {
     "system": ("",),
@@ -200,9 +201,8 @@ def read_arguments(value: object, where: str) -> dict[str, object]:
 
 
 def _read_turns(value: object, where: str, *, padded: bool) -> list[_Turn]:
-    messages = _as_list(value, where)
     turns: list[_Turn] = []
-    for number, message in enumerate(messages, start=1):
+    for number, message in enumerate(_as_list(value, where), start=1):
         turn = _read_turn(message, f"{where}, message {number}", padded=padded)
         if turn.is_call and turns and _is_joined(turns[-1], turn):
             calls = [*turns[-1].message.get("tool_calls", ()), *turn.message["tool_calls"]]
@@ -262,6 +262,10 @@ def _read_turn(message: object, where: str, *, padded: bool) -> _Turn:
             f"{where} is of type {type(message).__name__}, but an object with role and content is expected: correct "
             "the message."
         )
+    given = message.get("role")
+    content = message.get("content")
+    if len(message) == 2 and isinstance(content, str) and isinstance(given, str) and given in _PLAIN_ROLES:
+        return _Turn({"role": _ROLES[given], "content": content}, is_learned=True, is_call=False)
     values = {str(key): value for key, value in message.items() if value is not None}
     given = _pop_one(values, "role", "from", where)
     if not isinstance(given, str) or given not in _ROLES:
@@ -444,14 +448,15 @@ def _check_chat(chat: ChatExample) -> None:
     for number, message in enumerate(chat.messages):
         _check_turn(message, role_before, f"{chat.where}, message {number + 1}")
         role_before = message["role"]
-    for number in chat.learned:
+    learned = chat.learned
+    for number in learned:
         message = chat.messages[number]
         if not message["content"].strip() and "tool_calls" not in message:
             raise DataError(
                 f"{chat.where}, message {number + 1} is an empty answer, which would train the model not to answer: "
                 "leave it out."
             )
-    if chat.learned:
+    if learned:
         return
     if any(message["role"] == "assistant" for message in chat.messages):
         raise DataError(

@@ -253,8 +253,10 @@ def values_of(
         raise DataError(
             f"{where} is of type {type(row).__name__}, but an object with {names} is expected: correct the row."
         )
-    check_columns(list(row), columns, where, owner, optional)
-    return [row.get(name) for name in columns.values()]
+    for key, column in columns.items():
+        if column not in row and key not in optional:
+            check_columns(list(row), columns, where, owner, optional)
+    return [row.get(column) for column in columns.values()]
 
 
 def check_columns(
