@@ -44,7 +44,8 @@ from experiments.protocol import BigramTable, Evidence, RateSearch, conditions, 
 from experiments.study import Study, check_files, write_lines
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.data.chats import chat_tokens, read_chat
+from graftlm.data.chats import chat_tokens
+from graftlm.data.conversations import read_chat
 from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.measurement import Measurement

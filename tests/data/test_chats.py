@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
-from graftlm.data.chats import ChatExample, chat_tokens, read_chat, render_chat
+from graftlm.data.chats import chat_tokens, render_chat
 from graftlm.data.chunks import mark_chat, split_documents
+from graftlm.data.conversations import ChatExample, read_chat
 from graftlm.data.marked_ids import IGNORED, unmark
 from graftlm.data.rows import collate
 from graftlm.errors import DataError, GraftError
@@ -215,7 +216,8 @@ def test_templates_that_do_not_fit_are_named(template: str | None, message: str)
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", "str"),
+        ("hello", "not JSON"),
+        ('"hello"', "str"),
         ([], "no messages"),
         (None, "nothing"),
         (["hello"], "message 1 is of type str"),
@@ -238,7 +240,7 @@ def test_templates_that_do_not_fit_are_named(template: str | None, message: str)
             [{"role": USER, "content": "a"}, {"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}],
             "message 2 has the role user",
         ),
-        ([{"role": USER, "content": [{"type": "image"}]}, {"role": ASSISTANT, "content": "b"}], "of type list"),
+        ([{"role": USER, "content": [{"type": "image"}]}, {"role": ASSISTANT, "content": "b"}], "other parts"),
     ],
 )
 def test_messages_of_another_form_are_named(messages: Any, message: str) -> None:
@@ -248,7 +250,7 @@ def test_messages_of_another_form_are_named(messages: Any, message: str) -> None
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("tools", ['[{"name": "f"}]', {"name": "f"}, 3])
+@pytest.mark.parametrize("tools", ['{"name": "f"}', {"name": "f"}, 3])
 def test_tools_of_another_form_are_named(tools: Any) -> None:
     messages = chat_of(["a", "b"]).messages
     with pytest.raises(DataError) as error:
@@ -275,7 +277,7 @@ def test_other_forms_of_messages_are_read() -> None:
     tools = read_chat(
         [{"role": USER, "content": "a"}, call, {"role": TOOL, "content": "7"}, {"role": ASSISTANT, "content": "b"}], "x"
     )
-    assert tools.messages[1]["tool_calls"] == call["tool_calls"]
+    assert tools.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     assert tools.answers == "\nb"
 
 
@@ -360,7 +362,6 @@ def test_columns_are_read_from_tables_of_every_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"messages_column": "a", "prompt_column": "b"}, "prompt_column"),
         ({"tools_column": "a"}, "messages_column"),
         ({"messages_column": "a", "limit_characters": 5}, "limit_characters"),
     ],

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import DataConfig, Document, SelfSourceConfig
-from graftlm.data.chats import read_chat
+from graftlm.data.conversations import read_chat
 from graftlm.data.marked_ids import IGNORED
 from graftlm.data.near_text import LEFT_OUT, sample_near_text
 from graftlm.data.new_names import normalized

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graftlm.data import Document
-from graftlm.data.chats import read_chat
+from graftlm.data.conversations import read_chat
 from graftlm.data.new_names import NewNames, normalized
 
 _KNOWN = """

@@ -287,6 +287,24 @@ def test_a_recipe_of_prompts_and_completions(tmp_path: Path, tiny_backbone) -> N
     assert value_of(results.row("neutral-residues").metrics["learned"]) > 0
 
 
+def test_rows_without_a_target_are_counted_in_the_report(tmp_path: Path, tiny_backbone) -> None:
+    rows = [{"prompt": OLD * 3, "answer": "lune"}] * 3
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    source = {"path": str(tmp_path / "long.jsonl"), "text_column": "answer", "prompt_column": "prompt"}
+    changed = values(tmp_path, tiny_backbone("llama"), graft={"kind": "lora", "rank": 2})
+    changed["data"] |= {"new": [source], "replay_fraction": 0}
+    changed["training"] = {"epochs": 2, "batch_size": 1, "log_every": 1}
+    lines: list[str] = []
+    results = run_recipe(Recipe.parse(changed), progress=False, log=lines.append)
+    (trained,) = [row for row in results.rows if row.id != "backbone"]
+    losses = [loss for _, loss in results.details["losses"][trained.id]]  # type: ignore[index,union-attr,misc]
+    assert losses.count(0.0) == trained.metrics["rows_without_target"] == trained.metrics["steps_without_target"] > 0
+    assert losses.count(0.0) < len(losses)
+    (note,) = [line for line in lines if "no token to learn" in line]
+    assert f"{losses.count(0.0) // 2:,}" in note, "a pass has half of them"
+    assert "rows without target" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+
+
 def test_a_methods_own_text_is_looked_for_before_another_one_trains(tmp_path: Path, tiny_backbone) -> None:
     methods = {
         "first": {"graft": {"kind": "lora", "rank": 2}},

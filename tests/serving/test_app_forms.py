@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
+from graftlm.data.chat_templates import CallText
 from graftlm.errors import RecipeError
 from graftlm.serving import grammars
 from graftlm.serving.protocol import EngineLimits, ServingError
@@ -464,7 +466,8 @@ def test_what_is_no_call_is_text(text: str) -> None:
 
 TOOL_TEMPLATE = (
     "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for call in m.tool_calls %}<tool_call>{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function.name ~ ' ' ~ call.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}"
 )
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "Hej"},
@@ -477,6 +480,16 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
+def test_tools_of_a_template_whose_calls_answers_do_not_show_are_described() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[CALLS]"]})  # type: ignore[arg-type]
+    own = TOOL_TEMPLATE.replace("<tool_call>", "[CALLS]")
+    for template, described in ((own, True), (TOOL_TEMPLATE, False), (TOOL_TEMPLATE.replace("tojson", "count"), True)):
+        tokenizer.chat_template = template
+        served = ServingTokenizer(Backbone.wrap(tiny_model("llama"), tokenizer))
+        assert served.describes_tools == described
+
+
 def test_templates_with_and_without_a_place_for_tools() -> None:
     def written(template: str | None) -> str:
         tokenizer = tiny_tokenizer()
@@ -484,7 +497,7 @@ def test_templates_with_and_without_a_place_for_tools() -> None:
         found = ServingTokenizer(Backbone.wrap(tiny_model("llama"), tokenizer))
         return str(found.tokenizer.decode(list(found.encode_chat(TALK, [WEATHER]))))
 
-    assert written(TOOL_TEMPLATE) == "[weather]<user>Hej<assistant><tool_call>Rome<tool>sunny"
+    assert written(TOOL_TEMPLATE) == """[weather]<user>Hej<assistant><tool_call>weather {"city": "Rome"}<tool>sunny"""
     plain = written("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     assert plain.startswith("<system>These functions are available")
     assert '"name": "weather"' in plain
@@ -583,6 +596,62 @@ def test_an_unfinished_call_is_text(size: int) -> None:
         assert text == CALL[:end]
     digits = '<tool_call>\n{"name": "weather", "arguments": {"city": ' + "1" * 5000 + "}}\n</tool_call>"
     assert in_pieces(CallReader(["weather"]), digits, 1000) == (digits, [])
+
+
+OWN = CallText(before="[", between="] ", after=";")
+OWN_CALL = '[weather] {"city": "Rome"};'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_in_a_form_of_the_template(size: int) -> None:
+    def read(answer: str) -> tuple[str, list[ToolCall]]:
+        return in_pieces(CallReader(["now", "weather"], OWN), answer, size)
+
+    text, calls = read(f"Let me see. {OWN_CALL} {OWN_CALL}")
+    assert text == "Let me see."
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Rome"})] * 2
+    for other in ("[other] {};", "[weather] 3;", "[weather] {}.", "[weather] {x};", "see [1] and [2]", OWN_CALL[:-1]):
+        assert read(other) == (other, [])
+    assert len(in_pieces(CallReader(["weather"], replace(OWN, after="")), OWN_CALL[:-1], size)[1]) == 1
+
+
+def test_the_grammar_of_calls_in_a_form_of_the_template() -> None:
+    service = web_service(ScriptedEngine())
+    tools = {"weather": CITY, "now": None}
+    grammar = tool_grammar(service.grammars, tools, required=True, parallel=False, call_text=OWN)
+    for text, is_call in (
+        (OWN_CALL, True),
+        (OWN_CALL.replace("city", "town"), False),
+        ("[now] {};", True),
+        ("a", False),
+    ):
+        matcher = grammar.deep_copy()
+        tokens = service.tokenizer.encode(text, special=False)
+        followed = all(_consumes(matcher, token) for token in tokens)
+        assert (followed and bool(matcher.compute_logit_bias()[1])) == is_call, text
+
+
+def _consumes(matcher: Any, token: int) -> bool:
+    """Whether a token may follow; it is consumed then."""
+    return bool(matcher.compute_logit_bias()[token]) and bool(matcher.consume_token(token))
+
+
+def test_a_call_in_the_form_of_the_template_is_a_call_of_the_response() -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}] {{ c.function.arguments | tojson }};{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    engine = ScriptedEngine()
+    engine.scripts.append(Script(outputs("Let me see. [wea", "ther] ", '{"city": "Rome"};')))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    service = web_service(engine, backbone=Backbone.wrap(tiny_model("llama"), tokenizer, "tiny"))
+    with running(service) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=20)
+        answer = client.chat.completions.create(model="tiny", messages=USER, tools=[WEATHER]).choices[0].message
+    (call,) = answer.tool_calls or []
+    assert (answer.content, call.function.name) == ("Let me see.", "weather")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stream", [False, True])

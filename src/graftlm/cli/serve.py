@@ -124,6 +124,13 @@ def serve(
     service = open_service(backbones, folders, grafts, settings=settings, limits=limits, keys=keys)
     if not settings.is_local and not keys:
         log(f"everyone who reaches {host} can use this server: require a key with --api-keys or {KEYS_VARIABLE}.")
+    for member in service.members.values() or [service]:
+        if member.tokenizer.describes_tools:
+            log(
+                f"calls of tools in the chat template of {member.name} have a form that can't be found in answers: "
+                "tools are described in a system message instead, unlike in training.",
+                quiet=quiet,
+            )
     server.serve(service, lambda address: log(f"serving {', '.join(service.engine.names)} at {address}"))
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graftlm.backbone import continuation_ids, encode_parts, leading_bos
-from graftlm.data.chats import ChatExample, chat_tokens
+from graftlm.data.chats import chat_tokens
+from graftlm.data.conversations import ChatExample
 from graftlm.data.marked_ids import PROMPT, UNSCORED
 from graftlm.data.sources import Document
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,13 +15,16 @@ import numpy as np
 from graftlm.backbone import padding_id
 from graftlm.data.boundaries import Boundaries, check_rows, split_rows
 from graftlm.data.marked_ids import unmark
-from graftlm.data.rows import DOMAIN_NAMES, NEW, OLD, Batch, collate
+from graftlm.data.rows import DOMAIN_NAMES, NEW, OLD, Batch, collate, is_predicted
 from graftlm.data.sources import DataConfig, Document, SourceConfig, check_domains, read_documents
 from graftlm.data.streams import RowPacker, StreamingBlocks
 from graftlm.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_COUNTED_ROWS = 4096  # rows that are looked through together, which bounds the memory
 
 
 @dataclass(eq=False)
@@ -31,11 +35,13 @@ class TokenBlocks:
         marked: marked ids, int32, (N, length); see `graftlm.data.marked_ids`.
         boundaries: how documents share rows; see `DataConfig`.
         pad_id: the token id of padding.
+        ignored_keys: number of messages with each key that the chat template does not read.
     """
 
     marked: np.ndarray
     boundaries: Boundaries = "separate"
     pad_id: int = 0
+    ignored_keys: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.marked)
@@ -49,6 +55,12 @@ class TokenBlocks:
     def input_ids(self) -> np.ndarray:
         """Plain token ids, int32, (N, length)."""
         return unmark(self.marked, self.pad_id)
+
+    def without_target(self) -> int:
+        """Return the number of rows that have no predicted token."""
+        parts = range(0, len(self), _COUNTED_ROWS)
+        rows = (self.marked[start : start + _COUNTED_ROWS] for start in parts)
+        return sum(int((~is_predicted(part, self.boundaries)).all(axis=1).sum()) for part in rows)
 
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
         """Return rows of an endless sequence in which each epoch is a new order of all rows.
@@ -102,7 +114,12 @@ def pack(
     packer = RowPacker(lambda: documents, tokenizer, length, boundaries)
     rows = list(packer)
     check_rows(packer.n_tokens, length, boundaries, name)
-    return TokenBlocks(np.stack(rows), boundaries=boundaries, pad_id=packer.pad_id)
+    return TokenBlocks(
+        np.stack(rows),
+        boundaries=boundaries,
+        pad_id=packer.pad_id,
+        ignored_keys=packer.ignored_keys,
+    )
 
 
 class Batches(Protocol):
@@ -180,6 +197,13 @@ class Mixture:
         self.length = first.length
         self.boundaries: Boundaries = first.boundaries
         self.pad_id = first.pad_id
+
+    def ignored_keys(self) -> dict[str, int]:
+        """Return the number of messages read so far with each key that the chat template does not read."""
+        counts: Counter[str] = Counter()
+        for blocks in self.domains.values():
+            counts.update(blocks.ignored_keys)
+        return dict(counts)
 
     def counts(self, rows: int) -> dict[int, int]:
         """Return the number of rows of each domain among the first `rows` rows."""

@@ -91,6 +91,10 @@ class Batch:
         counts.index_add_(0, self.domain, mask.sum(dim=1))
         return torch.cat([targets[None], counts]).float()
 
+    def rows_without_target(self) -> int:
+        """Return the number of rows that have no predicted token."""
+        return int((self.labels[:, 1:] == IGNORED).all(dim=1).sum())
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         changed = {}
         for field in fields(self):
@@ -113,14 +117,10 @@ def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, p
     starts = is_start(marked)
     prompt = is_prompt(marked)
     input_ids = unmark(marked, pad_id).astype(np.int64)
-    ignored = padding | is_unscored(marked)
-    ignored[:, 0] = True
     position_ids = None
-    if boundaries != "joined":
-        ignored |= starts
-        if starts[:, 1:].any():
-            position_ids = torch.from_numpy(_positions(starts, padding))
-    labels = np.where(ignored, IGNORED, input_ids)
+    if boundaries != "joined" and starts[:, 1:].any():
+        position_ids = torch.from_numpy(_positions(starts, padding))
+    labels = np.where(is_predicted(marked, boundaries), input_ids, IGNORED)
     attention_mask = (~padding).astype(np.int64)
     return Batch(
         input_ids=torch.from_numpy(input_ids),
@@ -130,6 +130,20 @@ def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, p
         domain=torch.from_numpy(domain.astype(np.int64)),
         prompt=torch.from_numpy(prompt) if prompt.any() else None,
     )
+
+
+def is_predicted(marked: np.ndarray, boundaries: Boundaries) -> np.ndarray:
+    """Return which tokens of rows are predicted, bool, (B, L).
+
+    Args:
+        marked: marked ids, int32, (B, L).
+        boundaries: how documents share rows; see `DataConfig`.
+    """
+    ignored = (marked == PADDING) | is_unscored(marked)
+    ignored[:, 0] = True
+    if boundaries != "joined":
+        ignored |= is_start(marked)
+    return ~ignored
 
 
 def _positions(starts: np.ndarray, padding: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_serializer, model_validator
 
 from graftlm.config import Config
-from graftlm.data.chats import ChatExample, read_chat
+from graftlm.data.conversations import ChatExample, read_chat
 from graftlm.data.table_files import JSON_SUFFIXES, TABLE_SUFFIXES, check_columns, check_text, read_values, values_of
 from graftlm.errors import DataError, did_you_mean, first_line
 from graftlm.files.digests import walk
@@ -59,18 +59,22 @@ class SourceConfig(Config):
     dataset: str | None = Field(None, description="A dataset's name on the hub, or a local dataset folder.")
     subset: str | None = Field(None, description="The dataset's configuration, such as 'en'.")
     split: str = Field("train", description="The dataset's split.")
-    text_column: str = Field("text", description="The column of JSON, parquet, CSV and datasets that holds the text.")
-    prompt_column: str | None = Field(None, description="The column of a prompt before the text; it is not predicted.")
+    text_column: str = Field("text", description="The column that holds the text, except in plain files.")
+    prompt_column: str | None = Field(
+        None, description="The column of what precedes text or messages; it is not predicted."
+    )
     messages_column: str | None = Field(
         None,
-        description="The column of conversations: lists of messages with role and content, or with from and value. The "
-        "assistant's turns are predicted, in the tokenizer's chat template.",
+        description="The column of conversations: lists of messages. The assistant's turns are predicted, in the "
+        "tokenizer's chat template.",
     )
-    tools_column: str | None = Field(None, description="The column of a conversation's tools, as JSON schemas.")
-    streaming: bool = Field(False, description="Read the texts during training instead of packing all of them first.")
+    tools_column: str | None = Field(
+        None, description="The column of a conversation's tools, as JSON schemas; by default tools."
+    )
+    streaming: bool = Field(False, description="Read texts during training instead of packing all first.")
     documents: str | None = Field(None, description="A slice such as '0:23' or '-2:'; empty documents do not count.")
     limit_documents: int | None = Field(None, ge=1, description="Maximum number of documents.")
-    skip_characters: int = Field(0, ge=0, description="Number of characters to skip at the start of each document.")
+    skip_characters: int = Field(0, ge=0, description="Characters to skip at the start of each document.")
     limit_characters: int | None = Field(
         None, ge=1, description="Maximum number of characters in all; the last document is cut."
     )
@@ -96,8 +100,6 @@ class SourceConfig(Config):
             kind = "prompt_column" if self.prompt_column else "messages_column"
             key = "skip_characters" if self.skip_characters else "limit_characters"
             yield f"a source has a {kind}, whose texts are never cut, but also {key}: leave one out"
-        if self.messages_column is not None and self.prompt_column is not None:
-            yield "a source has both a messages_column and a prompt_column: leave one out"
         if self.tools_column is not None and self.messages_column is None:
             yield "a source has a tools_column but no messages_column: set messages_column, or leave tools_column out"
         if self.prompt_column == self.text_column:
@@ -112,14 +114,23 @@ class SourceConfig(Config):
     def columns(self) -> dict[str, str]:
         """The columns that are read, by the config key that sets each, such as {"text_column": "body"}."""
         if self.messages_column is not None:
-            columns = {"messages_column": self.messages_column}
-            if self.tools_column is not None:
-                columns["tools_column"] = self.tools_column
+            columns = {
+                "messages_column": self.messages_column,
+                "tools_column": self.tools_column or "tools",
+                "system": "system",
+            }
+            if self.prompt_column is not None:
+                columns["prompt_column"] = self.prompt_column
             return columns
         columns = {"text_column": self.text_column}
         if self.prompt_column is not None:
             columns["prompt_column"] = self.prompt_column
         return columns
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """The keys of `columns` whose column may be missing: a conversation's tools and system message."""
+        return ("system",) if self.tools_column is not None else ("system", "tools_column")
 
 
 class SelfSourceConfig(Config):
@@ -136,7 +147,7 @@ class SelfSourceConfig(Config):
         "conversation, only the answer is predicted and counts as sampled. Texts about things that the new text names "
         "are left out. By default texts are not related to the new text.",
     )
-    tokens: int = Field(100_000, ge=1, le=10**9, description="Number of tokens to sample, without those of prompts.")
+    tokens: int = Field(100_000, ge=1, le=10**9, description="Tokens to sample, without those of prompts.")
     length: int | None = Field(
         None, ge=2, description="Maximum number of tokens of a text; by default the length of the data's rows."
     )
@@ -151,11 +162,9 @@ class SelfSourceConfig(Config):
         [], description="Texts with which free text begins, in turn; by default it begins as a document."
     )
     question_tokens: int = Field(
-        24, ge=1, description="With near: maximum number of sampled tokens of a question; longer ones are left out."
+        24, ge=1, description="With near: maximum tokens of a question; longer ones are left out."
     )
-    answer_tokens: int = Field(
-        48, ge=1, description="With near: maximum number of tokens of an answer; longer ones are cut."
-    )
+    answer_tokens: int = Field(48, ge=1, description="With near: maximum tokens of an answer; longer ones are cut.")
     answer_temperature: float = Field(0.7, ge=0.01, le=100, description="With near: the temperature of answers.")
     temperature: float = Field(
         1.0,
@@ -166,7 +175,7 @@ class SelfSourceConfig(Config):
     top_p: float = Field(
         1.0, gt=0, le=1, description="Total probability of the tokens to sample from. With near the default is 0.9."
     )
-    batch_size: int = Field(32, ge=1, description="Number of texts that are sampled together.")
+    batch_size: int = Field(32, ge=1, description="Texts that are sampled together.")
     seed: int = Field(0, ge=0, description="Seed of the sampling.")
 
     @model_validator(mode="before")
@@ -425,11 +434,12 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     """
     # Of documents, TSV is plain text.
     if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):
-        for values, where in read_values(path, config.columns):
-            yield _document(values, config, where)
+        is_padded = _has_suffix(path, (".parquet",))
+        for values, where in read_values(path, config.columns, optional=config.optional_columns):
+            yield _document(values, config, where, padded=is_padded)
         return
-    for key in config.columns:
-        if key != "text_column":
+    for key in ("messages_column", "prompt_column"):
+        if key in config.columns:
             raise DataError(
                 f"{path} is plain text, but the source has a {key}: name a JSON, parquet or CSV file, or leave the "
                 f"{key} out."
@@ -437,12 +447,18 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     yield Document(read_text(path), str(path))
 
 
-def _document(values: list[Any], config: SourceConfig, where: str) -> Document:
-    """Return the document of a row, from the values of its columns."""
+def _document(values: list[Any], config: SourceConfig, where: str, *, padded: bool) -> Document:
+    """Return the document of a row, from the values of its columns; Arrow pads them with nulls."""
     if config.messages_column is not None:
-        messages, *rest = values
-        tools = rest[0] if rest else None
-        chat = read_chat(messages, where, tools)
+        messages, tools, system, *prompt = values
+        chat = read_chat(
+            messages,
+            where,
+            tools,
+            system=system,
+            prompt=prompt[0] if prompt else None,
+            padded=padded,
+        )
         return Document(chat.answers, where, chat=chat)
     texts = {}
     for value, (key, column) in zip(values, config.columns.items(), strict=True):
@@ -461,11 +477,17 @@ def _read_dataset(config: SourceConfig) -> Iterator[Document]:
     path = Path(config.name).expanduser()
     rows = _load_saved(path, config.split) if _is_saved_dataset(path) else _load_from_hub(config)
     if rows.column_names is not None:
-        check_columns(rows.column_names, config.columns, f"The dataset {config.name}")
+        check_columns(
+            rows.column_names,
+            config.columns,
+            f"The dataset {config.name}",
+            optional=config.optional_columns,
+        )
     try:
         for number, row in enumerate(rows):
             where = f"{config.name}: row {number}"
-            yield _document(values_of(row, config.columns, where), config, where)
+            values = values_of(row, config.columns, where, optional=config.optional_columns)
+            yield _document(values, config, where, padded=True)
     except OSError as error:
         raise DataError(
             f"The dataset {config.name} can't be read to its end ({first_line(error)}): try again."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import islice
@@ -12,6 +13,7 @@ import numpy as np
 
 from graftlm.backbone import padding_id
 from graftlm.data.boundaries import Boundaries, row_bounds
+from graftlm.data.chat_templates import ignored_keys
 from graftlm.data.chunks import TextChunk, group_chunks, split_documents, tokenize
 from graftlm.data.marked_ids import is_prompt, is_start, pad_row
 from graftlm.data.sources import Document
@@ -40,6 +42,7 @@ class RowPacker:
         chunks: number of chunks that were tokenized in this epoch.
         epoch: number of times that the documents were read to their end.
         n_tokens: number of tokens that this packer has tokenized, over all epochs.
+        ignored_keys: number of messages with each key that the chat template does not read.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class RowPacker:
         self.chunks = 0
         self.epoch = 0
         self.n_tokens = 0
+        self.ignored_keys: Counter[str] = Counter()
         self._open_documents = open_documents
         self._tokenizer = tokenizer
         self._repeat = repeat
@@ -114,6 +118,9 @@ class RowPacker:
             self._check_fits(group, streams)
         self.tail = np.concatenate([self.tail, *streams])
         self.chunks += len(group)
+        for chunk in group:
+            if chunk.chat is not None:
+                self.ignored_keys.update(ignored_keys(self._tokenizer, chunk.chat.messages))
         self.n_tokens += sum(len(stream) for stream in streams)
 
     def _next_group(self) -> list[TextChunk] | None:
@@ -176,6 +183,11 @@ class StreamingBlocks:
         self._buffer_rows = buffer_rows
         self._buffer = np.empty((0, self.length), dtype=np.int32)
         self._drawn = 0
+
+    @property
+    def ignored_keys(self) -> Mapping[str, int]:
+        """Number of messages so far with each key that the chat template does not read."""
+        return self._packer.ignored_keys
 
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
         """Draw the next `count` rows from the buffer.

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def read_values(
     columns: Mapping[str, str],
     owner: str = "source",
     header: Sequence[str] = (),
+    optional: Collection[str] = (),
 ) -> Iterator[LocatedValues]:
     """Yield the values of some columns of each row, and the row's location, such as `data.csv: row 3`.
 
@@ -70,6 +71,7 @@ def read_values(
         owner: the config that has these keys, for error messages.
         header: names of all columns of a CSV or TSV file without a header; other formats ignore it. If it is empty, the
             first row of the file has the names.
+        optional: the keys of `columns` whose column may be missing; its values are then None.
 
     Raises:
         DataError: the suffix is not that of a table, the file can't be read or is not valid in its format, it lacks a
@@ -81,14 +83,19 @@ def read_values(
         raise DataError(f"{path} is not a table: give a file that ends in {expected}, optionally followed by .gz.")
     with read_errors(path):
         if suffix in (".csv", ".tsv"):
-            yield from _read_csv(path, columns, owner, header)
+            yield from _read_csv(path, columns, owner, header, optional)
         elif suffix == ".parquet":
-            yield from _read_parquet(path, columns, owner)
+            yield from _read_parquet(path, columns, owner, optional)
         else:
-            yield from _read_json(path, columns, owner)
+            yield from _read_json(path, columns, owner, optional)
 
 
-def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[LocatedValues]:
+def _read_json(
+    path: Path,
+    columns: Mapping[str, str],
+    owner: str,
+    optional: Collection[str],
+) -> Iterator[LocatedValues]:
     """Read JSON lines, or a list if the file begins with a bracket."""
     with open_binary(path) as file:
         beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK)
@@ -97,14 +104,14 @@ def _read_json(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[L
             rows = _parse_json(file.read(), str(path))
             for number, row in enumerate(rows, start=1):
                 where = f"{path}: row {number}"
-                yield values_of(row, columns, where, owner), where
+                yield values_of(row, columns, where, owner, optional), where
             return
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}: line {number}"
             row = _parse_json(line, where)
-            yield values_of(row, columns, where, owner), where
+            yield values_of(row, columns, where, owner, optional), where
 
 
 def _parse_json(data: bytes, where: str) -> Any:
@@ -139,7 +146,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequence[str]) -> Iterator[LocatedValues]:
+def _read_csv(
+    path: Path,
+    columns: Mapping[str, str],
+    owner: str,
+    header: Sequence[str],
+    optional: Collection[str],
+) -> Iterator[LocatedValues]:
     """Read CSV or, by the suffix of the file, TSV without quoting."""
     with open_binary(path) as file:
         text = decode_utf8(file.read(), str(path)).lstrip(_BYTE_ORDER_MARK)
@@ -153,7 +166,7 @@ def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequen
         reader = csv.reader(lines, strict=True)
     try:
         names = header or next(reader, [])
-        check_columns(names, columns, str(path), owner)
+        check_columns(names, columns, str(path), owner, optional)
         rows = (cells for cells in reader if cells)
         for number, cells in enumerate(rows, start=1):
             where = f"{path}: row {number}"
@@ -163,7 +176,7 @@ def _read_csv(path: Path, columns: Mapping[str, str], owner: str, header: Sequen
                 _check_unquoted(cells, where)
             _check_cells(cells, names, where, has_header=not header)
             row = dict(zip(names, cells, strict=True))
-            yield values_of(row, columns, where, owner), where
+            yield values_of(row, columns, where, owner, optional), where
     except csv.Error as error:
         raise DataError(f"{path} is not valid CSV ({error}, at line {reader.line_num}): correct that line.") from None
 
@@ -193,25 +206,36 @@ def _check_cells(cells: Sequence[str], names: Sequence[str], where: str, *, has_
         )
 
 
-def _read_parquet(path: Path, columns: Mapping[str, str], owner: str) -> Iterator[LocatedValues]:
+def _read_parquet(
+    path: Path,
+    columns: Mapping[str, str],
+    owner: str,
+    optional: Collection[str],
+) -> Iterator[LocatedValues]:
     import pyarrow.parquet  # takes a quarter of a second
 
-    names = list(columns.values())
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            check_columns(file.schema_arrow.names, columns, str(path), owner)
-            for batch in file.iter_batches(batch_size=1024, columns=names):
+            check_columns(file.schema_arrow.names, columns, str(path), owner, optional)
+            present = [name for name in columns.values() if name in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=1024, columns=present):
                 for row in batch.to_pylist():
                     number += 1
-                    yield [row[name] for name in names], f"{path}: row {number}"
+                    yield [row.get(name) for name in columns.values()], f"{path}: row {number}"
     except (pyarrow.ArrowException, EOFError) as error:
         raise DataError(
             f"{path} can't be read as a parquet file ({first_line(error)}): fetch or write it again."
         ) from None
 
 
-def values_of(row: object, columns: Mapping[str, str], where: str, owner: str = "source") -> list[Any]:
+def values_of(
+    row: object,
+    columns: Mapping[str, str],
+    where: str,
+    owner: str = "source",
+    optional: Collection[str] = (),
+) -> list[Any]:
     """Return the values of some columns of a row, in the order of `columns`.
 
     Args:
@@ -219,6 +243,7 @@ def values_of(row: object, columns: Mapping[str, str], where: str, owner: str = 
         columns: see `read_values`.
         where: the row's location, for error messages.
         owner: see `read_values`.
+        optional: see `read_values`.
 
     Raises:
         DataError: the row is not a dict, or lacks a column.
@@ -228,11 +253,19 @@ def values_of(row: object, columns: Mapping[str, str], where: str, owner: str = 
         raise DataError(
             f"{where} is of type {type(row).__name__}, but an object with {names} is expected: correct the row."
         )
-    check_columns(list(row), columns, where, owner)
-    return [row[name] for name in columns.values()]
+    for key, column in columns.items():
+        if column not in row and key not in optional:
+            check_columns(list(row), columns, where, owner, optional)
+    return [row.get(column) for column in columns.values()]
 
 
-def check_columns(names: Sequence[str], columns: Mapping[str, str], where: str, owner: str = "source") -> None:
+def check_columns(
+    names: Sequence[str],
+    columns: Mapping[str, str],
+    where: str,
+    owner: str = "source",
+    optional: Collection[str] = (),
+) -> None:
     """Raise `DataError` unless each of `columns` is exactly once among `names`.
 
     Args:
@@ -240,10 +273,11 @@ def check_columns(names: Sequence[str], columns: Mapping[str, str], where: str, 
         columns: see `read_values`.
         where: the table's location, for error messages.
         owner: see `read_values`.
+        optional: see `read_values`.
     """
     for key, column in columns.items():
         count = list(names).count(column)
-        if count == 0:
+        if count == 0 and key not in optional:
             found = ", ".join(str(name) for name in names) or "none"
             raise DataError(
                 f"{where} has no column {column!r} (found: {found}): set the {owner}'s {key} to one of these, or "

@@ -95,6 +95,8 @@ def format_value(name: str, value: float) -> str:
         if value >= 10:
             return f"{value:,.0f}"
         return f"{value:.1f}"
+    if name.endswith("_without_target"):
+        return f"{value:,.0f}"
     is_signed = name.startswith(_SIGNED) or name.endswith("_gain")
     if is_signed:
         return f"{value:+.3f}"

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.backbone import TokenSelection, encode_parts, leading_bos, padding_id
 from graftlm.data import Document
 from graftlm.data.boundaries import window_bounds
-from graftlm.data.chats import ChatExample, chat_tokens, render_chat
+from graftlm.data.chats import chat_tokens, render_chat
+from graftlm.data.conversations import ChatExample
 from graftlm.data.own_text import OwnText
 from graftlm.evaluation.inference import LanguageModel, device_of
 

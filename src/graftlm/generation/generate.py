@@ -28,7 +28,8 @@ from graftlm.backbone import (
     token_texts,
 )
 from graftlm.config import Config
-from graftlm.data.chats import Message, render_question
+from graftlm.data.chats import render_question
+from graftlm.data.conversations import Message
 from graftlm.errors import DataError, GraftError
 from graftlm.files.reading import decode_utf8
 from graftlm.grafted.model import GraftedModel

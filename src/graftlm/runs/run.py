@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 
 from graftlm.config import Config
 from graftlm.data.mixture import Batches, Mixture, TokenBlocks
-from graftlm.data.rows import NEW
+from graftlm.data.rows import DOMAIN_NAMES, NEW
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.cost import MemoryWatch
@@ -219,14 +219,14 @@ class TrainingRun(Run):
                 return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
             measurement = self.evaluate(trainee)
             if summary is not None:
-                measurement.add_metrics(
-                    {
-                        "train_tokens_per_s": summary.tokens_per_s,
-                        "peak_memory_bytes": memory.peak,
-                    }
-                )
+                measurement.add_metrics(_training_metrics(summary, memory))
                 history = read_history(summary.history)
                 measurement.details["losses"] = [[line["step"], line["loss"]] for line in history]
+                ignored = trainee.batches.ignored_keys() if isinstance(trainee.batches, Mixture) else {}
+                if ignored:
+                    measurement.details["ignored_keys"] = ignored
+                    names = ", ".join(f"{key} ({count:,})" for key, count in sorted(ignored.items()))
+                    context.log(f"Keys of messages that the chat template does not read: {names}.")
             self.save(trainee, context, summary, measurement)
         return measurement
 
@@ -235,6 +235,8 @@ class TrainingRun(Run):
             raise RecipeError(
                 "Training needs text, but this run has none: name some under data.new, or set training.steps to 0."
             )
+        for note in _notes_on_targets(trainee.batches):
+            context.log(note)
         training = self.training
         if training.epochs is not None:
             steps = _steps_of(trainee.batches, training.epochs)
@@ -256,6 +258,31 @@ class TrainingRun(Run):
 def steps_text(steps: int) -> str:
     """Return a number of steps with its unit, for log lines."""
     return "1 step" if steps == 1 else f"{steps:,} steps"
+
+
+def _training_metrics(summary: TrainingSummary, memory: MemoryWatch) -> dict[str, object]:
+    metrics: dict[str, object] = {
+        "train_tokens_per_s": summary.tokens_per_s,
+        "peak_memory_bytes": memory.peak,
+    }
+    if summary.rows_without_target:
+        metrics["rows_without_target"] = summary.rows_without_target
+        metrics["steps_without_target"] = summary.steps_without_target
+    return metrics
+
+
+def _notes_on_targets(batches: Batches) -> Iterator[str]:
+    """Yield what the user should know about rows in memory that have no token to predict."""
+    domains = batches.domains if isinstance(batches, Mixture) else {}
+    for domain, rows in domains.items():
+        if not isinstance(rows, TokenBlocks):
+            continue
+        without = rows.without_target()
+        if without:
+            yield (
+                f"Of the {len(rows):,} {DOMAIN_NAMES[domain]} rows, {without:,} have no token to learn, since prompts "
+                "or conversations are longer than a row: raise data.length, or set data.boundaries to whole."
+            )
 
 
 def _steps_of(batches: Batches, epochs: float) -> int:

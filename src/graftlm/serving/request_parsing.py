@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 from llguidance import LLMatcher
 
 from graftlm.backbone import Stops
+from graftlm.data.chat_templates import HERMES, CallText
+from graftlm.data.conversations import Message, Tool, read_messages, read_tools
+from graftlm.errors import DataError
 from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_prompt, check_tokens
 from graftlm.serving.request_schema import (
     ApiRequest,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -21,6 +25,7 @@ from graftlm.serving.request_schema import (
     TokenizeRequest,
 )
 from graftlm.serving.service import Service
+from graftlm.serving.tokenization import ServingTokenizer
 from graftlm.serving.tools import ToolSchema, tool_grammar
 
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
@@ -39,6 +44,7 @@ class ParsedRequest:
         stream: whether the response is streamed.
         include_usage: whether a stream ends with the numbers of tokens.
         tools: names of the tools that the answer may call.
+        call_text: how the answer has calls of tools.
         base64: whether embeddings are encoded in base64.
     """
 
@@ -50,6 +56,7 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     tools: tuple[str, ...] = ()
+    call_text: CallText = HERMES
     base64: bool = False
 
 
@@ -100,7 +107,8 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
     _check_stream_options(body)
     _check_chat_options(body)
     tools = _callable_tools(body)
-    prompt = _chat_prompt(service, body, with_tools=bool(tools))
+    prompt = chat_prompt(service.tokenizer, body, with_tools=bool(tools))
+    check_prompt(prompt, service.tokenizer.vocabulary, "messages")
     remaining_tokens = max(1, min(service.limits.max_tokens, service.context - len(prompt)))
     request = _generation_request(
         body,
@@ -116,7 +124,8 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
         turn_ends=service.tokenizer.turn_ends,
     )
     _check_options(request, service.tokenizer.vocabulary, _grammar_key(body, tools))
-    return _parsed(body, request, [prompt], tools=tuple(tools))
+    parsed = _parsed(body, request, [prompt])
+    return replace(parsed, tools=tuple(tools), call_text=service.tokenizer.call_text)
 
 
 def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> ParsedRequest:
@@ -168,7 +177,7 @@ def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
         raise ServingError(
             f"messages is set, but the encoder {service.name} has no chats: send a text as prompt instead.", "messages"
         )
-    return list(service.tokenizer.encode_chat([message.for_template() for message in body.messages]))
+    return list(service.tokenizer.encode_chat(_messages(body.messages)))
 
 
 def detokenize(service: Service, body: DetokenizeRequest) -> str:
@@ -188,17 +197,33 @@ def _token_ids(service: Service, prompt: str | list[int]) -> tuple[int, ...]:
     return tuple(prompt)
 
 
-def _chat_prompt(service: Service, body: ChatRequest, *, with_tools: bool) -> tuple[int, ...]:
-    tools = []
+def chat_prompt(tokenizer: ServingTokenizer, body: ChatRequest, *, with_tools: bool) -> tuple[int, ...]:
+    """Return the token ids of the conversation in the body of /v1/chat/completions.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        body: the body.
+        with_tools: whether the prompt has the tools of the body.
+
+    Raises:
+        ServingError: the chat template rejects the messages or the tools.
+    """
+    tools: tuple[Tool, ...] = ()
     if with_tools:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    prompt = service.tokenizer.encode_chat(
-        [message.for_template() for message in body.messages],
+        tools = read_tools([tool.model_dump(exclude_unset=True) for tool in body.tools or ()], "The request")
+    return tokenizer.encode_chat(
+        _messages(body.messages),
         tools=tools,
         values=body.chat_template_kwargs,
     )
-    check_prompt(prompt, service.tokenizer.vocabulary, "messages")
-    return prompt
+
+
+def _messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Return the messages of a request in the form of chat templates."""
+    try:
+        return read_messages([message.model_dump(exclude_none=True) for message in messages], "The request")
+    except DataError as error:
+        raise ServingError(str(error), "messages") from None
 
 
 def _callable_tools(body: ChatRequest) -> dict[str, ToolSchema | None]:
@@ -245,6 +270,7 @@ def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, ToolSche
             tools,
             required=body.tool_choice not in (None, "auto"),
             parallel=body.parallel_tool_calls is not False and not has_named_tool,
+            call_text=service.tokenizer.call_text,
         )
     if body.response_format is not None and has_format:
         named_schema = body.response_format.json_schema
@@ -357,7 +383,6 @@ def _parsed(
     body: ApiRequest,
     request: GenerationRequest,
     prompts: Sequence[tuple[int, ...]],
-    tools: tuple[str, ...] = (),
 ) -> ParsedRequest:
     """Return the continuations of all prompts, each with another seed."""
     n = body.n or 1
@@ -374,5 +399,4 @@ def _parsed(
         trace=request.trace,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        tools=tools,
     )

@@ -29,14 +29,15 @@ from pydantic import (
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from graftlm.config import Config, read_yaml
+from graftlm.data.conversations import read_arguments
+from graftlm.errors import DataError
 from graftlm.serving.errors import UnsupportedValueError
 from graftlm.serving.tokenization import TEMPLATE_ARGUMENTS
-from graftlm.serving.tools import TemplateMessage, ToolSchema
+from graftlm.serving.tools import ToolSchema
 
 MAX_CHOICES = 16
 _Body = TypeVar("_Body", bound=BaseModel)
 _TEMPLATE_CHARACTERS = 10_000  # maximum size of values for a chat template, which may repeat them
-_TEMPLATE_ROLES = {"developer": "system"}
 _NO_UNICODE = "the text has half of a surrogate pair, but Unicode is expected"
 
 
@@ -310,18 +311,11 @@ class FunctionCall(StrictBody):
     @field_validator("arguments")
     @classmethod
     def _check_arguments(cls, value: str) -> str:
-        text = value or "{}"
         try:
-            is_object = isinstance(json.loads(text), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise ValueError("a JSON object is expected")
-        return text
-
-    def for_template(self) -> TemplateMessage:
-        """Return the call for chat templates, with the arguments as an object instead of text."""
-        return {"name": self.name, "arguments": json.loads(self.arguments)}
+            read_arguments(value, "the call")
+        except DataError as error:
+            raise ValueError(str(error).rstrip(".")) from None
+        return value
 
 
 class MessageToolCall(StrictBody):
@@ -340,33 +334,14 @@ class ChatMessage(StrictBody):
     content: TextParts | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="As in vLLM, for chat templates that read it.")
 
     def _problems(self) -> Iterator[str]:
         if self.content is None and not self.tool_calls:
             yield f"a message with the role {self.role} has no content, but text is expected"
         if self.tool_calls and self.role != "assistant":
             yield f"a message with the role {self.role} has tool_calls, which only the assistant's messages may have"
-
-    @property
-    def text(self) -> str:
-        """The parts as one text."""
-        return "".join(part.text for part in self.content or ())
-
-    def for_template(self) -> TemplateMessage:
-        """Return the message for chat templates: `role`, `content` as one text, and `tool_calls` if there are any.
-
-        The role `developer` becomes `system`.
-        """
-        message: TemplateMessage = {
-            "role": _TEMPLATE_ROLES.get(self.role, self.role),
-            "content": self.text,
-        }
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.for_template()}
-                for call in self.tool_calls
-            ]
-        return message
 
 
 class ToolFunction(StrictBody):

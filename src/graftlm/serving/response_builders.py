@@ -369,7 +369,7 @@ class ChatBuilder(ResponseBuilder[Chat]):
 
     def __init__(self, parsed: ParsedRequest, tokenizer: ServingTokenizer, fingerprint: str) -> None:
         super().__init__(parsed, tokenizer, fingerprint)
-        self._readers = [CallReader(parsed.tools) for _ in self.choices]
+        self._readers = [CallReader(parsed.tools, parsed.call_text) for _ in self.choices]
 
     def response(self, parts: list[ChoicePart]) -> Chat:
         """Return the whole response with the messages `parts`."""

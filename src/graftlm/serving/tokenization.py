@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from functools import cached_property, lru_cache
 from inspect import signature
 from typing import Any
@@ -16,9 +17,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from graftlm.backbone import Backbone, Stops, read_stops, turn_end_ids
 from graftlm.backbone.detokenizer import is_byte_level
+from graftlm.data.chat_templates import HERMES, CallText, as_plain_text, render_messages, template_form
+from graftlm.data.conversations import Message, Tool
 from graftlm.errors import DataError
 from graftlm.serving.protocol import ServingError
-from graftlm.serving.tools import OPEN, TemplateMessage, TemplateTool, without_tools
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -54,6 +56,9 @@ class ServingTokenizer:
         tokenizer: the copy.
         plain: whether conversations are rendered with `PLAIN_TEMPLATE`.
         vocabulary: number of token ids of the model.
+        call_text: how answers have calls of tools.
+        describes_tools: whether tools are described in a system message although the chat template has a place for
+            them, since its calls can't be found in the text of answers.
         bytes_of: returns the bytes of a token's text; they are empty for an id that the tokenizer does not have.
 
     Raises:
@@ -64,13 +69,24 @@ class ServingTokenizer:
         self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(backbone.need_tokenizer())
         self.plain = not (template or self.tokenizer.chat_template)
         self._template = PLAIN_TEMPLATE if self.plain else template
-        chat_template = str(self._template or self.tokenizer.chat_template)
-        self._template_has_tools = "tools" in chat_template and OPEN in chat_template
+        form = template_form(self.tokenizer.get_chat_template(self._template, tools=[{}]))
+        own_call = self._found_in_answers(form.call_text) if form.tools else None
+        self.call_text = own_call or HERMES
+        self.describes_tools = form.tools and own_call is None
         self.vocabulary = int(getattr(backbone.config, "vocab_size", len(self.tokenizer)))
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
         self._is_byte_level = is_byte_level(self.tokenizer)
         self._special = set(self.tokenizer.all_special_ids)
         self.bytes_of = lru_cache(maxsize=2**16)(self._bytes_of)
+
+    def _found_in_answers(self, call: CallText | None) -> CallText | None:
+        """Return how calls are written, or None if they can't be found in the text of answers."""
+        if call is None:
+            return None
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        if not call.before or any(token in "".join(astuple(call)) for token in special):
+            return None  # The texts of answers have no special tokens.
+        return HERMES if call.is_object else call
 
     @property
     def chat_stops(self) -> tuple[str, ...]:
@@ -100,8 +116,8 @@ class ServingTokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[TemplateMessage],
-        tools: Sequence[TemplateTool] = (),
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
         param: str = "messages",
         values: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
@@ -116,21 +132,21 @@ class ServingTokenizer:
         Raises:
             ServingError: the chat template rejects the messages or the values.
         """
-        if not self._template_has_tools:
-            messages = without_tools(messages, tools)
+        if tools and self.describes_tools:
+            messages = as_plain_text(messages, tools)
             tools = ()
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                chat_template=self._template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **(values or {}),
+            text = render_messages(
+                self.tokenizer,
+                messages,
+                tools,
+                header=True,
+                template=self._template,
+                values=values,
             )
         except Exception as error:
             # Values of a request may raise any exception in a template; other exceptions are bugs.
-            if not values and not isinstance(error, TemplateError | ValueError | TypeError):
+            if not values and not isinstance(error, DataError | TemplateError | ValueError | TypeError):
                 raise
             given = param
             if values:

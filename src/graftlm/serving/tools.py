@@ -1,8 +1,7 @@
-"""Tool calls: the description of tools in prompts, the grammar of calls, and their extraction from answers.
+"""Tool calls: the grammar of calls, and their extraction from answers.
 
-A call is JSON between `<tool_call>` and `</tool_call>`, as written by Hermes and Qwen. A chat template that uses this
-form receives the tools; for other templates, the tools are described in a system message. A grammar makes every call
-follow the schema of its tool.
+A call is written as the chat template writes it (`CallText`), by default as JSON between `<tool_call>` and
+`</tool_call>`. A grammar makes every call follow the schema of its tool.
 """
 
 from __future__ import annotations
@@ -15,19 +14,15 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher
 
 from graftlm.backbone.detokenizer import longest_beginning
+from graftlm.data.chat_templates import CLOSE, HERMES, OPEN, CallText
 from graftlm.serving.grammars import JSON_OPTIONS, GrammarCompiler, checked_schema, quoted
 from graftlm.serving.protocol import ServingError
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
+_NO_VALUE = "\0"  # can't begin what follows a value
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 ToolSchema = dict[str, Any]
 """The JSON schema of a tool's arguments."""
-TemplateMessage = dict[str, Any]
-"""A message in the form of chat templates."""
-TemplateTool = dict[str, Any]
-"""A tool in the form of chat templates."""
 
 
 class ToolCall(NamedTuple):
@@ -50,6 +45,7 @@ def tool_grammar(
     *,
     required: bool,
     parallel: bool,
+    call_text: CallText = HERMES,
 ) -> LLMatcher:
     """Compile the grammar of an answer with tool calls.
 
@@ -58,6 +54,7 @@ def tool_grammar(
         tools: the schema of each tool's arguments by name; None for a tool without arguments.
         required: whether the answer must consist of calls; otherwise it is text with calls anywhere.
         parallel: whether the answer may have several calls.
+        call_text: how a call is written.
 
     Raises:
         ServingError: a schema is wrong, not supported or too complex.
@@ -68,13 +65,13 @@ def tool_grammar(
     names = []
     for number, (name, schema) in enumerate(schemas.items()):
         names.append(f"body_{number}")
-        bodies.append(f"body_{number}: {_call_rule(name, schema)}")
+        bodies.append(f"body_{number}: {_call_rule(name, schema, call_text)}")
     alternatives = " | ".join(names)
     rules = [
         "%llguidance {}",
         f"body: {alternatives}",
         *bodies,
-        *_start_rules(required=required, parallel=parallel),
+        *_start_rules(quoted(_opening(call_text)), required=required, parallel=parallel),
     ]
     try:
         return compiler.lark("\n".join(rules), "tools")
@@ -99,16 +96,20 @@ def _arguments_schema(name: str, schema: ToolSchema | None) -> ToolSchema:
     return schema
 
 
-def _call_rule(name: str, schema: ToolSchema) -> str:
+def _opening(call_text: CallText) -> str:
+    """Return the text that begins a call, before which an answer may have other text."""
+    return OPEN if call_text.is_object else call_text.before
+
+
+def _call_rule(name: str, schema: ToolSchema, call_text: CallText) -> str:
     checked_schema(schema, "tools")
-    beginning = quoted(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+    beginning = call_text.before.removeprefix(_opening(call_text))
     arguments = json.dumps(schema | {"x-guidance": JSON_OPTIONS})
-    end = quoted("}\n" + CLOSE)
-    return f"{beginning} %json {arguments} {end}"
+    end = quoted(call_text.after) if call_text.after else ""
+    return f"{quoted(beginning + name + call_text.between)} %json {arguments} {end}"
 
 
-def _start_rules(*, required: bool, parallel: bool) -> list[str]:
-    opening = quoted(OPEN)
+def _start_rules(opening: str, *, required: bool, parallel: bool) -> list[str]:
     if required:
         further_calls = f' ("\\n" {opening} body)*' if parallel else ""
         return [f"start: {opening} body{further_calls}"]
@@ -119,46 +120,6 @@ def _start_rules(*, required: bool, parallel: bool) -> list[str]:
     ]
 
 
-def without_tools(messages: Sequence[TemplateMessage], tools: Sequence[TemplateTool]) -> list[TemplateMessage]:
-    """Return a conversation for a chat template without tools.
-
-    The tools are described in the system message, calls become text of the assistant, and results become messages of
-    the user.
-
-    Args:
-        messages: at least one message.
-        tools: the tools; without any, the system message stays the same.
-    """
-    chat = [_as_text(message) for message in messages]
-    if not tools:
-        return chat
-    instructions = _instructions(tools)
-    if chat[0]["role"] == "system":
-        system = chat.pop(0)
-        instructions = f"{system['content']}\n\n{instructions}"
-    return [{"role": "system", "content": instructions}, *chat]
-
-
-def _as_text(message: TemplateMessage) -> TemplateMessage:
-    text = message["content"]
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    parts = [text] if text else []
-    for call in message.get("tool_calls", ()):
-        function = json.dumps(call["function"], ensure_ascii=False)
-        parts.append(f"{OPEN}\n{function}\n{CLOSE}")
-    return {"role": message["role"], "content": "\n".join(parts)}
-
-
-def _instructions(tools: Sequence[TemplateTool]) -> str:
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return (
-        f"These functions are available, one a line as JSON:\n{lines}\n"
-        f'To call one, write {OPEN}\n{{"name": "its name", "arguments": {{}}}}\n{CLOSE} with arguments that its '
-        "parameters describe. The result follows in the next message."
-    )
-
-
 class CallReader:
     """Splits an answer that arrives in pieces into text and tool calls.
 
@@ -167,14 +128,18 @@ class CallReader:
 
     Args:
         names: names of the tools; a call of another name is text.
+        call_text: how calls are written.
 
     Attributes:
         calls: number of calls so far.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], call_text: CallText = HERMES) -> None:
         self.calls = 0
         self._names = names
+        self._call_text = call_text
+        self._opening = _opening(call_text)
+        self._parse = self._parse_object if call_text.is_object else self._parse_written
         self._held = ""
         self._after_call = False
 
@@ -187,9 +152,9 @@ class CallReader:
         self._held += piece
         text = ""
         calls: list[ToolCall] = []
-        while OPEN in self._held:
-            start = self._held.index(OPEN)
-            parsed = self._parse(start + len(OPEN))
+        while self._opening in self._held:
+            start = self._held.index(self._opening)
+            parsed = self._parse(start + len(self._opening))
             if parsed is None:
                 break
             call, end = parsed
@@ -214,9 +179,9 @@ class CallReader:
 
     def _release_text(self) -> str:
         """Remove and return the held-back text before a possible beginning of a call."""
-        start = self._held.find(OPEN)
+        start = self._held.find(self._opening)
         if start < 0:
-            start = len(self._held) - longest_beginning(self._held, [OPEN])
+            start = len(self._held) - longest_beginning(self._held, [self._opening])
         text = self._held[:start].rstrip()  # The white space may precede a call.
         self._held = self._held[len(text) :]
         return self._trimmed(text)
@@ -230,30 +195,61 @@ class CallReader:
             self._after_call = False
         return text
 
-    def _parse(self, start: int) -> tuple[ToolCall | None, int] | None:
-        """Parse the held-back text from `start`, the end of a `<tool_call>`.
+    def _parse_object(self, start: int) -> tuple[ToolCall | None, int] | None:
+        """Parse the held-back text from `start`, the end of a `<tool_call>`: an object with name and arguments.
 
         Returns:
             A call and its end; None and `start` if the characters are not a call of a tool; None alone while they may
             become one.
         """
-        body = self._held[start:].lstrip()
-        try:
-            value, end = json.JSONDecoder().raw_decode(body)
-        except json.JSONDecodeError as error:
-            # The last characters may be a part of a literal such as false, or of an escape such as \u00e9.
-            is_incomplete = error.msg.startswith("Unterminated") or error.pos >= len(body) - 6
-            return None if is_incomplete else (None, start)
-        except (ValueError, RecursionError):  # a number of more than 4300 digits, or too many brackets
-            return None, start
-        closing = body[end:].lstrip()
-        if CLOSE.startswith(closing) and closing != CLOSE:
+        body = self._held[start:]
+        value, rest = _first_value(body)
+        if rest is None or not _is_reached(rest.lstrip(), CLOSE):
             return None
+        closing = rest.lstrip()
         if not closing.startswith(CLOSE) or not isinstance(value, dict) or value.get("name") not in self._names:
             return None, start
-        call = ToolCall(
-            id=f"call_{uuid.uuid4().hex[:24]}",
-            name=value["name"],
-            arguments=json.dumps(value.get("arguments", {})),
-        )
-        return call, len(self._held) - len(closing) + len(CLOSE)
+        return _tool_call(value["name"], value.get("arguments", {})), len(self._held) - len(closing) + len(CLOSE)
+
+    def _parse_written(self, start: int) -> tuple[ToolCall | None, int] | None:
+        """Parse the held-back text from `start`, the text before a name; see `_parse_object` for what it returns."""
+        after = self._call_text.after
+        for name in self._names:
+            head = name + self._call_text.between
+            body = self._held[start:]
+            if not _is_reached(body, head):
+                return None
+            if not body.startswith(head):
+                continue
+            value, rest = _first_value(body[len(head) :])
+            if rest is None or not _is_reached(rest, after):
+                return None
+            if isinstance(value, dict) and rest.startswith(after):
+                return _tool_call(name, value), len(self._held) - len(rest) + len(after)
+        return None, start
+
+
+def _first_value(text: str) -> tuple[object, str | None]:
+    """Return the JSON value that begins a text, and the text after it.
+
+    The text after it is None while the value may be incomplete, and `_NO_VALUE` if there is none.
+    """
+    body = text.lstrip()
+    try:
+        value, end = json.JSONDecoder().raw_decode(body)
+    except json.JSONDecodeError as error:
+        # The last characters may be a part of a literal such as false, or of an escape such as \u00e9.
+        is_incomplete = error.msg.startswith("Unterminated") or error.pos >= len(body) - 6
+        return None, None if is_incomplete else _NO_VALUE
+    except (ValueError, RecursionError):  # a number of more than 4300 digits, or too many brackets
+        return None, _NO_VALUE
+    return value, body[end:]
+
+
+def _is_reached(text: str, mark: str) -> bool:
+    """Return whether a growing text either has a mark at its beginning, or can't have it any more."""
+    return text.startswith(mark) or not mark.startswith(text)
+
+
+def _tool_call(name: str, arguments: object) -> ToolCall:
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=json.dumps(arguments))

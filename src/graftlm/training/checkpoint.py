@@ -67,6 +67,8 @@ class TrainingCounts:
     Attributes:
         step: number of updates done.
         tokens: number of input tokens read, without padding.
+        rows_without_target: number of rows read that had no token to predict.
+        steps_without_target: number of updates whose rows had none.
         loss: loss of the last step, in nats per token; None before the first step.
         timed_tokens: tokens of the steps that `seconds` covers: all but the first after each start.
         seconds: duration of those steps, without checkpoints.
@@ -74,6 +76,8 @@ class TrainingCounts:
 
     step: int = 0
     tokens: int = 0
+    rows_without_target: int = 0
+    steps_without_target: int = 0
     loss: float | None = None
     timed_tokens: int = 0
     seconds: float = 0.0

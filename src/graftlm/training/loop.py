@@ -49,6 +49,8 @@ class TrainingSummary:
         tokens_per_s: input tokens per second, without checkpoints and the first step after each start; 0 if no other
             step was done.
         loss: loss of the last step with its auxiliary part, in nats per token.
+        rows_without_target: number of rows that had no token to predict, over all resumptions.
+        steps_without_target: number of updates whose rows had none, so that they taught nothing.
         history: path of the log, one JSON line for each logged step.
         resumed_from: step of the checkpoint that the run resumed from; None for a fresh start.
     """
@@ -57,6 +59,8 @@ class TrainingSummary:
     tokens: int
     tokens_per_s: float
     loss: float
+    rows_without_target: int
+    steps_without_target: int
     history: Path
     resumed_from: int | None
 
@@ -124,6 +128,8 @@ def train(
         tokens=state.counts.tokens,
         tokens_per_s=state.counts.tokens_per_s,
         loss=state.counts.loss,
+        rows_without_target=state.counts.rows_without_target,
+        steps_without_target=state.counts.steps_without_target,
         history=out / HISTORY,
         resumed_from=resumed_from,
     )
@@ -199,6 +205,7 @@ def _step(state: TrainingState) -> tuple[int, dict[str, float]]:
     _seed(state.config.seed, step, context.accelerator.process_index)
     position = state.batches.snapshot()
     batch = state.batches.batch(step)
+    _count_targets(state.counts, batch)
     rate = learning_rate(state.config, step)
     for group in state.optimizer.param_groups:
         group["lr"] = rate * group.get("scale", 1.0)
@@ -220,6 +227,14 @@ def _step(state: TrainingState) -> tuple[int, dict[str, float]]:
         "learning_rate": rate,
         "gradient_norm": norm,
     }
+
+
+def _count_targets(counts: TrainingCounts, batch: Batch) -> None:
+    """Count the rows of a batch of text that have no token to predict."""
+    if isinstance(batch, Batch):  # batches of tasks have labels instead of tokens
+        without = batch.rows_without_target()
+        counts.rows_without_target += without
+        counts.steps_without_target += without == len(batch)
 
 
 def _accumulate(state: TrainingState, batch: Batch) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
+from graftlm.data.chat_templates import render_messages
 from graftlm.errors import first_line
 
 _CONVERSATION = (("user", "Where?"), ("assistant", "There."), ("user", "Why?"))
@@ -65,6 +66,6 @@ def _rendered_probe(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
     messages = [{"role": role, "content": content} for role, content in _CONVERSATION]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return render_messages(tokenizer, messages, header=True)
     except Exception as error:  # raised by jinja, or by the template
         return f"can't be filled: {first_line(error)}"

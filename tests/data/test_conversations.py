@@ -1,0 +1,456 @@
+"""Every form of a conversation becomes one form, which training and serving render to the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graftlm.backbone import Backbone
+from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
+from graftlm.data.chat_templates import HERMES, render_messages, template_form
+from graftlm.data.chats import chat_tokens, render_chat, render_question
+from graftlm.data.conversations import ChatExample, read_chat, read_messages, read_tools
+from graftlm.errors import DataError
+from graftlm.serving.request_parsing import chat_prompt
+from graftlm.serving.request_schema import ChatRequest
+from graftlm.serving.tokenization import ServingTokenizer
+from tiny import tiny_model, tiny_tokenizer
+
+SCHEMA = {"type": "object", "properties": {"port": {"type": "string"}}, "required": ["port"]}
+TIDE = {"type": "function", "function": {"name": "tide", "description": "Of a port.", "parameters": SCHEMA}}
+ARGUMENTS = {"port": "Ålesund", "day": {"of": [1, None]}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "tide", "arguments": ARGUMENTS}}
+ASKED = {"role": "user", "content": "When is high tide?"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "noon", "tool_call_id": "c1"}
+TOLD = {"role": "assistant", "content": "At noon."}
+LOOP = [ASKED, CALLED, RESULT, TOLD]
+
+_CALLS = "{% for c in m.tool_calls or [] %}"
+_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+_HEADER = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+# How templates take calls: each in a form of its own.
+TEMPLATES = {
+    "nothing of tools": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" + _HEADER,
+    "objects in tags": _TOOLS
+    + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    + _CALLS
+    + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    + "{% endfor %}<|end|>{% endfor %}"
+    + _HEADER,
+    "a form of its own": _TOOLS
+    + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    + _CALLS
+    + "[{{ c.function.name }}] {{ c.function.arguments | tojson }};{% endfor %}<|end|>{% endfor %}"
+    + _HEADER,
+    "arguments as text": _TOOLS
+    + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    + _CALLS
+    + "[{{ c.function.name + '] ' + c.function.arguments }};{% endfor %}<|end|>{% endfor %}"
+    + _HEADER,
+    "arguments that are printed": _TOOLS
+    + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    + _CALLS
+    + "[{{ c.function.name }}] {{ c.function.arguments }};{% endfor %}<|end|>{% endfor %}"
+    + _HEADER,
+    "calls where there is no content": _TOOLS
+    + "{% for m in messages %}<|{{ m.role }}|>{% if m.content is defined %}{{ m.content }}{% else %}"
+    + _CALLS
+    + "[{{ c.function.name }}] {{ c.function.arguments | tojson }};{% endfor %}{% endif %}<|end|>{% endfor %}"
+    + _HEADER,
+    "contents in parts": "{% for m in messages %}<|{{ m.role }}|>{% for p in m.content %}{% if p.type == 'text' %}"
+    "{{ p.text }}{% endif %}{% endfor %}<|end|>{% endfor %}" + _HEADER,
+}
+
+
+def with_template(name: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})  # type: ignore[arg-type]
+    return tokenizer
+
+
+TOKENIZERS = {name: with_template(name) for name in TEMPLATES}
+SERVED = {
+    name: ServingTokenizer(Backbone.wrap(tiny_model("llama"), tokenizer)) for name, tokenizer in TOKENIZERS.items()
+}
+
+
+def sent(values: Any) -> Any:
+    """As clients send it: arguments are JSON text."""
+    values = json.loads(json.dumps(values))
+    for message in values:
+        for call in message.get("tool_calls", []):
+            call["id"] = "c1"
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return values
+
+
+def served_ids(name: str, messages: Any, tools: Any = None) -> list[int]:
+    body = ChatRequest(model="tiny", messages=sent(messages), tools=tools)
+    return list(chat_prompt(SERVED[name], body, with_tools=bool(tools)))
+
+
+def learned_texts(name: str, chat: ChatExample) -> list[str]:
+    """The text of each run of learned tokens."""
+    tokenizer = TOKENIZERS[name]
+    ids, predicted, _ = chat_tokens(tokenizer, chat)
+    edges = np.flatnonzero(np.diff(predicted.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [tokenizer.decode(ids[start:stop].tolist()) for start, stop in edges]
+
+
+def read_one(path: Path, row: Any, **keys: Any) -> ChatExample:
+    """The conversation of a source of one row."""
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (document,) = build_documents([SourceConfig(path=str(path), messages_column="messages", **keys)])
+    assert document.chat is not None
+    return document.chat
+
+
+# --- the forms in which rows are written -----------------------------------------------------------------------------
+
+
+def as_openai(messages: Any) -> Any:
+    return [message | {"content": message["content"] or None} for message in sent(messages)]
+
+
+def as_padded(messages: Any) -> Any:
+    """As Arrow returns lists of objects with different keys."""
+    keys = {key for message in messages for key in message} | {"weight", "name"}
+    return [dict.fromkeys(keys) | message for message in messages]
+
+
+def as_sharegpt(messages: Any) -> Any:
+    names = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
+    rows: list[dict[str, Any]] = []
+    for message in messages:
+        if message["content"] or "tool_calls" not in message:
+            rows.append({"from": names[message["role"]], "value": message["content"]})
+        functions = [call["function"] for call in message.get("tool_calls", [])]
+        if functions:
+            rows.append({"from": "function_call", "value": json.dumps(functions)})
+    return rows
+
+
+def as_bare_calls(messages: Any) -> Any:
+    plain = json.loads(json.dumps(messages))
+    for message in plain:
+        if "tool_calls" in message:
+            message["tool_calls"] = [json.dumps(call["function"]) for call in message["tool_calls"]]
+    return plain
+
+
+FORMS: list[Any] = [list, json.dumps, as_openai, as_padded, as_sharegpt, as_bare_calls]
+TOOL_FORMS: list[Any] = [list, json.dumps, lambda tools: [tool["function"] for tool in tools]]
+
+words = st.text(alphabet="abc dé東.<", min_size=1, max_size=8).filter(lambda text: text.strip())
+calls = st.builds(
+    lambda name, arguments: {"type": "function", "function": {"name": name, "arguments": arguments}},
+    st.sampled_from(["tide", "wind"]),
+    st.dictionaries(st.sampled_from(["port", "day"]), st.one_of(words, st.integers(), st.booleans()), max_size=2),
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(words)})
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(words)})
+        made = draw(st.lists(calls, max_size=2))
+        if made:
+            messages.append({"role": "assistant", "content": draw(st.sampled_from(["", "look"])), "tool_calls": made})
+            messages += [{"role": "tool", "content": draw(words)} for _ in made]
+        messages.append({"role": "assistant", "content": draw(words)})
+    return messages
+
+
+@settings(max_examples=150)
+@given(data=st.data(), messages=conversations())
+def test_training_and_serving_render_the_same_tokens(data: Any, messages: list[dict[str, Any]]) -> None:
+    name = data.draw(st.sampled_from(list(TEMPLATES)))
+    if name == "calls where there is no content":
+        messages = [message | ({"content": ""} if "tool_calls" in message else {}) for message in messages]
+    tools = data.draw(st.sampled_from([[], [TIDE]]))
+    form = data.draw(st.sampled_from(FORMS))
+    tool_form = data.draw(st.sampled_from(TOOL_FORMS))
+    chat = read_chat(form(messages), "a test", tool_form(tools), padded=form is as_padded)
+    tokenizer = TOKENIZERS[name]
+    rendered = render_chat(chat, tokenizer)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    assert len(rendered.learned) == len(answers)
+    for number, (start, _) in zip(answers, rendered.learned, strict=True):
+        seen = tokenizer(rendered.text[:start], add_special_tokens=False)["input_ids"]
+        assert served_ids(name, messages[:number], tools) == seen
+    for message in messages:
+        assert message["content"] in rendered.text, "nothing of it is lost"
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            assert json.dumps(arguments, ensure_ascii=False) in rendered.text
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tool_form", TOOL_FORMS)
+def test_every_form_is_one(form: Any, tool_form: Any) -> None:
+    chat = read_chat(form(LOOP), "a test", tool_form([TIDE]), padded=form is as_padded)
+    kept = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in chat.messages]
+    for message in kept:
+        for call in message.get("tool_calls", []):
+            call.pop("id", None)
+    called = {"type": "function", "function": CALL["function"]}
+    result = {"role": "tool", "content": "noon"}
+    assert kept == [ASKED, CALLED | {"tool_calls": [called]}, result, TOLD]
+    assert chat.tools == (TIDE,)
+
+
+def test_what_a_model_learns_of_a_call() -> None:
+    for form in FORMS:
+        chat = read_chat(form(LOOP), "a test", padded=form is as_padded)
+        written = f"[tide] {json.dumps(ARGUMENTS, ensure_ascii=False)};<|end|>"
+        for name in ("a form of its own", "arguments as text", "calls where there is no content"):
+            assert learned_texts(name, chat) == [written, "At noon.<|end|>"]
+
+
+# --- nulls of Arrow --------------------------------------------------------------------------------------------------
+
+
+def called(**arguments: Any) -> list[dict[str, Any]]:
+    return [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+def tool_with(key: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": {key: {"type": "string"}}}}}
+
+
+def test_nulls_that_arrow_adds_are_removed(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"messages": called(port="a"), "tools": [tool_with("port")]},
+        {"messages": [ASKED, TOLD | {"weight": 1}], "tools": None},
+        {"messages": called(day="b"), "tools": [tool_with("day")]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        documents = build_documents([SourceConfig(path=str(path), messages_column="messages")])
+        chats = [document.chat for document in documents if document.chat is not None]
+        assert chats[0].messages[1]["tool_calls"][0]["function"]["arguments"] == {"port": "a"}
+        assert chats[2].messages[1]["tool_calls"][0]["function"]["arguments"] == {"day": "b"}
+        assert [chat.tools for chat in chats] == [(tool_with("port"),), (), (tool_with("day"),)]
+        assert chats[1].messages == (ASKED, TOLD)
+
+
+def test_a_null_that_json_has_is_an_argument(tmp_path: Path) -> None:
+    chat = read_one(tmp_path / "rows.jsonl", {"messages": called(port=None)})
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"port": None}
+
+
+def test_maps_of_arrow_are_objects() -> None:
+    call = {"function": {"name": "f", "arguments": [("port", "a"), ("day", None)]}}
+    chat = read_chat([ASKED, {"role": "assistant", "tool_calls": [call]}], "a test", padded=True)
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"port": "a"}
+
+
+def test_columns_of_lists_are_messages() -> None:
+    columns = {"role": ["user", "assistant"], "content": ["a", "b"]}
+    assert read_messages(columns, "a test") == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+# --- what stands beside the messages ---------------------------------------------------------------------------------
+
+
+def test_tools_and_system_of_a_row_are_read_without_being_named(tmp_path: Path) -> None:
+    row = {"messages": LOOP, "tools": json.dumps([TIDE]), "system": "Be kind."}
+    chat = read_one(tmp_path / "rows.jsonl", row)
+    assert chat.tools == (TIDE,)
+    assert chat.messages[0] == {"role": "system", "content": "Be kind."}
+    same = read_one(tmp_path / "rows.jsonl", row | {"messages": list(chat.messages)})
+    assert same.messages == chat.messages
+    with pytest.raises(DataError, match="functions"):
+        read_one(tmp_path / "rows.jsonl", row, tools_column="functions")
+
+
+def test_messages_of_a_prompt_are_context(tmp_path: Path) -> None:
+    row = {"prompt": [ASKED, TOLD, ASKED], "messages": [{"role": "assistant", "content": "At one."}]}
+    chat = read_one(tmp_path / "rows.jsonl", row, prompt_column="prompt")
+    assert learned_texts("nothing of tools", chat) == ["At one.<|end|>"]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss_mask": 0}, {"loss": False}])
+def test_a_turn_that_is_marked_as_context_is_seen_and_not_learned(mark: dict[str, Any]) -> None:
+    wrong = {"role": "assistant", "content": "At six."} | mark
+    chat = read_chat([ASKED | {"weight": None}, wrong, ASKED, TOLD | dict.fromkeys(mark, 1)], "a test")
+    assert learned_texts("nothing of tools", chat) == ["At noon.<|end|>"]
+    assert "At six." in render_chat(chat, TOKENIZERS["nothing of tools"]).text
+    assert chat.answers == "At noon."
+    assert not any(mark.keys() & message.keys() for message in chat.messages)
+
+
+def test_an_empty_turn_may_be_context() -> None:
+    chat = read_chat([ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, TOLD], "a test")
+    assert learned_texts("nothing of tools", chat) == ["At noon.<|end|>"]
+
+
+# --- what can't be used ----------------------------------------------------------------------------------------------
+
+OTHER_SYSTEM = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, ASKED, TOLD]
+
+
+def answered(**keys: Any) -> list[Any]:
+    return [ASKED, {"role": "assistant", "content": "a"} | keys]
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        (answered(tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]), "message 2, call 1"),
+        (answered(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "message 2, call 1"),
+        (answered(tool_calls=[{"function": {"name": "f", "arguments": 3}}]), "arguments"),
+        (answered(tool_calls=[{"function": {"arguments": {}}}]), "no name"),
+        (answered(tool_calls=[{"name": "f", "parameters": {"a": 1}}]), "parameters"),
+        (answered(tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "no name"),
+        (answered(tool_calls=["f"]), "JSON"),
+        (answered(tool_calls=3), "int"),
+        (answered(function_call={"arguments": "{}"}), "no name"),
+        ([ASKED, {"from": "function_call", "value": "look"}], "JSON"),
+        ([ASKED | {"tool_calls": [CALL]}, TOLD], "message 1"),
+        (answered(weight=0.5), "0.5"),
+        (answered(weight=0, train=True), "train"),
+        ([ASKED | {"train": True}, TOLD], "train"),
+        ([ASKED, TOLD | {"weight": 0}], "context"),
+        (answered(train_detail=[{"begin_offset": 0}]), "train_detail"),
+        ([ASKED | {"images": ["a.png"]}, TOLD], "images"),
+        (answered(value="b"), "content and value"),
+        ([{"role": "user", "content": [{"type": "text"}]}, TOLD], "message 1"),
+        (OTHER_SYSTEM, "message 2 has the role system"),
+        ([ASKED, TOLD, TOLD], "message 3 has the role assistant"),
+        ("[", "JSON"),
+        ({"role": ["user"], "content": []}, "messages"),
+    ],
+)
+def test_a_conversation_that_can_t_be_used_is_named(messages: Any, found: str) -> None:
+    with pytest.raises(DataError, match=r"^rows.jsonl: line 3") as error:
+        read_chat(messages, "rows.jsonl: line 3")
+    assert found in str(error.value)
+    assert str(error.value).count(". ") == 0, "one sentence"
+
+
+@pytest.mark.parametrize(
+    ("tools", "found"),
+    [
+        ("look", "JSON"),
+        ({"name": "f"}, "dict"),
+        ([3], "tool 1"),
+        ([{"description": "a"}], "no name"),
+        ([{"type": "web_search"}], "web_search"),
+        ([{"name": "f", "parameters": [1]}], "parameters"),
+        ([TIDE, TIDE], "'tide'"),
+    ],
+)
+def test_tools_that_can_t_be_used_are_named(tools: Any, found: str) -> None:
+    with pytest.raises(DataError, match=r"^rows.jsonl: line 3") as error:
+        read_tools(tools, "rows.jsonl: line 3")
+    assert found in str(error.value)
+
+
+def test_two_texts_of_the_system_are_named(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "system", "content": "a"}, ASKED, TOLD], "system": "b"}
+    with pytest.raises(DataError, match="system"):
+        read_one(tmp_path / "rows.jsonl", row)
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "found"),
+    [
+        ("{% if tools %}{{ raise_exception('no tools, please') }}{% endif %}", LOOP, [TIDE], "no tools, please"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            LOOP,
+            [TIDE],
+            "no system",
+        ),
+    ],
+)
+def test_a_template_that_refuses_is_quoted(template: str, messages: Any, tools: Any, found: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template + TEMPLATES["nothing of tools"]
+    with pytest.raises(DataError, match=found):
+        chat_tokens(tokenizer, read_chat(messages, "a test", tools))
+    assert len(chat_tokens(tokenizer, read_chat(messages, "a test"))[0])
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        ("calls where there is no content", CALLED | {"content": "look"}),
+        ("the first call", CALLED | {"tool_calls": [CALL, CALL]}),
+    ],
+)
+def test_a_template_that_would_drop_a_part_of_a_message_is_named(template: str, answer: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    first = TEMPLATES["a form of its own"].replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    tokenizer.chat_template = TEMPLATES.get(template, first)
+    messages = [ASKED, answer, RESULT, TOLD]
+    with pytest.raises(DataError, match="message 2"):
+        chat_tokens(tokenizer, read_chat(messages, "a test"))
+    with pytest.raises(DataError, match="message 2"):
+        render_question([*messages, ASKED], tokenizer)
+
+
+def test_the_forms_of_templates_are_found() -> None:
+    forms = {name: template_form(template) for name, template in TEMPLATES.items()}
+    assert {name for name, form in forms.items() if form.calls} == TEMPLATES.keys() - {
+        "nothing of tools",
+        "contents in parts",
+    }
+    assert [name for name, form in forms.items() if form.parts] == ["contents in parts"]
+    assert [name for name, form in forms.items() if form.text_arguments] == [
+        "arguments as text",
+        "arguments that are printed",
+    ]
+    assert [name for name, form in forms.items() if form.no_content] == ["calls where there is no content"]
+    assert SERVED["objects in tags"].call_text == HERMES
+    assert not SERVED["a form of its own"].call_text.is_object
+
+
+def test_keys_that_the_template_does_not_read_are_counted(tmp_path: Path) -> None:
+    messages = [
+        ASKED | {"name": "Ada", "stamp": 3},
+        TOLD | {"stamp": 4, "reasoning_content": "Hm."},
+        ASKED,
+        CALLED,
+        RESULT | {"name": "tide", "stamp": 5},
+        TOLD,
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    source = {"path": str(tmp_path / "rows.jsonl"), "messages_column": "messages"}
+    for streaming in (False, True):
+        config = DataConfig.parse({"new": [source | {"streaming": streaming}], "replay_fraction": 0, "length": 128})
+        tokenizer = with_template("a form of its own")
+        mixture = build_mixture(config, tokenizer, 1)
+        mixture.batch(0)
+        found = mixture.ignored_keys()
+        assert found.keys() == {"name", "stamp", "reasoning_content"}
+        assert found["stamp"] == 3 * found["name"]
+        read = "{{ m.name }}{{ m.stamp }}{{ m.thinking }}{{ m.content }}"
+        tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", read)
+        assert build_mixture(config, tokenizer, 1).ignored_keys() == {}
+
+
+def test_a_question_is_read_in_every_form() -> None:
+    for name, tokenizer in TOKENIZERS.items():
+        text = render_question([*as_openai(LOOP), {"from": "human", "value": "Why?"}], tokenizer)
+        assert text == render_messages(tokenizer, [*LOOP, {"role": "user", "content": "Why?"}], header=True), name
