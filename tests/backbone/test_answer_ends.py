@@ -13,7 +13,8 @@ import torch
 from transformers import GenerationConfig
 
 from graftlm.backbone import Backbone, answer_end_ids, read_stops, turn_end_ids
-from graftlm.data.chats import chat_tokens, read_chat
+from graftlm.data.chats import chat_tokens
+from graftlm.data.conversations import read_chat
 from graftlm.data.own_text_sampling import OwnTextSampler
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.errors import DataError

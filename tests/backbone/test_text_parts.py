@@ -145,6 +145,7 @@ def test_a_stream_shows_what_the_tokens_say(tokenizers: dict[str, Any], kind: st
 
     @settings(max_examples=40, deadline=None)
     @given(PARTS, PARTS)
+    @example("", "éé")
     def law(prompt: str, text: str) -> None:
         parts = encode_parts(tokenizer, prompt, text)
         before = decoded(tokenizer, parts.before)

@@ -111,7 +111,7 @@ def token_texts(
     for end in range(1, len(new) + 1):
         text = str(tokenizer.decode(context + new[:end], **options))
         if end < len(ids):
-            text = text.removesuffix("\ufffd")  # an incomplete character
+            text = text.rstrip("\ufffd")  # an incomplete character, with which some decoders lose those before it
         texts.append(text[len(shown) :])
         if len(text) > len(shown):
             shown = text
