@@ -287,7 +287,8 @@ class WindowedMemory(Graft):
         if total > reach and length > longest:
             raise GraftError(
                 f"A text has {total:,} tokens, but with sinks at most {reach:,} positions can be read in one pass: "
-                f"pass the text with a dynamic cache in pieces of at most {self.shape.step:,} tokens, or set sinks to 0."
+                f"pass the text with a dynamic cache in pieces of at most {self.shape.step:,} tokens, or set sinks to "
+                "0."
             )
 
     def _window(self, call: Call, x_BTD: Tensor) -> Tensor | None:
