@@ -44,6 +44,12 @@ TEMPLATES = {
     + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     + "{% endfor %}<|end|>{% endfor %}"
     + _HEADER,
+    "a thought in the last answer alone": _TOOLS + "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if loop.last and m.role == 'assistant' %}<think>\n</think>\n{% endif %}"
+    + "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}"
+    + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    + "{% endfor %}<|end|>{% endfor %}"
+    + _HEADER,
     "a form of its own": _TOOLS
     + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     + _CALLS
@@ -422,7 +428,7 @@ def test_the_forms_of_templates_are_found() -> None:
         "arguments that are printed",
     ]
     assert [name for name, form in forms.items() if form.no_content] == ["calls where there is no content"]
-    assert SERVED["objects in tags"].call_text == HERMES
+    assert SERVED["objects in tags"].call_text == SERVED["a thought in the last answer alone"].call_text == HERMES
     assert not SERVED["a form of its own"].call_text.is_object
 
 

@@ -106,13 +106,15 @@ def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenize
     except DataError:  # the template may not write text beside calls
         raise _prefix_error(chat, number) from None
     _, _, ending = rendered.partition(_CONTENT)
+    calls = turn.get("tool_calls", ())
+    last_call = ending.rfind(calls[-1]["function"]["name"]) if calls else 0  # which the end must not cut off
+    found = [end for end in endings(tokenizer, ending) if len(end) > last_call]
     # Some templates strip the content, some put further markers only behind the last turn, and those that write calls
     # without any content write no blank before them.
-    found = [*endings(tokenizer, ending), *endings(tokenizer, ending.lstrip())]
+    found += [end.lstrip() for end in found]
     for content, end in product((turn["content"], turn["content"].strip()), found):
         position = text.find(content + end, start)
-        is_answer = bool(content) or "tool_calls" in turn
-        if is_answer and position >= 0 and not text[start:position].strip():
+        if (content or calls) and position >= 0 and not text[start:position].strip():
             return position + len(content) + len(end)
     raise _prefix_error(chat, number)
 
