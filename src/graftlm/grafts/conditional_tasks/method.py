@@ -487,7 +487,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return modules_outside(copied, trained_roots(copied, self.config.frozen))
 
     def learning_rate_scales(self) -> dict[str, float]:
-        """Return the learning rate of each parameter of the graft, as a factor on that of the backbone's weights."""
+        """Return factors on the learning rate of the backbone's weights, by the name of the graft's parameter."""
         scales: dict[str, float] = {}
         for name, _ in self.named_parameters():
             is_head = name.startswith("heads.")
