@@ -69,7 +69,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
         Args:
             values: the mapping, with strings as keys.
-            where: origin of the mapping, such as a file, with which the message of an error begins.
+            where: origin of the mapping, such as a file; error messages begin with it.
 
         Raises:
             RecipeError: `values` is not a mapping, or a key or value does not fit; the message is one sentence about
@@ -195,7 +195,7 @@ def parse_overridden(
         parse: parses a mapping; raises `RecipeError` for values that do not fit.
         values: the mapping of a file; it is left unchanged.
         overrides: assignments such as `training.steps=200`.
-        where: the file's name, with which the messages of `parse` begin.
+        where: the file's name; the messages of `parse` begin with it.
 
     Returns:
         The result of `parse`.
@@ -288,7 +288,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     Args:
         error: an error with at least one problem.
         model: the class that was validated; its fields are suggested for unknown keys.
-        where: origin of the values, with which the sentence begins.
+        where: origin of the values; the sentence begins with it.
     """
     errors = error.errors()
 

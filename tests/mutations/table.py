@@ -239,7 +239,7 @@ MUTATIONS = [
         ("LoRAs of trained tasks train on", "tasks", _TASKS, "lora.a[len(self._fixed) :].requires", "lora.a.requires"),
         ("a Linear that reads positions has a LoRA", "tasks", "backbone/sites.py", "if size and not self.reads_positions(path):", "if size:"),
         ("task embeddings zero", "tasks", _TASKS, "torch.randn(config.task_width) for name", "torch.zeros(config.task_width) for name"),
-        ("skip path without the layer before", "tasks", _TASKS, "h if before is None else h + before", "h"),
+        ("skip path without the layer before", "tasks", _TASKS, "working_BTD if before_BTD is None else working_BTD + before_BTD", "working_BTD"),
         ("loss summed over rows", "tasks", _TASKS, "count = len(losses) if", "count = 1 if"),
         ("mean pooling over padding", "tasks", _HEADS, "weights.sum(1, keepdim=True).clamp(min=1)", "weights.shape[1]"),
         ("first token may be padding", "tasks", _HEADS, "column_R = mask_RT.int().argmax(1)", "column_R = mask_RT.int().argmax(1) * 0"),

@@ -113,7 +113,7 @@ class Stops:
     """What ends a continuation beside the model's own end tokens.
 
     Attributes:
-        strings: strings before the first of which the text ends.
+        strings: stop strings; the text ends before the first one that it would contain.
         ids: tokens that end it.
     """
 

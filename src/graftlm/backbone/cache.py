@@ -84,7 +84,7 @@ def _add_lazy_layers(cache: Cache, count: int) -> None:
 
 
 def slots_of(cache: Cache) -> dict[str, range]:
-    """Return the layer indices of each owner in a cache."""
+    """Return the indices of each owner's layers in a cache, by the owner's name."""
     return dict(vars(cache).get(_SLOTS, {}))
 
 

@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: the model's tokenizer.
         prompt: token ids before the continuation.
-        stops: stop strings, before the first of which the text ends.
+        stops: stop strings; the text ends before the first one that it would contain.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:

@@ -23,7 +23,13 @@ _OTHER_MIXER = re.compile("linear_?attn|linear_?attention|delta|mamba|conv|recur
 
 
 class FfnLinears(NamedTuple):
-    """The Linears of a dense FFN; the fields are those of `Family`."""
+    """The Linears of a dense FFN, as in `Family`.
+
+    Attributes:
+        ffn_in: paths in the layer of the Linears that read the FFN's input; of two, the activated one is the first.
+        ffn_out: path in the layer of the Linear that writes the FFN's output.
+        gated: whether the FFN is a gated linear unit.
+    """
 
     ffn_in: tuple[str, ...]
     ffn_out: str

@@ -19,7 +19,7 @@ def token_mask_of(mask: object, call: Call, length: int) -> Tensor | None:
 
     Args:
         mask: the `attention_mask` that the model received.
-        call: the pass, of which the cache is used.
+        call: the pass; only its cache is used.
         length: number T of tokens of the pass.
 
     Returns:

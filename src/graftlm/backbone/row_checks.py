@@ -146,7 +146,7 @@ def _check_attention(layer: nn.Module, attention: nn.Module, family: Family) -> 
     if attention in _modules_of(layer, family.ffn):
         raise MisfitError(f"attention is {name}, which is part of the FFN")
     if ATTENTION_NAME.search(family.ffn.entry) and not ATTENTION_NAME.search(name):
-        raise MisfitError(f"attention is {name}, but ffn is {family.ffn.entry}")
+        raise MisfitError(f"attention is {name}, but ffn is {family.ffn.entry}, which is named like an attention")
 
 
 def _modules_of(layer: nn.Module, sublayer: Sublayer) -> set[nn.Module]:

@@ -182,7 +182,7 @@ class TapHooks:
             self._stack.generation = outer
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of torch's activation checkpointing, as its `context_fn`.
+        """Return the contexts of torch's activation checkpointing, as its `context_fn`: forward pass, recomputation.
 
         A block is recomputed with the call of its own forward pass. This must be called during a forward pass.
         """

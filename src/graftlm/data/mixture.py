@@ -357,7 +357,7 @@ def build_blocks(
 
     Args:
         sources: the sources of the domain's texts.
-        config: the data section of a recipe, of which `length` and `boundaries` are used.
+        config: the data section of a recipe; only its `length` and `boundaries` are used.
         tokenizer: the backbone's tokenizer.
         own_text: marked ids (n,) of each text that the backbone sampled, which follow the sources' texts.
 

@@ -275,7 +275,7 @@ class TaskSampler:
             ],
         }
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
+    def snapshot(self) -> Callable[[], dict[str, object]]:
         """Return a function that returns the present `state_dict()`, even after later batches have been chosen."""
         copied = copy(self)
         copied._drawn = dict(self._drawn)

@@ -187,8 +187,8 @@ class SelfSourceConfig(Config):
         unexpected = sorted(keys_of_sources & values.keys())
         if unexpected:
             raise ValueError(
-                f"a source with self: true reads no files, but it has the key {unexpected[0]}: leave the key out, or "
-                "write two sources"
+                f"a source whose self is true reads no files, but it has the key {unexpected[0]}: leave the key out, "
+                "or write two sources"
             )
         if values.get("near") is not None:
             # Small models finish few questions sensibly if all tokens may be drawn.
@@ -426,7 +426,7 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
 
     Args:
         path: the file. A file with any other suffix is plain text.
-        config: the source, of which only the names of columns are used.
+        config: the source; only the names of its columns are used.
 
     Raises:
         DataError: the file can't be read, its content contradicts its suffix, a column is missing, or a row is invalid;

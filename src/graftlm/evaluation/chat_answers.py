@@ -195,7 +195,7 @@ def behavior(answers: Sequence[ChatAnswer]) -> dict[str, Interval]:
 def behavior_lost(base: Sequence[ChatAnswer], tuned: Sequence[ChatAnswer]) -> dict[str, Interval]:
     """Return `stops_lost` and so on: the base's share minus the tuned model's, bootstrapped over questions.
 
-    For the language, only questions count to which both answers are long enough to detect it.
+    For `same_language_lost`, a question counts only if both answers are long enough to detect their language.
 
     Args:
         base: the base's answers.

@@ -114,12 +114,12 @@ class BackboneEvaluator:
 
     @cached_property
     def backbone_scores(self) -> dict[str, Scores]:
-        """The scores of the backbone, computed on first access, which must come before a graft is attached."""
+        """The backbone's scores by test set, computed on first access, which must come before a graft is attached."""
         return self._score_tests(self.backbone.model)
 
     @cached_property
     def backbone_outcomes(self) -> dict[str, TaskResult]:
-        """The backbone's results on the tasks, computed on first access, which must come before a graft is attached."""
+        """The backbone's results by task, computed on first access, which must come before a graft is attached."""
         return self._measure_tasks(self.backbone.model)
 
     @cached_property

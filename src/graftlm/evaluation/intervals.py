@@ -56,7 +56,7 @@ def share_interval(count: int, total: int) -> Interval:
         total: number of all items.
 
     Raises:
-        EvaluationError: `total` is 0, of which no share is defined.
+        EvaluationError: `total` is 0, so that no share is defined.
     """
     if total == 0:
         raise EvaluationError("A share of 0 items is not defined, but at least one is needed: measure some items.")

@@ -96,7 +96,7 @@ class GraftedHFLM(TextPairHFLM):
         return [answers[number] for number in range(len(requests))]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) of ids (B, T), of which the first columns are the prompt."""
+        """Return logits (B, T, V) of ids (B, T), whose first columns are the prompt."""
         columns = torch.arange(inps.shape[1], device=inps.device)
         prompt = (columns < self._prompt_length).expand_as(inps)
         dtype = self.mixed_precision_dtype

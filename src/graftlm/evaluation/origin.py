@@ -16,7 +16,14 @@ from graftlm.config import Config
 
 
 class Machine(Config):
-    """The machine of a measurement; `cores` counts the cores that the process may use."""
+    """The machine of a measurement.
+
+    Attributes:
+        cpu: name of the CPU.
+        cores: number of cores that the process may use.
+        gpu: name of the first GPU; None without one.
+        torch: version of torch.
+    """
 
     cpu: str
     cores: int

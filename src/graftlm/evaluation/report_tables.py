@@ -41,7 +41,7 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the report as Markdown.
 
     Args:
-        results: the results, of which empty sections are left out.
+        results: the results; empty sections are left out.
         pictures: file names of pictures in the report's folder, which are shown at the end.
     """
     seeds = ", ".join(str(seed) for seed in results.seeds)

@@ -22,7 +22,13 @@ FILE_NAME = "results.json"
 
 
 class Interval(Config):
-    """A value with the two ends of its 95% interval, in the metric's unit."""
+    """A value with its 95% interval, in the metric's unit.
+
+    Attributes:
+        mean: the value.
+        low: the lower end of the interval.
+        high: the upper end of the interval.
+    """
 
     mean: float
     low: float
@@ -42,7 +48,13 @@ def value_of(metric: Metric) -> float:
 
 
 class Row(Config):
-    """The metrics of one method, by stable names; `label` is its name in tables."""
+    """The metrics of one method.
+
+    Attributes:
+        id: name of the row, which differs from those of other rows.
+        label: the method's name in tables.
+        metrics: the metrics by stable names.
+    """
 
     id: str
     label: str
@@ -68,7 +80,13 @@ class Aim(Config):
 
 
 class PaperRow(Config):
-    """Published metrics of the row with the same id; `where` is their place in the paper, such as a table."""
+    """Published metrics of a method.
+
+    Attributes:
+        id: id of the row that was measured for the same method.
+        metrics: the published metrics, by the names of the measured ones.
+        where: their place in the paper, such as a table.
+    """
 
     id: str
     metrics: dict[str, float]
@@ -76,7 +94,19 @@ class PaperRow(Config):
 
 
 class Results(Config):
-    """The content of a `results.json`: what was measured, by which command, where and with which seeds."""
+    """The content of a `results.json`.
+
+    Attributes:
+        name: name of the measurement.
+        command: the command that measured.
+        commit: git commit of the code; None outside of a repository.
+        machine: the machine of the measurement.
+        seeds: the seeds of the runs.
+        rows: the metrics of each method.
+        aims: the aims of the measurement.
+        paper: published metrics to compare with.
+        details: further values by name.
+    """
 
     name: str
     command: str

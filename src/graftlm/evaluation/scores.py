@@ -53,7 +53,7 @@ class Scores:
         tokens: the numbers of scored tokens, int64.
         bytes: the numbers of UTF-8 bytes of the scored tokens, int64.
         document: the number of the document of each window, counted from 0.
-        kl: the summed divergences from the reference in nats, float64; None without a reference.
+        kl: the sums of KL(reference || model) in nats, float64; None without a reference.
     """
 
     nats: np.ndarray
@@ -69,7 +69,7 @@ class Scores:
         Args:
             windows: the scored windows.
             nats: (windows,), their summed losses.
-            kl: (windows,), their summed divergences; None without a reference.
+            kl: (windows,), their sums of KL(reference || model) in nats; None without a reference.
         """
         return cls(
             nats=nats,

@@ -138,7 +138,7 @@ class TaskResult:
         """Return the metric with its 95% interval, and for log-perplexity bits per byte too.
 
         Args:
-            name: the task's name, with which the names of its metrics begin.
+            name: the task's name; the names of its metrics begin with it.
 
         Returns:
             `<name>_<metric>`, and for log-perplexity `<name>_log-perplexity_bpb`.
@@ -160,7 +160,7 @@ class TaskResult:
         """Return the improvement over another model on the same examples, with its paired 95% interval.
 
         Args:
-            name: the task's name, with which the name of the gain begins.
+            name: the task's name; the name of the gain begins with it.
             base: the other model's result on the same task, which is not checked beyond metric and number of examples.
 
         Returns:

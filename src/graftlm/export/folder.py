@@ -135,8 +135,8 @@ def _check_weights(backbone: Backbone) -> None:
     for weight in backbone.model.parameters():
         if is_packed or type(weight.data) is not Tensor or weight.is_quantized:
             raise ArtifactError(
-                "The backbone is quantized, but a graft can't be added to packed weights: load the backbone without "
-                "quantization."
+                f"The backbone has weights of the type {type(weight.data).__name__} and dtype {weight.dtype}, as after "
+                "quantization, but a graft can be added to plain tensors only: load the backbone without quantization."
             )
 
 

@@ -165,7 +165,7 @@ class HasHeads(ABC):
 
     @abstractmethod
     def tasks(self) -> dict[str, TaskSpec]:
-        """Return the tasks by name, in the order to which the indices in a batch's `extras["task"]` refer."""
+        """Return the tasks by name, in the order of the indices in a batch's `extras["task"]`."""
 
     @abstractmethod
     def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:

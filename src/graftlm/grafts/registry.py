@@ -124,7 +124,7 @@ def graft_config(values: dict[str, object], where: str = "graft") -> GraftConfig
 
     Args:
         values: the section.
-        where: the name of the section, with which error messages begin.
+        where: the name of the section; error messages begin with it.
 
     Raises:
         RecipeError: `values` is not a dict, the kind is missing or unknown, or a value is invalid.

@@ -132,6 +132,6 @@ def check_plain(parameters: Mapping[str, Tensor], remedy: str) -> None:
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             kind = type(parameter).__name__
             raise BackboneError(
-                f"The weight {name} is quantized ({kind} of dtype {parameter.dtype}), but only ordinary floating-point "
-                f"parameters can be trained: load the backbone without quantization, or {remedy}."
+                f"The weight {name} is a {kind} of dtype {parameter.dtype}, as after quantization, but only ordinary "
+                f"floating-point parameters can be trained: load the backbone without quantization, or {remedy}."
             )

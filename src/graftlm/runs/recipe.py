@@ -209,8 +209,8 @@ def _check_budget(results: Results) -> None:
     for aim in results.aims:
         if not aim.met:
             raise ForgettingBudgetError(
-                f"The run forgot {aim.measured:.4f} nats per token of the old domain, but the budget is {aim.aim} "
-                f"({aim.text}): raise the share of old text or the local loss, lower the learning rate, or raise "
+                f"An aim was missed, {aim.text!r}: {aim.measured:.4f} nats per token of the old domain were forgotten, "
+                f"and the budget is {aim.aim:g}. Raise the share of old text, lower the learning rate, or raise "
                 "forgetting_budget."
             )
 
@@ -246,7 +246,7 @@ def parse_recipe(values: dict[str, object], where: str) -> AnyRecipe:
 
     Args:
         values: a mapping from YAML or JSON.
-        where: origin of the mapping, with which a message begins.
+        where: origin of the mapping; error messages begin with it.
 
     Raises:
         RecipeError: a value does not fit; the message is one sentence about the first problem.

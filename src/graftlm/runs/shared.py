@@ -43,7 +43,7 @@ def load_shared_evaluator(
 
     Args:
         backbone: the config of the backbone.
-        tests: a `DataConfig` as JSON, of which only the test section is used.
+        tests: a `DataConfig` as JSON; only its test section is used.
         evaluation: an `EvaluationConfig` as JSON.
         length: tokens per window.
         own_text: file of the texts that the backbone sampled; None measures no divergence on them.

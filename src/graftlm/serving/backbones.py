@@ -123,7 +123,7 @@ def _common_kind(records: Iterable[BackboneRecord], architecture: str | None) ->
 
 
 def name_models(pairs: Iterable[tuple[str | None, str]]) -> dict[str, str]:
-    """Return models by their names in requests.
+    """Return the models' names on the hub or paths, by their names in requests.
 
     Args:
         pairs: a name in requests, or None for that of `served_name`, and a model's name on the hub or path.

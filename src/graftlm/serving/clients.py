@@ -57,7 +57,7 @@ class EngineClient:
             prompt: token ids, at least one.
             max_tokens: maximum number of new tokens.
             on_text: called with each piece of the text, which may be empty.
-            stop: strings before the first of which the continuation ends.
+            stop: stop strings; the continuation ends before the first one that it would contain.
             turn_ends: tokens that end an answer in a conversation, beside the model's own end tokens.
 
         Returns:

@@ -221,4 +221,4 @@ def _as_serving_error(error: BaseException) -> ServingError:
     if isinstance(cause, GraftError):
         return ServingError(str(cause))
     _log.error("a request failed", exc_info=cause)
-    return EngineError(f"Generation failed ({type(cause).__name__}): try again.")
+    return EngineError(f"Generation failed (internal {type(cause).__name__}): try again.")

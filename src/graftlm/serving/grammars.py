@@ -94,7 +94,7 @@ class GrammarCompiler:
         return self._compile(LLMatcher.grammar_from_lark(grammar), param)
 
     def choice(self, texts: Sequence[str], param: str) -> LLMatcher:
-        """Compile a choice between texts, of which there is at least one. The answer is one of them."""
+        """Compile a choice between at least one text. The answer is one of the texts."""
         alternatives = " | ".join(quoted(text) for text in texts)
         return self.lark(f"start: {alternatives}", param)
 

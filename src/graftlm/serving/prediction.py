@@ -250,7 +250,7 @@ def _length(request: ScheduledRequest) -> int:
 
 
 async def predictions(stream: RequestStream) -> list[dict[str, object]]:
-    """Return the predictions of all rows of a stream in their order.
+    """Return the predictions of all rows of a stream in their order, as JSON values.
 
     Raises:
         ShuttingDownError: a row was cancelled, because the server ends.

@@ -145,7 +145,7 @@ class GenerationRequest:
         prompt: token ids, at least one.
         model: name of the backbone or of a graft, or names of grafts joined by `+`, which then act together.
         max_tokens: maximum number of new tokens.
-        min_tokens: minimum number of new tokens, before which neither an end token nor a stop string ends the text.
+        min_tokens: minimum number of new tokens; earlier, neither an end token nor a stop string ends the text.
         stop_tokens: further end tokens.
         turn_ends: tokens that end an answer in a conversation, beside the model's own end tokens.
         ignore_eos: continue after the model's own end tokens and after `turn_ends`.
@@ -159,7 +159,7 @@ class GenerationRequest:
         logit_bias: pairs of a token id and the value that is added to its logit.
         grammar: constrains the continuation; None allows any text.
         seed: seed of the sampling; None draws a random seed.
-        stop: strings before the first of which the continuation ends.
+        stop: stop strings; the continuation ends before the first one that it would contain.
         logprobs: number of most likely tokens to report at each step; None reports no log-probabilities.
         trace: report the activity of the grafts at each token.
         embed: return the mean of the prompt's last hidden states and generate no tokens.

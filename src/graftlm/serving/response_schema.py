@@ -105,7 +105,7 @@ class Embeddings(CreateEmbeddingResponse):
 
     @classmethod
     def joined(cls, responses: list[Embeddings]) -> Embeddings:
-        """Join the responses to consecutive parts of a request, of which there is at least one.
+        """Join the responses to one or more consecutive parts of a request.
 
         The embeddings are numbered anew, and the numbers of tokens are added.
         """

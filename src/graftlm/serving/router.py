@@ -54,7 +54,7 @@ class EngineRouter:
         return next(iter(engines.values()))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> RequestStream:
-        """Submit requests, of which there is at least one, to the engine of the first request's model.
+        """Submit at least one request, all to the engine of the first request's model.
 
         Raises:
             ServingError: the model is unknown, its grafts have several backbones, or its engine refuses a request.

@@ -79,8 +79,8 @@ def _check_saved_tensors(graft: Graft, tensors: Mapping[str, Tensor]) -> None:
     """Raise `ArtifactError` if a graft has no tensors yet, or one is not finite."""
     if isinstance(graft, HasTensors) and not tensors:
         raise ArtifactError(
-            f"This {graft.config.kind} gets its tensors when it is attached, but it never was: make a GraftedModel of "
-            "it before you save it."
+            f"This graft of the kind {graft.config.kind} gets its tensors when it is attached, but it never was: make "
+            "a GraftedModel of it before you save it."
         )
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -188,8 +188,8 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
             raise
         reason = str(error).rstrip(".")
         raise ArtifactError(
-            f"With {', '.join(changes)} the trained tensors don't fit the config: leave out changes of their shapes "
-            f"({reason})."
+            f"The trained tensors don't fit the config after the changes {', '.join(changes)} ({reason}): leave out "
+            "changes of their shapes."
         ) from error
     return graft.eval()
 

@@ -270,8 +270,9 @@ def check_stream(model: PreTrainedModel, config: TrainingConfig) -> None:
     """
     if not (hasattr(model, "cache_tensors") and hasattr(model, "cache_from_tensors")):
         raise RecipeError(
-            f"The cache of a {model.config.model_type} model grows with the text, so its rows can't continue from step "
-            "to step: set data.stream to false, or choose an architecture with a state of fixed size."
+            f"The cache of a {model.config.model_type} model can't be stored as a state of fixed size (the model lacks "
+            "cache_tensors or cache_from_tensors), so its rows can't continue from step to step: set data.stream to "
+            "false, or choose an architecture that has both."
         )
     if config.gradient_checkpointing:
         raise RecipeError(

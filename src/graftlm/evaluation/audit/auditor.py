@@ -60,7 +60,7 @@ def audit(
         base: the model before: a name, a folder, a GGUF file, a PEFT adapter's or a graft's folder, a `Backbone` or a
             `GraftedModel`.
         tuned: the model after, likewise.
-        out: a folder that keeps the sampled text, from which an interrupted sampling continues; None keeps none. The
+        out: a folder that keeps the sampled text, so that an interrupted sampling can continue; None keeps none. The
             report and the page are written by `Audit.write`.
         texts: further texts by name: a path, or documents (strings).
         progress: show progress bars.
@@ -109,9 +109,8 @@ def _check_names(documents: Mapping[str, Sequence[str | Document]], config: Audi
     known = _budget_metrics(documents, config)
     for name in config.budget:
         if name not in known:
-            raise EvaluationError(
-                f"This audit has no metric {name!r} for a budget (it has {', '.join(known) or 'none'})."
-            )
+            remedy = f"choose one of {', '.join(known)}" if known else "leave the budget out"
+            raise EvaluationError(f"This audit has no metric {name!r} for a budget: {remedy}.")
     taken = _TAKEN_NAMES.intersection(documents)
     if taken:
         raise DataError(f"The name {min(taken)!r} of a text is that of a metric: give it another name.")
@@ -388,10 +387,8 @@ class _Auditor:
         aims = []
         for name, budget in self.config.budget.items():
             if name not in self.tuned_metrics:
-                raise EvaluationError(
-                    f"The budget is on {name}, which could not be measured here ({' '.join(self.notes) or 'no data'}) "
-                    "Leave it out, or name what it needs."
-                )
+                problem = f"The budget is on {name}, which was not measured: leave it out, or name what it needs."
+                raise EvaluationError(" ".join([problem, *self.notes]))
             measured = value_of(self.tuned_metrics[name])
             aim = Aim(text=f"budget of {name}", metric=name, aim=budget, measured=measured, met=measured <= budget)
             aims.append(aim)

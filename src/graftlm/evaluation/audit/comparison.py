@@ -34,8 +34,8 @@ class TokenComparison:
 
     Attributes:
         window: the window.
-        kl: the divergence, in nats, (n,).
-        nats: the losses of base and tuned, (n, 2).
+        kl: KL(base || tuned), in nats, (n,).
+        nats: the losses of base and tuned, in nats, (n, 2).
         choices: the ids of the likeliest tokens of base and tuned, in order, (n, 2, 3).
         probabilities: the probabilities of these tokens, (n, 2, 3).
     """

@@ -39,7 +39,7 @@ class Passage:
 
     Attributes:
         source: the name of the text.
-        kl: the mean over its scored tokens, nats per token.
+        kl: the mean of KL(base || tuned) over its scored tokens, in nats per token.
         before: the preceding text.
         tokens: its scored tokens.
     """

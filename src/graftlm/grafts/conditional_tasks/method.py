@@ -231,9 +231,8 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         """Compute c_j = CFF_j(h_j + c_{j-1}); the last c is added to the last layer's output."""
         # Each layer has its own key, so that a layer that is recomputed in the backward pass reads the same value.
         before_BTD = call.scratch.get((self, "skip", layer - 1))
-        inputs_BTD = h_BTD.to(call.working_dtype(self))
-        if before_BTD is not None:
-            inputs_BTD = inputs_BTD + before_BTD
+        working_BTD = h_BTD.to(call.working_dtype(self))
+        inputs_BTD = working_BTD if before_BTD is None else working_BTD + before_BTD
         skip_BTD = bottleneck(inputs_BTD, self._tasks(call))
         call.scratch[self, "skip", layer] = skip_BTD
         is_last = layer == self._sites.n_layers - 1
@@ -487,7 +486,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return modules_outside(copied, trained_roots(copied, self.config.frozen))
 
     def learning_rate_scales(self) -> dict[str, float]:
-        """Return the learning rate of each parameter of the graft, as a factor on that of the backbone's weights."""
+        """Return factors on the learning rate of the backbone's weights, by the name of the graft's parameter."""
         scales: dict[str, float] = {}
         for name, _ in self.named_parameters():
             is_head = name.startswith("heads.")

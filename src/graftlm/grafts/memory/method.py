@@ -139,7 +139,8 @@ class DeltaState(nn.Module):
             x_BTD: the layer's inputs (B, T, D), divided by their root mean squares.
             e_BTD: the tokens' embeddings (B, T, D), divided by their root mean squares.
             real_BT: bool (B, T), False for padding; None without padding.
-            document_BT: document numbers (B, T), for which states are separate; None for one document in each row.
+            document_BT: (B, T), the number of each token's document. Documents have separate states. None for one
+                document in each row.
             layer: cache layer of the state after the last token, which is updated; None without a cache.
 
         Returns:

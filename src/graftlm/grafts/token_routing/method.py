@@ -8,7 +8,7 @@ of expert j's examples. The weights are
 and every module that experts change returns W x + sum over j of w_j(i) s_j B_j A_j x   (`mixture.py`).
 
 Shape suffixes: B rows, T tokens of this pass, E experts, M centroids, d embedding width. Weights have E + 1
-entries, of which the last is the weight of the bare backbone.
+entries; the last is the weight of the bare backbone.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         ranks = sorted({len(expert.a) for expert in own.values()})
         if self.config.combination == "linear" and len(ranks) > 1:
             raise RecipeError(
-                f"combination: linear sums factors of equal rank, but at {path} they have the ranks "
-                f"{', '.join(str(rank) for rank in ranks)}: use experts of one rank, or combination: exact."
+                f"combination is linear, which sums factors of one rank, but at {path} they have the ranks "
+                f"{', '.join(str(rank) for rank in ranks)}: use experts of one rank, or set combination to exact."
             )
         if sites.reads_positions(path):
             raise GraftError(

@@ -60,7 +60,7 @@ class RouteWeights:
 
         Args:
             weights_BTE: (B, T, E), the weight of each expert.
-            sparse: whether to skip experts without any weight, for which the weights are read by the host.
+            sparse: whether to skip experts without any weight. The host then reads the weights.
         """
         if not sparse:
             return cls(weights_BTE)

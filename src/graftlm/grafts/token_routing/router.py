@@ -63,8 +63,8 @@ def _fit_whitening(config: TokenRoutingConfig, groups: Sequence[Tensor]) -> tupl
         for name, group in zip(config.experts, groups, strict=True):
             if len(group) < 2:
                 raise GraftError(
-                    f"The expert {name} has one example, but policy: discriminant needs several examples of each "
-                    "expert: give it more, or use policy: softmax."
+                    f"The expert {name} has one example, but the policy discriminant needs several examples of each "
+                    "expert: give it more, or set policy to softmax."
                 )
     largest = max(len(group) for group in groups)
     is_impossible = config.embedder.whiten is None and largest < 2

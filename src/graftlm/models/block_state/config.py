@@ -205,7 +205,10 @@ class BlockStateConfig(PreTrainedConfig):
 
     def _conflicts(self) -> Iterator[str]:
         if self.kernel == "delta" and self.mixer == "block-state" and self.context != "sh":
-            yield f"kernel: delta has one state for each token, but context is {self.context}: set context to sh."
+            yield (
+                f"kernel is delta, which has one state for each token, but context is {self.context}: set context to "
+                "sh."
+            )
         if self.reset_states:
             yield from self._reset_problems()
         if self.bidirectional and self.mixer in ("recurrent", "memory"):

@@ -231,7 +231,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
         if has_kernels and config.kernel == "unstructured" and longest > config.kernel_limit:
             raise RecipeError(
                 f"A text has {longest:,} tokens, but kernel_limit allows unstructured kernels of at most "
-                f"{config.kernel_limit:,}: raise it, lower evaluation.lengths, or set kernel: s4d."
+                f"{config.kernel_limit:,}: raise it, lower evaluation.lengths, or set kernel to s4d."
             )
 
     @torch.no_grad()

@@ -194,7 +194,8 @@ class UnstructuredKernel(nn.Module):
         if length > self.limit:
             raise GraftError(
                 f"A text has {length:,} tokens, but kernel_limit allows unstructured kernels of at most "
-                f"{self.limit:,}: shorten the text, raise kernel_limit, or train with kernel: s4d, which has no limit."
+                f"{self.limit:,}: shorten the text, raise kernel_limit, or train with the kernel s4d, which has no "
+                "limit."
             )
         alpha = torch.exp(at_least_float32(self.log_alpha))
         time = torch.arange(length, device=alpha.device, dtype=alpha.dtype) / self.length

@@ -122,7 +122,8 @@ def _documents_below(folder: Path, warn: Callable[[str], None]) -> list[Path]:
         if file.suffix.lower() in SUFFIXES:
             documents.append(file)
         elif not _is_hidden(file.relative_to(folder)):
-            warn(f"{file} is skipped: no reader supports files that end in {file.suffix or file.name}.")
+            form = f"files that end in {file.suffix}" if file.suffix else "files without a suffix"
+            warn(f"{file} is skipped: no reader supports {form}.")
     if not documents:
         raise DataError(
             f"The folder {folder} has no documents, but files that end in one of {', '.join(SUFFIXES)} are expected: "

@@ -133,7 +133,7 @@ def diverse_order(scores_N: Floats, words_NV: Any, redundancy: float) -> list[in
 
 
 def sentence_features(document: SourceDocument) -> tuple[dict[str, Floats], Any]:
-    """Compute the features of the selectable sentences of a document, of which there must be at least one.
+    """Compute the features of a document's selectable sentences. The document must have at least one.
 
     Returns:
         The features by name, each (N,), and the sparse TF-IDF vectors of the sentences, of length 1, (N, V).
