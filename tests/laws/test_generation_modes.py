@@ -244,7 +244,7 @@ def test_a_static_cache_is_refused_where_its_keys_would_be_replaced() -> None:
         pytest.raises(GraftError) as error,
     ):
         model.generate(tiny_ids(), max_new_tokens=2, cache_implementation="static")
-    assert "cache: recompute" in str(error.value)
+    assert "set to recompute" in str(error.value)
 
 
 @pytest.mark.parametrize("below", ["finetune", "conditional-tasks"])

@@ -162,7 +162,7 @@ def gone(folder: Path) -> None:
             without_json,
             "bad/adapter_config.json is not a readable JSON object, so the PEFT adapter is damaged: copy it again.",
         ),
-        (truncated, "bad/adapter_model.safetensors is not a "),
+        (truncated, "bad/adapter_model.safetensors can't be read as a safetensors file"),
         (infinite, "bad/adapter_config.json has {'q_proj': nan} as alpha_pattern, but finite numbers are expected: "),
         (worded, "bad/adapter_config.json: alpha"),
         (gone, "The PEFT adapter has no adapter_config.json in bad: name bad/START."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,9 @@ class OneBatch:
 
     def batch(self, step: int) -> Batch:
         return self._batch
+
+    def snapshot(self) -> Callable[[], dict[str, object]]:
+        return dict
 
     def fingerprint(self) -> str:
         return "one batch"
