@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -269,6 +269,9 @@ class OneBatch:
 
     def fingerprint(self) -> str:
         return "one batch"
+
+    def snapshot(self) -> Callable[[], dict[str, object]]:
+        return dict
 
 
 def test_a_stream_needs_no_other_logits() -> None:
