@@ -202,7 +202,7 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"window": "wide"}, ["window is 'wide'"]),
         ({"mixer": "lstm"}, ["mixer is 'lstm'", "block-state, state-space"]),
         ({"context": "xx"}, ["context is 'xx'", "sh, mh, mf"]),
-        ({"context": "mh", "kernel": "delta"}, ["kernel: delta", "context"]),
+        ({"context": "mh", "kernel": "delta"}, ["kernel is delta", "context"]),
         ({"context": "mf", "filters": 0}, ["filters is 0"]),
         ({"state_size": 5}, ["state_size is 5"]),
         ({"mixer_layers": [6], "num_hidden_layers": 6}, ["mixer_layers", "layer 6", "0 to 5"]),

@@ -114,7 +114,7 @@ def test_an_unstructured_kernel_has_about_unit_energy() -> None:
 def test_an_unstructured_kernel_beyond_its_limit_is_an_error_with_a_remedy() -> None:
     with pytest.raises(GraftError) as error:
         unstructured().kernel(257)
-    for part in ("257 tokens", "kernel_limit", "256", "kernel: s4d"):
+    for part in ("257 tokens", "kernel_limit", "256", "kernel s4d"):
         assert part in str(error.value)
 
 

@@ -273,6 +273,9 @@ class OneBatch:
     def fingerprint(self) -> str:
         return "one batch"
 
+    def snapshot(self) -> Callable[[], dict[str, object]]:
+        return dict
+
 
 def test_a_stream_needs_no_other_logits() -> None:
     inputs = batch(stream=torch.arange(5), starts=torch.ones(5, dtype=torch.bool))
