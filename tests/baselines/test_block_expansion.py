@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[type[GraftError], str]] = {
     "mixtral": (TapError, "mixture of experts"),
     "gemma3n": (TapError, "several streams"),
     "block-state": (BackboneError, "config"),
-    "llama+int8": (BackboneError, "quantized"),
+    "llama+int8": (BackboneError, "quantization"),
     "qwen3+adapted": (TapConflictError, "PEFT"),
 }
 

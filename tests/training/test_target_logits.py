@@ -267,9 +267,6 @@ class OneBatch:
     def batch(self, step: int) -> Batch:
         return self._batch
 
-    def snapshot(self) -> Callable[[], dict[str, object]]:
-        return dict
-
     def fingerprint(self) -> str:
         return "one batch"
 
