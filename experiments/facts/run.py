@@ -24,6 +24,7 @@ from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.page_facts import PageFacts, TaughtFacts
 from experiments.facts.page_tables import opened_shares, rows_of_pages, worst_answers
 from experiments.facts.rows import (
+    COMPARED_ON_PAGES,
     DECLARED,
     DEFAULT,
     EVERY_ROW,
@@ -439,13 +440,14 @@ class FactsStudy(Study):
                 kept = [np.mean(list(of_seed[metric].values())) for of_seed in items["lora"] if metric in of_seed]
                 if kept:
                     lost[metric] = 1 - float(np.mean(kept))
+        declared = COMPARED_ON_PAGES if size.of_pages else DECLARED
         return Evidence(
             nats=nats,
             bigram_nats=float(np.mean([self.bigram_nats(size, seed) for seed in self.seeds])),
             lost_shares=lost,
             searches=self.searches,
-            declared=DECLARED,
-            decisions=decide(DECLARED, items),
+            declared=declared,
+            decisions=decide(declared, items),
             seeds=min((len(by_seed) for by_seed in items.values()), default=0),
         )
 
@@ -462,7 +464,8 @@ class FactsStudy(Study):
         if rows:
             rows = [self.backbone_row(size), *rows]
             evidence = self.evidence_so_far()
-            details["conditions"] = [asdict(condition) for condition in conditions(evidence)]
+            if not size.of_pages:
+                details["conditions"] = [asdict(condition) for condition in conditions(evidence)]
             details["comparisons"] = [_described(decision) for decision in evidence.decisions]
             details["bigram_nats"] = evidence.bigram_nats
             details["by_seed"] = {name: [shares(items) for items in of.values()] for name, of in self.items.items()}

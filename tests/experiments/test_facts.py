@@ -381,7 +381,8 @@ def test_a_quick_run_of_real_pages_has_results_of_its_own(data: Path, tiny_chat_
     assert value_of(results.row(pages[0]).metrics["opened"]) == 1
     by_ring: Any = results.details["opened"]
     assert by_ring.keys() == {"trained", "unseen", "near", "colliding", "shared", "far", "instructions"}
-    assert "worst" in results.details
+    assert {"worst", "comparisons"} <= results.details.keys()
+    assert "conditions" not in results.details, "nothing was declared"
     assert (tmp_path / "out" / "pages" / "results.json").exists()
 
 
