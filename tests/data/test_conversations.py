@@ -35,7 +35,7 @@ LOOP = [ASKED, CALLED, RESULT, TOLD]
 _CALLS = "{% for c in m.tool_calls or [] %}"
 _TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
 _HEADER = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-# How templates take calls: each in a form of its own.
+# How templates take calls: each in another form.
 TEMPLATES = {
     "nothing of tools": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" + _HEADER,
     "objects in tags": _TOOLS
@@ -50,7 +50,7 @@ TEMPLATES = {
     + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     + "{% endfor %}<|end|>{% endfor %}"
     + _HEADER,
-    "a form of its own": _TOOLS
+    "another form": _TOOLS
     + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     + _CALLS
     + "[{{ c.function.name }}] {{ c.function.arguments | tojson }};{% endfor %}<|end|>{% endfor %}"
@@ -220,7 +220,7 @@ def test_what_a_model_learns_of_a_call() -> None:
     for form in FORMS:
         chat = read_chat(form(LOOP), "a test", padded=form is as_padded)
         written = f"[tide] {json.dumps(ARGUMENTS, ensure_ascii=False)};<|end|>"
-        for name in ("a form of its own", "arguments as text", "calls where there is no content"):
+        for name in ("another form", "arguments as text", "calls where there is no content"):
             assert learned_texts(name, chat) == [written, "At noon.<|end|>"]
 
 
@@ -407,7 +407,7 @@ def test_a_template_that_refuses_is_quoted(template: str, messages: Any, tools: 
 )
 def test_a_template_that_would_drop_a_part_of_a_message_is_named(template: str, answer: Any) -> None:
     tokenizer = tiny_tokenizer()
-    first = TEMPLATES["a form of its own"].replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    first = TEMPLATES["another form"].replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     tokenizer.chat_template = TEMPLATES.get(template, first)
     messages = [ASKED, answer, RESULT, TOLD]
     with pytest.raises(DataError, match="message 2"):
@@ -429,7 +429,7 @@ def test_the_forms_of_templates_are_found() -> None:
     ]
     assert [name for name, form in forms.items() if form.no_content] == ["calls where there is no content"]
     assert SERVED["objects in tags"].call_text == SERVED["a thought in the last answer alone"].call_text == HERMES
-    assert not SERVED["a form of its own"].call_text.is_object
+    assert not SERVED["another form"].call_text.is_object
 
 
 def test_keys_that_the_template_does_not_read_are_counted(tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_keys_that_the_template_does_not_read_are_counted(tmp_path: Path) -> Non
     source = {"path": str(tmp_path / "rows.jsonl"), "messages_column": "messages"}
     for streaming in (False, True):
         config = DataConfig.parse({"new": [source | {"streaming": streaming}], "replay_fraction": 0, "length": 128})
-        tokenizer = with_template("a form of its own")
+        tokenizer = with_template("another form")
         mixture = build_mixture(config, tokenizer, 1)
         mixture.batch(0)
         found = mixture.ignored_keys()

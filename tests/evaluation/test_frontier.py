@@ -89,9 +89,10 @@ def without(point: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def test_points_without_a_loss_or_from_other_windows_are_refused() -> None:
     (point,) = points([1.0], [0.5])
-    for broken in ([], [[without(point, "forgotten")]], [[without(point, "learned")]]):
-        with pytest.raises(EvaluationError, match="data.test"):
-            Frontier({"a": broken})
+    broken = {"points": [], "forgotten": [[without(point, "forgotten")]], "learned": [[without(point, "learned")]]}
+    for missing, trainings in broken.items():
+        with pytest.raises(EvaluationError, match=missing):
+            Frontier({"a": trainings})
     other = points([1.0], [0.5])
     other[0]["windows"]["learned"]["tokens"][0] += 1
     with pytest.raises(EvaluationError) as caught:

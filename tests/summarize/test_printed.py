@@ -102,6 +102,12 @@ def test_latex_reads_macros_as_they_are_defined(body: str, printed: str) -> None
     assert document.notes == ()
 
 
+def test_arguments_reach_a_formula_through_two_macros() -> None:
+    definitions = r"\newcommand{\value}[1]{the value $#1^2$}\newcommand{\both}[2]{\value{#1} and \value{#2+#1}}"
+    (read,) = sentences(latex(r"We see \both{x}{y} here.", definitions))
+    assert read.replace("{", "").replace("}", "") == "We see the value $x^2$ and the value $y+x^2$ here."
+
+
 def test_text_of_macros_alone_has_a_place() -> None:
     definitions = r"""\newcommand{\two}{One is here. Two is.}
 \newcommand{\three}[1]{Now #1

@@ -160,7 +160,7 @@ def gone(folder: Path) -> None:
         ),
         (
             without_json,
-            "bad/adapter_config.json is not a readable JSON object, so the PEFT adapter is damaged: copy it again.",
+            "bad/adapter_config.json contains no JSON object, but one is expected: copy the PEFT adapter again.",
         ),
         (truncated, "bad/adapter_model.safetensors can't be read as a safetensors file"),
         (infinite, "bad/adapter_config.json has {'q_proj': nan} as alpha_pattern, but finite numbers are expected: "),

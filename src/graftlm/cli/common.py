@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def configure_logging() -> None:
-    """Send progress bars to stderr, and let transformers and the client of the hub log errors only.
+    """Print to stderr, hide transformers' progress bars, and let transformers and the hub's client log errors only.
 
-    Environment variables that are set already are kept. transformers is imported, which takes a second or more.
+    Levels that environment variables set are respected. transformers is imported, which takes a second or more.
     """
     os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # it warns about torchao
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -27,7 +27,8 @@ def configure_logging() -> None:
     from transformers.utils import logging
 
     rich.reconfigure(stderr=True)
-    logging.set_verbosity_error()
+    if os.environ["TRANSFORMERS_VERBOSITY"] == "error":  # transformers may be imported already
+        logging.set_verbosity_error()
     logging.disable_progress_bar()
     # Child processes read the variable; downloads of this process still show their progress.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

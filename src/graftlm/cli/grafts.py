@@ -316,7 +316,8 @@ def predict(
     text_column: Annotated[
         list[str] | None,
         option(
-            "NAME", "Text column, by default that of training; stdin and text files are then JSON lines. Repeatable."
+            "NAME",
+            "Text column, by default that of training. It makes stdin and text files JSON lines. Repeatable.",
         ),
     ] = None,
     batch_size: Annotated[int, option("N", "Rows per forward pass.", min=1)] = 64,
@@ -326,7 +327,7 @@ def predict(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the predictions of a graft's head, one JSON object per row."""
+    """Print a graft's predictions, one JSON object per row."""
     from graftlm.generation.predict import load_task_graft, predict_rows, read_questions
 
     task_graft = load_task_graft(

@@ -44,7 +44,13 @@ _RESULT_MESSAGE: Message = {"role": "tool", "content": _RESULT, "name": _TOOL, "
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """How a template writes a call: a text before its name, one between name and arguments, and one after them."""
+    """How a template writes a call.
+
+    Attributes:
+        before: the text before the name.
+        between: the text between the name and the arguments.
+        after: the text after the arguments.
+    """
 
     before: str
     between: str

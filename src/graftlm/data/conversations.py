@@ -281,7 +281,10 @@ def _read_turn(message: object, where: str, *, padded: bool) -> _Turn:
         if not calls:
             raise DataError(f"{where} has the role {given}, but no call: leave it out.")
     if calls and role != "assistant":
-        raise DataError(f"{where} has the role {role} and calls of tools, which only the assistant makes: move them.")
+        raise DataError(
+            f"{where} has the role {role} and tool calls, but only the assistant calls tools: move the calls to a "
+            "message of the assistant."
+        )
     is_learned = _pop_marks(values, role, where)
     _check_keys(values, where)
     turn: Message = {"role": role, "content": _as_text(content, where, is_optional=bool(calls))}
@@ -472,8 +475,8 @@ def _check_turn(message: Message, role_before: str, where: str) -> None:
     """Raise `DataError` if a message must not follow one with the role `role_before`."""
     role = message["role"]
     if role_before not in _ALLOWED_BEFORE[role]:
-        position = f"after one with the role {role_before}" if role_before else "the first message"
+        position = f"follows one with the role {role_before}" if role_before else "is the first message"
         raise DataError(
-            f"{where} has the role {role} and is {position}, but the roles are expected in the order system, then user "
+            f"{where} has the role {role} and {position}, but the roles are expected in the order system, then user "
             "and assistant in turn, with tool after assistant: correct the conversation."
         )

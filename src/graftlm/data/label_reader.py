@@ -50,6 +50,8 @@ class _Seen(NamedTuple):
 class LabelReader:
     """Read the labels of a column, and reject a column that mixes numbers and words, or 1 and 1.0.
 
+    Each column needs its own reader, which remembers the labels of earlier rows.
+
     Args:
         task_type: the type of the task.
         column: the name of the column, for error messages.

@@ -39,7 +39,6 @@ _SHOWN_EVERYDAY = 3
 _QUICK_FACTS = 2
 _QUICK_EVERYDAY = 3
 _EPOCHS = 5  # a dozen facts need more passes than the recipe makes, for as many steps
-_LEARNING_RATE = 1e-3  # with so many passes, half of the recipe's rate is enough
 _TIMED_SIZE = 512  # rows and columns of a matrix
 
 
@@ -89,7 +88,6 @@ def _recipe(conversations: Path, *, quick: bool, seed: int) -> Recipe:
         f"training.seed={seed}",
         "evaluation.ask=null",  # the demo asks its own questions
         f"training.epochs={1 if quick else _EPOCHS}",
-        f"training.learning_rate={_LEARNING_RATE}",
     ]
     if is_half:
         overrides += ["backbone.dtype=bfloat16", "training.precision=bf16"]

@@ -46,10 +46,14 @@ class Frontier:
             for points in trainings:
                 windows += [point["windows"] for point in points]
         self.losses = [name for name in LOSSES if windows and all(name in each for each in windows)]
-        if not self.losses or not all("learned" in each for each in windows):
+        if not windows:
+            raise EvaluationError("There are no points to compare, but at least one is expected: measure some.")
+        if not all("learned" in each for each in windows):
+            raise EvaluationError("Some points lack learned, but every point needs it: name new text under data.test.")
+        if not self.losses:
             raise EvaluationError(
-                "Some points of the curves lack learned, or both forgotten and own_kl, but every point needs them: "
-                "name test texts old and new under data.test."
+                "The points have no loss in common, but all need forgotten or all need own_kl: name old text under "
+                "data.test, or set evaluation.own_tokens."
             )
         # (1 + resamples, windows); the first row is the sample itself.
         self._weights: dict[str, np.ndarray] = {}

@@ -35,7 +35,7 @@ class Machine(Config):
         """Return the description of this machine."""
         import torch
 
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
         return cls(cpu=_cpu_name(), cores=_usable_cores(), gpu=gpu, torch=torch.__version__)
 
 

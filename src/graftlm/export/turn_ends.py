@@ -15,10 +15,11 @@ _FILE = "generation_config.json"
 
 
 def add_turn_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the tokens that end an answer (`turn_end_ids`) to the EOS tokens of a model's generation config.
+    """Add the tokenizer's EOS token and the tokens that end a turn to the EOS tokens of a model's generation config.
 
     Args:
-        folder: the folder of the model. A folder without the file of a generation config is left unchanged.
+        folder: the folder of the model. It is left unchanged without `generation_config.json`, or if no token ends
+            a turn (`turn_end_ids`).
         tokenizer: the model's tokenizer.
     """
     path = folder / _FILE

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from graftlm.errors import ArtifactError, shorten
+from graftlm.errors import ArtifactError, first_line, shorten
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
@@ -27,8 +27,8 @@ def read_adapter_config(folder: Path, what: str = "PEFT adapter") -> dict[str, A
         what: name of the adapter in messages, without an article.
 
     Raises:
-        ArtifactError: `adapter_config.json` is missing, is not a JSON object or has a number that is not finite, or
-            the folder has no weights in safetensors.
+        ArtifactError: `adapter_config.json` is missing, can't be read, is not a JSON object or has a number that is not
+            finite, or the folder has no weights in safetensors.
     """
     values = _read_json(folder, what)
     for key, value in values.items():
@@ -51,10 +51,12 @@ def _read_json(folder: Path, what: str) -> dict[str, object]:
         nested = next(folder.glob(f"*/{ADAPTER_CONFIG}"), None)  # PEFT saves named adapters in subfolders.
         remedy = f"name {nested.parent}" if nested else "name a folder that PEFT's save_pretrained wrote"
         raise ArtifactError(f"The {what} has no {ADAPTER_CONFIG} in {folder}: {remedy}.") from None
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError):
-        values = None
+    except OSError as error:
+        raise ArtifactError(f"{path} can't be read ({first_line(error)}): make it readable.") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path} is not valid JSON ({first_line(error)}): copy the {what} again.") from None
     if not isinstance(values, dict):
-        raise ArtifactError(f"{path} is not a readable JSON object, so the {what} is damaged: copy it again.")
+        raise ArtifactError(f"{path} contains no JSON object, but one is expected: copy the {what} again.")
     return values
 
 

@@ -238,7 +238,9 @@ def _lines_of(source: str) -> Iterator[str]:
             if number > 1 and line.startswith(BYTE_ORDER_MARK):
                 text = f"\ufeff{text}"  # Only the first one of a stream is a byte order mark.
             yield text.rstrip("\r\n")
-    elif path.exists() and not path.is_dir():
+    elif path.is_dir():
+        raise DataError(f"{source} is a folder, but a file is expected: name a file in it, or - for stdin.")
+    elif path.exists():
         yield from read_text(path).split("\n")
     else:
         raise DataError(f"There is no file {source}: name an existing file, or - for stdin.")

@@ -65,7 +65,7 @@ class LayerView(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys of the group's rows, (group's rows, H, S, d), or None before the first pass."""
+        """The keys (group's rows, key-value heads, columns of the group, head width); None before the first pass."""
         return self._read("keys")
 
     @keys.setter
@@ -74,7 +74,7 @@ class LayerView(DynamicLayer):
 
     @property
     def values(self) -> Tensor | None:
-        """The values of the group's rows, (group's rows, H, S, d), or None before the first pass."""
+        """The values (group's rows, key-value heads, columns of the group, head width), as `keys`."""
         return self._read("values")
 
     @values.setter

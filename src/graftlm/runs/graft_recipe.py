@@ -247,11 +247,11 @@ def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
         changes.append("training.gradient_checkpointing to false")
     if changes:
         raise ValueError(
-            f"data.stream reads new text once and in order: set {' and '.join(changes)}, or set stream to false"
+            f"data.stream reads new text once and in order: set {' and '.join(changes)}, or set data.stream to false"
         )
     for source in data.new:
         if source.streaming:
             raise ValueError(
                 f"data.stream cuts its rows from text in memory, but the source {source.name} under data.new is "
-                "streaming: set its streaming to false, or stream to false"
+                "streaming: set its streaming to false, or data.stream to false"
             )

@@ -37,13 +37,15 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def state_of(model: PreTrainedModel) -> dict[str, object]:
-    """Return everything about a model that a graft must restore, by a description of each part.
+    """Return the state of a model that a graft must restore, by the name of each part.
 
     Args:
         model: a transformers model.
 
     Returns:
-        Values that are equal if and only if the model is unchanged.
+        Values to compare with those of a later call for the same model in the same process. They cover modules and
+        their modes, hooks, replaced methods, bytes and identity of parameters and buffers, which parameters have a
+        gradient, though not its value, and the config.
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())

@@ -85,7 +85,7 @@ def tiny_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel
 
     Args:
         family: name of the family, which must be a key of `FAMILY_CONFIGS`.
-        seed: seed of the weights; the state of torch's generator does not change.
+        seed: seed of the weights; the state of torch's CPU generator does not change.
         changes: changed values of the family's config.
     """
     config_class, model_class, values = FAMILY_CONFIGS[family]

@@ -255,8 +255,8 @@ def _accumulate(state: TrainingState, batch: Batch) -> Tensor:
     device = context.accelerator.device
     if len(batch) != config.batch_size:
         raise TrainingError(
-            f"Number of rows in the batch of step {state.counts.step + 1}: {len(batch)}, but batch_size is "
-            f"{config.batch_size}: set batch_size to the number of rows that the data has per step."
+            f"The batch of step {state.counts.step + 1} has {len(batch)} rows, but training.batch_size is "
+            f"{config.batch_size}: set it to the number of rows that the data has per step."
         )
     totals = batch.totals().to(device)
     rows = batch.rows(context.share(len(batch)))

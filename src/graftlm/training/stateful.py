@@ -64,8 +64,8 @@ class StatefulBatches(Mixture):
         self.stream_length = len(blocks) // batch_size
         if not self.stream_length:
             raise DataError(
-                f"Number of rows of {blocks.length} tokens in the training text: {len(blocks)}, but the number of "
-                f"streams that are read in parallel is {batch_size}: add text, or lower batch_size or data.length."
+                f"The training text has {len(blocks)} rows of {blocks.length} tokens, but data.stream reads "
+                f"{batch_size} rows in parallel: add text, or lower training.batch_size or data.length."
             )
 
     def batch(self, step: int) -> StatefulBatch:

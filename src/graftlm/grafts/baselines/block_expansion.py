@@ -167,11 +167,11 @@ def copied_layers(layers: int, blocks: int) -> list[int]:
 
 
 def _number_of_blocks(config: LlamaProConfig, backbone: Backbone) -> int:
-    """Return the number of new blocks; raise `RecipeError` if there are fewer layers to copy."""
+    """Return the number of new blocks; raise `RecipeError` if it exceeds that of layers."""
     layers = backbone.sites.n_layers
     blocks = config.blocks
     if blocks is None:
-        assert config.capacity is not None, "the config has either of the two"
+        assert config.capacity is not None, "the config has one of the two"
         weights = backbone.parameter_count
         in_layers = sum(parameter.numel() for parameter in backbone.sites.layers.parameters())
         blocks = max(1, round(config.capacity * weights * layers / in_layers))

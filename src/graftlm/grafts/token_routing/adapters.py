@@ -307,10 +307,11 @@ def _check_copy(
 
 def _check_pair(name: str, folder: Path, path: str, pair: Mapping[str, Tensor]) -> None:
     """Raise `ArtifactError` unless both factors of a module exist and have the same rank."""
-    if pair.keys() != {"A", "B"}:
+    missing = {"A", "B"} - pair.keys()
+    if missing:
         raise ArtifactError(
-            f"The expert {name} in {folder} has only the factor {', '.join(pair)} of {path}, but A and B are expected: "
-            "copy the expert again."
+            f"The expert {name} in {folder} lacks the factor {' and '.join(sorted(missing))} of {path}, but A and B "
+            "are expected: copy the expert again."
         )
     rank = pair["A"].shape[0]
     other = pair["B"].shape[1]

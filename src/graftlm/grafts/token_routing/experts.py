@@ -80,7 +80,7 @@ class ExpertTarget:
         if sizes is None:
             raise GraftError(
                 f"An expert changes {path}, which is of type {type(base).__name__}, but a linear layer or an embedding "
-                "is expected: choose other targets, or an adapter of such modules."
+                "is expected: choose other targets, or an adapter that changes only such modules."
             )
         inputs, outputs = sizes
         return cls(inputs, outputs)

@@ -232,7 +232,8 @@ def _with_source(
 ) -> list[tuple[int, int, int, int]]:
     """Return ranges of a text with their ranges in the source.
 
-    A sentence without a source of its own, as the second one of a macro of LaTeX, belongs to the one before it.
+    A sentence that has no range in the source, such as the second sentence of a LaTeX macro, takes that of the
+    sentence before it.
     """
     found: list[tuple[int, int, int, int]] = []
     for first, last in ranges:

@@ -143,7 +143,8 @@ def _read_utf8(path: Path) -> str:
     if b"\0" in data:
         position = data.index(0)
         raise DataError(
-            f"{path} is a binary file (a NUL byte at byte {position}), but UTF-8 text is expected: convert it."
+            f"{path} is a binary file (a NUL byte at byte {position}), but UTF-8 text is expected: convert it "
+            "to UTF-8, or leave it out."
         )
     text = decode_utf8(data, str(path))
     if data.startswith(BYTE_ORDER_MARK):

@@ -539,17 +539,26 @@ class _LatexBlockParser:
             argument = frame.arguments[index] if index < len(frame.arguments) else None
             if argument is None:
                 self._add_at_call(frame.default if index == 0 else "", is_formula=is_formula)
-            elif is_formula:
-                assert frame.outer is not None, "a replaced macro has a frame around"
-                source = frame.outer.text[argument.pos : argument.pos + argument.len]
-                self._add_at_call(source, is_formula=True)
             else:
-                assert frame.outer is not None, "a replaced macro has a frame around"
-                self._frame = frame.outer
-                self.walk([argument])
-                self._frame = frame
+                self._add_argument(argument, is_formula=is_formula)
             end = match.end()
         self._add_at_call(text[end:], is_formula=is_formula)
+
+    def _add_argument(self, argument: _Node, *, is_formula: bool) -> None:
+        """Add an argument of the macro that is replaced. It stands in the text around the macro's call."""
+        frame = self._frame
+        outer = frame.outer
+        assert outer is not None, "a replaced macro has a frame around"
+        source = outer.text[argument.pos : argument.pos + argument.len]
+        if is_formula and outer.outer is None:
+            self._add_at_call(source, is_formula=True)
+            return
+        self._frame = outer
+        if is_formula:
+            self._add_replaced(source, is_formula=True)
+        else:
+            self.walk([argument])
+        self._frame = frame
 
     def _add_at_call(self, text: str, *, is_formula: bool = False) -> None:
         """Add text that is not in the file, at the place of the macro that it replaces."""

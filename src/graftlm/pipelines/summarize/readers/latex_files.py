@@ -47,7 +47,7 @@ class LatexFiles:
             )
 
     def open(self, name: str) -> str | None:
-        """Return the text of an included file, to be closed; None if it is not read, which is noted.
+        """Return the text of an included file, or None with a note if it is not read. Call `close` after the text.
 
         Raises:
             DataError: the file is there but can't be read.
@@ -55,12 +55,14 @@ class LatexFiles:
         path = self._find(name)
         if path is None:
             return None
-        relative = path.relative_to(self._folder or path.parent).as_posix()
+        assert self._folder is not None, "a file is found in the folder of the document"
+        relative = path.relative_to(self._folder).as_posix()
         if relative in self._open:
             self.notes.append(f"includes {name} inside itself, which is not read again")
             return None
+        text = read_text(path)
         self._open.append(relative)
-        return read_text(path)
+        return text
 
     def close(self) -> None:
         """Go back to the file that includes the one that was opened last."""

@@ -80,7 +80,10 @@ def _extract_pages(
             lines.append(page_lines)
             characters += len(page_text)
             if characters > max_characters:
-                raise DataError(f"{path} has more than {max_characters:,} characters of text: split it into chapters.")
+                raise DataError(
+                    f"{path} has more than {max_characters:,} characters of text, but at most that many are read: "
+                    "split it into chapters."
+                )
     except (DataError, MemoryError):
         raise
     except pdfdocument.PDFPasswordIncorrect:
