@@ -21,7 +21,7 @@ from graftlm.testing.laws.base import LawsBase
 from graftlm.testing.passes import logits
 from graftlm.testing.tiny import tiny_ids, tiny_model, tiny_tokenizer
 
-_REASONS = "is quantized|has a PEFT adapter|change with the text|so the graft can't be exported"
+_REASONS = "without quantization|has a PEFT adapter|change with the text|so the graft can't be exported"
 """Why an exportable graft may still be refused: its backbone, or its config."""
 
 
