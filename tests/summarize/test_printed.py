@@ -118,6 +118,15 @@ Then three. Last}"""
     assert document.text == "One is here. Two is. It is Now One. Two. Then three. Last here."
 
 
+def test_a_macro_inside_a_macro_leaves_the_places_of_arguments() -> None:
+    definitions = r"\newcommand{\note}{Note this.}\newcommand{\said}[1]{\note{} #1}"
+    document = latex(r"\said{One is here. Two is here.}", definitions)
+    check_spans(document)
+    assert sentences(document) == ["Note this.", "One is here.", "Two is here."]
+    # The first sentence has no text in the file, and its place is one character of the call.
+    assert [sentence.source for sentence in document.sentences] == ["\\", "One is here.", "Two is here."]
+
+
 def test_labels_of_latex_items_are_fields() -> None:
     document = latex(r"\begin{description}\item[Tea] It is old. \item[Water] is wet.\end{description}")
     assert sentences(document) == ["It is old.", "Water is wet."]

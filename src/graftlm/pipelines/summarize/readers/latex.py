@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -244,6 +245,21 @@ class _LatexBlockParser:
             "LatexEnvironmentNode": self._handle_environment,
             "LatexMacroNode": self._handle_macro,
         }
+        self._role_handlers: dict[str, Callable[[_Node], None]] = {
+            "inline": self._walk_argument,
+            "first": partial(self._walk_argument, index=0),
+            "raised": partial(self._add_shifted, tag="sup"),
+            "lowered": partial(self._add_shifted, tag="sub"),
+            "quantity": self._add_quantity,
+            "break": self._handle_break,
+            "item": self._handle_item,
+            "input": self._include,
+            "space": self._add_space,
+            "gap": self._add_gap,
+            "kept": partial(self._keep_macro, is_known=True),
+            "silent": self._skip_macro,
+            "symbol": self._add_converted,
+        }
 
     def finish(self) -> list[TextBlock]:
         """Close the open block and return all blocks, whose spans refer to the file."""
@@ -342,36 +358,18 @@ class _LatexBlockParser:
             self._close_block()
             self._walk_argument(node)
             self._close_block(_HEADING_LEVELS[name])
-        elif role is None or role == "kept":
-            self._keep_macro(node, is_known=role is not None)
+        elif role is None:
+            self._keep_macro(node, is_known=False)
         else:
-            self._handle_role(node, role)
+            handle = self._role_handlers[role]
+            handle(node)
 
-    def _handle_role(self, node: _Node, role: str) -> None:
-        """Handle a macro that is known."""
-        if role == "inline":
-            self._walk_argument(node)
-        elif role == "first":
-            self._walk_argument(node, index=0)
-        elif role in ("raised", "lowered"):
-            self._add_shifted(node, "sup" if role == "raised" else "sub")
-        elif role == "quantity":
-            self._add_quantity(node)
-        elif role == "break":
-            self._close_block()
-        elif role == "item":
-            self._close_block()
-            self._walk_label(node)
-        elif role == "symbol":
-            self._add_converted(node)
-        elif role == "space":
-            self._add_space(node)
-        elif role == "gap":
-            self._spans.append(TextSpan(" ", *self._file_range(node.pos, node.pos + node.len)))
-        elif role == "input":
-            self._include(node)
-        else:
-            self._skip_macro(node)
+    def _handle_break(self, node: _Node) -> None:
+        self._close_block()
+
+    def _handle_item(self, node: _Node) -> None:
+        self._close_block()
+        self._walk_label(node)
 
     def _expand(self, node: _Node, definition: Definition) -> None:
         """Walk what a macro of the document is replaced by."""
@@ -464,6 +462,9 @@ class _LatexBlockParser:
         if following.isalnum() or following in ("(", "$", "\\"):
             self._spans.append(TextSpan(" ", end, end))
 
+    def _add_gap(self, node: _Node) -> None:
+        self._spans.append(TextSpan(" ", *self._file_range(node.pos, node.pos + node.len)))
+
     def _include(self, node: _Node) -> None:
         """Read an included file, whose name may stand without braces."""
         text = self._frame.text
@@ -495,18 +496,32 @@ class _LatexBlockParser:
         return not SENTENCE_END.search(before) and not _INNER_SENTENCE_END.search(blocks[0].text.rstrip())
 
     def _file_range(self, start: int, end: int) -> tuple[int, int]:
-        """Return the range in the file of a range of the frame's text; of a replaced macro, the place in its call."""
-        frame = self._frame
-        if frame.call is None:
+        """Return the range in the file of a range of the frame's text.
+
+        Text that replaces a macro is not in the file. Whatever its range, it gets the next place in the macro's call.
+        """
+        call = self._frame.call
+        if call is None:
             first = self._source.position(start)
             return first, self._source.position(end - 1) + 1 if end > start else first
-        first, last = frame.call
+        first, last = call
         cursor = self._last_end
         if cursor > first:
+            # Later pieces take one character of the call each, as long as some are left.
             return cursor, min(cursor + 1, max(cursor, last))
-        # The rest of the call is for its arguments, or for further blocks.
-        is_divided = any(frame.arguments) or _BLOCK_BREAK.search(frame.text)
-        return (first, first + 1) if is_divided else (first, last)
+        return (first, first + 1) if self._is_divided_call() else (first, last)
+
+    def _is_divided_call(self) -> bool:
+        """Return whether the call of the outermost macro also holds arguments or further blocks.
+
+        All macros inside that macro share its call.
+        """
+        frame: _Frame | None = self._frame
+        while frame is not None and frame.call is not None:
+            if any(frame.arguments) or _BLOCK_BREAK.search(frame.text):
+                return True
+            frame = frame.outer
+        return False
 
     @property
     def _last_end(self) -> int:
