@@ -238,7 +238,7 @@ def apply_override(values: dict[str, object], override: str) -> None:
 
     Raises:
         RecipeError: the override has another form, its value is not valid YAML, or its path leads into a value
-            without keys or past the end of a list.
+            without keys, or does not name an item of a list.
     """
     key, equals, text = override.partition("=")
     path = key.strip().split(".")

@@ -210,6 +210,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_freqs.weight": ("llama", {"rope_freqs.weight": torch.ones(3)}),
     "layer_norm_rms_epsilon": ("llama", {"attention.layer_norm_rms_epsilon": None}),
     "block_count": ("llama", {"block_count": None}),
+    "llama.block_count": ("llama", {"block_count": True}),
     "'adapter'": ("llama", {"general.type": "adapter"}),
     "llama-gguf-split": ("llama", {"split.count": 3}),
 }

@@ -17,7 +17,7 @@ from graftlm.errors import BackboneError, GraftError, RecipeError, WrongBackbone
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.composition import Composition
 from graftlm.grafts.composition.config import CompositionConfig
-from graftlm.grafts.composition.pairs import pairs_of
+from graftlm.grafts.composition.pairs import check_heads, pairs_of
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.store.manifest import read_manifest
 from tiny import BackboneFolder, save_tiny_backbone, tiny_model
@@ -126,6 +126,13 @@ def test_models_that_do_not_fit(case: str, tiny_backbone: BackboneFolder) -> Non
         build_graft(graft_config(config), live("llama"))
     assert offence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_no_number_of_heads_fits_an_odd_width_with_positions() -> None:
+    check_heads(3, 15, even=False)
+    with pytest.raises(GraftError) as caught:
+        check_heads(3, 15, even=True)
+    assert "positions to none" in str(caught.value)
 
 
 def test_more_pairs_than_the_anchor_has_layers() -> None:

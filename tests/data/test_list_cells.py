@@ -54,6 +54,17 @@ def test_csv_keeps_line_ends_and_marks_in_quotes(tmp_path: Path) -> None:
     assert texts(path) == ['one\r\ntwo "x"\n', "three"]
 
 
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [('[{"text": "a"},\n {"text": }]', "line 2, column 11"), ('{"text": "a"}\n{"text": }\n', "line 2 .*at column 10")],
+)
+def test_the_place_of_invalid_json_is_named(tmp_path: Path, content: str, place: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=place):
+        texts(path)
+
+
 def test_the_header_of_an_appended_file_is_no_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b"\xef\xbb\xbftext,label\r\nyes,a\r\n" * 2)

@@ -242,6 +242,14 @@ def test_a_template_that_ends_no_turn_or_fails_is_named_if_it_was_asked_for(tmp_
         assert not any(text.is_chat for text in sample(tmp_path, model, tokens=50))
 
 
+def test_the_reason_of_a_template_is_named(tmp_path: Path) -> None:
+    model = backbone()
+    assert model.tokenizer is not None
+    model.tokenizer.chat_template = "{{ raise_exception('No role is supported') }}"
+    with pytest.raises(DataError, match="No role is supported"):
+        sample(tmp_path, model, chat_fraction=1.0)
+
+
 def test_too_few_samples_and_a_damaged_file_are_named(tmp_path: Path) -> None:
     model = backbone()
     texts = sample(tmp_path, model, tokens=5)

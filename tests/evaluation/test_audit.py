@@ -289,6 +289,15 @@ def test_a_budget_fails_above_it_and_is_checked_before_anything_is_loaded() -> N
     for name in ("own_lk", "news_lost"):
         with pytest.raises(EvaluationError, match=name):
             audit("no-such-model", "neither", budget={name: 1.0}, **SIZES)
+    for nothing_to_ask in ({"tokens": 0}, {"answers": 0}):
+        with pytest.raises(EvaluationError, match="stops_lost"):
+            audit(
+                "no-such-model",
+                "neither",
+                texts={"news": TEXT},
+                budget={"stops_lost": 1.0},
+                **SIZES | nothing_to_ask,
+            )
     with pytest.raises(EvaluationError) as caught:
         audit(base, tuned, budget={"chat_kl": 1.0}, **SIZES)
     assert "chat_kl" in str(caught.value)
@@ -304,7 +313,7 @@ def test_a_budget_fails_above_it_and_is_checked_before_anything_is_loaded() -> N
         ("BASE", {"tokens": 0}, DataError, "tokens"),
         ("BASE", {"texts": {"news": 7}}, DataError, "news"),
         ("BASE", {"texts": {"own": TEXT}}, DataError, "own"),
-        ("BASE", {"prompts": ["Hello?"], "tokens": 0}, DataError, "--prompts"),
+        ("BASE", {"prompts": ["Hello?"], "tokens": 0}, DataError, "leave out prompts"),
         ("BASE", {"tokens": -1}, RecipeError, "tokens"),
         ("BASE", {"no_such": 1}, RecipeError, "no_such"),
         ("GRAFT", {"quantize": "int8"}, EvaluationError, "GraftedModel"),

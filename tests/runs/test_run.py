@@ -204,6 +204,8 @@ def test_a_failed_run_leaves_nothing_shared(tmp_path: Path) -> None:
         ([SumRun(id="a"), SumRun(id="a", number=2)], ["'a'", "id"]),
         ([SumRun(id="a", folder="x"), SumRun(id="b", folder="x")], ["'a'", "'b'", "folder"]),
         ([SumRun(id="../a")], ["'../a'", "folder"]),
+        ([SumRun(id="..")], ["'..'", "folder"]),
+        ([SumRun(id="")], ["''", "folder"]),
         ([SumRun(id="measurements")], ["'measurements'", "folder"]),
         ([SumRun(id="a", depends_on=("b",))], ["depends on 'b'"]),
         ([SumRun(id="a", depends_on=("b",)), SumRun(id="b", depends_on=("a",))], ["circle"]),

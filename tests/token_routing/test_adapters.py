@@ -519,7 +519,7 @@ def test_every_other_method_of_peft_is_refused_with_a_remedy(tmp_path: Path) -> 
         remedy = CONVERT if kind in CONVERTED else MERGE if kind in MERGED else TRAIN
         change_config(str(tmp_path), peft_type=kind)
         message = refusal(Case({}), tmp_path)
-        assert f"is of the type {kind}, but LORA is expected: " in message
+        assert f"has the peft_type {kind}, but LORA is expected: " in message
         assert re.search("as experts" if kind == "XLORA" else SENTENCE[remedy], message), message
 
 

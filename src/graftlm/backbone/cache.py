@@ -125,7 +125,10 @@ def is_static_layer(layer: object, *, window: bool = True) -> bool:
 
 
 def counted_tokens(cache: Cache) -> int | None:
-    """Return the number of tokens in the first filled layer of a graft that `counts_tokens`; None without one."""
+    """Return the number of tokens in the first filled graft layer whose `counts_tokens` is true; None without one.
+
+    Only the first layer of each graft is considered.
+    """
     for indices in slots_of(cache).values():
         layer: Any = cache.layers[indices[0]]
         if getattr(layer, "counts_tokens", False):

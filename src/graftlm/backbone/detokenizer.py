@@ -16,7 +16,7 @@ _INCOMPLETE = "\ufffd"  # decoders return it for a character whose bytes are inc
 
 
 def continuation_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of a continuation as it reads behind its prompt, without special tokens.
+    """Return the text of a continuation as it reads after its prompt, without special tokens.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -53,8 +53,9 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 class IncrementalDetokenizer:
     """The text of one continuation, in whole characters and without a possible beginning of a stop string.
 
-    `tokenizers.DecodeStream` decodes byte-level tokens. Other tokens are decoded together with some tokens before them,
-    because their text depends on these.
+    `tokenizers.DecodeStream` decodes the byte-level tokens of fast tokenizers, unless the prompt ends within a
+    character. Otherwise, tokens are decoded together with some tokens before them, because their text may depend on
+    these.
 
     Args:
         tokenizer: the model's tokenizer.

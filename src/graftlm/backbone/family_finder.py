@@ -115,12 +115,12 @@ def _reserves_positions(trace: ModuleTrace) -> bool:
 
 
 def _find_layers(trace: ModuleTrace) -> nn.ModuleList:
-    """Return the outermost list of layers, whose number is that of the config, and all of which ran."""
+    """Return the outermost module list that has as many layers as the config says, all of which ran."""
     count = getattr(trace.text_config, "num_hidden_layers", 0)
     for module in trace.base.modules():
         if not isinstance(module, nn.ModuleList) or len(module) != count:
             continue
-        if all(layer in trace.visits for layer in module):
+        if count and all(layer in trace.visits for layer in module):
             return module
     raise MisfitError(f"no list of {count} layers runs")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from graftlm.backbone.patching import replaced_attributes
-from graftlm.errors import BackboneError, first_line
+from graftlm.errors import BackboneError, first_line, shorten
 from graftlm.files.model_files import ModelFiles
 
 # The package gguf is an extra, and transformers takes seconds to import, so functions import both.
@@ -60,13 +60,18 @@ class GgufHeader:
         """Return the integer at a key of the architecture.
 
         Raises:
-            BackboneError: the key is missing, or its value is no integer.
+            BackboneError: the key is missing, or its value is not an integer.
         """
         found = self.value(key)
-        if not isinstance(found, int):
+        if found is None:
             raise BackboneError(
-                f"The GGUF file has {found!r} at {self.architecture}.{key}, but a whole number is expected: name "
-                "the model's safetensors checkpoint."
+                f"The GGUF file has no {self.architecture}.{key}, but an integer is expected: name the model's "
+                "safetensors checkpoint."
+            )
+        if not isinstance(found, int) or isinstance(found, bool):
+            raise BackboneError(
+                f"The GGUF file has {shorten(repr(found))} at {self.architecture}.{key}, but an integer is expected: "
+                "name the model's safetensors checkpoint."
             )
         return found
 

@@ -273,7 +273,7 @@ class Sites:
             path = self.family.embedding if site.kind == "embedding" else self.family.norm
             module = self._resolve(self._base, path) if path else None
         if module is None:
-            raise TapError(f"A {self.model_type} model has no {site}: choose another site for this tap.")
+            raise TapError(f"This {self.model_type} model has no {site}: choose another site for this tap.")
         return module, module
 
     def _layer_modules(self, site: Site) -> tuple[nn.Module, nn.Module]:

@@ -41,9 +41,10 @@ def encode_parts(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
     that it has alone, since a model that continues a prompt reads those:
 
     1. If the joined text begins with these ids, the rest of its ids are those of the continuation.
-    2. Else, as where the last blank of a prompt would become part of the next word, the continuation has the ids that
-       it has behind another character.
-    3. Else the parts have the ids of the joined text. A token that covers the boundary belongs to the continuation.
+    2. Otherwise, as where the last space of a prompt would merge with the next word, the continuation has the ids that
+       it gets when it is tokenized after another character.
+    3. Otherwise, the joined text is tokenized and split where its ids first differ from those that `before` has alone.
+       A token across the boundary then belongs to the continuation.
 
     Args:
         tokenizer: any tokenizer of transformers.

@@ -51,8 +51,8 @@ def generate_rows(
         options: further arguments of `model.generate`.
 
     Returns:
-        The new tokens of each prompt, up to and including the first of `ends`, or all if there is none. If `options`
-        set `num_return_sequences`, there are as many rows for each prompt.
+        The new tokens of each prompt, up to and including the first of `ends`, or all if there is none. With
+        `num_return_sequences` in `options`, each prompt has that many consecutive rows.
     """
     inputs = left_padded(prompts, padding_id(tokenizer), model.device)
     output = model.generate(**inputs, eos_token_id=sorted(ends) or None, **options)

@@ -35,7 +35,7 @@ LEFT_OUT = {
     "unfinished question": "raise question_tokens",
     "new question": "name more varied new text",
     "new name": "name new text with fewer names",
-    "repeated question": "sample fewer tokens",
+    "repeated question": "raise temperature, or name more varied new text",
     "no answer": "try another answer_temperature",
 }
 """The reasons for which texts are left out, and what helps if they leave out nearly all texts."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from rich.progress import MofNCompleteColumn
 
 from graftlm.backbone import Backbone, answer_end_ids, end_ids, leading_bos, max_sequence_length
-from graftlm.data.chats import render_question
+from graftlm.data.chat_templates import render_messages
 from graftlm.data.own_text import OwnText, batch_line, first_samples, key_line, read_complete_batches
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.data.token_sampler import TokenSampler
-from graftlm.errors import DataError, shorten
+from graftlm.errors import DataError, first_line, shorten
 from graftlm.files.writing import write_errors
 from graftlm.progress import progress_bar
 
@@ -434,8 +434,9 @@ def split_template(
         remedy: what the user can do to sample no conversations, for error messages.
 
     Raises:
-        DataError: the tokenizer has no template; the template can't be rendered, has no token before the turn or no
-            special token that ends it; or it leaves no room for two turns in `length` tokens.
+        DataError: the tokenizer has no template; the template can't be rendered or drops the user's message, has no
+            token before the turn or no special token that ends it; or it leaves no room for two turns in `length`
+            tokens.
     """
     if not tokenizer.chat_template:
         raise DataError(
@@ -445,9 +446,12 @@ def split_template(
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     try:
-        text = render_question(messages, tokenizer)
-    except DataError as error:
-        raise DataError(f"The chat template of {name} can't be rendered: {remedy}.") from error
+        text = render_messages(tokenizer, messages, header=True)
+    except Exception as error:  # Errors come from jinja, or are raised by the template.
+        conversation = " with a system message" if system is not None else ""
+        raise DataError(
+            f"The chat template of {name} can't be rendered{conversation} ({first_line(error)}): {remedy}."
+        ) from error
     text_before, content, text_after = text.partition(_CONTENT)
     before = tokenizer(text_before, add_special_tokens=False)["input_ids"]
     after = tokenizer(text_after, add_special_tokens=False)["input_ids"]

@@ -269,7 +269,7 @@ def first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> np
     A token that covers two words counts for the first of them.
 
     Args:
-        words: the words of a text. The text has a blank between two words.
+        words: the words of a text, which separates them by single spaces.
         offsets: (start, stop), in characters of the text, of each token.
     """
     first = np.full(len(words), -1, dtype=np.int64)

@@ -110,7 +110,7 @@ def _read_json(
             if not line.strip():
                 continue
             where = f"{path}: line {number}"
-            row = _parse_json(line, where)
+            row = _parse_json(line.rstrip(), where)
             yield values_of(row, columns, where, owner, optional), where
 
 
@@ -123,9 +123,10 @@ def _parse_json(data: bytes, where: str) -> Any:
             f"{where} has an object with the key {error.key!r} more than once: rename all but one."
         ) from None
     except json.JSONDecodeError as error:
-        cause = error.msg
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        cause = f"{error.msg} at {line}column {error.colno}"
     except RecursionError:
-        cause = "nested too deep"
+        cause = "nested too deeply"
     raise DataError(f"{where} is not valid JSON ({cause}): one object per line, or one list of objects, is expected.")
 
 

@@ -116,7 +116,7 @@ def _results(lesson: Lesson, answers: dict[str, list[str]], seed: int) -> Result
     count = len(lesson.facts)
     rows = []
     for name, label in LABELS.items():
-        right = sum(fact.is_right(answer) for fact, answer in zip(lesson.facts, answers[name], strict=False))
+        right = sum(fact.is_right(answer) for fact, answer in zip(lesson.facts, answers[name][:count], strict=True))
         kept = compare_answers(lesson.everyday, answers["before"][count:], answers[name][count:])
         metrics: dict[str, Metric] = {"facts_right": share_interval(right, count)}
         metrics.update(answer_metrics(kept, with_spill=False))

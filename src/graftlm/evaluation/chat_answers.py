@@ -74,14 +74,24 @@ def own_questions(samples: Sequence[OwnText], tokenizer: PreTrainedTokenizerBase
     return questions[:count]
 
 
-def template_questions(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[ChatQuestion]:
+def template_questions(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    remedy: str = "name a chat model",
+) -> list[ChatQuestion]:
     """Return questions in the tokenizer's chat template.
+
+    Args:
+        texts: the questions.
+        tokenizer: the tokenizer.
+        remedy: what the user can do if there is no template, for the error message.
 
     Raises:
         DataError: there is no template, or it can't be filled.
     """
     if not tokenizer.chat_template:
-        raise DataError("BASE has no chat template, so it can't be asked questions: leave out --prompts.")
+        raise DataError(f"The tokenizer has no chat template, so the model can't be asked questions: {remedy}.")
     questions = []
     for text in texts:
         rendered = render_question([{"role": "user", "content": text}], tokenizer)

@@ -136,7 +136,7 @@ class BackboneEvaluator:
             texts = sample_questions(self.backbone, _QUESTIONS, self.evaluation.own_seed)
         else:
             texts = read_questions(asked)
-        return template_questions(texts, self.tokenizer)
+        return template_questions(texts, self.tokenizer, remedy="leave out evaluation.ask, or name a chat model")
 
     @cached_property
     def backbone_answers(self) -> list[ChatAnswer]:

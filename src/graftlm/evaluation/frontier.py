@@ -47,7 +47,10 @@ class Frontier:
                 windows += [point["windows"] for point in points]
         self.losses = [name for name in LOSSES if windows and all(name in each for each in windows)]
         if not windows:
-            raise EvaluationError("There are no points to compare, but at least one is expected: measure some.")
+            raise EvaluationError(
+                "There are no points to compare, but at least one is expected: pass the `strengths` in the details of "
+                "a measurement."
+            )
         if not all("learned" in each for each in windows):
             raise EvaluationError("Some points lack learned, but every point needs it: name new text under data.test.")
         if not self.losses:

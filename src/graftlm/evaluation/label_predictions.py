@@ -141,8 +141,9 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
     used = logits[: len(encoded)] if spec.of_tokens else logits
     if not torch.isfinite(used).all():
         raise EvaluationError(
-            f"The model's prediction for {row.where} is NaN or infinite, because its weights or activations "
-            "overflowed: train with a lower learning rate."
+            f"The model's prediction for {row.where} is NaN or infinite, because weights are damaged or activations "
+            "overflow: load the model in float32 or bfloat16 (dtype), restore its weights, or train with a lower "
+            "learning rate."
         )
     prediction = _decode(spec, row, encoded, logits)
     return replace(prediction, truncated=encoded.truncated)

@@ -325,7 +325,7 @@ def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
     limit = max_sequence_length(model)
     if limit < prompt + new:
         raise DataError(
-            f"The prompt's length is {prompt} and max_new_tokens is {new}, {prompt + new} in all, but the model has "
+            f"The prompt has {prompt} tokens and max_new_tokens is {new}, {prompt + new} in all, but the model has "
             f"{limit} positions: shorten the prompt, or request fewer new tokens."
         )
 

@@ -53,7 +53,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule to a sequence.
 
-    All tensors are float32 or float64. T is at least 1. A token with log a = 0 and b = 0 leaves the state unchanged.
+    All tensors but `document_BT` have one dtype, float32 or float64. T is at least 1. A token with log a = 0 and b = 0
+    leaves the state unchanged.
 
     Args:
         q_BHTK: queries (B, H, T, K).

@@ -169,10 +169,10 @@ def _checked_by_id(runs: Sequence[Run]) -> dict[str, Run]:
     for run in runs:
         if by_id.setdefault(run.id, run) != run:
             raise RecipeError(f"Two different runs have the id {run.id!r}: give each run its own id.")
-        if run.id != Path(run.id).name or run.id in (MEASUREMENTS, RUN_RECORD):
+        if run.id != Path(run.id).name or run.id in ("", "..", MEASUREMENTS, RUN_RECORD):
             raise RecipeError(
-                f"A run has the id {run.id!r}, but a name for its folder is expected, without slashes and other than "
-                f"{MEASUREMENTS} and {RUN_RECORD}: choose another id."
+                f"A run has the id {run.id!r}, but the name of a folder inside the output folder is expected, without "
+                f"slashes and other than {MEASUREMENTS} and {RUN_RECORD}: choose another id."
             )
         owner = owners.setdefault(_folder(run, Path()), run.id)
         if owner != run.id:

@@ -240,14 +240,15 @@ def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
     """Raise `ValueError` if other keys do not fit rows that continue from step to step."""
     changes = []
     if data.boundaries != "joined":
-        changes.append("boundaries to joined")
+        changes.append("data.boundaries to joined")
     if data.replay_fraction:
-        changes.append("replay_fraction to 0")
+        changes.append("data.replay_fraction to 0")
     if training.gradient_checkpointing:
         changes.append("training.gradient_checkpointing to false")
     if changes:
         raise ValueError(
-            f"data.stream reads new text once and in order: set {' and '.join(changes)}, or set data.stream to false"
+            "data.stream continues each row from the cache of the previous step, which needs joined boundaries, no "
+            f"replay and no gradient checkpointing: set {', '.join(changes)}, or set data.stream to false"
         )
     for source in data.new:
         if source.streaming:

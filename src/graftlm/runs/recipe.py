@@ -45,7 +45,8 @@ def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bo
         The results, which are also written to `out/results.json`.
 
     Raises:
-        RecipeError: the recipe has stages, or methods and no graft section; or another process works in the folder.
+        RecipeError: the recipe has stages, or methods and no graft section; another process works in the folder; or it
+            can't be written.
         GraftError: the model or its texts can't be loaded, or training stops; see `train`.
         ForgettingBudgetError: the run forgot more than the recipe allows; graft and report are written first.
     """

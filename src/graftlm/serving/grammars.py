@@ -115,7 +115,7 @@ class GrammarCompiler:
         problem = matcher.get_error()
         if problem:
             raise ServingError(
-                f"{param} is not supported ({_reason(problem)}): remove or rewrite the unsupported part.", param
+                f"{param} is invalid or uses an unsupported feature ({_reason(problem)}): correct or rewrite it.", param
             )
         return matcher
 

@@ -60,7 +60,8 @@ def _service_of(service: Service, model: str | None) -> Service:
         return service.of(model)
     if service.members:
         raise ServingError(
-            "The key model is missing, but the backbones of this server may have different tokenizers: name one.",
+            "The key model is missing, but the backbones of this server may have different tokenizers: set model to "
+            f"one of {', '.join(service.members)}.",
             "model",
         )
     return service

@@ -260,7 +260,7 @@ def _chat_grammar(service: Service, body: ChatRequest, tools: dict[str, ToolSche
     given = [key for key, is_given in constraints.items() if is_given]
     if len(given) > 1:
         raise ServingError(
-            f"{' and '.join(given)} are set, but only one of them can constrain the answer: leave the others out.",
+            f"{' and '.join(given)} are set, but only one of them can constrain the answer: keep one of them.",
             given[1],
         )
     if tools:

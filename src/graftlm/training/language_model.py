@@ -304,7 +304,8 @@ def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Pr
     if name not in CONFIG_MAPPING:
         hint = did_you_mean(name, CONFIG_MAPPING).partition(" (known")[0]  # transformers has hundreds of types.
         raise RecipeError(
-            f"There is no architecture with the model_type {name!r}{hint}: name one of transformers, such as llama."
+            f"There is no architecture with the model_type {name!r}{hint}: name block-state, or an architecture of "
+            "transformers such as llama."
         )
     config_class: Any = CONFIG_MAPPING[name]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -99,7 +99,10 @@ def train(
         MissingExtraError: the tracker is TensorBoard, which is not installed.
     """
     if config.steps == 0:
-        raise TrainingError("training.steps is 0, but training needs at least 1 step: raise steps.")
+        raise TrainingError(
+            "training.steps is 0, but train() needs at least 1 step and does not read epochs: set steps, and leave "
+            "epochs out."
+        )
     out = Path(out)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]

@@ -105,7 +105,7 @@ def _documents(name: str, text: Text) -> Sequence[str | Document]:
 
 
 def _check_names(documents: Mapping[str, Sequence[str | Document]], config: AuditConfig) -> None:
-    """Check names of texts and the budget before any model is loaded."""
+    """Check names of texts, the budget, and that there is something to compare, before any model is loaded."""
     known = _budget_metrics(documents, config)
     for name in config.budget:
         if name not in known:
@@ -113,9 +113,12 @@ def _check_names(documents: Mapping[str, Sequence[str | Document]], config: Audi
             raise EvaluationError(f"This audit has no metric {name!r} for a budget: {remedy}.")
     taken = _TAKEN_NAMES.intersection(documents)
     if taken:
-        raise DataError(f"The name {min(taken)!r} of a text is that of a metric: give it another name.")
+        raise DataError(
+            f"The name {min(taken)!r} of a text would give its metrics the names of other metrics: give it another "
+            "name."
+        )
     if not (config.tokens or config.prompts or documents or config.tasks or config.examples):
-        raise DataError("There is nothing to compare: raise tokens, or name a text, a task or examples.")
+        raise DataError("There is nothing to compare: raise tokens, or name a text, prompts, a task or examples.")
 
 
 def _budget_metrics(names: Mapping[str, object], config: AuditConfig) -> list[str]:
@@ -123,7 +126,7 @@ def _budget_metrics(names: Mapping[str, object], config: AuditConfig) -> list[st
     metrics: list[str] = []
     if config.tokens:
         metrics += _OWN_METRICS
-    if config.answers or config.prompts:
+    if config.prompts or (config.tokens and config.answers):
         metrics += _ANSWER_METRICS
         if config.new:
             metrics.append(_SPILL)
@@ -322,7 +325,8 @@ class _Auditor:
         config = self.config
         base = self.base
         if config.prompts:
-            return chat_answers.template_questions(config.prompts, base.tokenizer)
+            remedy = "leave out prompts, or audit a BASE with a chat template"
+            return chat_answers.template_questions(config.prompts, base.tokenizer, remedy=remedy)
         questions = chat_answers.own_questions(samples, base.tokenizer, config.answers)
         missing = config.answers - len(questions)
         if questions and missing:

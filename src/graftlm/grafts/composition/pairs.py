@@ -108,13 +108,17 @@ def check_heads(heads: int, width: int, *, even: bool) -> None:
         even: whether the width of a head must be even, which rotary positions require.
 
     Raises:
-        GraftError: the width can't be split into that many heads; the message names numbers that are possible.
+        GraftError: the width can't be split into that many heads; the message names numbers that are possible, if any.
     """
     step = 2 if even else 1
     if width % (heads * step) == 0:
         return
     candidates = range(1, 2 * heads + 1)
     fitting = [n for n in candidates if width % (n * step) == 0]
+    if not fitting:
+        raise GraftError(
+            f"The anchor's width {width} is odd, but rotary positions need heads of even width: set positions to none."
+        )
     nearest = ", ".join(str(n) for n in fitting[-4:])
     parts = "equal parts of even width" if even else "equal parts"
     raise GraftError(

@@ -302,18 +302,15 @@ class ConditionalBias(nn.Module):
         Args:
             tasks: the tasks of the rows.
             positions: the positions of the pass's tokens.
-            visible: the keys that the layer reads.
+            visible: the keys that the layer reads, all of them in `positions`.
 
         Returns:
-            (B or 1, 1, T, S)
+            The bias (B or 1, 1, T, S) of the S visible keys.
         """
         if isinstance(positions.keys, int):
             bias = self._aligned(tasks, positions.keys, positions.queries, visible)
         else:
             bias = self._gathered(tasks, positions.keys, positions.queries, visible)
-        columns = visible.stop - visible.start
-        missing = max(0, columns - bias.shape[-1])
-        bias = functional.pad(bias, (0, missing))
         return bias[:, None]
 
     def _aligned(self, tasks: RowTasks, total: int, queries: int, visible: slice) -> Tensor:
@@ -328,8 +325,7 @@ class ConditionalBias(nn.Module):
             padding = total - size
             full = functional.pad(full, (0, padding, 0, padding))
         rows = slice(total - queries, total)
-        columns = slice(visible.start, min(visible.stop, total))
-        return tasks.rows(full[:, rows, columns])
+        return tasks.rows(full[:, rows, visible])
 
     def _gathered(self, tasks: RowTasks, keys_BS: Tensor, queries: int, visible: slice) -> Tensor:
         """Return the bias (B, T, S) for rows that begin at different columns."""

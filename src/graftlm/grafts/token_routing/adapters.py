@@ -113,7 +113,8 @@ def _read_config(name: str, folder: Path) -> LoraConfig:
     kind = values.get("peft_type")
     if kind != "LORA":
         remedy = _remedy(_REMEDY_BY_TYPE.get(str(kind), "train"), folder)
-        raise ArtifactError(f"The expert {name} in {folder} is of the type {kind}, but LORA is expected: {remedy}.")
+        found = "no peft_type" if kind is None else f"the peft_type {kind}"
+        raise ArtifactError(f"The expert {name} in {folder} has {found}, but LORA is expected: {remedy}.")
     _check_variants(name, folder, values)
     _check_initialization(name, folder, values)
     known = {key: value for key, value in values.items() if key in LoraConfig.__dataclass_fields__}

@@ -45,8 +45,8 @@ class RouteWeights:
     """The weights of the experts in one pass.
 
     Args:
-        weights: (B, T, E), where T is 1 if all tokens have the same weights. The remainder to 1 is the weight of the
-            bare backbone.
+        weights: (B, T, E), where T is 1 if all tokens have the same weights. The weights of a token sum to at most 1;
+            the rest is the weight of the bare backbone.
         active: experts with a nonzero weight anywhere in the pass; None for all.
     """
 

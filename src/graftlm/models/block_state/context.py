@@ -75,7 +75,8 @@ def _token_ssm(config: BlockStateConfig, outputs: int, name: str) -> DeltaSSM | 
 class TokenStateReadout(TokenStates):
     """The output of the delta rule at each token, instead of cross-attention.
 
-    The query is projected from the token itself.
+    The delta rule computes the query itself, from the token and the three before it (see `DeltaSSM`), so there is no
+    query projection here.
 
     Args:
         config: config of the model.

@@ -514,13 +514,16 @@ class BlockStateForSequenceClassification(BlockStatePreTrainedModel):
 
         Args:
             input_ids: token ids (B, T).
-            attention_mask: (B, T), nonzero at tokens.
+            attention_mask: (B, T), 1 at tokens and 0 elsewhere.
             inputs_embeds: embeddings (B, T, d), instead of `input_ids`.
             labels: labels (B, ...) as transformers expects them for the config's `problem_type`.
-            **kwargs: further arguments of `BlockStateModel.forward`.
+            **kwargs: further arguments of `BlockStateModel.forward`; `use_cache` has no effect.
 
         Returns:
-            Logits (B, labels), and the loss and the hidden states where they are requested.
+            Logits (B, num_labels), and the loss and the hidden states where they are requested.
+
+        Raises:
+            GraftError: as in `BlockStateModel.forward`.
         """
         options = {**kwargs, "use_cache": False}
         outputs = self.model(

@@ -318,7 +318,7 @@ def _is_expletive(analysis: _Analysis, index: int) -> bool:
 
 
 def _has_extraposed_clause(analysis: _Analysis, head: int) -> bool:
-    """Return whether a clause depends on a predicate, as in "it is hard to say"."""
+    """Return whether a clause depends on a predicate of the list `extraposed_adjectives`, as in "it is hard to say"."""
     predicates = [head]
     for index, token in enumerate(analysis.tokens):
         if token.head == head and token.dep in {"acomp", "attr"}:

@@ -90,7 +90,8 @@ def _check_distribution(values: np.ndarray, events: str) -> None:
     if (values < 0).any() or not math.isclose(values.sum(), 1.0, abs_tol=1e-6):
         raise EvaluationError(
             f"The probabilities of the {events} have the minimum {values.min():.6g} and the sum {values.sum():.6g}, "
-            "but must be at least 0 and sum to 1: normalize them."
+            "but must be at least 0 and sum to 1: pass finite probabilities, not logits or log-probabilities, and "
+            "divide them by their sum."
         )
 
 

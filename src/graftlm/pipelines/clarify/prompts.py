@@ -193,7 +193,10 @@ def _solved_questions(template: Template) -> list[tuple[Exemplar, str]]:
 
 
 def format_question(question: str, answers: Sequence[str]) -> str:
-    """Format a question and its possible answers as a line: `Who? [a friend | a boss]`."""
+    """Format a question and its possible answers as a line: `Who? [a friend | a boss]`.
+
+    Without answers, return the question alone.
+    """
     if not answers:
         return question
     return f"{question} [{' | '.join(answers)}]"

@@ -189,7 +189,7 @@ class SourceDocument:
 
     @property
     def title(self) -> str:
-        """The first heading, or an empty string if that is the heading of an introduction or abstract."""
+        """The first heading; empty without one, or if it is the heading of an introduction or abstract."""
         headings = (section.title for section in self.sections if section.level)
         title = next(headings, "")
         return "" if normalize_title(title) in _OPENINGS else title

@@ -8,6 +8,9 @@ _PROTECTED = ("/v1/", "/metrics/", "/tokenize/", "/detokenize/")
 
 
 def is_protected(scope: Scope) -> bool:
-    """Return whether a request is for a protected path; the page and /health are not protected."""
+    """Return whether a request is for a path under /v1/, or for /metrics, /tokenize or /detokenize.
+
+    All other paths are open.
+    """
     path = f"{scope['path']}/"
     return path.startswith(_PROTECTED)

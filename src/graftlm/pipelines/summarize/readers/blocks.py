@@ -113,7 +113,7 @@ class BlockCollector:
         Args:
             tag: name of the element.
             role: role of its text.
-            level: level of a heading.
+            level: level of a heading; 0 for other elements.
             is_main: whether the blocks outside the element are furniture.
             is_concealed: whether an attribute hides the element.
             interrupts: whether the open block goes on after the element, as a paragraph `p` after its footnote.

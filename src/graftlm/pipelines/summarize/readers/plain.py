@@ -24,7 +24,12 @@ _SENTENCE_ENDS = ".!?;,。！？"
 
 
 def plain_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
-    """Yield paragraphs, list items and headings of plain text. A paragraph that does not look like prose is a table."""
+    """Yield paragraphs, list items and headings of plain text. A paragraph that does not look like prose is a table.
+
+    Args:
+        text: the document.
+        notes: not used; the readers of all formats have the same arguments.
+    """
     matches = (match for match in _LINE.finditer(text) if match.group())
     lines = [TextSpan(match.group(), match.start(), match.end()) for match in matches]
     paragraph: list[TextSpan] = []
