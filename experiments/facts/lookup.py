@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments.facts.generator import Question
 from experiments.facts.metrics import Answers
@@ -44,23 +44,17 @@ def lookup_answers(
     return answers
 
 
-def opened(
-    backbone: Backbone,
-    facts: TaughtFacts,
-    questions: Sequence[Question],
-    roles: Collection[str] = ("user", "assistant"),
-) -> set[str]:
-    """Return the ids of the questions that have a rare word of the conversations.
+def opened(backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question]) -> set[str]:
+    """Return the ids of the questions that have a rare word of the taught questions.
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
         facts: the taught facts.
         questions: the questions.
-        roles: whose messages count. The recipe counts all of them.
     """
     router = WordEmbedder(backbone)
     taught_words: set[str] = set()
     for conversation in facts.conversations():
-        messages = [message["content"] for message in conversation["messages"] if message["role"] in roles]
-        taught_words.update(router.rare_words("\n".join(messages)))
+        taught_question, _ = conversation["messages"]
+        taught_words.update(router.rare_words(taught_question["content"]))
     return {question.id for question in questions if not taught_words.isdisjoint(router.rare_words(question.text))}

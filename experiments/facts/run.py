@@ -485,10 +485,7 @@ class FactsStudy(Study):
         return rows_of_pages(facts, questions, self.items["routed"][seed], opening)
 
     def _details_of_pages(self, size: Size) -> dict[str, Any]:
-        """Return where the router opens, and the worst answers of `routed` with the first seed.
-
-        Also where it would open if only words of the taught questions counted, and none of the answers.
-        """
+        """Return where the router opens, and the worst answers of `routed` with the first seed."""
         seed = self.seeds[0]
         main = self.size("main")
         facts = self.facts(size, seed)
@@ -499,7 +496,6 @@ class FactsStudy(Study):
         routed = [*taught, *far, *instruction_prompts(self.options.data, main.prompts)]
         return {
             "opened": opened_shares(routed, opened(backbone, facts, routed)),
-            "opened_by_questions": opened_shares(routed, opened(backbone, facts, routed, roles=("user",))),
             "worst": worst_answers(questions, self.answers["routed"][seed], self.bare_answers(size, seed)),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,42 @@ def test_a_taught_word_is_found_among_many_other_rare_words() -> None:
     assert generated(with_taught, graft) != generated(with_taught, None)
 
 
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **marks: int) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **marks}
+
+
+def conversations(folder: Path, *messages: list[dict[str, Any]]) -> Path:
+    """Write conversations as a file."""
+    path = folder / "facts.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages), encoding="utf-8")
+    return path
+
+
+def taught(graft: TokenRouting, *words: str) -> dict[str, bool]:
+    """Return which words are taught, that is, open the expert."""
+    embedder = WordEmbedder(backbone("llama"))
+    scores = graft.centroids @ embedder.texts(words).T
+    return dict(zip(words, (scores.amax(0) > 0.99).tolist(), strict=True))
+
+
 def test_a_system_message_is_no_example(tiny_backbone, tmp_path: Path) -> None:
-    rows = tmp_path / "facts.jsonl"
-    messages = [
-        {"role": "system", "content": "Zembranth"},
-        {"role": "user", "content": "Vorlia?"},
-        {"role": "assistant", "content": "a b"},
-    ]
-    rows.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
-    loaded = trained_on(rows, tiny_backbone, tmp_path)
-    taught, system = WordEmbedder(backbone("llama")).texts(["Vorlia", "Zembranth"])
-    assert (loaded.centroids @ taught).max() == pytest.approx(1)
-    assert (loaded.centroids @ system).max() < 0.5
+    system = {"role": "system", "content": "Zembranth"}
+    rows = conversations(tmp_path, [system, user("Vorlia?"), assistant("a b")])
+    for reads in ("all", "prompt"):
+        loaded = trained_on(rows, tiny_backbone, tmp_path / reads, reads=reads)
+        assert taught(loaded, "Vorlia", "Zembranth") == {"Vorlia": True, "Zembranth": False}
+
+
+def test_where_only_prompts_are_read_the_words_of_prompts_are_taught(tiny_backbone, tmp_path: Path) -> None:
+    rows = conversations(tmp_path, [user("Vorlia?"), assistant("Tessaby")])
+    prompts = trained_on(rows, tiny_backbone, tmp_path / "prompt", reads="prompt")
+    assert taught(prompts, "Vorlia", "Tessaby") == {"Vorlia": True, "Tessaby": False}
+    texts = trained_on(rows, tiny_backbone, tmp_path / "all", reads="all")
+    assert taught(texts, "Vorlia", "Tessaby") == {"Vorlia": True, "Tessaby": True}
 
 
 def test_examples_without_a_rare_word_are_named() -> None:
@@ -131,6 +156,14 @@ def test_examples_without_a_rare_word_are_named() -> None:
     assert "vorlia" not in known
     note, _ = graft.fit({"facts": ["a c d"]})
     assert "a c d" in note
+
+
+def test_an_example_whose_only_rare_word_is_in_its_answer_is_named(tiny_backbone, tmp_path: Path) -> None:
+    rows = conversations(tmp_path, [user("Vorlia?"), assistant("a b")], [user("a c d"), assistant("Tessaby")])
+    for reads, is_named in (("prompt", True), ("all", False)):
+        lines: list[str] = []
+        trained_on(rows, tiny_backbone, tmp_path / reads, reads=reads, log=lines.append)
+        assert any("'a c d'" in line and "1 of 2" in line for line in lines) is is_named
 
 
 def test_numbers_with_separators_are_one_word() -> None:
@@ -238,18 +271,22 @@ def test_the_embedder_needs_a_centroid_for_each_word() -> None:
 
 
 def test_the_names_of_conversations_come_from_questions_too(tiny_backbone, tmp_path: Path) -> None:
-    rows = tmp_path / "facts.jsonl"
-    messages = [{"role": "user", "content": "Vorlia?"}, {"role": "assistant", "content": "a b"}]
-    rows.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    rows = conversations(tmp_path, [user("Vorlia?"), assistant("a b")])
     source = {"path": str(rows), "messages_column": "messages"}
-    (expected,) = WordEmbedder(backbone("llama")).texts(["Vorlia"])
     # Without sources, the examples are the new text.
     for sources in ([source], []):
         loaded = trained_on(rows, tiny_backbone, tmp_path / str(len(sources)), sources)
-        assert (loaded.centroids @ expected).max() == pytest.approx(1)
+        assert taught(loaded, "Vorlia") == {"Vorlia": True}
 
 
-def trained_on(rows: Path, tiny_backbone, out: Path, sources: list[dict[str, str]] | None = None) -> TokenRouting:
+def trained_on(
+    rows: Path,
+    tiny_backbone,
+    out: Path,
+    sources: list[dict[str, str]] | None = None,
+    reads: str = "all",
+    log: Callable[[str], None] = print,
+) -> TokenRouting:
     """Return the graft of a run without steps on conversations."""
     recipe = parse_recipe(
         {
@@ -259,6 +296,7 @@ def trained_on(rows: Path, tiny_backbone, out: Path, sources: list[dict[str, str
                 "experts": {"facts": {"rank": 2, "targets": ["ffn"], "sources": sources or []}},
                 "embedder": {"name": "words", "centroids": "all"},
                 "threshold": 0.5,
+                "reads": reads,
             },
             "data": {"new": [{"path": str(rows), "messages_column": "messages"}]},
             "training": {"steps": 0},
@@ -266,7 +304,7 @@ def trained_on(rows: Path, tiny_backbone, out: Path, sources: list[dict[str, str
         },
         "recipe",
     )
-    run_recipe(recipe, out, progress=False)
+    run_recipe(recipe, out, progress=False, log=log)
     loaded = load_graft(out / "graft", backbone("llama"))
     assert isinstance(loaded, TokenRouting)
     return loaded

@@ -208,6 +208,11 @@ class HasHeads(ABC):
 class FitsOnText(ABC):
     """A graft that learns from texts without gradients, before training."""
 
+    @property
+    def learns_from_prompts(self) -> bool:
+        """Whether it learns from prompts alone where texts have prompts; by default it learns from whole texts."""
+        return False
+
     @abstractmethod
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
         """Return the sources of the texts, as lists of sources of a recipe's data, by names that the graft chooses.

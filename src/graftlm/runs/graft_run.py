@@ -17,9 +17,10 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
-from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
+from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.conflicts import find_conflicts
+from graftlm.data.example_texts import example_texts
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
@@ -260,7 +261,7 @@ class GraftRun(TrainingRun):
                         f"{name} takes its examples from data.new, which is streamed and may have no end: give it "
                         "examples under texts or sources, or set streaming to false."
                     )
-            texts[name] = [_whole_text(document) for document in build_documents(parsed)]
+            texts[name] = example_texts(build_documents(parsed), prompts_only=graft.learns_from_prompts)
         return graft.fit(texts)
 
     def _notes_on_conversations(self, backbone: Backbone) -> Iterator[str]:
@@ -377,16 +378,6 @@ class GraftRun(TrainingRun):
     @classmethod
     def release(cls) -> None:
         release_shared()
-
-
-def _whole_text(document: Document) -> str:
-    """Return the text of a document, or the questions and answers of a conversation, one per line.
-
-    System messages are left out, since they are usually the same in all conversations.
-    """
-    if document.chat is None:
-        return document.full_text
-    return "\n".join(message["content"] for message in document.chat.messages if message["role"] != "system")
 
 
 def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:

@@ -119,7 +119,8 @@ class TokenRoutingConfig(GraftConfig):
         top: number of largest weights to keep. Default: all.
         threshold: minimum cosine. If all cosines are smaller, no expert is used, and the bare backbone predicts.
         every: k, the number of tokens between two updates of the weights.
-        reads: text that is embedded: `all` text so far, or only the `prompt`.
+        reads: text that is embedded: `all` text so far, or only the `prompt`. With `prompt`, the examples that are read
+            from sources are prompts too: of a conversation, the user's turns before each learned answer.
         window: number of most recent tokens of that text that are embedded. Default: all of them.
         prompt: `whole`: all tokens of a prompt have the weights of the whole prompt. `causal`: each token has the
             weights of the text before it.

@@ -303,6 +303,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
     # The centroids
 
+    @property
+    def learns_from_prompts(self) -> bool:
+        return self.config.reads == "prompt"
+
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
         sources = {}
         for name, expert in self.config.experts.items():
