@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from graftlm.backbone import Call
+from graftlm.data import Document
+from graftlm.data.conversations import read_chat
 from graftlm.errors import RecipeError
+from graftlm.evaluation.windows import cut_windows, scored_logits
+from graftlm.generation.generate import Decoding, generate_text
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.token_routing import TokenRouting
@@ -53,6 +57,14 @@ def generated(prompt: str, graft: TokenRouting | None) -> list[int]:
 
 def greedy(model: Any, inputs: Any) -> torch.Tensor:
     return model.generate(**inputs, max_new_tokens=10, do_sample=False)
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **marks: int) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **marks}
 
 
 def test_rare_words_are_names_and_numbers() -> None:
@@ -104,20 +116,61 @@ def test_only_a_prompt_that_names_a_taught_thing_is_changed() -> None:
     assert generated(about_taught, graft) != generated(about_taught, None)
 
 
+SEPARATED = (
+    "{% for m in messages %}{{ m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+)
+# Messages and answers are separated by special tokens alone.
+JOINED = "{% for m in messages %}{{ m['content'] + '<eos>' }}{% endfor %}"
+HISTORIES = {
+    "earlier question": ([user("a Vorlia"), assistant("b"), user("c d")], True),
+    "earlier answer": ([user("a"), assistant("b Vorlia"), user("c d")], True),
+    "system message": ([{"role": "system", "content": "Vorlia"}, user("c d")], True),
+    "newest question": ([user("a"), assistant("b"), user("Vorlia")], True),
+    "nowhere": ([user("a"), assistant("b"), user("c d")], False),
+}
+
+
+@pytest.mark.parametrize("template", [SEPARATED, JOINED], ids=["separated", "joined"])
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_taught_word_anywhere_in_a_conversation_opens_the_expert(
+    history: str, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages, is_open = HISTORIES[history]
+    monkeypatch.setattr(backbone("llama").need_tokenizer(), "chat_template", template)
+    assert (answered(messages, graft_of()) != answered(messages, None)) is is_open
+
+
+def answered(messages: list[dict[str, Any]], graft: TokenRouting | None) -> str:
+    """Return the answer to a conversation of messages, ten greedy tokens."""
+    host = backbone("llama")
+    decoding = Decoding(max_new_tokens=10)
+    if graft is None:
+        return generate_text(host.model, host.need_tokenizer(), messages, decoding).text
+    with GraftedModel(host, {"facts": graft}) as model:
+        return generate_text(model, host.need_tokenizer(), messages, decoding).text
+
+
+@torch.no_grad()
+def test_every_answer_of_a_conversation_is_measured_with_the_route_of_its_own_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = backbone("llama")
+    monkeypatch.setattr(host.need_tokenizer(), "chat_template", SEPARATED)
+    chat = read_chat([user("a"), assistant("b c"), user("Vorlia"), assistant("d e")], "here")
+    windows = list(cut_windows(host.need_tokenizer(), [Document(chat.answers, chat=chat)], 64))
+    bare = [scored_logits(host.model, host.need_tokenizer(), [window])[0] for window in windows]
+    with GraftedModel(host, {"facts": graft_of()}) as model:
+        grafted = [scored_logits(model, host.need_tokenizer(), [window])[0] for window in windows]
+    assert [torch.allclose(before, after) for before, after in zip(bare, grafted, strict=True)] == [True, False]
+
+
 def test_a_taught_word_is_found_among_many_other_rare_words() -> None:
     graft = graft_of()
     others = " ".join(f"zem{number}br" for number in range(40))
     assert generated(others, graft) == generated(others, None)
     with_taught = f"{others} Vorlia {others}"
     assert generated(with_taught, graft) != generated(with_taught, None)
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **marks: int) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **marks}
 
 
 def conversations(folder: Path, *messages: list[dict[str, Any]]) -> Path:

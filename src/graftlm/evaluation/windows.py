@@ -97,12 +97,11 @@ def _text_windows(
 
 
 def _chat_windows(tokenizer: PreTrainedTokenizerBase, chat: ChatExample, length: int, number: int) -> Iterator[Window]:
-    """Yield a window for each turn of the assistant, after what precedes it; a long turn has several windows."""
+    """Yield a window for each turn of the assistant, after all that precedes it, its prompt. A long turn has several."""
     ids, predicted, ends = chat_tokens(tokenizer, chat)
     before = _bytes_before(render_chat(chat, tokenizer).text)
     byte_counts = np.diff(before[np.maximum.accumulate(ends)], prepend=0)
     edges = np.flatnonzero(np.diff(predicted.astype(np.int8), prepend=0, append=0))
-    first_predicted = int(predicted.argmax())
     for start, stop in edges.reshape(-1, 2).tolist():
         step = length - 1 if stop - start < length else length // 2
         for first in range(max(start, 1), stop, step):
@@ -113,7 +112,7 @@ def _chat_windows(tokenizer: PreTrainedTokenizerBase, chat: ChatExample, length:
                 first=first - begin,
                 bytes=byte_counts[first:last],
                 document=number,
-                prompt=max(0, min(first_predicted, last) - begin),
+                prompt=max(0, start - begin),
             )
 
 

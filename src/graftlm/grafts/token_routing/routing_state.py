@@ -199,12 +199,18 @@ class RouteSpans:
         return updates[:, 1:]
 
 
-def prefix_texts(spans: RouteSpans, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def prefix_texts(
+    spans: RouteSpans,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    skip_special_tokens: bool = True,
+) -> list[str]:
     """Return the text of each span that ends in this pass.
 
     Args:
         spans: the spans of the pass.
-        tokenizer: the backbone's tokenizer, which decodes the text without special tokens.
+        tokenizer: the backbone's tokenizer, which decodes the text.
+        skip_special_tokens: whether special tokens are left out, so that the texts on both sides of one are joined.
 
     Returns:
         A text for each True of `spans.updates`, row by row.
@@ -215,7 +221,7 @@ def prefix_texts(spans: RouteSpans, tokenizer: PreTrainedTokenizerBase) -> list[
         window = spans.window or stop
         first = max(int(spans.start[row, token]), stop - window)
         ids = spans.ids[row, first:stop]
-        texts.append(str(tokenizer.decode(ids, skip_special_tokens=True)))
+        texts.append(str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)))
     return texts
 
 

@@ -101,7 +101,8 @@ class WordEmbedder:
         running_sum: RunningSum | None,
         score: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        texts = prefix_texts(spans, self._tokenizer)
+        # Between two turns, some templates have nothing but special tokens.
+        texts = prefix_texts(spans, self._tokenizer, skip_special_tokens=False)
         # In a step without a new route, a zero vector shows the number of experts.
         directions = [self._directions(text) for text in texts] or [torch.zeros(1, WIDTH)]
         directions_UWd = pad_sequence(directions, batch_first=True).to(spans.ids.device)
