@@ -219,6 +219,47 @@ def test_an_example_whose_only_rare_word_is_in_its_answer_is_named(tiny_backbone
         assert any("'a c d'" in line and "1 of 2" in line for line in lines) is is_named
 
 
+@pytest.fixture
+def only_vorlia_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WordEmbedder, "_count_tokens", lambda _, word: 2 if word == "vorlia" else 1)
+
+
+@pytest.mark.usefixtures("only_vorlia_is_rare")
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("How many dice does Dice Theme Park have?", True),
+        ("tell me of dice theme park's price", True),
+        ("Two dice-theme-parks?", True),
+        ("Which theme park has dice?", False),
+        ("Is there a big lamp in Vorlia?", True),
+        ("Where does the Big Lamp stand?", False),
+    ],
+)
+def test_examples_without_a_rare_word_are_known_by_their_names(prompt: str, is_open: bool) -> None:
+    examples = ["Who makes Dice Theme Park?", "Does the Big Lamp stand in Vorlia?"]
+    graft = graft_of(experts={"facts": {"rank": 2, "targets": ["ffn"], "texts": examples}})
+    assert (generated(prompt, graft) != generated(prompt, None)) is is_open
+
+
+@pytest.mark.usefixtures("only_vorlia_is_rare")
+def test_names_of_common_words_are_told_and_examples_without_any_are_counted() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    examples = ["Who makes Dice Theme Park?", "Dice Theme Park has what price?", "Is it in Vorlia?"]
+    (note,) = embedder.notes_on(examples)
+    assert "Dice Theme Park" in note
+    without, _ = embedder.notes_on([*examples, "who makes it"])
+    assert "1 of 4" in without
+    assert "who makes it" in without
+
+
+def test_in_scripts_without_spaces_only_words_of_other_scripts_are_rare() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    assert embedder.rare_words("Vorliaの首都は1851年に") == ["1851", "vorlia"]
+    (note,) = embedder.notes_on(["ヴォルリアの首都は何ですか"])
+    assert "1 of 1" in note
+
+
 def test_numbers_with_separators_are_one_word() -> None:
     embedder = WordEmbedder(backbone("llama"))
     assert embedder.rare_words("It costs 6,412.") == embedder.rare_words("It costs 6412.")

@@ -97,7 +97,7 @@ def _text_windows(
 
 
 def _chat_windows(tokenizer: PreTrainedTokenizerBase, chat: ChatExample, length: int, number: int) -> Iterator[Window]:
-    """Yield a window for each turn of the assistant, after all that precedes it, its prompt. A long turn has several."""
+    """Yield a window for each turn of the assistant, after all that precedes it: its prompt. Long ones have several."""
     ids, predicted, ends = chat_tokens(tokenizer, chat)
     before = _bytes_before(render_chat(chat, tokenizer).text)
     byte_counts = np.diff(before[np.maximum.accumulate(ends)], prepend=0)

@@ -15,7 +15,7 @@ from graftlm.grafts.base import GraftConfig
 Combination = Literal["exact", "linear"]
 
 WORDS = "words"
-"""Name of the embedder that represents a text by its rare words."""
+"""Name of the embedder that represents a text by its rare words and names."""
 
 
 class ExpertConfig(Config):

@@ -1,18 +1,21 @@
-"""An embedder of texts by their rare words, such as names, product codes and numbers.
+"""An embedder of texts by their rare words, such as names, product codes and numbers, and by names of common words.
 
 A graft that learns facts about named things should act where one of them is named, and nowhere else. A word is rare if
 it is a number of three or more digits, or if the backbone's tokenizer encodes it as several tokens in lower case, with
 a capital letter and in capitals, as it does names that the backbone hardly knows. A final s is ignored, as in plurals,
-and so are the words of the chat template itself.
+and so are the words of the chat template itself. In scripts without spaces no word is rare, since none is delimited.
 
-Each rare word w has a fixed random direction u(w) of length 1, so two different words have a cosine near 0 (above 0.5
-with a probability below 1e-13). With R, the rare words of a text, and C_j, the directions of the rare words in the
-examples of expert j, the score of expert j is
+An example without rare words stands for its names of several words, such as Dice Theme Park (`names.py`), and one that
+has none of these either stands for all of its words in their order.
 
-    s_j(text) = max over w in R and c in C_j of u(w) . c
+Each of these features f has a fixed random direction u(f) of length 1, so two different ones have a cosine near 0
+(above 0.5 with a probability below 1e-13). With F, the rare words of a text, its sequences of two to four words and the
+sequence of all its words, and C_j, the directions of the features for which the examples of expert j stand, the score
+of expert j is
 
-which is 1 if the text has a rare word of the examples, however many other words it has, and near 0 otherwise. A text
-without rare words has one direction as a whole, so it is similar only to an example with the same words.
+    s_j(text) = max over f in F and c in C_j of u(f) . c
+
+which is 1 if the text has such a feature, however long it is, and near 0 otherwise.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from graftlm.backbone import Backbone, Call
 from graftlm.errors import shorten
+from graftlm.grafts.token_routing.names import LONGEST_NAME, names_in
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, prefix_texts
 
 if TYPE_CHECKING:
@@ -39,12 +42,15 @@ WIDTH = 256
 _DIGITS_OF_NUMBER = 3
 _LETTERS_OF_PLURAL = 5
 _SHOWN_WORDS = 12
-_WORD = re.compile(r"\w+")
+# Scripts without spaces: Thai, Lao, Burmese, Khmer, Japanese and Chinese.
+_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_SPACELESS}]+|[^\W{_SPACELESS}]+")
+_IS_SPACELESS = re.compile(rf"[{_SPACELESS}]")
 _SEPARATOR = re.compile(r"(?<=\d)[,.](?=\d{3}(?!\d))")
 
 
 class WordEmbedder:
-    """Embeds a text by its rare words.
+    """Embeds a text by its rare words, or by its names of common words.
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
@@ -57,15 +63,15 @@ class WordEmbedder:
         self._tokenizer = backbone.need_tokenizer()
         self._device = backbone.device
         self._rare_by_word: dict[str, bool] = {}
-        self._template_words = _words(_empty_prompt(self._tokenizer))
+        self._template_words = set(_words(_empty_prompt(self._tokenizer)))
 
     def rare_words(self, text: str) -> list[str]:
         """Return the different rare words of a text in lower case and without the ending of a plural, sorted."""
-        words = _words(text) - self._template_words
+        words = set(_words(text)) - self._template_words
         return sorted({_singular(word) for word in words if self._is_rare(word)})
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts, each as the sum of its n directions over sqrt(n), which has a length of about 1.
+        """Embed texts, each as the sum of the n directions of what it stands for over sqrt(n), of a length of about 1.
 
         Args:
             texts: the texts, at least one.
@@ -75,12 +81,12 @@ class WordEmbedder:
         """
         vectors = []
         for text in texts:
-            directions = self._directions(text)
+            directions = _directions(self._taught(text))
             vectors.append(directions.sum(0) / len(directions) ** 0.5)
         return torch.stack(vectors).to(self._device)
 
     def examples(self, texts: Sequence[str]) -> Tensor:
-        """Embed examples: the direction of each different rare word, and of each text that has none.
+        """Embed examples: the direction of each different feature for which they stand.
 
         Args:
             texts: the examples, at least one.
@@ -90,9 +96,8 @@ class WordEmbedder:
         """
         features: set[str] = set()
         for text in texts:
-            features.update(self._features(text))
-        vectors = [_direction(feature) for feature in sorted(features)]
-        return torch.stack(vectors).to(self._device)
+            features.update(self._taught(text))
+        return _directions(sorted(features)).to(self._device)
 
     def scores(
         self,
@@ -103,28 +108,41 @@ class WordEmbedder:
     ) -> Tensor:
         # Between two turns, some templates have nothing but special tokens.
         texts = prefix_texts(spans, self._tokenizer, skip_special_tokens=False)
+        features = [self._occurring(text) for text in texts]
+        # Texts of one pass are mostly prefixes of each other, so each feature is scored once.
+        unique = sorted(set().union(*features))
+        number_of = {feature: number for number, feature in enumerate(unique)}
         # In a step without a new route, a zero vector shows the number of experts.
-        directions = [self._directions(text) for text in texts] or [torch.zeros(1, WIDTH)]
-        directions_UWd = pad_sequence(directions, batch_first=True).to(spans.ids.device)
-        is_padding_UW = (directions_UWd == 0).all(-1)
-        scores_UWE = score(directions_UWd).masked_fill(is_padding_UW[..., None], -torch.inf)
-        scores_UE = scores_UWE.amax(1)
-        scores_BTE = scores_UE.new_zeros(*spans.updates.shape, scores_UE.shape[-1])
-        scores_BTE[spans.updates] = scores_UE[: len(texts)]
+        directions = _directions(unique) if unique else torch.zeros(1, WIDTH)
+        scores_FE = score(directions.to(spans.ids.device))
+        scores_BTE = scores_FE.new_zeros(*spans.updates.shape, scores_FE.shape[-1])
+        if texts:
+            own = [scores_FE[[number_of[feature] for feature in each]].amax(0) for each in features]
+            scores_BTE[spans.updates] = torch.stack(own)
         return scores_BTE
 
     def notes_on(self, texts: Sequence[str]) -> list[str]:
-        """Return sentences about examples without a rare word, and about rare words that everyday texts may have too.
+        """Return sentences about examples on which the expert does not act, and about what everyday texts may have too.
 
-        A rare word is taken for an everyday one if the examples have it in lower case and it has no digit.
+        That is names of common words, and rare words that the examples have in lower case and that have no digit.
         """
         notes = []
-        without = [text for text in texts if not self.rare_words(text)]
+        names: dict[str, str] = {}
+        for text in texts:
+            if not self.rare_words(text):
+                names.update(_names(text))
+        without = [text for text in texts if not self.rare_words(text) and names.keys().isdisjoint(_sequences(text))]
         if without:
             notes.append(
-                "The number of examples without a rare word, such as a name or a number of three digits, is "
-                f"{len(without):,} of {len(texts):,}, and the expert does not act on them. The first is "
-                f"{shorten(without[0])!r}: use an unfamiliar name in it, or train without routing."
+                "The number of examples with neither a rare word, such as an unfamiliar name or a number of three "
+                f"digits, nor a name of several words is {len(without):,} of {len(texts):,}, and the expert does not "
+                f"act on them. The first is {shorten(without[0])!r}: use such a name in it, or train without routing."
+            )
+        if names:
+            shown = ", ".join(sorted(names.values())[:_SHOWN_WORDS])
+            notes.append(
+                f"Examples without a rare word open the expert by their names, of which there are {len(names):,}: "
+                f"{shown}."
             )
         written = {word for text in texts for word in _WORD.findall(text)}
         rare = self.rare_words(" ".join(texts))
@@ -136,21 +154,19 @@ class WordEmbedder:
             )
         return notes
 
-    def _directions(self, text: str) -> Tensor:
-        """Return the directions of a text, (words, d)."""
-        return torch.stack([_direction(feature) for feature in self._features(text)])
+    def _taught(self, text: str) -> list[str]:
+        """Return the features for which an example stands: its rare words, its names, or all of its words."""
+        return self.rare_words(text) or sorted(_names(text)) or [_whole(text)]
 
-    def _features(self, text: str) -> list[str]:
-        """Return the rare words of a text, or a single feature of the whole text if it has none."""
-        rare = self.rare_words(text)
-        if rare:
-            return rare
-        whole = " ".join(_WORD.findall(text.casefold()))
-        return [f" {whole}"]  # The space distinguishes it from a word.
+    def _occurring(self, text: str) -> set[str]:
+        """Return the features of a text that examples may stand for."""
+        return {*self.rare_words(text), *_sequences(text), _whole(text)}
 
     def _is_rare(self, word: str) -> bool:
         if word not in self._rare_by_word:
-            if word.isdigit():
+            if _IS_SPACELESS.match(word):
+                self._rare_by_word[word] = False
+            elif word.isdigit():
                 self._rare_by_word[word] = len(word) >= _DIGITS_OF_NUMBER
             else:
                 forms = {word, _singular(word)}
@@ -166,10 +182,31 @@ class WordEmbedder:
         return min(counts)
 
 
-def _words(text: str) -> set[str]:
+def _words(text: str) -> list[str]:
     """Return the words of a text in lower case and composed letters. Digits grouped by three are one number."""
     composed = unicodedata.normalize("NFKC", text).casefold()
-    return set(_WORD.findall(_SEPARATOR.sub("", composed)))
+    return _WORD.findall(_SEPARATOR.sub("", composed))
+
+
+def _names(text: str) -> dict[str, str]:
+    """Return the names of several words in a text by their features."""
+    names = names_in(unicodedata.normalize("NFKC", text))
+    return {" ".join(_singular(word) for word in _words(name)): name for name in names}
+
+
+def _sequences(text: str) -> set[str]:
+    """Return the features of all sequences of words in a text that may be names."""
+    words = [_singular(word) for word in _words(text)]
+    sequences = set()
+    for length in range(2, LONGEST_NAME + 1):
+        for start in range(len(words) - length + 1):
+            sequences.add(" ".join(words[start : start + length]))
+    return sequences
+
+
+def _whole(text: str) -> str:
+    """Return the feature of all words of a text in their order, which begins with a space unlike all others."""
+    return " " + " ".join(_WORD.findall(text.casefold()))
 
 
 def _empty_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -190,9 +227,9 @@ def _singular(word: str) -> str:
     return word
 
 
-def _direction(feature: str) -> Tensor:
-    """Return the direction of a feature, (d,), of length 1: each bit of its hash is the sign of a component."""
-    digest = hashlib.shake_256(feature.encode()).digest(WIDTH // 8)
-    bits = np.unpackbits(np.frombuffer(digest, dtype=np.uint8))
+def _directions(features: Sequence[str]) -> Tensor:
+    """Return the directions of features, (features, d): each bit of a feature's hash is the sign of a component."""
+    digests = b"".join(hashlib.shake_256(feature.encode()).digest(WIDTH // 8) for feature in features)
+    bits = np.unpackbits(np.frombuffer(digests, dtype=np.uint8))
     signs = 2.0 * bits.astype(np.float32) - 1.0
-    return torch.from_numpy(signs / WIDTH**0.5)
+    return torch.from_numpy(signs / WIDTH**0.5).reshape(len(features), WIDTH)
