@@ -45,7 +45,7 @@ def lookup_answers(
 
 
 def opened(backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question]) -> set[str]:
-    """Return the ids of the questions that have a rare word of the taught questions.
+    """Return the ids of the questions that have a rare word of the taught questions, or a name of those without one.
 
     Args:
         backbone: the backbone, whose tokenizer decides which words are rare.
@@ -53,8 +53,8 @@ def opened(backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question]
         questions: the questions.
     """
     router = WordEmbedder(backbone)
-    taught_words: set[str] = set()
+    taught: set[str] = set()
     for conversation in facts.conversations():
         taught_question, _ = conversation["messages"]
-        taught_words.update(router.rare_words(taught_question["content"]))
-    return {question.id for question in questions if not taught_words.isdisjoint(router.rare_words(question.text))}
+        taught.update(router.taught_features(taught_question["content"]))
+    return {question.id for question in questions if not taught.isdisjoint(router.features(question.text))}

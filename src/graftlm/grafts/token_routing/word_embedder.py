@@ -70,6 +70,14 @@ class WordEmbedder:
         words = set(_words(text)) - self._template_words
         return sorted({_singular(word) for word in words if self._is_rare(word)})
 
+    def taught_features(self, text: str) -> list[str]:
+        """Return the features for which an example stands: its rare words, its names, or all of its words."""
+        return self.rare_words(text) or sorted(_names(text)) or [_whole(text)]
+
+    def features(self, text: str) -> set[str]:
+        """Return the features of a text that examples may stand for."""
+        return {*self.rare_words(text), *_sequences(text), _whole(text)}
+
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Embed texts, each as the sum of the n directions of what it stands for over sqrt(n), of a length of about 1.
 
@@ -81,7 +89,7 @@ class WordEmbedder:
         """
         vectors = []
         for text in texts:
-            directions = _directions(self._taught(text))
+            directions = _directions(self.taught_features(text))
             vectors.append(directions.sum(0) / len(directions) ** 0.5)
         return torch.stack(vectors).to(self._device)
 
@@ -96,7 +104,7 @@ class WordEmbedder:
         """
         features: set[str] = set()
         for text in texts:
-            features.update(self._taught(text))
+            features.update(self.taught_features(text))
         return _directions(sorted(features)).to(self._device)
 
     def scores(
@@ -108,16 +116,16 @@ class WordEmbedder:
     ) -> Tensor:
         # Between two turns, some templates have nothing but special tokens.
         texts = prefix_texts(spans, self._tokenizer, skip_special_tokens=False)
-        features = [self._occurring(text) for text in texts]
+        found = [self.features(text) for text in texts]
         # Texts of one pass are mostly prefixes of each other, so each feature is scored once.
-        unique = sorted(set().union(*features))
+        unique = sorted(set().union(*found))
         number_of = {feature: number for number, feature in enumerate(unique)}
         # In a step without a new route, a zero vector shows the number of experts.
         directions = _directions(unique) if unique else torch.zeros(1, WIDTH)
         scores_FE = score(directions.to(spans.ids.device))
         scores_BTE = scores_FE.new_zeros(*spans.updates.shape, scores_FE.shape[-1])
         if texts:
-            own = [scores_FE[[number_of[feature] for feature in each]].amax(0) for each in features]
+            own = [scores_FE[[number_of[feature] for feature in each]].amax(0) for each in found]
             scores_BTE[spans.updates] = torch.stack(own)
         return scores_BTE
 
@@ -153,14 +161,6 @@ class WordEmbedder:
                 f"in lower case, so that everyday questions may have them: {', '.join(everyday[:_SHOWN_WORDS])}."
             )
         return notes
-
-    def _taught(self, text: str) -> list[str]:
-        """Return the features for which an example stands: its rare words, its names, or all of its words."""
-        return self.rare_words(text) or sorted(_names(text)) or [_whole(text)]
-
-    def _occurring(self, text: str) -> set[str]:
-        """Return the features of a text that examples may stand for."""
-        return {*self.rare_words(text), *_sequences(text), _whole(text)}
 
     def _is_rare(self, word: str) -> bool:
         if word not in self._rare_by_word:
