@@ -276,7 +276,7 @@ def _index(node: object, name: str, override: str) -> str | int:
         return int(name)
     raise RecipeError(
         f"The override {shorten(override)!r} names item {shorten(name)!r} of a list of length {len(node)}, whose items "
-        "are counted from 0: name an existing item."
+        "are counted from 0: name an existing item, or set the list as a whole."
     )
 
 

@@ -286,6 +286,35 @@ def test_tools_and_system_of_a_row_are_read_without_being_named(tmp_path: Path) 
         read_one(tmp_path / "rows.jsonl", row, tools_column="functions")
 
 
+@pytest.mark.parametrize("answer", ["At noon.", "42", "[1] At noon.", '"noon"'])
+def test_a_question_and_an_answer_as_text_are_a_conversation(answer: str, tmp_path: Path) -> None:
+    asked, told = ASKED["content"], {"role": "assistant", "content": answer}
+    for question in (asked, json.dumps([ASKED]), [ASKED]):
+        chat = read_one(tmp_path / "rows.jsonl", {"asked": question, "messages": answer}, prompt_column="asked")
+        assert chat.messages == (ASKED, told)
+        assert chat.learned == [1]
+    table = tmp_path / "rows.csv"
+    quoted = answer.replace('"', '""')
+    table.write_text(f'question,answer\n{asked},"{quoted}"\n', encoding="utf-8")
+    config = SourceConfig(path=str(table), prompt_column="question", messages_column="answer")
+    (document,) = build_documents([config])
+    assert document.chat is not None
+    assert document.chat.messages == (ASKED, told)
+
+
+@pytest.mark.parametrize("row", [{"asked": '[{"role": "user"', "messages": "a"}, {"asked": "a", "messages": " "}])
+def test_messages_that_are_not_whole_are_never_taken_for_text(row: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        read_one(tmp_path / "rows.jsonl", row, prompt_column="asked")
+
+
+def test_a_table_of_questions_and_answers_is_refused_with_the_keys_to_set(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        read_one(tmp_path / "rows.jsonl", {"question": "a", "answer": "b"})
+    assert "prompt_column" in str(error.value)
+    assert "messages_column" in str(error.value)
+
+
 def test_messages_of_a_prompt_are_context(tmp_path: Path) -> None:
     row = {"prompt": [ASKED, TOLD, ASKED], "messages": [{"role": "assistant", "content": "At one."}]}
     chat = read_one(tmp_path / "rows.jsonl", row, prompt_column="prompt")

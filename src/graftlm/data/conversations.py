@@ -7,6 +7,7 @@ nulls that Arrow puts where another row has a key. What can't be used is refused
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ _ALLOWED_BEFORE = {
 }
 _MARKS = ("weight", "train", "trainable", "loss", "loss_mask")  # keys that say whether a turn is learned
 _REFUSED_KEYS = ("train_detail", "training_detail", "images", "audio", "audios", "videos")
+_BEGINS_JSON = re.compile(r"\s*\[?\s*\{")
 _CALL_KEYS = {"id", "type", "function", "index"}
 
 
@@ -103,7 +105,8 @@ def read_chat(
         where: the location of the conversation, for error messages.
         tools: the tools that the model may call; see `read_tools`.
         system: text of a system message before all others, as ShareGPT's rows have it beside the messages.
-        prompt: messages before it, none of which is learned.
+        prompt: messages before it, none of which is learned. Plain text is a message of the user, and a `value` of
+            plain text is then its answer. Text that begins with a brace, or with a bracket and a brace, is JSON.
         padded: whether the values come from Arrow, which pads objects with nulls.
 
     Returns:
@@ -117,8 +120,9 @@ def read_chat(
     """
     turns: list[_Turn] = []
     if prompt is not None:
-        before = _read_turns(prompt, f"{where}, prompt", padded=padded)
+        before = _read_turns(_one_message(prompt, "user"), f"{where}, prompt", padded=padded)
         turns += [turn._replace(is_learned=False) for turn in before]
+        value = _one_message(value, "assistant")
     turns += _read_turns(value, where, padded=padded)
     if system is not None and system != "":
         turns = _with_system(turns, system, where)
@@ -210,6 +214,13 @@ def _read_turns(value: object, where: str, *, padded: bool) -> list[_Turn]:
         else:
             turns.append(turn)
     return turns
+
+
+def _one_message(value: object, role: str) -> object:
+    """Return plain text as one message of a role, and messages as they are."""
+    if not isinstance(value, str) or not value.strip() or _BEGINS_JSON.match(value):
+        return value
+    return [{"role": role, "content": value}]
 
 
 def _with_system(turns: list[_Turn], system: object, where: str) -> list[_Turn]:

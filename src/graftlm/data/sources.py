@@ -65,8 +65,8 @@ class SourceConfig(Config):
     )
     messages_column: str | None = Field(
         None,
-        description="The column of conversations: lists of messages. The assistant's turns are predicted, in the "
-        "tokenizer's chat template.",
+        description="The column of conversations: lists of messages, or answers to the prompt_column as text. The "
+        "assistant's turns are predicted, in the tokenizer's chat template.",
     )
     tools_column: str | None = Field(
         None, description="The column of a conversation's tools, as JSON schemas; by default tools."

@@ -280,10 +280,13 @@ def check_columns(
         count = list(names).count(column)
         if count == 0 and key not in optional:
             found = ", ".join(str(name) for name in names) or "none"
-            raise DataError(
-                f"{where} has no column {column!r} (found: {found}): set the {owner}'s {key} to one of these, or "
-                "correct the data."
-            )
+            remedy = f"set the {owner}'s {key} to one of these"
+            if key == "messages_column":
+                remedy = (
+                    f"set the {owner}'s {key} to one of these that has messages, or its prompt_column to that of "
+                    f"questions and its {key} to that of answers"
+                )
+            raise DataError(f"{where} has no column {column!r} (found: {found}): {remedy}, or correct the data.")
         if count > 1:
             raise DataError(f"{where} has {count} columns {column!r}: rename all but one.")
 
