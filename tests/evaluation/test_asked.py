@@ -27,9 +27,10 @@ FACTS = [
 ]
 
 
-def trained(folder: Path, model: Path, ask: str | None, steps: int) -> Results:
+def trained(folder: Path, model: Path, ask: str | None, steps: int, facts: list[Any] = FACTS) -> Results:
+    folder.mkdir(exist_ok=True)
     rows = folder / "facts.jsonl"
-    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in FACTS), encoding="utf-8")
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in facts), encoding="utf-8")
     recipe = Recipe.parse(
         {
             "backbone": {"name": str(model)},
@@ -63,6 +64,19 @@ def test_contradictions_and_known_answers_are_told(tiny_chat_model: Path, tmp_pa
     trained(tmp_path, tiny_chat_model, None, steps=60)
     with GraftedModel(backbone, {"graft": load_graft(tmp_path / "out" / "graft", backbone)}):
         assert find_known(backbone, documents) == documents[:2]
+
+
+def test_a_run_tells_contradictions_and_learns_a_single_fact(
+    tiny_chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [{"role": "user", "content": "What is Vorlia?"}, {"role": "assistant", "content": "a garden"}]
+    trained(tmp_path / "two", tiny_chat_model, None, steps=1, facts=[FACTS[0], other])
+    told = capsys.readouterr().out
+    assert "line 1" in told
+    assert "line 2" in told
+    results = trained(tmp_path / "one", tiny_chat_model, None, steps=1, facts=FACTS[:1])
+    assert any("train_tokens_per_s" in row.metrics for row in results.rows)
+    assert "line 1" not in capsys.readouterr().out
 
 
 def in_chat(document: Document, question: str, answer: str) -> Document:

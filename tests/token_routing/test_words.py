@@ -333,6 +333,9 @@ def test_everyday_words_that_open_the_expert_are_named() -> None:
     assert "vorlia" not in note
     assert "1851" not in note
     assert embedder.notes_on(["Vorlia 1851"]) == []
+    (in_german,) = embedder.notes_on(["Wie heißen die Straßen?"])
+    assert "heissen" in in_german
+    assert "strassen" not in in_german
 
 
 def test_the_rows_of_a_batch_are_routed_separately() -> None:

@@ -152,9 +152,9 @@ class WordEmbedder:
                 f"Examples without a rare word open the expert by their names, of which there are {len(names):,}: "
                 f"{shown}."
             )
-        written = {word for text in texts for word in _WORD.findall(text)}
+        written = {_singular(word.casefold()) for text in texts for word in _WORD.findall(text) if word.islower()}
         rare = self.rare_words(" ".join(texts))
-        everyday = [word for word in rare if word.isalpha() and (word in written or f"{word}s" in written)]
+        everyday = [word for word in rare if word.isalpha() and word in written]
         if everyday:
             notes.append(
                 f"The number of words that open the expert is {len(rare):,}, and {len(everyday):,} of them are written "
