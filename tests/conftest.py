@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -70,8 +71,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Collect all garbage at the end, as libraries expect."""
-    gc.unfreeze()
+    """Leave a full pass, which libraries expect at the end, to the interpreter, since that of pytest is one more."""
+    atexit.register(gc.unfreeze)
     gc.enable()
 
 
@@ -142,4 +143,8 @@ def _seeded() -> None:
     """Start every test from the same global seed, so that its result does not depend on earlier tests."""
     import torch  # imported here, since the process that distributes the tests does not need it
 
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # `torch.manual_seed` also keeps the seed and a formatted stack for devices that are never initialized.
+        torch.default_generator.manual_seed(0)

@@ -26,6 +26,14 @@ def test_a_tiny_backbone_is_random_everywhere_and_reproducible(family: str) -> N
     assert not model.training
 
 
+def test_copies_share_no_tensor_and_keep_tied_ones() -> None:
+    model = tiny_model("gemma3")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()
+    assert not model.get_output_embeddings().weight.any()
+    assert tiny_model("gemma3").get_input_embeddings().weight.all()
+
+
 @pytest.mark.parametrize("family", DECODERS)
 @torch.no_grad()
 def test_each_token_changes_later_logits_and_no_earlier_ones(family: str) -> None:

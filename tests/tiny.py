@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from graftlm.models import block_state
 from graftlm.testing.tiny import (
@@ -33,6 +37,9 @@ from graftlm.testing.tiny import (
     tiny_tokenizer,
 )
 from graftlm.testing.tiny import tiny_model as built_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _GEMMA = {**GROUPED, "head_dim": HEAD_WIDTH + 4}  # the heads together are wider than the residual stream
 
@@ -235,14 +242,64 @@ MORE_FAMILIES = tuple(family for family in MORE_FAMILY_CONFIGS if family != "mam
 LAW_DECODERS = ("llama", "gemma3", "qwen3", "gpt2", "gpt_neox", "block-state")
 
 
+class _Template:
+    """A model of which copies are made: in a fifth of the time of `copy.deepcopy`, since only tensors are copied singly.
+
+    Args:
+        model: the model, which must not change.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        file = io.BytesIO()
+        pickler = _TensorPickler(file)
+        pickler.dump(model)
+        self._tensors = pickler.tensors
+        self._structure = file.getvalue()
+
+    def copy(self) -> Any:
+        """Return a copy that shares nothing with the model or another copy."""
+        unpickler = _TensorUnpickler(io.BytesIO(self._structure))
+        unpickler.tensors = copy.deepcopy(self._tensors)
+        return unpickler.load()
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles an object but its tensors, for which it writes their indices in `tensors`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._indices: dict[int, int] = {}
+
+    def persistent_id(self, obj: object) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        if id(obj) not in self._indices:
+            self._indices[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._indices[id(obj)]
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads what `_TensorPickler` wrote, with other tensors."""
+
+    tensors: list[Tensor]
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self.tensors[pid]
+
+
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """The model of `graftlm.testing.tiny`: a copy, which takes half the time, of one that is built once."""
+    """The model of `graftlm.testing.tiny`: a copy of one that is built once."""
     if any(isinstance(value, list | dict) for value in changes.values()):
         return built_model(family, seed, **changes)
-    return copy.deepcopy(_built_once(family, seed, **changes))
+    return _template(family, seed, **changes).copy()
 
 
-_built_once = functools.lru_cache(maxsize=64)(built_model)
+@functools.lru_cache(maxsize=64)
+def _template(family: str, seed: int, **changes: Any) -> _Template:
+    return _Template(built_model(family, seed, **changes))
+
 
 BackboneFolder = Callable[[str], Path]
 """The type of the fixture `tiny_backbone`, which returns the folder of a family."""

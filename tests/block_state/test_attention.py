@@ -16,12 +16,12 @@ from graftlm.models.block_state.layout import ChunkedTensor, concat_features, me
 from graftlm.models.block_state.multi_head import causal_attention
 
 W, LENGTH = 6, 21
-MODELS = {variant: tools.model(variant, window=W).train() for variant in ("slide", "memory", "recurrent", "sh-s4d")}
+VARIANTS = ("slide", "memory", "recurrent", "sh-s4d")
 
 
 def logits_and_gradients(variant: str, mask: Tensor, split: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of a text in two passes, zero for padding, and the gradients of a random projection of them."""
-    model = MODELS[variant]
+    model = tools.model(variant, window=W).train()
     ids = tools.ids(len(mask), LENGTH)
     cache = DynamicCache()
     model.zero_grad()
@@ -36,7 +36,7 @@ def logits_and_gradients(variant: str, mask: Tensor, split: int) -> tuple[Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=12)
 @given(block=st.sampled_from([1, 2, 3, 6]), split=st.integers(1, LENGTH - 1), left=st.integers(0, LENGTH - 1))
 def test_banded_attention_has_the_gradients_of_all_windows_at_once(
@@ -60,7 +60,7 @@ def test_banded_attention_has_the_gradients_of_all_windows_at_once(
 def test_logits_do_not_depend_on_the_block_size(variant: str, bidirectional: bool) -> None:
     if bidirectional and variant == "memory":
         pytest.skip("Transformer-XL reads from left to right")
-    model = tools.classifier(variant, window=W) if bidirectional else MODELS[variant]
+    model = tools.classifier(variant, window=W) if bidirectional else tools.model(variant, window=W).train()
     logits = []
     for block in (2, 64):
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from itertools import pairwise
 
 import pytest
@@ -17,13 +18,14 @@ from graftlm.errors import GraftError
 from graftlm.models.block_state.cache import cache_from_tensors, cache_tensors
 
 LENGTH = 19
-MODELS = {variant: tools.model(variant) for variant in tools.VARIANTS}
+
+shared_model = functools.cache(tools.model)  # no test changes it
 
 
 def single_pass(variant: str, row: Tensor) -> Tensor:
     """Logits of one text without padding, in one pass."""
     with torch.no_grad():
-        return MODELS[variant](row[None], use_cache=False).logits[0]
+        return shared_model(variant)(row[None], use_cache=False).logits[0]
 
 
 def several_passes(variant: str, ids: Tensor, mask: Tensor, splits: list[int]) -> Tensor:
@@ -31,7 +33,7 @@ def several_passes(variant: str, ids: Tensor, mask: Tensor, splits: list[int]) -
     cache = DynamicCache()
     for start, stop in pairwise([0, *splits, ids.shape[1]]):
         with torch.no_grad():
-            outputs = MODELS[variant](
+            outputs = shared_model(variant)(
                 ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True
             )
         cache = outputs.past_key_values
@@ -61,7 +63,7 @@ def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: 
     mask[1, LENGTH - right :] = 0
     mask[2, :left] = 0
     with torch.no_grad():
-        actual = MODELS[variant](ids, attention_mask=mask, use_cache=False).logits
+        actual = shared_model(variant)(ids, attention_mask=mask, use_cache=False).logits
     for row in range(3):
         tokens = mask[row].bool()
         torch.testing.assert_close(actual[row][tokens], single_pass(variant, ids[row][tokens]), rtol=1e-7, atol=1e-7)
@@ -70,7 +72,7 @@ def test_padding_on_either_side_changes_nothing(variant: str, right: int, left: 
 @pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_have_no_gradients_for_later_tokens(variant: str, training: bool) -> None:
-    model = copy.deepcopy(MODELS[variant]).train(training)
+    model = copy.deepcopy(shared_model(variant)).train(training)
     embeds = model.get_input_embeddings()(tools.ids(1, LENGTH)).detach().requires_grad_()
     logits = model(inputs_embeds=embeds, use_cache=False).logits[0]
     for t in range(LENGTH):
@@ -112,7 +114,7 @@ def test_generation_with_a_cache_equals_generation_without(variant: str) -> None
         actual = []
         for cached in (True, False):
             torch.manual_seed(0)
-            out = MODELS[variant].generate(
+            out = shared_model(variant).generate(
                 ids,
                 attention_mask=mask,
                 max_new_tokens=10,
@@ -135,7 +137,7 @@ def test_interleaved_generations_do_not_mix(variant: str) -> None:
     with torch.no_grad():
         for t in range(LENGTH):
             for row in range(2):
-                out = MODELS[variant](texts[row : row + 1, t : t + 1], past_key_values=caches[row], use_cache=True)
+                out = shared_model(variant)(texts[row : row + 1, t : t + 1], past_key_values=caches[row], use_cache=True)
                 actual[row].append(out.logits[0])
     for row in range(2):
         torch.testing.assert_close(torch.cat(actual[row]), single_pass(variant, texts[row]), rtol=1e-7, atol=1e-7)
@@ -145,7 +147,7 @@ def test_interleaved_generations_do_not_mix(variant: str) -> None:
 def test_the_cache_does_not_grow(variant: str) -> None:
     def size(length: int) -> int:
         with torch.no_grad():
-            cache = MODELS[variant](tools.ids(1, length), use_cache=True).past_key_values
+            cache = shared_model(variant)(tools.ids(1, length), use_cache=True).past_key_values
         # Storage counts, since a view keeps its whole storage alive.
         return sum(value.untyped_storage().nbytes() for value in cache_tensors(cache).values())
 
@@ -156,16 +158,16 @@ def test_the_cache_does_not_grow(variant: str) -> None:
 def test_a_cache_survives_conversion_to_tensors(variant: str) -> None:
     ids = tools.ids(2, LENGTH)
     with torch.no_grad():
-        cache = MODELS[variant](ids[:, :10], use_cache=True).past_key_values
+        cache = shared_model(variant)(ids[:, :10], use_cache=True).past_key_values
         restored = cache_from_tensors(cache_tensors(cache))
-        actual = MODELS[variant](ids[:, 10:], past_key_values=restored, use_cache=True).logits
+        actual = shared_model(variant)(ids[:, 10:], past_key_values=restored, use_cache=True).logits
     assert restored.get_seq_length() == LENGTH
     torch.testing.assert_close(actual[0], single_pass(variant, ids[0])[10:], rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
 def test_training_on_a_second_pass_has_no_gradients_for_the_first(variant: str) -> None:
-    model = copy.deepcopy(MODELS[variant]).train()
+    model = copy.deepcopy(shared_model(variant)).train()
     ids = tools.ids(1, LENGTH)
     first = model.get_input_embeddings()(ids[:, :10]).detach().requires_grad_()
     cache = model(inputs_embeds=first, use_cache=True).past_key_values
@@ -179,7 +181,7 @@ def test_training_on_a_second_pass_has_no_gradients_for_the_first(variant: str) 
 def test_a_cache_of_another_model_or_of_other_rows_is_refused() -> None:
     foreign = DynamicCache()
     foreign.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
-    model = MODELS["sh-s4d"]
+    model = shared_model("sh-s4d")
     with pytest.raises(GraftError) as error:
         model(tools.ids(1, 3), past_key_values=foreign)
     assert "past_key_values" in str(error.value)
@@ -190,6 +192,6 @@ def test_a_cache_of_another_model_or_of_other_rows_is_refused() -> None:
 
 
 def test_a_cache_cannot_be_cropped() -> None:
-    cache = MODELS["sh-s4d"](tools.ids(1, 5), use_cache=True).past_key_values
+    cache = shared_model("sh-s4d")(tools.ids(1, 5), use_cache=True).past_key_values
     with pytest.raises(GraftError):
         cache.crop(3)
