@@ -71,7 +71,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Leave a full pass, which libraries expect at the end, to the interpreter, since that of pytest is one more."""
+    """Leave the full pass that libraries expect at the end to the interpreter: that of pytest would be one more."""
+    gc.freeze()
     atexit.register(gc.unfreeze)
     gc.enable()
 
@@ -148,3 +149,12 @@ def _seeded() -> None:
     else:
         # `torch.manual_seed` also keeps the seed and a formatted stack for devices that are never initialized.
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def undrawn_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the figures of reports without drawing them, which takes longer than the training of a tiny model."""
+    from graftlm.evaluation import plots
+    from graftlm.files.writing import write_atomically
+
+    monkeypatch.setattr(plots, "save", lambda figure, path: write_atomically(Path(path), b"\x89PNG\r\n\x1a\n"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import rotated
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks
 from graftlm.backbone.attention_bias import biased_mask
 from graftlm.errors import TapError
@@ -33,8 +34,7 @@ def bare(family: str, mask: Tensor | None = None) -> Tensor:
     return tiny_model(family)(tiny_ids()[:, :LENGTH], attention_mask=mask).logits
 
 
-@pytest.mark.parametrize("family", BIASED)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("family", "padded"), rotated(BIASED, [False, True]))
 def test_the_same_number_everywhere_changes_nothing(family: str, padded: bool) -> None:
     mask = torch.ones(len(tiny_ids()), LENGTH, dtype=torch.long)
     mask[0, :5] = 0 if padded else 1

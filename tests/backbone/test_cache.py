@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from cases import pairwise
 from graftlm.backbone import Backbone, Call, Site, StateLayer, Tap, TokenCount, slots, token_count
 from graftlm.errors import GraftError
 from graftlm.grafted.model import GraftedModel
@@ -156,12 +157,18 @@ class Looking(Graft):
         return 3 * (scores.softmax(-1) @ values)[:, 0]
 
 
-@pytest.mark.parametrize("family", LAW_DECODERS)
-@pytest.mark.parametrize("kind", [Running, Looking, (Running, Looking)], ids=["state", "keys", "both"])
-@pytest.mark.parametrize(
-    "how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "beam", "sampling"]
-)
-def test_grafts_with_a_memory_decode_as_they_compute(family: str, kind: Any, how: dict[str, Any]) -> None:
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beam": {"num_beams": 3},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+}
+MEMORIES = {"state": Running, "keys": Looking, "both": (Running, Looking)}
+
+
+@pytest.mark.parametrize(("family", "memory", "decoding"), pairwise(LAW_DECODERS, MEMORIES, HOW))
+def test_grafts_with_a_memory_decode_as_they_compute(family: str, memory: str, decoding: str) -> None:
+    kind: Any = MEMORIES[memory]
+    how = HOW[decoding]
     host = Backbone.wrap(tiny_model(family))
     grafts = {made.__name__: made(host) for made in (kind if isinstance(kind, tuple) else (kind,))}
     bare = host.model(tiny_ids()).logits

@@ -6,14 +6,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from cases import rotated
 from graftlm.backbone import Backbone, Fingerprint, fingerprint, load_backbone
 from tiny import FAMILIES, BackboneFolder, tiny_model
 
 SOME = ("llama", "gemma3", "gpt2", "bert")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("family", "dtype"), rotated(FAMILIES, [torch.bfloat16, torch.float16, torch.float64]))
 def test_same_in_every_dtype(family: str, dtype: torch.dtype) -> None:
     plain = fingerprint(tiny_model(family))
     assert plain.difference(fingerprint(tiny_model(family).to(dtype))) is None

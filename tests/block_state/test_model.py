@@ -73,7 +73,7 @@ def test_a_classifiers_loss_is_that_of_its_problem(values: dict, labels: torch.T
     assert len(output.hidden_states) == config.num_hidden_layers + 1
 
 
-@pytest.mark.parametrize("variant", tools.cases(tools.BIDIRECTIONAL))
+@pytest.mark.parametrize("variant", tools.default_cases(tools.BIDIRECTIONAL))
 def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path) -> None:
     model = tools.classifier(variant)
     ids = tools.ids(3, 11)
@@ -90,7 +90,7 @@ def test_a_bidirectional_classifier_ignores_padding(variant: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "variant", tools.cases(name for name in tools.BIDIRECTIONAL if name not in ("slide", *tools.RESET))
+    "variant", tools.default_cases(name for name in tools.BIDIRECTIONAL if name not in ("slide", *tools.RESET))
 )
 def test_a_bidirectional_model_reads_later_tokens_beyond_its_windows(variant: str) -> None:
     model = tools.classifier(variant).model

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from block_state import reference, tools
+from cases import thinned
 
-LENGTHS = [1, 3, 4, 5, 11]
+LENGTHS = thinned([1, 3, 4, 5, 11], {3, 11})
 
 
 @pytest.mark.parametrize("variant", tools.EXHAUSTIVE_VARIANTS)
@@ -22,8 +23,16 @@ def test_logits_equal_the_reference(variant: str, length: int) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "settings"),
-    [(variant, {}) for variant in tools.VARIANTS]
-    + [(variant, {"window": 48}) for variant in ("sh-delta", *tools.RESET)],  # several chunks of the delta rule
+    [
+        pytest.param(variant, {}, marks=[] if variant in tools.DEFAULT_VARIANTS else pytest.mark.slow)
+        for variant in tools.VARIANTS
+    ]
+    # Several chunks of the delta rule.
+    + [
+        pytest.param("gated-delta-reset", {"window": 48}),
+        pytest.param("sh-delta-reset", {"window": 48}, marks=pytest.mark.slow),
+        pytest.param("sh-delta", {"window": 48}, marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_equal_the_reference(variant: str, settings: dict[str, int]) -> None:
     length = 2 * settings["window"] + 6 if settings else 11
@@ -39,7 +48,7 @@ def test_gradients_equal_the_reference(variant: str, settings: dict[str, int]) -
         torch.testing.assert_close(actual[name], weight.grad, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("variant", tools.cases(tools.BIDIRECTIONAL))
+@pytest.mark.parametrize("variant", tools.default_cases(tools.BIDIRECTIONAL))
 @pytest.mark.parametrize("length", LENGTHS)
 def test_classifiers_equal_the_reference(variant: str, length: int) -> None:
     model = tools.classifier(variant)
@@ -67,7 +76,7 @@ def _gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Te
     return dict(zip(parameters, gradients, strict=True))
 
 
-@pytest.mark.parametrize("variant", tools.cases([*tools.BLOCK_STATE, *tools.RESET]))
+@pytest.mark.parametrize("variant", tools.default_cases([*tools.BLOCK_STATE, *tools.RESET]))
 def test_a_model_in_training_equals_the_reference_in_float32_to_five_digits(variant: str) -> None:
     model = tools.model(variant)
     ids = tools.ids(1, 11)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 
+from cases import thinned
 from graftlm.models.block_state import BlockStateConfig, BlockStateForCausalLM, BlockStateForSequenceClassification
 
 W = 4
@@ -30,24 +30,17 @@ RESET: dict[str, dict[str, Any]] = {
 # BST:SH:S4 of the Long Range Arena: gated state-space layers on top of block-state layers.
 ON_TOP: dict[str, dict[str, Any]] = {"sh-s4d-on-top": {"mixer_layers": [0, 1], "state_space_layers": [2]}}
 VARIANTS = BASELINES | BLOCK_STATE | RESET | ON_TOP
-# Each kind once in the default run; the other variants run with -m "".
-DEFAULT_VARIANTS = (
-    "slide",
-    "recurrent",
-    "gated-s4d",
-    "sh-s4d",
-    "sh-delta-reset",
-    "mf-unstructured",
-    *ON_TOP,
-)
+DEFAULT_VARIANTS = ("slide", "recurrent", "sh-delta-reset", "mf-unstructured", *ON_TOP)
+"""Each kind of layer once."""
 
 
-def cases(variants: Iterable[str]) -> list[Any]:
+def default_cases(variants: Iterable[str]) -> list[Any]:
     """Return the parameters of a test over variants; those beyond the default ones are slow."""
-    return [pytest.param(name, marks=[] if name in DEFAULT_VARIANTS else pytest.mark.slow) for name in variants]
+    variants = list(variants)
+    return thinned(variants, set(variants) & set(DEFAULT_VARIANTS))
 
 
-EXHAUSTIVE_VARIANTS = cases(VARIANTS)
+EXHAUSTIVE_VARIANTS = default_cases(VARIANTS)
 BIDIRECTIONAL = {name: VARIANTS[name] for name in VARIANTS if name not in ("memory", "recurrent")}
 VOCABULARY = 50
 

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from cases import rotated
 from conditional_tasks.tools import LENGTHS, OFF, TASK, TASKS, batch, build, host, random_model, real, targets
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
@@ -35,8 +36,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*ENCODERS, "llama"])
-@pytest.mark.parametrize("bottleneck", ["base", "large"])
+@pytest.mark.parametrize(("family", "bottleneck"), rotated([*ENCODERS, "llama"], ["base", "large"]))
 def test_a_mixed_batch_equals_the_tasks_one_by_one_whatever_the_padding(family: str, bottleneck: str) -> None:
     pooling = "last" if family == "llama" else "first"
     with random_model(host(family, double=True), bottleneck=bottleneck, pooling=pooling) as model:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import rotated
 from graftlm.errors import DataError, EvaluationError, GraftError
 from graftlm.evaluation import Scores, bootstrap, paired_difference, score, share_interval
 from graftlm.evaluation.cost import MemoryWatch, decode_speed
@@ -81,8 +82,7 @@ def scores_of(nats: Any, tokens: Any = None) -> Scores:
     return Scores(nats=nats, tokens=tokens, bytes=tokens * 4, document=np.arange(len(nats)))
 
 
-@pytest.mark.parametrize("length", [3, 8, 17, 256])
-@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize(("length", "bos"), rotated([3, 8, 17, 256], [False, True]))
 def test_equals_a_literal_loop(model: Any, tokenizer: Any, bos_tokenizer: Any, length: int, bos: bool) -> None:
     chosen = bos_tokenizer if bos else tokenizer
     scores = score(model, chosen, DOCUMENTS, length=length, batch_size=3)

@@ -348,6 +348,7 @@ def test_kept_questions_are_read(data: Path) -> None:
     assert prompt.instructions == (("punctuation:no_comma", {}),)
 
 
+@pytest.mark.slow
 def test_a_quick_run_has_rows_of_all_kinds(data: Path, tiny_chat_model: Path, tmp_path: Path) -> None:
     names = ("prompt", "retrieval", "lora-near", "neutral-near", "routed", "routed-lookup")
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(tiny_chat_model), tables=names)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import rotated
 from experiments import Options, reproduce
 from experiments.memory_smollm2 import run as experiment
 from experiments.memory_smollm2.texts import PARTS, RecallMaker, Sizes, modules, read_ids, split, words
@@ -124,8 +125,7 @@ def test_nats_in_pieces_are_those_of_one_pass(length: int, tiny_backbone, monkey
         np.testing.assert_allclose(experiment.scores(model, ids)[0], expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("length", [32, 37])
-@pytest.mark.parametrize("graft", [{}, {"state": "none"}, {"heads": 2, "head_width": 8}], ids=str)
+@pytest.mark.parametrize(("graft", "length"), rotated([{}, {"state": "none"}, {"heads": 2, "head_width": 8}], [32, 37]))
 def test_the_gain_of_far_text_is_that_over_its_pieces(length: int, graft: dict, tiny_backbone) -> None:
     """Token by token: the nats behind its own piece alone, less those behind all text, of every second half but one."""
     backbone = load_backbone(str(tiny_backbone("llama")))

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cases import rotated
 from graftlm.backbone import FAMILIES, Backbone, load_backbone, register_family
 from graftlm.errors import ArtifactError, GraftError, RecipeError, WrongBackboneError
 from graftlm.grafted.model import GraftedModel
@@ -25,7 +26,7 @@ from graftlm.store.artifact import backbone_of, load_graft, save_graft
 from graftlm.store.manifest import read_manifest
 from graftlm.testing import logits, randomise
 from laws.cover import marks
-from laws.examples import HOSTED, Example, backbone, examples
+from laws.examples import HOSTED, Example, backbone, examples, first_example
 from laws.tools import graft_onto
 from tiny import LAW_DECODERS, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model
 
@@ -108,6 +109,15 @@ def _load(folder: Path, host: Backbone | None = None) -> None:
     GraftedModel(host, {"graft": load_graft(folder, host)}).detach()
 
 
+def example_cases(values: Iterable[str]) -> list[Any]:
+    """Every example with every value; the default run has each kind of graft and each value at least once."""
+    values = list(values)
+    first = [example for example in examples() if example is first_example(example.kind)]
+    more = [example for example in examples() if example not in first]
+    slow = [pytest.param(example, value, marks=pytest.mark.slow) for example in more for value in values]
+    return rotated(first, values) + slow
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "other weights": lambda: tiny_model("llama", seed=1),
     "another family": lambda: tiny_model("gpt2"),
@@ -115,7 +125,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(("example", "other"), example_cases(OTHERS), ids=str)
 def test_another_backbone_is_refused(example: Example, saved: Path, other: str) -> None:
     with pytest.raises(WrongBackboneError) as error:
         load_graft(saved, Backbone.wrap(OTHERS[other](), name="another"))
@@ -177,7 +187,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("example", "damage"), example_cases(DAMAGE), ids=str)
 def test_damaged_tensors_are_refused(example: Example, saved: Path, damage: str) -> None:
     DAMAGE[damage](saved / "graft.safetensors")
     with pytest.raises(ArtifactError) as caught:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import rotated
 from graftlm.backbone import Backbone
 from graftlm.errors import RecipeError
 from graftlm.grafted.model import GraftedModel
@@ -38,7 +39,10 @@ def random_graft(host: Backbone, **config: Any) -> NeutralResidues:
     return graft
 
 
-@pytest.fixture(params=["zero scores", "negative scores"])
+SCORES = ["zero scores", "negative scores"]
+
+
+@pytest.fixture
 def closed(request: pytest.FixtureRequest, family: str) -> Iterator[tuple[GraftedModel, Backbone]]:
     """A random graft whose gates are all closed, attached."""
     host = Backbone.wrap(tiny_model(family))
@@ -51,7 +55,7 @@ def closed(request: pytest.FixtureRequest, family: str) -> Iterator[tuple[Grafte
         yield model.eval(), host
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "closed"), rotated(FAMILIES, SCORES), indirect=["closed"])
 def test_closed_gates_give_the_backbones_bits_and_run_no_adapter(
     family: str, closed: tuple[GraftedModel, Backbone], adapted: list[int]
 ) -> None:
@@ -63,7 +67,7 @@ def test_closed_gates_give_the_backbones_bits_and_run_no_adapter(
     assert adapted == []
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize(("family", "closed"), rotated(DECODERS, SCORES), indirect=["closed"])
 def test_closed_gates_generate_what_the_backbone_generates(
     family: str, closed: tuple[GraftedModel, Backbone], adapted: list[int]
 ) -> None:
@@ -82,6 +86,7 @@ def test_closed_gates_generate_what_the_backbone_generates(
 
 
 @pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("closed", SCORES, indirect=True)
 def test_closed_gates_leave_no_loss_and_no_gradient(family: str, closed: tuple[GraftedModel, Backbone]) -> None:
     model, _ = closed
     output = model.train()(tiny_ids(), labels=tiny_ids(), domain=torch.tensor([0, 0]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from cases import pairwise
 from graftlm.backbone import Backbone
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.neutral_residues import NeutralResidues, NeutralResiduesConfig
@@ -120,10 +121,11 @@ def test_outputs_and_their_gradients(family: str, gate: str) -> None:
         assert not opened.all(), "no token skipped its adapter"
 
 
-@pytest.mark.parametrize("totals", [None, TOTALS], ids=["counted-here", "given"])
-@pytest.mark.parametrize("domain", [[0, 1], [0, 0], [1, 1]], ids=["both", "old", "new"])
-@pytest.mark.parametrize("config", CASES, ids=lambda case: f"{case['gate']}-{case['local_loss']}")
-def test_losses_and_their_gradients(config: dict[str, Any], domain: list[int], totals: Tensor | None) -> None:
+@pytest.mark.parametrize(
+    ("config", "domain", "is_total_given"), pairwise(CASES, [[0, 1], [0, 0], [1, 1]], [False, True]), ids=str
+)
+def test_losses_and_their_gradients(config: dict[str, Any], domain: list[int], is_total_given: bool) -> None:
+    totals = TOTALS if is_total_given else None
     host, graft = build("llama", **config)
     slow = SlowModel(host, graft)
     targets = None if totals is None else float(totals[0])

@@ -35,6 +35,7 @@ def steps_of(recipe: Recipe, folder: Path) -> int:
     return manifest["training"]["steps"]
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_epochs_read_every_new_row_so_many_times(tmp_path: Path, tiny_backbone) -> None:
     backbone = tiny_backbone("llama")
     one = steps_of(recipe_of(tmp_path, backbone, {"epochs": 1, "batch_size": 1}), tmp_path / "one")
@@ -43,6 +44,7 @@ def test_epochs_read_every_new_row_so_many_times(tmp_path: Path, tiny_backbone) 
     assert three == -(-3 * one // 2)
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_old_rows_are_added_to_the_steps(tmp_path: Path, tiny_backbone) -> None:
     backbone = tiny_backbone("llama")
     training = {"epochs": 1, "batch_size": 2}

@@ -102,6 +102,7 @@ def test_a_frontier_sweeps_every_method_alike(tmp_path: Path, tiny_backbone) -> 
         assert (tmp_path / "run" / f"{name}.png").exists()
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_a_method_that_does_not_train_has_one_point(tmp_path: Path, tiny_backbone) -> None:
     still = {"graft": {"kind": "lora", "rank": 2}, "training": {"steps": 0}}
     methods = {"lora": {"graft": {"kind": "lora", "rank": 2}}, "still": still}

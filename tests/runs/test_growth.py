@@ -46,6 +46,7 @@ def tensors(folder: Path) -> dict[str, Any]:
     return load_file(folder / "graft.safetensors")
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_each_stage_trains_its_own_graft_beside_the_others(tmp_path: Path, tiny_backbone) -> None:
     changed = growth(tmp_path, tiny_backbone("llama"))
     changed["stages"]["danish"]["graft"] = {"kind": "lora", "rank": 2}  # in addition to one that has hooks
@@ -191,6 +192,7 @@ def test_old_text_of_a_stage_has_what_the_stages_before_it_taught(tmp_path: Path
     assert old == [["old.txt"], ["old.txt", "new.txt"]]
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_one_graft_trains_on_from_where_the_stage_before_left_it(tmp_path: Path, tiny_backbone) -> None:
     changed = growth(tmp_path, tiny_backbone("llama"), one_graft=True, graft={"kind": "lora", "rank": 2})
     changed["training"] |= {"learning_rate": 1e-3}

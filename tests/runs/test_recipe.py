@@ -140,6 +140,7 @@ def near_recipe(tmp_path: Path, backbone: Path) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_own_text_near_the_new_depends_on_the_content_of_the_new_text(tmp_path: Path, tiny_backbone) -> None:
     changed = near_recipe(tmp_path, tiny_backbone("llama"))
     run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
@@ -173,6 +174,7 @@ def test_text_near_the_new_may_have_the_seed_of_own_kl(tmp_path: Path, tiny_back
     assert "own_seed" in str(error.value)
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_changed_text_is_not_mistaken_for_the_finished_run(recipe: Recipe, tmp_path: Path) -> None:
     run_recipe(recipe, progress=False, log=lambda _: None)
     (tmp_path / "new-test.txt").write_text(NEW[::-1] * 8, encoding="utf-8")
@@ -218,6 +220,7 @@ def test_without_methods_the_graft_stands_beside_every_kind(recipe: Recipe) -> N
     assert {"adapter", "lora", "finetune"} <= {run.id for run in runs}
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_a_run_that_forgets_more_than_its_budget_fails_and_keeps_everything(tmp_path: Path, tiny_backbone) -> None:
     evaluation = {"forgetting_budget": -5.0, "decode_prompts": 0, "own_tokens": 0}
     recipe = Recipe.parse(values(tmp_path, tiny_backbone("llama"), evaluation=evaluation))
@@ -275,6 +278,7 @@ def test_tasks_are_measured_on_backbone_and_graft(tmp_path: Path, tiny_backbone)
     assert changed["french_log-perplexity"] != row["french_log-perplexity"]
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_a_recipe_of_prompts_and_completions(tmp_path: Path, tiny_backbone) -> None:
     changed = values(tmp_path, tiny_backbone("llama"))
     source = {
@@ -287,6 +291,7 @@ def test_a_recipe_of_prompts_and_completions(tmp_path: Path, tiny_backbone) -> N
     assert value_of(results.row("neutral-residues").metrics["learned"]) > 0
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_rows_without_a_target_are_counted_in_the_report(tmp_path: Path, tiny_backbone) -> None:
     rows = [{"prompt": OLD * 3, "answer": "lune"}] * 3
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

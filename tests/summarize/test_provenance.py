@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import thinned
 from graftlm.pipelines.summarize import Budget, SourceDocument, read_document, read_text, summarize
 from summarize.tools import pdf_pages, write_pdf
 
@@ -131,7 +132,7 @@ def test_real_html() -> None:
         assert squeezed(bare) == squeezed(sentence.text)
 
 
-@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", thinned(MARKDOWN, MARKDOWN[::5]), ids=lambda path: str(path.relative_to(ROOT)))
 def test_real_markdown(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     document = read_document(path)

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from cases import rotated
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, RecipeError
 from graftlm.grafted.model import GraftedModel
@@ -50,8 +51,7 @@ def test_a_mixture_is_the_sum_of_the_updates(family: str, tmp_path: Path) -> Non
         assert_equal(actual[row], expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("top", [None, 1])
+@pytest.mark.parametrize(("family", "top"), rotated(FAMILIES, [None, 1]))
 def test_a_single_expert_equals_peft(family: str, top: int | None, tmp_path: Path) -> None:
     folders = write_adapters(family, tmp_path)
     with routing(family, folders, top=top) as model:

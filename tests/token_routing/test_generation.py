@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from typer.testing import CliRunner
 
+from cases import rotated
 from graftlm import load_recipe, run_recipe
 from graftlm.cli import app
 from graftlm.errors import DataError, GraftError, RecipeError
@@ -25,8 +26,7 @@ from tiny import BackboneFolder, tiny_ids
 from token_routing.tools import NEW, backbone, generate, recomputed, routing, write_adapters
 
 
-@pytest.mark.parametrize("every", [1, 2, 4])
-@pytest.mark.parametrize("cache", ["keep", "recompute"])
+@pytest.mark.parametrize(("every", "cache"), rotated([1, 2, 4], ["keep", "recompute"]))
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_cached_logits_are_those_of_a_pass_that_knows_the_prompt(
     every: int, cache: str, family: str, tmp_path: Path

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from cases import pairwise
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, GraftError, RecipeError
 from graftlm.grafted.model import GraftedModel
@@ -144,12 +145,14 @@ def test_the_observed_weights_are_means_over_real_tokens(cache: str) -> None:
 # In generation
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("cache", ["keep", "recompute"])
-@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("llama", -1), ("gemma3", 2), ("gpt2", 1), ("qwen3", -1)])
+HOSTS = [("llama", 1), ("llama", -1), ("gemma3", 2), ("gpt2", 1), ("qwen3", -1)]
+
+
+@pytest.mark.parametrize(("tapped", "cache", "every"), pairwise(HOSTS, ["keep", "recompute"], [1, 3]))
 def test_cached_logits_are_those_of_a_pass_that_knows_the_prompt(
-    every: int, cache: str, family: str, layers: int
+    tapped: tuple[str, int], cache: str, every: int
 ) -> None:
+    family, layers = tapped
     host = backbone(family)
     graft = graft_of(host, every=every, cache=cache, embedder={"layers": layers, "whiten": True})
     with GraftedModel(host, {"graft": graft}) as model:

@@ -107,6 +107,7 @@ def test_a_run_leaves_a_model_that_transformers_reads(tmp_path: Path) -> None:
     assert (out / "model" / "model.safetensors").stat().st_mtime_ns == written, "a finished run is read back"
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_resume_is_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, "whole")
     draw = Mixture.batch
@@ -143,6 +144,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_a_model_of_the_house_is_trained_and_goes_on(tmp_path: Path) -> None:
     results = run(tmp_path, model=BLOCK_STATE)
     metrics = results.row("block-state").metrics

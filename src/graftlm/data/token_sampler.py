@@ -52,7 +52,11 @@ class TokenSampler:
         # The settings of the checkpoint's generation config, such as its penalties, are not used.
         plain = replaced_attributes(self._configured, generation_config=GenerationConfig())
         with torch.random.fork_rng(devices, device_type=device.type), plain:
-            torch.manual_seed(seed)
+            if device.type == "cpu":
+                # `torch.manual_seed` would also keep the seed of every batch for devices that are never initialized.
+                torch.default_generator.manual_seed(seed)
+            else:
+                torch.manual_seed(seed)
             yield
 
     @torch.no_grad()
