@@ -169,7 +169,7 @@ TESTS = "assert double(4) == 8"
 )
 def test_a_program_passes_only_if_its_tests_do(program: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOW, "1")
-    monkeypatch.setattr("experiments.routing_smollm2.programs.TIMEOUT_S", 3)
+    monkeypatch.setattr("experiments.routing_smollm2.programs.TIMEOUT_S", 1 if "while" in program else 3)
     assert passes(program, TESTS) is expected
 
 
