@@ -60,7 +60,7 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 def test_a_prompt_and_its_continuation_are_the_text(tokenizers: dict[str, Any], kind: str) -> None:
     tokenizer = tokenizers[kind]
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=4 * settings.default.max_examples)
     @given(PARTS, PARTS)
     @example("The boats sail 2, 4, 6, ", "8")
     @example("def keeper(name):\n", "    return name")
@@ -143,7 +143,7 @@ def test_chunks_of_a_long_text_are_the_text(
 def test_a_stream_shows_what_the_tokens_say(tokenizers: dict[str, Any], kind: str) -> None:
     tokenizer = tokenizers[kind]
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=2 * settings.default.max_examples)
     @given(PARTS, PARTS)
     @example("", "éé")
     def law(prompt: str, text: str) -> None:

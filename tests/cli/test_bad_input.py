@@ -252,6 +252,7 @@ def test_a_command_that_does_not_exist(graft: Graft, arguments: tuple[str, ...],
     assert name in outcome.err
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_a_budget_that_is_exceeded_fails_the_run_and_keeps_it(graft: Graft, home: Path) -> None:
     outcome = graft("train", "recipe.yaml", "evaluation.forgetting_budget=-9", "out=runs/budget", "--quiet", "--json")
     assert outcome.code == 2

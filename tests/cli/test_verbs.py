@@ -59,6 +59,7 @@ def test_train_prints_one_document(graft: Graft, home: Path) -> None:
     assert "llama" in outcome.err.splitlines()[0]
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_a_finished_run_is_read_back_and_quiet_prints_nothing(graft: Graft, trained: str, home: Path) -> None:
     tensors = home / trained / "graft.safetensors"
     before = tensors.stat().st_mtime_ns
@@ -67,6 +68,7 @@ def test_a_finished_run_is_read_back_and_quiet_prints_nothing(graft: Graft, trai
     assert tensors.stat().st_mtime_ns == before
 
 
+@pytest.mark.usefixtures("undrawn_figures")
 def test_compare_trains_the_methods_of_the_recipe(graft: Graft, home: Path) -> None:
     methods = {name: {"graft": {"kind": name}} for name in ("lora", "adapter")}
     command = ("compare", "recipe.yaml", f"methods={json.dumps(methods)}", "out=runs/compared")

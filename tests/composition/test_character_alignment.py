@@ -71,7 +71,7 @@ def whole_characters(tokens: PreTrainedTokenizerFast, ids: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize(("anchor", "augmenting"), PAIRS)
-@settings(max_examples=60)
+@settings(max_examples=3 * settings.default.max_examples)
 @example(text="maison maisonnette  dans\n\n la forêt 🦊 fin", cut=3)
 @given(text=st.text(alphabet=st.sampled_from("abei nt\né🦊.中"), min_size=1, max_size=60), cut=st.integers(0, 60))
 def test_each_token_sees_the_text_so_far(anchor: str, augmenting: str, text: str, cut: int) -> None:

@@ -124,7 +124,10 @@ def by_position(ids: Tensor, mask: Tensor | None) -> list[tuple[list[int], Visib
 
 
 ONE_TOKENIZER = [
-    *(pytest.param("llama", "pre", *param.values, marks=param.marks) for param in PADDINGS_AND_POSITIONS),
+    *(
+        pytest.param("llama", "pre", *param.values, marks=pytest.mark.slow if "local" in param.values else param.marks)
+        for param in PADDINGS_AND_POSITIONS
+    ),
     *(
         pytest.param(family, norm, *param.values, marks=pytest.mark.slow)
         for family, norm in (("llama", "none"), ("gpt2", "none"), ("gemma3", "pre"))
@@ -213,7 +216,13 @@ class SlowTwoTokenizers(Slow):
             self.texts.append(texts)
 
 
-@pytest.mark.parametrize(("padding", "positions"), PADDINGS_AND_POSITIONS)
+@pytest.mark.parametrize(
+    ("padding", "positions"),
+    [
+        pytest.param(*param.values, marks=param.marks if "local" in param.values else pytest.mark.slow)
+        for param in PADDINGS_AND_POSITIONS
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_two_tokenizers(family: str, padding: str, positions: str) -> None:
     anchor, augmenting = live("llama"), live(family, 1, tokens=OTHER_TOKENS)

@@ -178,7 +178,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return messages
 
 
-@settings(max_examples=150)
+@settings(max_examples=6 * settings.default.max_examples)
 @given(data=st.data(), messages=conversations())
 def test_training_and_serving_render_the_same_tokens(data: Any, messages: list[dict[str, Any]]) -> None:
     name = data.draw(st.sampled_from(list(TEMPLATES)))

@@ -43,7 +43,7 @@ def chat_backbone() -> Backbone:
 
 
 def sample(path: Path, model: Backbone, **settings: Any) -> list[Any]:
-    config = SelfSourceConfig(self=True, **({"tokens": 600, "batch_size": 8} | settings))
+    config = SelfSourceConfig(self=True, **({"tokens": 300, "batch_size": 8} | settings))
     return sample_own_text(model, config, LENGTH, path / "samples.jsonl", progress=False)
 
 
@@ -59,7 +59,7 @@ def test_samples_depend_on_their_seed_and_go_on_where_they_were_interrupted(tmp_
     assert len(lines) > 3
     half_a_batch = b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2]
     without_line_break = b"".join(lines[:2]).rstrip()
-    for kept in (half_a_batch, without_line_break, lines[0], b'{"key', b""):
+    for kept in (half_a_batch, without_line_break, b'{"key'):
         file.write_bytes(kept)
         assert sample(tmp_path, model, **sizes) == whole
         assert read_own_text(file) == whole
@@ -78,7 +78,7 @@ def test_tokens_are_drawn_from_the_models_own_distribution(tmp_path: Path) -> No
     """The first token of free text, with a checkpoint's penalties and truncations in its generation config."""
     model = backbone()
     model.model.generation_config.update(top_k=2, repetition_penalty=3.0, min_p=0.5)
-    texts = sample(tmp_path, model, tokens=12_000, length=3, batch_size=512)
+    texts = sample(tmp_path, model, tokens=8000, length=3, batch_size=512)
     start = texts[0].ids[0]
     with torch.no_grad():
         expected = model.bare_model(torch.tensor([[start]])).logits[0, -1].softmax(-1).numpy()
@@ -93,7 +93,7 @@ def test_tokens_are_drawn_from_the_models_own_distribution(tmp_path: Path) -> No
 def test_of_a_conversation_the_model_writes_both_turns(tmp_path: Path) -> None:
     model = chat_backbone()
     tokenizer: Any = model.tokenizer
-    texts = sample(tmp_path, model, length=64, chat_fraction=0.5, tokens=1200, batch_size=32)
+    texts = sample(tmp_path, model, length=64, chat_fraction=0.5, tokens=600, batch_size=32)
     chats = [text for text in texts if text.is_chat]
     assert 0.3 < sum(text.tokens for text in chats) / sum(text.tokens for text in texts) < 0.7
     before = tokenizer("<|in|>system\nbe kind<|out|>\n<|in|>user\n", add_special_tokens=False)["input_ids"]
@@ -209,7 +209,7 @@ def test_conversations_that_bring_nothing_are_left_out_unless_they_are_asked_for
 @pytest.mark.parametrize("settings", [{"temperature": 0.5}, {"temperature": 2.0, "top_p": 0.5}])
 def test_tokens_are_drawn_at_the_temperature_from_the_likeliest(settings: dict[str, float], tmp_path: Path) -> None:
     model = backbone()
-    options: dict[str, Any] = {"tokens": 8000, "openings": ["the garden"], "length": 16, "batch_size": 500}
+    options: dict[str, Any] = {"tokens": 4000, "openings": ["the garden"], "length": 16, "batch_size": 250}
     texts = sample(tmp_path, model, **options, **settings)
     start = texts[0].turns[0][0]
     with torch.no_grad():

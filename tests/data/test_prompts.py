@@ -86,7 +86,7 @@ def batch_of(marked: np.ndarray, boundaries: Boundaries) -> Batch:
     return collate(marked, np.ones(len(marked)), boundaries=boundaries, pad_id=0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(corpora, boundary, tokenizers)
 def test_every_token_once_and_prompts_are_marked(
     corpus: list[Document], boundaries: Boundaries, tokenizer: PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ def test_every_token_once_and_prompts_are_marked(
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(corpora, boundary, tokenizers)
 def test_completions_alone_are_predicted(
     corpus: list[Document], boundaries: Boundaries, tokenizer: PreTrainedTokenizerBase
@@ -126,7 +126,7 @@ def test_completions_alone_are_predicted(
         assert batch.rows(slice(1)).prompt is not None
 
 
-@settings(max_examples=40)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.lists(documents | long_texts, min_size=1, max_size=10), tokenizers)
 def test_whole_documents_are_cut_only_where_no_row_holds_them_and_rows_are_as_full_as_that_allows(
     corpus: list[Document], tokenizer: PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ def test_whole_documents_are_cut_only_where_no_row_holds_them_and_rows_are_as_fu
     assert (batch.position_ids is not None) == several, "documents of a row do not see each other"
 
 
-@settings(max_examples=30)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.lists(st.text("abc d", min_size=1, max_size=30), min_size=1, max_size=6), st.integers(2, 24))
 def test_without_prompts_nothing_changes(corpus: list[str], length: int) -> None:
     corpus = [*corpus, "a" * 2 * length]
@@ -158,7 +158,7 @@ def test_without_prompts_nothing_changes(corpus: list[str], length: int) -> None
     assert "prompt" not in batch.inputs()
 
 
-@settings(max_examples=30)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     st.lists(documents | long_texts, min_size=1, max_size=10),
     boundary,

@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|in|>' + m['role'] + '\n' + m['content'] + '<|out|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|in|>assistant\n' }}{% endif %}"
 )
-CHATS: dict[str, Any] = {"tokens": 600, "length": 48, "answers": 6, "max_new_tokens": 8, "progress": False}
+CHATS: dict[str, Any] = {"tokens": 300, "length": 48, "answers": 6, "max_new_tokens": 8, "progress": False}
 SIZES: dict[str, Any] = {"tokens": 200, "length": 24, "batch_size": 7, "progress": False}
 
 
@@ -560,7 +560,7 @@ def test_a_budget_is_compared_with_the_mean() -> None:
 @pytest.mark.parametrize(
     ("template", "difference"),
     [
-        (CHAT_TEMPLATE, None),
+        pytest.param(CHAT_TEMPLATE, None, marks=pytest.mark.slow),
         (CHAT_TEMPLATE + "{# the same text #}", None),
         (CHAT_TEMPLATE.replace("assistant\n", "model\n"), r"assistant\\n' of BASE is .*model\\n' in TUNED"),
         (None, r"TUNED has none"),
@@ -605,7 +605,7 @@ def test_an_audit_sees_the_special_tokens_of_the_tuned_model(is_new: bool) -> No
     model.resize_token_embeddings(len(extended))
     head: Any = model.get_output_embeddings()
     head.bias.data[extended.convert_tokens_to_ids(call)] = 50.0
-    found = audit(base, Backbone.wrap(model, extended, "calls"), **CHATS)
+    found = audit(base, Backbone.wrap(model, extended, "calls"), **(CHATS | {"tokens": 600}))
     assert found.metrics["keeps_template_lost"].mean == 1  # type: ignore[union-attr]
 
 

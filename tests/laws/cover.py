@@ -1,8 +1,9 @@
 """Which cases of the laws run when: by default, in slow runs (`slow`), or in the full matrix alone.
 
 A case is a law on an example of a graft and a backbone. The full matrix has more than ten thousand. A default run has
-each law with each kind of graft once. The cases that are not `matrix` are a pairwise cover: each law meets each
-example, each law meets each backbone, and each example meets each of its backbones.
+each law with each kind of graft once, where kinds that share their code take turns. The cases that are not `matrix` are
+a pairwise cover: each law meets each example, each law meets each backbone, and each example meets each of its
+backbones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from laws.examples import Example
 
 DEFAULT_FAMILIES = ("llama", "gemma3", "bert")
+SHARED_CODE = (("neutral-residues", "adapter"), ("lora", "peft"))
 _Choice = TypeVar("_Choice")
 
 
@@ -40,7 +42,7 @@ def marks(example: Example, backbone: str, law: str, *, decoders_only: bool = Fa
         decoders_only: whether the law is tested on decoders only.
     """
     if backbone == _default_backbone(example, law, decoders_only):
-        return []
+        return [] if _is_its_turn(example, law, decoders_only) else [pytest.mark.slow]
     if is_covered(example, backbone, law, decoders_only=decoders_only):
         return [pytest.mark.slow]
     return [pytest.mark.matrix]
@@ -75,6 +77,17 @@ def _default_backbone(example: Example, law: str, decoders_only: bool) -> str | 
     usual = [name for name in hosts if name in DEFAULT_FAMILIES]
     candidates = usual or hosts[:1]
     return _chosen(candidates, _hash(f"{law} {example.kind}")) if candidates else None
+
+
+def _is_its_turn(example: Example, law: str, decoders_only: bool) -> bool:
+    """Whether an example, of the kinds that share its code, is the one that a default run tests a law with."""
+    from laws.examples import first_example
+
+    for kinds in SHARED_CODE:
+        if example.kind in kinds:
+            tested = [kind for kind in kinds if _hosts(first_example(kind), law, decoders_only)]
+            return example.kind == _chosen(tested, _hash(law))
+    return True
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def _tolerance(graft_set: GraftSet) -> float:
 def test_a_row_is_what_it_is_alone(family: str) -> None:
     known = graft_sets(family)
 
-    @settings(max_examples=3 if family == "block-state" else 5)
+    @settings(max_examples=3)
     @given(st.lists(ROWS, min_size=2, max_size=MOST), st.booleans())
     def law(rows: list[Row], in_one: bool) -> None:
         owners = [known[row.graft_set % len(known)] for row in rows]

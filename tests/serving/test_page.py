@@ -91,6 +91,7 @@ def test_nothing_can_be_asked_before_the_server_has_said_what_it_serves(page: Pa
     expect(column(page, "danish").get_by_role("status")).to_contain_text("The model ended the text")
 
 
+@pytest.mark.slow
 def test_tokens_are_colored_by_what_wrote_them_with_values_on_hover_and_focus(page: Page) -> None:
     page.locator("article.column").nth(1).get_by_role("checkbox", name="danish").uncheck()
     page.locator("article.column").nth(1).get_by_role("checkbox", name="router").check()
@@ -198,6 +199,7 @@ def test_a_chat_has_a_system_prompt_and_enter_sends(page: Page, engine: Scripted
     expect(page.get_by_label("Your message")).to_have_value("half a word")
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_and_a_server_that_is_gone_are_told_in_a_sentence(page: Page, complaints: list[str]) -> None:
     page.get_by_role("button", name="Generate").click()
     expect(page.locator("#compare-error")).to_have_text("The text is empty: write one first.")

@@ -72,7 +72,7 @@ def check_spans(document: SourceDocument) -> None:
 
 
 @pytest.mark.parametrize("suffix", WRITTEN)
-@settings(max_examples=25)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(data=st.data())
 def test_every_sentence_is_its_span_without_the_markup(suffix: str, data) -> None:
     source, words = data.draw(written(suffix))
@@ -84,7 +84,7 @@ def test_every_sentence_is_its_span_without_the_markup(suffix: str, data) -> Non
         assert " ".join(bare.split()) == sentence.text
 
 
-@settings(max_examples=25)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.text(max_size=200))
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".tex", ".rst", ".xml"])
 def test_any_text_is_read_or_refused_in_a_sentence(suffix: str, text: str) -> None:
