@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from cases import thinned
-from tiny import DECODERS, FAMILIES, PAD, TOKENS, WINDOW, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
+from tiny import DECODERS, FAMILIES, PAD, TOKENS, USUAL, WINDOW, BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
 
 TEXT = "Où est «ça»? 日本 \n\tx = {1: 'y'}  "
 
@@ -47,7 +47,7 @@ def test_each_token_changes_later_logits_and_no_earlier_ones(family: str) -> Non
     assert (difference[5 : 5 + WINDOW] > 0.05).all()
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, {"llama", "gemma3", "gpt2", "bert", "block-state"}))
+@pytest.mark.parametrize("family", thinned(FAMILIES, USUAL))
 @torch.no_grad()
 def test_a_saved_backbone_loads_unchanged(tiny_backbone: BackboneFolder, family: str) -> None:
     folder = tiny_backbone(family)

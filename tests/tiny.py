@@ -240,6 +240,7 @@ FAMILY_CONFIGS |= MORE_FAMILY_CONFIGS
 MORE_FAMILIES = tuple(family for family in MORE_FAMILY_CONFIGS if family != "mamba2")
 # For tests that would take too long with all families.
 LAW_DECODERS = ("llama", "gemma3", "qwen3", "gpt2", "gpt_neox", "block-state")
+USUAL = ("llama", "gemma3", "gpt2", "bert", "block-state")
 
 
 class _Template:
@@ -296,7 +297,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     return _template(family, seed, **changes).copy()
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _template(family: str, seed: int, **changes: Any) -> _Template:
     return _Template(built_model(family, seed, **changes))
 
@@ -328,6 +329,7 @@ __all__ = [
     "SPREAD",
     "TEXT",
     "TOKENS",
+    "USUAL",
     "VOCABULARY",
     "WINDOW",
     "BackboneFolder",

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases import thinned
 from graftlm.backbone import FAMILIES as ROWS
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks, register_family
 from graftlm.backbone.families import PROVEN_FAMILIES
 from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
-from tiny import DECODERS, FAMILIES, MORE_FAMILIES, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
+from tiny import DECODERS, FAMILIES, MORE_FAMILIES, USUAL, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
 
 IDS = tiny_ids(2, 12)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -179,7 +180,7 @@ def test_input_of_the_ffn_is_what_a_tap_before_it_makes(family: str) -> None:
     torch.testing.assert_close(said[0], wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, USUAL))
 def test_input_of_attention_may_come_as_a_keyword(family: str) -> None:
     """Adding v before attention and taking it off again before it leaves the bits nearly alone; adding it does not."""
     taps = [
@@ -190,7 +191,7 @@ def test_input_of_attention_may_come_as_a_keyword(family: str) -> None:
     assert (tapped(family, taps[0]) - logits(model(family))).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, USUAL))
 def test_embedding_equals_embeddings_given(family: str) -> None:
     live = model(family)
     embedding, _ = Sites(live).module(Site("embedding"))
@@ -220,7 +221,7 @@ def _capped(live: Any, raw: Tensor) -> Tensor:
     return raw if cap is None else cap * torch.tanh(raw / cap)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, USUAL))
 def test_any_module_is_a_site_by_its_path(family: str) -> None:
     sites = Sites(model(family))
     name = next(name for name, module in model(family).named_modules() if module is sites.ffn_linears(0)[-1])

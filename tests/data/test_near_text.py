@@ -73,7 +73,7 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 def backbone(template: str | None = TEMPLATE) -> Backbone:
     """A random backbone that often ends a turn."""
     words = tokenizer(template)
-    model = tiny_model("llama", vocab_size=len(words), max_position_embeddings=512)
+    model = tiny_model("llama", vocab_size=len(words), max_position_embeddings=512, num_hidden_layers=1)
     head: Any = model.get_output_embeddings()
     head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))
     head.bias.data[words.convert_tokens_to_ids(OUT)] = 4.0

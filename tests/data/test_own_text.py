@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def backbone(**changes: Any) -> Backbone:
-    return Backbone.wrap(tiny_model("llama", **changes), tiny_tokenizer(), "tiny")
+    return Backbone.wrap(tiny_model("llama", **({"num_hidden_layers": 1} | changes)), tiny_tokenizer(), "tiny")
 
 
 def chat_backbone() -> Backbone:
@@ -32,7 +32,7 @@ def chat_backbone() -> Backbone:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|in|>", "<|out|>"]})  # type: ignore[arg-type]
     tokenizer.chat_template = TEMPLATE
-    model = tiny_model("llama", vocab_size=len(tokenizer))
+    model = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
     out: Any = tokenizer.convert_tokens_to_ids("<|out|>")
     head: Any = model.get_output_embeddings()
     head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))

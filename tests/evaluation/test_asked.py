@@ -115,9 +115,9 @@ def test_a_report_without_questions_has_no_answers(tiny_chat_model: Path, tmp_pa
 
 def test_own_questions_depend_on_the_seed_only(tiny_chat_model: Path) -> None:
     backbone = load_backbone(str(tiny_chat_model))
-    first = sample_questions(backbone, 5, seed=1)
-    assert first == sample_questions(backbone, 5, seed=1)
-    assert len(set(first)) == len(first) <= 5
+    first = sample_questions(backbone, 3, seed=1)
+    assert first == sample_questions(backbone, 3, seed=1)
+    assert len(set(first)) == len(first) <= 3
     assert all(len(question.split()) >= 3 for question in first)
 
 

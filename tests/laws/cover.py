@@ -1,7 +1,7 @@
 """Which cases of the laws run when: by default, in slow runs (`slow`), or in the full matrix alone.
 
 A case is a law on an example of a graft and a backbone. The full matrix has more than ten thousand. A default run has
-each law with each kind of graft once, where kinds that share their code take turns. The cases that are not `matrix` are
+each law with each kind of graft once, where kinds that share code take turns. The cases that are not `matrix` are
 a pairwise cover: each law meets each example, each law meets each backbone, and each example meets each of its
 backbones.
 """
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from laws.examples import Example
 
 DEFAULT_FAMILIES = ("llama", "gemma3", "bert")
-SHARED_CODE = (("neutral-residues", "adapter"), ("lora", "peft"))
+SHARED_CODE = (("neutral-residues", "adapter"), ("lora", "peft"), ("finetune", "llama-pro"))
+"""Kinds of one implementation, and those that run nothing but the backbone's own code."""
 _Choice = TypeVar("_Choice")
 
 

@@ -129,6 +129,7 @@ def test_tokens_may_be_colored_by_surprise_or_not_at_all(page: Page) -> None:
     expect(page.locator(".tokens .surprise, .tokens [class*=pattern]")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_stop_ends_what_is_written(page: Page, engine: ScriptedEngine) -> None:
     expect(page.get_by_role("button", name="Generate")).to_be_enabled()  # the page knows the models
     page.get_by_label("Text to continue").fill(f"Go on {ENDLESS} ")
@@ -141,6 +142,7 @@ def test_stop_ends_what_is_written(page: Page, engine: ScriptedEngine) -> None:
     expect(page.get_by_role("button", name="Generate")).to_be_enabled()
 
 
+@pytest.mark.slow
 def test_a_model_s_error_stands_in_its_own_column(page: Page, complaints: list[str]) -> None:
     generate(page, "wrong ")
     expect(column(page, "danish").get_by_role("alert")).to_have_text("The graft danish can't: leave it out.")

@@ -75,9 +75,9 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     [
         pytest.param("neutral-residues", range(STEPS), marks=pytest.mark.slow),
         ("neutral-residues", (1, STEPS - 1)),
-        ("lora", (5,)),
+        pytest.param("lora", (5,), marks=pytest.mark.slow),
         pytest.param("lora", (1,), marks=pytest.mark.slow),
-        ("finetune", (3,)),
+        pytest.param("finetune", (3,), marks=pytest.mark.slow),
         pytest.param("finetune", (0,), marks=pytest.mark.slow),
         pytest.param("osf", (3,), marks=pytest.mark.slow),
         ("llama-pro", (3,)),
