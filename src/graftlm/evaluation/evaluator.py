@@ -25,6 +25,7 @@ from graftlm.evaluation.kept_answers import same_answer
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.observations import graft_statistics, observe
 from graftlm.evaluation.results import Interval, Metric, Row
+from graftlm.evaluation.scored_text import scored_parts
 from graftlm.evaluation.scores import Scores, learning_and_forgetting, score
 from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
@@ -44,7 +45,9 @@ class EvaluationConfig(Config):
 
     length: int | None = Field(None, ge=3, description="Tokens per window; the data's row length when absent.")
     batch_size: int = Field(16, ge=1)
-    limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
+    limit_tokens: int | None = Field(
+        50_000, ge=1, description="Tokens scored per test set, equal shares of its sources; all when null."
+    )
     precision: Literal["fp32", "bf16"] = "fp32"
     decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
     decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
@@ -196,7 +199,7 @@ class BackboneEvaluator:
         metrics["total_parameters"] = count_parameters(self.backbone.model.parameters())
         for name, outcome in self.backbone_outcomes.items():
             metrics.update(outcome.metrics(name))
-        details = self._details({}, self.backbone_outcomes)
+        details = self._details({}, self.backbone_outcomes, self.backbone_scores)
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
 
     def measure(
@@ -224,7 +227,7 @@ class BackboneEvaluator:
         for name, outcome in outcomes.items():
             metrics.update(outcome.metrics(name))
             metrics.update(outcome.gain(name, self.backbone_outcomes[name]))
-        details = self._details(self._statistics(model), outcomes)
+        details = self._details(self._statistics(model), outcomes, scores)
         if self.evaluation.strengths:
             trained = self._strength_point(1.0, scores, own_scores)
             details["strengths"] = [*self._weaker_points(model, start or {}), trained]
@@ -267,9 +270,16 @@ class BackboneEvaluator:
         changes = changes_by_window(self.backbone_scores, scores, own_scores)
         return strength_point(strength, metrics, changes)
 
-    def _details(self, statistics: Mapping[str, object], outcomes: Mapping[str, TaskResult]) -> dict[str, object]:
+    def _details(
+        self,
+        statistics: Mapping[str, object],
+        outcomes: Mapping[str, TaskResult],
+        scores: Mapping[str, Scores],
+    ) -> dict[str, object]:
         """Return the details of a measurement, without empty ones."""
         details: dict[str, object] = {}
+        if scores:
+            details["scored"] = {name: scored_parts(scores[name], self.tests[name]) for name in scores}
         if statistics:
             details["statistics"] = dict(statistics)
         if outcomes:

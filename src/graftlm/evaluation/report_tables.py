@@ -19,6 +19,7 @@ from graftlm.evaluation.metric_text import (
     present_metrics,
 )
 from graftlm.evaluation.origin import Machine
+from graftlm.evaluation.remarks import remarks, scored_text
 from graftlm.evaluation.results import Metric, Results
 
 _NATS = ("old", "forgotten", "new", "learned")
@@ -50,6 +51,8 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         f"`{results.command}`",
         f"Seeds {seeds}; {_describe(results.machine)}; commit {results.commit or 'unknown'}.",
         *_measured_sections(results),
+        "\n".join(f"- {remark}" for remark in remarks(results)),
+        _scored_section(results),
         _tasks_section(results),
         _answers_section(results),
         _aims_section(results),
@@ -99,6 +102,16 @@ def _metrics_table(title: str, results: Results, names: Sequence[str]) -> str:
         rows.append([row.label, *cells])
     titles = [metric_title(name) for name in names]
     return _section(title, ["method", *titles], rows)
+
+
+def _scored_section(results: Results) -> str:
+    """Return what was scored of each source of each test set."""
+    rows = []
+    for name, parts in scored_text(results).items():
+        for part in parts:
+            documents = f"{part['documents']:,} of {part['of_documents']:,}"
+            rows.append([f"{name}: {part['source'] or 'text'}", f"{part['tokens']:,}", documents])
+    return _section("Scored text", ["test", "tokens", "documents"], rows)
 
 
 def _tasks_section(results: Results) -> str:

@@ -35,7 +35,7 @@ from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.inference import LanguageModel, Precision, autocast, evaluation_mode
 from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, resample_ratios
 from graftlm.evaluation.results import Interval
-from graftlm.evaluation.windows import Window, cut_windows, limit_scored, scored_logits
+from graftlm.evaluation.windows import Window, limited_windows, scored_logits
 
 MetricName = Literal["nats_per_token", "bits_per_byte", "kl_per_token"]
 
@@ -249,7 +249,8 @@ def score(
         length: maximum number of tokens of a window, its context token and BOS included; at least 3.
         batch_size: windows per call of the model; it affects speed and memory only.
         precision: `bf16` computes under autocast; `fp32` leaves the model in its own dtype. Losses are always float32.
-        limit_tokens: number of tokens to score; None scores all.
+        limit_tokens: number of tokens to score, the same number of each source of a sequence of documents; None scores
+            all.
         reference: a model with the same tokenizer, called like `model`, from which the divergence is measured.
 
     Raises:
@@ -268,7 +269,7 @@ def score(
             f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
             f"set length (--length, or evaluation.length or data.length of a recipe) to {limit} or less."
         )
-    windows = limit_scored(cut_windows(tokenizer, documents, length), limit_tokens)
+    windows = limited_windows(tokenizer, documents, length, limit_tokens)
     return score_windows(
         model,
         tokenizer,

@@ -19,6 +19,7 @@ from graftlm.evaluation.metric_text import (
     metric_title,
     present_metrics,
 )
+from graftlm.evaluation.remarks import remarks
 from graftlm.evaluation.results import Aim, Results, Row
 
 _HEADS = {  # metric: column head
@@ -38,7 +39,7 @@ _MARKS = {True: "✓", False: "✗", None: ABSENT}
 
 
 def print_table(results: Results, console: Console | None = None) -> None:
-    """Print the usual metrics of all rows, tables of further metrics, and the aims.
+    """Print the usual metrics of all rows, tables of further metrics, remarks, and the aims.
 
     Args:
         results: the results, with any metrics.
@@ -48,8 +49,15 @@ def print_table(results: Results, console: Console | None = None) -> None:
     for number, heads in enumerate(_tables(results)):
         lines = [_cells(row, heads) for row in results.rows]
         print_columns(["method", *heads.values()], lines, console, gap=number > 0, width=_LABEL_WIDTH)
+    print_remarks(results, console)
     for aim in results.aims:
         console.print(_aim_line(aim), highlight=False, markup=False)
+
+
+def print_remarks(results: Results, console: Console) -> None:
+    """Print what a reader of results should know."""
+    for remark in remarks(results):
+        console.print(remark, highlight=False, markup=False)
 
 
 def _cells(row: Row, names: Iterable[str]) -> list[str]:
@@ -88,6 +96,7 @@ def print_side_by_side(results: Results, console: Console) -> None:
         lines.append([metric_title(name, names), *cells])
     labels = [row.label for row in results.rows]
     print_columns(["", *labels], lines, console)
+    print_remarks(results, console)
 
 
 def print_columns(

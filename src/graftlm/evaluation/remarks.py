@@ -1,0 +1,44 @@
+"""What a reader of results should know before the numbers, as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias, cast
+
+from graftlm.evaluation.results import Results
+
+ScoredParts: TypeAlias = Mapping[str, Sequence[Mapping[str, int | str]]]
+"""What was scored of each test set, see `graftlm.evaluation.scored_text`."""
+
+
+def scored_text(results: Results) -> ScoredParts:
+    """Return what was scored of each test set, which is the same for all rows; empty without test sets."""
+    by_row = cast("Mapping[str, ScoredParts]", results.details.get("scored") or {})
+    return next(iter(by_row.values()), {})
+
+
+def remarks(results: Results) -> list[str]:
+    """Return what a reader of results should know, one sentence each.
+
+    Args:
+        results: the results with their details.
+    """
+    return [*_about_tests(results)]
+
+
+def _about_tests(results: Results) -> Iterator[str]:
+    """Yield what was scored of each test set that has several sources, or documents that were not scored."""
+    for name, parts in scored_text(results).items():
+        is_whole = all(part["documents"] == part["of_documents"] for part in parts)
+        if len(parts) > 1 or not is_whole:
+            taken = ", ".join(_part_text(part) for part in parts)
+            yield f"Scored of the test text {name}: {taken}."
+
+
+def _part_text(part: Mapping[str, int | str]) -> str:
+    text = f"{part['tokens']:,} tokens"
+    if part["source"]:
+        text += f" of {part['source']}"
+    if part["documents"] != part["of_documents"]:
+        text += f" (its first {part['documents']:,} of {part['of_documents']:,} documents)"
+    return text
