@@ -27,7 +27,7 @@ from graftlm.evaluation.observations import graft_statistics, observe
 from graftlm.evaluation.results import Interval, Metric, Row
 from graftlm.evaluation.scored_text import scored_parts
 from graftlm.evaluation.scores import Scores, learning_and_forgetting, score
-from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back
+from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back, windows_of
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
 from graftlm.grafted.model import GraftedModel
 
@@ -95,7 +95,7 @@ class BackboneEvaluator:
 
     Args:
         backbone: the backbone, with a tokenizer.
-        tests: test documents by set. `old` and `new` give `forgotten` and `learned`; other sets are reported too.
+        tests: test documents by set. `old` gives `forgotten`, `new` gives `learned`, and others `learned_<set>`.
         evaluation: what is measured; the files of its tasks are read now.
         length: tokens per window.
         own_text: texts that the backbone sampled, for own_kl and chat_kl. Without texts, these are not measured.
@@ -215,7 +215,8 @@ class BackboneEvaluator:
                 at the strengths below 1.
 
         Returns:
-            The metrics of texts, tasks and cost, with the details of the graft, the tasks and the strengths.
+            The metrics of texts, tasks and cost, with the details of the graft, the tasks and the strengths, and the
+            changes in each window, which differences between methods need.
         """
         scores = self._score_tests(model, divergence=True)
         own_scores = self._score_own_text(model)
@@ -228,6 +229,7 @@ class BackboneEvaluator:
             metrics.update(outcome.metrics(name))
             metrics.update(outcome.gain(name, self.backbone_outcomes[name]))
         details = self._details(self._statistics(model), outcomes, scores)
+        details["windows"] = windows_of(changes_by_window(self.backbone_scores, scores, own_scores))
         if self.evaluation.strengths:
             trained = self._strength_point(1.0, scores, own_scores)
             details["strengths"] = [*self._weaker_points(model, start or {}), trained]
@@ -341,5 +343,4 @@ class BackboneEvaluator:
         return speeds
 
     def _statistics(self, model: GraftedModel) -> dict[str, object]:
-        sets = {name: self.tests[name] for name in (OLD_SET, NEW_SET) if name in self.tests}
-        return graft_statistics(model, self.backbone, sets, self.length)
+        return graft_statistics(model, self.backbone, self.tests, self.length)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
+from graftlm.evaluation.metric_text import SPEEDS
 from graftlm.evaluation.results import Results
+
+_ALL = 0.95  # share from which nearly all gates are open
 
 ScoredParts: TypeAlias = Mapping[str, Sequence[Mapping[str, int | str]]]
 """What was scored of each test set, see `graftlm.evaluation.scored_text`."""
@@ -23,7 +26,7 @@ def remarks(results: Results) -> list[str]:
     Args:
         results: the results with their details.
     """
-    return [*_about_tests(results)]
+    return [*_about_tests(results), *_about_gates(results), *_about_speeds(results)]
 
 
 def _about_tests(results: Results) -> Iterator[str]:
@@ -33,6 +36,25 @@ def _about_tests(results: Results) -> Iterator[str]:
         if len(parts) > 1 or not is_whole:
             taken = ", ".join(_part_text(part) for part in parts)
             yield f"Scored of the test text {name}: {taken}."
+
+
+def _about_gates(results: Results) -> Iterator[str]:
+    """Yield the rows whose gates are open on nearly all old text."""
+    statistics = cast("Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]", results.details.get("statistics"))
+    for row in results.rows:
+        of_row = (statistics or {}).get(row.id) or {}
+        shares = (of_row.get("open_share") or {}).get("old")
+        if shares and sum(shares) / len(shares) >= _ALL:
+            share = sum(shares) / len(shares)
+            yield (
+                f"{row.label}: its gates are open on {share:.0%} of the old text, so they do not tell it from the new: "
+                "whatever is kept there is not kept by the gates."
+            )
+
+
+def _about_speeds(results: Results) -> Iterator[str]:
+    if any(SPEEDS.intersection(row.metrics) for row in results.rows):
+        yield "Speeds are wall-clock figures of this run, with whatever else the machine did."
 
 
 def _part_text(part: Mapping[str, int | str]) -> str:
