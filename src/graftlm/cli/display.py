@@ -102,6 +102,8 @@ def _adapter_summary(adapter: AdapterInspection) -> Iterator[tuple[str, str]]:
     yield "size", f"{adapter.parameters:,} parameters, {adapter.size / 1e6:,.1f} MB"
     for kind, section in adapter.sections.items():
         yield kind, f"graft: {json.dumps(section)}"
+        if kind in adapter.hints:
+            yield "", adapter.hints[kind]
     for kind, reason in adapter.refusals.items():
         yield kind, f"does not accept it. {reason}"
     if adapter.mergeable:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone
 from graftlm.config import Config
@@ -72,6 +73,20 @@ class EvaluationConfig(Config):
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
+
+
+def check_questions(asked: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check the key `ask` before anything is sampled.
+
+    Args:
+        asked: a file of questions, or `own`.
+        tokenizer: the tokenizer, which needs a chat template.
+
+    Raises:
+        DataError: the file can't be read, or the tokenizer has no chat template.
+    """
+    texts = ["Why?"] if asked == OWN_QUESTIONS else read_questions(asked)
+    template_questions(texts, tokenizer)
 
 
 def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Document]]:

@@ -17,7 +17,7 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -216,6 +216,17 @@ class FitsOnText(ABC):
         """
 
     @abstractmethod
+    def check_examples(self, names: Collection[str]) -> None:
+        """Check that the graft will have all texts that it needs, before any is read or sampled.
+
+        Args:
+            names: the names of `sources` that have texts.
+
+        Raises:
+            RecipeError: `fit` would lack texts.
+        """
+
+    @abstractmethod
     def fit(self, texts: Mapping[str, Sequence[str]]) -> list[str]:
         """Learn from texts.
 
@@ -335,7 +346,13 @@ class Exportable(ABC):
 
 
 class ReadsPeft(ABC):
-    """A graft that accepts PEFT adapters without conversion."""
+    """A graft that accepts PEFT adapters without conversion.
+
+    Attributes:
+        several_adapters: what a recipe with several adapters needs in addition to their sections; empty for nothing.
+    """
+
+    several_adapters: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
