@@ -19,7 +19,7 @@ from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_questions, template_questions
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
-from graftlm.evaluation.divergence import own_text_metrics, score_own_text
+from graftlm.evaluation.divergence import own_text_counts, own_text_metrics, score_own_text
 from graftlm.evaluation.inference import LanguageModel
 from graftlm.evaluation.intervals import share_interval
 from graftlm.evaluation.kept_answers import same_answer
@@ -156,6 +156,11 @@ class BackboneEvaluator:
             texts = read_questions(asked)
         return template_questions(texts, self.tokenizer, remedy="leave out evaluation.ask, or name a chat model")
 
+    @property
+    def wanted_questions(self) -> int:
+        """The number of questions that should be asked; the backbone may sample fewer."""
+        return _QUESTIONS if self.evaluation.ask == OWN_QUESTIONS else len(self.questions)
+
     @cached_property
     def backbone_answers(self) -> list[ChatAnswer]:
         """The backbone's answers, computed on first access, which must come before a graft is attached."""
@@ -244,6 +249,8 @@ class BackboneEvaluator:
             metrics.update(outcome.metrics(name))
             metrics.update(outcome.gain(name, self.backbone_outcomes[name]))
         details = self._details(self._statistics(model), outcomes, scores)
+        if self.own_text:
+            details["own_text"] = own_text_counts(self.own_text)
         details["windows"] = windows_of(changes_by_window(self.backbone_scores, scores, own_scores))
         if self.evaluation.strengths:
             trained = self._strength_point(1.0, scores, own_scores)

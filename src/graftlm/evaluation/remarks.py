@@ -26,7 +26,13 @@ def remarks(results: Results) -> list[str]:
     Args:
         results: the results with their details.
     """
-    return [*_about_tests(results), *_about_gates(results), *_about_speeds(results)]
+    return [
+        *_about_tests(results),
+        *_about_own_text(results),
+        *_about_questions(results),
+        *_about_gates(results),
+        *_about_speeds(results),
+    ]
 
 
 def _about_tests(results: Results) -> Iterator[str]:
@@ -36,6 +42,29 @@ def _about_tests(results: Results) -> Iterator[str]:
         if len(parts) > 1 or not is_whole:
             taken = ", ".join(_part_text(part) for part in parts)
             yield f"Scored of the test text {name}: {taken}."
+
+
+def _about_own_text(results: Results) -> Iterator[str]:
+    """Yield the numbers of texts behind own_kl and chat_kl, which are the same for all rows."""
+    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("own_text") or {})
+    for counts in list(by_row.values())[:1]:
+        yield f"Own KL is over {counts['texts']:,} sampled texts, of which conversations: {counts['chats']:,}."
+
+
+def _about_questions(results: Results) -> Iterator[str]:
+    """Yield how many questions were asked if there are fewer than there should be."""
+    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("questions") or {})
+    for counts in list(by_row.values())[:1]:
+        if counts["asked"] < counts["wanted"]:
+            yield fewer_questions(counts["asked"], counts["wanted"])
+
+
+def fewer_questions(asked: int, wanted: int) -> str:
+    """Return the remark that a model sampled fewer questions than were to be asked."""
+    return (
+        f"Questions that were asked: {asked} instead of {wanted}, since no more of the user's turns that the model "
+        "sampled came to an end."
+    )
 
 
 def _about_gates(results: Results) -> Iterator[str]:

@@ -13,7 +13,7 @@ from graftlm.evaluation.scores import Scores
 from graftlm.evaluation.windows import numbers_by_source
 
 
-def scored_parts(scores: Scores, documents: Sequence[Document]) -> list[dict[str, JsonValue]]:
+def scored_parts(scores: Scores, documents: Sequence[str | Document]) -> list[dict[str, JsonValue]]:
     """Return what was scored of each source of a test set, as plain JSON values.
 
     Args:
