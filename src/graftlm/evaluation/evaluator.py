@@ -17,13 +17,15 @@ from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.data.conflicts import single_turn
 from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
+from graftlm.errors import EvaluationError
 from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_questions, template_questions
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
 from graftlm.evaluation.divergence import own_text_counts, own_text_metrics, score_own_text
 from graftlm.evaluation.inference import LanguageModel
 from graftlm.evaluation.intervals import share_interval
 from graftlm.evaluation.kept_answers import same_answer
-from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.measurement import FrozenModel, Measurement
+from graftlm.evaluation.models_alone import measure_alone
 from graftlm.evaluation.observations import graft_statistics, observe
 from graftlm.evaluation.results import Interval, Metric, Row
 from graftlm.evaluation.scored_text import scored_parts
@@ -31,6 +33,7 @@ from graftlm.evaluation.scores import Scores, learning_and_forgetting, score
 from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back, windows_of
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
 from graftlm.grafted.model import GraftedModel
+from graftlm.grafts.base import ReadsModels
 
 OLD_SET = "old"
 NEW_SET = "new"
@@ -73,6 +76,19 @@ class EvaluationConfig(Config):
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
+
+
+def _frozen_models(model: GraftedModel) -> dict[str, Backbone]:
+    """Return the other models that the grafts of a model read, by name."""
+    found: dict[str, Backbone] = {}
+    for graft in model.grafts.values():
+        if isinstance(graft, ReadsModels):
+            found.update(graft.frozen_models())
+    return found
+
+
+def _models(backbones: Mapping[str, Backbone]) -> list[LanguageModel]:
+    return [backbone.model for backbone in backbones.values()]
 
 
 def check_questions(asked: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -243,7 +259,9 @@ class BackboneEvaluator:
         metrics: dict[str, Metric] = dict(self._text_metrics(scores, own_scores))
         metrics.update(self._decode_speeds(model))
         metrics["trainable_parameters"] = count_parameters(model.trainable_parameters().values())
-        metrics["total_parameters"] = count_parameters(model.parameters())
+        others = _frozen_models(model)
+        own = {id(parameter): parameter for each in (model, *_models(others)) for parameter in each.parameters()}
+        metrics["total_parameters"] = count_parameters(own.values())
         outcomes = self._measure_tasks(model)
         for name, outcome in outcomes.items():
             metrics.update(outcome.metrics(name))
@@ -251,11 +269,37 @@ class BackboneEvaluator:
         details = self._details(self._statistics(model), outcomes, scores)
         if self.own_text:
             details["own_text"] = own_text_counts(self.own_text)
+        if others:
+            details["frozen_models"] = [self._measure_alone(row_id, name, other) for name, other in others.items()]
         details["windows"] = windows_of(changes_by_window(self.backbone_scores, scores, own_scores))
         if self.evaluation.strengths:
             trained = self._strength_point(1.0, scores, own_scores)
             details["strengths"] = [*self._weaker_points(model, start or {}), trained]
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
+
+    def _measure_alone(self, row_id: str, name: str, model: Backbone) -> FrozenModel:
+        """Return another model that a graft reads, with its own row of the report, or why it has none."""
+        found: FrozenModel = {
+            "name": name,
+            "model": model.name,
+            "parameters": count_parameters(model.model.parameters()),
+        }
+        try:
+            metrics = measure_alone(
+                model,
+                self.backbone,
+                self.tests,
+                self.backbone_scores,
+                length=self.length,
+                batch_size=self.evaluation.batch_size,
+                precision=self.evaluation.precision,
+            )
+        except EvaluationError as error:
+            found["problem"] = str(error)
+            return found
+        row = Row(id=f"{row_id}/{name}", label=f"{name} alone ({model.name})", metrics=metrics)
+        found["row"] = row.model_dump(mode="json")
+        return found
 
     def observe(self, model: GraftedModel, name: str) -> dict[str, list[float]]:
         """Return statistics of the graft's forward pass on the start of a test set, such as shares of open gates.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
-from graftlm.evaluation.metric_text import SPEEDS
+from graftlm.evaluation.measurement import FrozenModel
+from graftlm.evaluation.metric_text import SPEEDS, format_value
 from graftlm.evaluation.results import Results
 
 _ALL = 0.95  # share from which nearly all gates are open
@@ -30,6 +31,7 @@ def remarks(results: Results) -> list[str]:
         *_about_tests(results),
         *_about_own_text(results),
         *_about_questions(results),
+        *_about_frozen_models(results),
         *_about_gates(results),
         *_about_speeds(results),
     ]
@@ -65,6 +67,18 @@ def fewer_questions(asked: int, wanted: int) -> str:
         f"Questions that were asked: {asked} instead of {wanted}, since no more of the user's turns that the model "
         "sampled came to an end."
     )
+
+
+def _about_frozen_models(results: Results) -> Iterator[str]:
+    """Yield the other models that grafts read, and why some have no row."""
+    by_row = cast("Mapping[str, Sequence[FrozenModel]]", results.details.get("frozen_models") or {})
+    for row in results.rows:
+        for frozen in by_row.get(row.id, ()):
+            size = format_value("parameters", frozen["parameters"])
+            text = f"{row.label} also runs {frozen['name']}: {frozen['model']}, {size} parameters, frozen."
+            if "problem" in frozen:
+                text += f" It has no row of its own. {frozen['problem']}"
+            yield text
 
 
 def _about_gates(results: Results) -> Iterator[str]:

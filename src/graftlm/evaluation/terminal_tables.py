@@ -31,6 +31,7 @@ _TEXT_HEADS = {  # metric: column head
 }
 _COST_HEADS = {
     "trainable_parameters": "trainable",
+    "total_parameters": "parameters run",
     "train_tokens_per_s": "train tok/s",
     "decode_new_tokens_per_s": "decode tok/s",
 }

@@ -97,12 +97,14 @@ class Graft(nn.Module):
 
     Attributes:
         label: the method's name in tables and plots; by default the kind.
+        observed_place: what the values of `observe` belong to, one each: by default layers of the backbone.
         served_in_bfloat16: whether a server casts the graft to bfloat16 when the backbone is in bfloat16, which halves
             the memory traffic of the graft's weights.
     """
 
     Config: ClassVar[type[GraftConfig]]
     label: ClassVar[str] = ""
+    observed_place: ClassVar[str] = "layer"
     served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`

@@ -29,8 +29,9 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
         measurements: the measurements of the runs, in the order of the rows.
 
     Returns:
-        The results with one row for each run, and for the command train one row for each strength below 1. If the
-        recipe has a forgetting budget, there is an aim for each row whose forgetting was measured.
+        The results with one row for each run, one for each other model that a graft reads, and for the command train
+        one for each strength below 1. If the recipe has a forgetting budget, there is an aim for each row whose
+        forgetting was measured.
     """
     rows = [measurement.row for measurement in measurements]
     details = _details_by_kind(measurements)
@@ -43,6 +44,10 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
         differences = list(differences_between(windows))
         if differences:
             details["differences"] = differences
+    for measurement in measurements:
+        for frozen in measurement.details.get("frozen_models", []):
+            if "row" in frozen:
+                rows.append(Row.model_validate(frozen["row"]))
     if name == "train":
         for measurement in measurements:
             rows.extend(_rows_at_strengths(measurement))

@@ -61,8 +61,8 @@ class Audit:
         for aim in self.results.aims:
             if not aim.met:
                 raise ForgettingBudgetError(
-                    f"The tuned model has {aim.metric} {aim.measured:.4g}, and the budget is {aim.aim:g}: {self.remedy}, "
-                    "or raise the budget."
+                    f"The tuned model has {aim.metric} {aim.measured:.4g}, and the budget is {aim.aim:g}: "
+                    f"{self.remedy}, or raise the budget."
                 )
 
     def write(self, folder: str | Path) -> Path:
