@@ -41,6 +41,7 @@ BACKBONE_ROW = "backbone"
 OWN_QUESTIONS = "own"
 _QUESTIONS = 24  # sampled
 _ANSWER_TOKENS = 48
+_REMEDY = "leave out evaluation.ask, or name a chat model"
 _OWN_SEED = 2**31 - 1  # Seed of the text for own_kl; people choose small ones for training.
 
 
@@ -102,7 +103,7 @@ def check_questions(asked: str, tokenizer: PreTrainedTokenizerBase) -> None:
         DataError: the file can't be read, or the tokenizer has no chat template.
     """
     texts = ["Why?"] if asked == OWN_QUESTIONS else read_questions(asked)
-    template_questions(texts, tokenizer)
+    template_questions(texts, tokenizer, remedy=_REMEDY)
 
 
 def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Document]]:
@@ -170,7 +171,7 @@ class BackboneEvaluator:
             texts = sample_questions(self.backbone, _QUESTIONS, self.evaluation.own_seed)
         else:
             texts = read_questions(asked)
-        return template_questions(texts, self.tokenizer, remedy="leave out evaluation.ask, or name a chat model")
+        return template_questions(texts, self.tokenizer, remedy=_REMEDY)
 
     @property
     def wanted_questions(self) -> int:
