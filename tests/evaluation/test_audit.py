@@ -639,7 +639,7 @@ def test_a_base_whose_user_s_turns_never_end_is_audited_on_free_text(tmp_path: P
 def test_the_number_of_conversations_behind_a_divergence_is_told() -> None:
     base = chatting()
     found = audit(base, tuned_copy(base), **CHATS)
-    counts = found.results.details["own_text"]["tuned"]  # type: ignore[call-overload, index]
+    counts = found.results.details["own_text_counts"]["tuned"]  # type: ignore[call-overload, index]
     assert counts["texts"] > counts["chats"] > 0  # type: ignore[call-overload, index, operator]
     told = f"conversations: {counts['chats']}"  # type: ignore[call-overload, index]
     assert not any("instead of" in note for note in found.notes)

@@ -64,7 +64,7 @@ def test_a_comparison_reports_differences_and_what_was_trained(tmp_path: Path, t
     low, high = (results.row(name).metrics["learned_danish"] for name in ("low", "high"))
     assert isinstance(low, Interval)
     assert isinstance(high, Interval)
-    (difference,) = results.details["differences"]  # type: ignore[misc]
+    (difference,) = results.details["method_differences"]  # type: ignore[misc]
     assert {"learned_danish", "forgotten", "own_kl"} <= difference["metrics"].keys()  # type: ignore[call-overload, index, union-attr]
     found = difference["metrics"]["learned_danish"]["mean"]  # type: ignore[call-overload, index]
     assert found == pytest.approx(low.mean - high.mean, abs=1e-6)
@@ -73,7 +73,7 @@ def test_a_comparison_reports_differences_and_what_was_trained(tmp_path: Path, t
     training = [line for line in markdown.splitlines() if line.startswith("|") and "new.txt" in line]
     assert ["| 0.0001 |" in line for line in training] == [True, False]
     assert ["| 0.01 |" in line for line in training] == [False, True]
-    read = {source["domain"]: source for source in results.details["training"]["low"]["read"]}  # type: ignore[call-overload, index, union-attr]
+    read = {source["domain"]: source for source in results.details["trained"]["low"]["read"]}  # type: ignore[call-overload, index, union-attr]
     rows = {"new": 6 * 4 * 0.75, "old": 6 * 4 * 0.25}
     for domain, source in read.items():
         assert source["source"] == str(tmp_path / f"{domain}.txt")
@@ -99,3 +99,12 @@ def test_speeds_are_said_to_be_those_of_this_run() -> None:
     (remark,) = remarks(Results.here("train", [timed]))
     assert "this run" in remark
     assert not remarks(Results.here("train", [Row(id="a", label="a", metrics={"old": 1.0})]))
+
+
+@pytest.mark.parametrize(("asked", "told"), [(3, 1), (24, 0)])
+def test_fewer_questions_than_there_should_be_are_told(asked: int, told: int) -> None:
+    row = Row(id="a", label="a", metrics={})
+    counts = {"a": {"asked": asked, "wanted": 24}}
+    found = remarks(Results.here("train", [row], details={"asked_questions": counts}))
+    assert len(found) == told
+    assert all("3 instead of 24" in remark for remark in found)

@@ -91,7 +91,9 @@ def test_the_report_says_what_was_scored_of_each_source(
     backbone = Backbone.wrap(model, tokenizer, "tiny")
     config = EvaluationConfig(limit_tokens=200, decode_prompts=0)
     measured = BackboneEvaluator(backbone, load_tests({"new": sources}), config, 16).measure_backbone()
-    results = Results.here("train", [measured.row], details={"scored": {"backbone": measured.details["scored"]}})
+    results = Results.here(
+        "train", [measured.row], details={"scored_text": {"backbone": measured.details["scored_text"]}}
+    )
     (remark,) = remarks(results)
     markdown = render_markdown(results)
     assert remark in markdown
@@ -100,4 +102,4 @@ def test_the_report_says_what_was_scored_of_each_source(
         assert f"| new: {source.title} |" in markdown
     whole = [{"source": "a.txt", "tokens": 9, "documents": 2, "of_documents": 2}]
     row = Row(id="backbone", label="backbone", metrics={})
-    assert not remarks(Results.here("train", [row], details={"scored": {"backbone": {"new": whole}}}))
+    assert not remarks(Results.here("train", [row], details={"scored_text": {"backbone": {"new": whole}}}))

@@ -43,7 +43,7 @@ def method_differences(results: Results) -> list[MethodDifference]:
     """Return the differences in the details of results, see `differences_between`."""
     labels = {row.id: row.label for row in results.rows}
     found = []
-    for values in cast("Sequence[DifferenceValues]", results.details.get("differences") or []):
+    for values in cast("Sequence[DifferenceValues]", results.details.get("method_differences") or []):
         difference = MethodDifference(
             first=labels[values["first"]],
             second=labels[values["second"]],

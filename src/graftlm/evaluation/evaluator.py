@@ -269,7 +269,7 @@ class BackboneEvaluator:
             metrics.update(outcome.gain(name, self.backbone_outcomes[name]))
         details = self._details(self._statistics(model), outcomes, scores)
         if self.own_text:
-            details["own_text"] = own_text_counts(self.own_text)
+            details["own_text_counts"] = own_text_counts(self.own_text)
         if others:
             details["frozen_models"] = [self._measure_alone(row_id, name, other) for name, other in others.items()]
         details["windows"] = windows_of(changes_by_window(self.backbone_scores, scores, own_scores))
@@ -348,7 +348,7 @@ class BackboneEvaluator:
         """Return the details of a measurement, without empty ones."""
         details: dict[str, object] = {}
         if scores:
-            details["scored"] = {name: scored_parts(scores[name], self.tests[name]) for name in scores}
+            details["scored_text"] = {name: scored_parts(scores[name], self.tests[name]) for name in scores}
         if statistics:
             details["statistics"] = dict(statistics)
         if outcomes:

@@ -17,7 +17,7 @@ ScoredParts: TypeAlias = Mapping[str, Sequence[Mapping[str, int | str]]]
 
 def scored_text(results: Results) -> ScoredParts:
     """Return what was scored of each test set, which is the same for all rows; empty without test sets."""
-    by_row = cast("Mapping[str, ScoredParts]", results.details.get("scored") or {})
+    by_row = cast("Mapping[str, ScoredParts]", results.details.get("scored_text") or {})
     return next(iter(by_row.values()), {})
 
 
@@ -48,14 +48,14 @@ def _about_tests(results: Results) -> Iterator[str]:
 
 def _about_own_text(results: Results) -> Iterator[str]:
     """Yield the numbers of texts behind own_kl and chat_kl, which are the same for all rows."""
-    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("own_text") or {})
+    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("own_text_counts") or {})
     for counts in list(by_row.values())[:1]:
         yield f"Own KL is over {counts['texts']:,} sampled texts, of which conversations: {counts['chats']:,}."
 
 
 def _about_questions(results: Results) -> Iterator[str]:
     """Yield how many questions were asked if there are fewer than there should be."""
-    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("questions") or {})
+    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("asked_questions") or {})
     for counts in list(by_row.values())[:1]:
         if counts["asked"] < counts["wanted"]:
             yield fewer_questions(counts["asked"], counts["wanted"])
@@ -83,9 +83,11 @@ def _about_frozen_models(results: Results) -> Iterator[str]:
 
 def _about_gates(results: Results) -> Iterator[str]:
     """Yield the rows whose gates are open on nearly all old text."""
-    statistics = cast("Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]", results.details.get("statistics"))
+    statistics = cast(
+        "Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]", results.details.get("statistics") or {}
+    )
     for row in results.rows:
-        of_row = (statistics or {}).get(row.id) or {}
+        of_row = statistics.get(row.id) or {}
         shares = (of_row.get("open_share") or {}).get("old")
         if shares and sum(shares) / len(shares) >= _ALL:
             share = sum(shares) / len(shares)

@@ -123,7 +123,7 @@ def _differences_section(results: Results) -> str:
 
 def _training_section(results: Results) -> str:
     """Return the learning rate and the steps of each training, and how much of each source it read."""
-    trainings = cast("Mapping[str, TrainingDetails]", results.details.get("training") or {})
+    trainings = cast("Mapping[str, TrainingDetails]", results.details.get("trained") or {})
     rows = []
     for row in results.rows:
         training = trainings.get(row.id)

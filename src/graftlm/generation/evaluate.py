@@ -83,8 +83,8 @@ def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
         grafted = evaluator.measure(model, config.kind, config.label)
         _add_lm_eval(grafted, model, evaluator, tasks, limit)
     details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.details.get("statistics", {})}}
-    if "scored" in bare.details:
-        details["scored"] = {bare.row.id: bare.details["scored"]}
+    if "scored_text" in bare.details:
+        details["scored_text"] = {bare.row.id: bare.details["scored_text"]}
     if evaluator.tasks:
         details["tasks"] = {measurement.row.id: measurement.details.get("tasks", {}) for measurement in (bare, grafted)}
     rows = [bare.row, grafted.row]

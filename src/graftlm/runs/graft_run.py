@@ -357,7 +357,10 @@ class GraftRun(TrainingRun):
             documents = build_documents(self.data.new)
             names = NewNames(documents, evaluator.tokenizer)
             measurement.add_metrics(evaluator.measure_taught(model, documents))
-        measurement.details["questions"] = {"asked": len(evaluator.questions), "wanted": evaluator.wanted_questions}
+        measurement.details["asked_questions"] = {
+            "asked": len(evaluator.questions),
+            "wanted": evaluator.wanted_questions,
+        }
         pairs = compare_answers(
             [question.text for question in evaluator.questions],
             [answer.text for answer in evaluator.backbone_answers],

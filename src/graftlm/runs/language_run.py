@@ -278,7 +278,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
             any_length, *_ = of_set.values()
             scored[name] = scored_parts(any_length, tests[name])
         row = Row(id=row_id, label=self.label or row_id, metrics=metrics)
-        return Measurement(row, {"scored": scored} if scored else {})
+        return Measurement(row, {"scored_text": scored} if scored else {})
 
     def save(
         self,

@@ -43,7 +43,7 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
         windows = {row_id: found for row_id, found in _windows_by_row(measurements).items() if row_id in own}
         differences = list(differences_between(windows))
         if differences:
-            details["differences"] = differences
+            details["method_differences"] = differences
     for measurement in measurements:
         for frozen in measurement.details.get("frozen_models", []):
             if "row" in frozen:

@@ -220,7 +220,7 @@ class TrainingRun(Run):
             measurement = self.evaluate(trainee)
             if summary is not None:
                 measurement.add_metrics(_training_metrics(summary, memory))
-                measurement.details["training"] = self._training_details(summary, trainee.batches)
+                measurement.details["trained"] = self._training_details(summary, trainee.batches)
                 history = read_history(summary.history)
                 measurement.details["losses"] = [[line["step"], line["loss"]] for line in history]
                 ignored = trainee.batches.ignored_keys() if isinstance(trainee.batches, Mixture) else {}

@@ -256,7 +256,7 @@ class _Auditor:
     def _compare_own_text(self, samples: Sequence[OwnText]) -> None:
         if not samples:
             return
-        self.details["own_text"] = {"tuned": own_text_counts(samples)}
+        self.details["own_text_counts"] = {"tuned": own_text_counts(samples)}
         windows = list(own_windows(samples))
         compared = self._compare("its own text", windows, "comparing on own text")
         scores = scores_of(compared, side=1).by_document()
@@ -303,7 +303,7 @@ class _Auditor:
 
     def _keep_scored(self, name: str, scores: Scores, documents: Sequence[str | Document]) -> None:
         """Keep what was scored of a text, for the report."""
-        scored = self.details.setdefault("scored", {"base": {}})
+        scored = self.details.setdefault("scored_text", {"base": {}})
         assert isinstance(scored, dict)
         scored["base"][name] = scored_parts(scores, documents)
 
