@@ -22,7 +22,7 @@ def routed(tmp_path: Path, tiny_backbone: Any) -> dict[str, Any]:
     for name in ("maths", "code"):
         Case({}).adapter(tmp_path / name)
         experts[name] = {"path": str(tmp_path / name)}
-    experts["maths"]["texts"] = ["one and two are three"]  # type: ignore[assignment]
+    experts["maths"]["texts"] = ["one and two are three"]
     graft = {"kind": "token-routing", "experts": experts}
     changed = values(tmp_path, tiny_backbone("llama"), graft=graft)
     changed["training"] = {"steps": 0}

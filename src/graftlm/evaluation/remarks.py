@@ -8,11 +8,12 @@ from typing import TypeAlias, cast
 from graftlm.evaluation.measurement import FrozenModel
 from graftlm.evaluation.metric_text import SPEEDS, format_value
 from graftlm.evaluation.results import Results
+from graftlm.evaluation.scored_text import ScoredPart
 
 _ALL = 0.95  # share from which nearly all gates are open
 
-ScoredParts: TypeAlias = Mapping[str, Sequence[Mapping[str, int | str]]]
-"""What was scored of each test set, see `graftlm.evaluation.scored_text`."""
+ScoredParts: TypeAlias = Mapping[str, Sequence[ScoredPart]]
+"""What was scored of each test set."""
 
 
 def scored_text(results: Results) -> ScoredParts:
@@ -102,7 +103,7 @@ def _about_speeds(results: Results) -> Iterator[str]:
         yield "Speeds are wall-clock figures of this run, with whatever else the machine did."
 
 
-def _part_text(part: Mapping[str, int | str]) -> str:
+def _part_text(part: ScoredPart) -> str:
     text = f"{part['tokens']:,} tokens"
     if part["source"]:
         text += f" of {part['source']}"

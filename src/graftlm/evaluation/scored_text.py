@@ -4,31 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import TypedDict
 
 import numpy as np
-from pydantic import JsonValue
 
 from graftlm.data import Document
 from graftlm.evaluation.scores import Scores
 from graftlm.evaluation.windows import numbers_by_source
 
 
-def scored_parts(scores: Scores, documents: Sequence[str | Document]) -> list[dict[str, JsonValue]]:
-    """Return what was scored of each source of a test set, as plain JSON values.
+class ScoredPart(TypedDict):
+    """What was scored of a source of a test set, as plain JSON values.
+
+    Attributes:
+        source: title of the source; empty for texts from memory.
+        tokens: number of scored tokens.
+        documents: number of documents that have scored tokens.
+        of_documents: number of all documents.
+    """
+
+    source: str
+    tokens: int
+    documents: int
+    of_documents: int
+
+
+def scored_parts(scores: Scores, documents: Sequence[str | Document]) -> list[ScoredPart]:
+    """Return what was scored of each source of a test set.
 
     Args:
         scores: the scores of the documents.
         documents: all documents of the set.
-
-    Returns:
-        For each source its title as `source`, the number of scored `tokens`, the number of `documents` that have scored
-        tokens, and the number of all documents, `of_documents`.
     """
     tokens = np.bincount(scores.document, weights=scores.tokens, minlength=len(documents)).astype(np.int64)
-    parts: list[dict[str, JsonValue]] = []
+    parts: list[ScoredPart] = []
     for source, numbers in numbers_by_source(documents).items():
         of_source = tokens[numbers]
-        part: dict[str, JsonValue] = {
+        part: ScoredPart = {
             "source": source,
             "tokens": int(of_source.sum()),
             "documents": int((of_source > 0).sum()),
