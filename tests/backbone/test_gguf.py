@@ -12,9 +12,10 @@ import torch
 from transformers.utils import logging
 
 from backbone.gguf_files import write_gguf
+from cli.tools import invoke
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.backbone.gguf_header import reading_gguf_once
-from graftlm.backbone.load import BackboneConfig
+from graftlm.backbone.load import BackboneConfig, has_chat_template
 from graftlm.errors import BackboneError, MissingExtraError
 from graftlm.files.digests import by_content, file_digest
 from graftlm.files.model_files import ModelFiles, find_model, packaged_model
@@ -169,3 +170,27 @@ def test_smollm2_is_found_by_name_and_counts_by_content() -> None:
     assert path is not None
     assert find_model(name) == ModelFiles(str(path.parent), path.name)
     assert by_content({"name": name}) == {"name": file_digest(path)}
+
+
+@pytest.mark.parametrize("verb", [("generate", "--chat"), ("chat",)])
+def test_a_file_without_chat_template_is_refused_before_it_is_loaded(
+    verb: tuple[str, ...], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr("graftlm.generation.generate.backbone_of", lambda *names, **_: loaded.append(names))
+    prompt = ["Why?"] if verb[0] == "generate" else []
+    outcome = invoke(verb[0], str(file), *prompt, *verb[1:], stdin=b"Why?\n")
+    assert outcome.code == 2
+    assert "chat template" in outcome.err
+    assert not loaded
+
+
+def test_a_chat_template_is_found_without_weights(tmp_path: Path, file: Path, tiny_chat_model: Path) -> None:
+    assert has_chat_template(str(file)) is False
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    changes = {"tokenizer.chat_template": tokenizer.chat_template}
+    chat = write_gguf(tmp_path / "chat.gguf", tiny_model("llama").eval(), tokenizer, changes)
+    assert has_chat_template(str(chat)) is True
+    assert has_chat_template(str(tiny_chat_model)) is True
+    assert has_chat_template(str(tmp_path / "nowhere")) is None

@@ -242,3 +242,14 @@ def test_invalid_models_are_refused(options: tuple[str, ...], named: list[str]) 
     assert found.code == 2
     for value in named:
         assert value in found.err
+
+
+def test_an_answer_that_nobody_asked_for_is_told(server: ChatServer) -> None:
+    found = clarify(server, TEXT, "--to", "fr", "--answer", f" {POLITE} ", "--answer", "the boss", "--json")
+    assert json.loads(found.out)["summary"]["answered"] == 1
+    (told,) = [line for line in found.err.splitlines() if "not used" in line]
+    assert "the boss" in told
+    assert POLITE not in told
+    unasked = clarify(server, "The sun shines.", "--to", "fr", "--budget", "0", "--answer", POLITE)
+    assert any("not used" in line and POLITE in line for line in unasked.err.splitlines())
+    assert "not used" not in clarify(server, TEXT, "--to", "fr", "--answer", POLITE).err

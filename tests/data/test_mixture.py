@@ -157,6 +157,7 @@ def test_a_stream_resumes(stop: int, group: int, monkeypatch: pytest.MonkeyPatch
     resumed.load_state_dict(state)
     assert all(same(resumed.batch(step), expected[step]) for step in range(stop, 40))
     assert resumed.state_dict()[str(NEW)]["epoch"] > 1
+    assert resumed.text_read(40) == unbroken.text_read(40), "what was read before the stop counts too"
 
 
 def test_a_stream_shuffles_and_loses_nothing() -> None:

@@ -284,6 +284,11 @@ def test_a_budget_fails_above_it_and_is_checked_before_anything_is_loaded() -> N
     with pytest.raises(ForgettingBudgetError) as caught:
         over.check_budget()
     assert "own_kl" in str(caught.value)
+    quantized = audit(base, base, quantize="int8", budget={"own_kl": 1e-9}, **SIZES)
+    with pytest.raises(ForgettingBudgetError) as caught:
+        quantized.check_budget()
+    assert "old text" not in str(caught.value), "a model that is only quantized has no training to change"
+    assert "bits" in str(caught.value)
     within = audit(base, tuned, budget={"own_kl": 1e9, "news_lost": 100}, texts={"news": TEXT}, **SIZES)
     within.check_budget()
     for name in ("own_lk", "news_lost"):
@@ -629,3 +634,34 @@ def test_a_base_whose_user_s_turns_never_end_is_audited_on_free_text(tmp_path: P
     assert found.metrics["own_kl"].mean > 1e-3  # type: ignore[union-attr]
     assert {"chat_kl", "stops"}.isdisjoint(found.metrics)
     assert any("sampled no conversation" in note for note in found.notes)
+
+
+def test_the_number_of_conversations_behind_a_divergence_is_told() -> None:
+    base = chatting()
+    found = audit(base, tuned_copy(base), **CHATS)
+    counts = found.results.details["own_text_counts"]["tuned"]  # type: ignore[call-overload, index]
+    assert counts["texts"] > counts["chats"] > 0  # type: ignore[call-overload, index, operator]
+    told = f"conversations: {counts['chats']}"  # type: ignore[call-overload, index]
+    assert not any("instead of" in note for note in found.notes)
+    assert told in str(found)
+    assert told in found.page()
+
+
+def test_fewer_answers_than_asked_for_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.data.questions._MAX_BATCHES", 1)
+    base = chatting()
+    found = audit(base, tuned_copy(base), **{**CHATS, "tokens": 200, "answers": 60, "max_new_tokens": 1})
+    asked = len(found.conversations)
+    assert 0 < asked < 60
+    assert any(f"{asked} instead of 60" in note for note in found.notes)
+    unasked = audit(base, tuned_copy(base), texts={"news": TEXT}, **{**CHATS, "tokens": 0})
+    assert not unasked.conversations
+    assert any("--prompts" in note for note in unasked.notes)
+
+
+def test_the_sources_of_a_text_are_told(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(" ".join(TEXT) * 3, encoding="utf-8")
+    base = plain()
+    found = audit(base, tuned_copy(base), texts={"news": tmp_path}, limit_tokens=40, **SIZES)
+    assert "first 1 of 3 documents" in str(found)

@@ -105,7 +105,8 @@ def test_the_terminal_table_fits(results: Results) -> None:
     print_table(results, Console(file=out, width=100))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 100
-    assert any("the first method" in line and "+0.120" in line and "840k" in line for line in lines)
+    assert any("the first method" in line and "+0.120 [+0.110, +0.130]" in line for line in lines)
+    assert any("the first method" in line and "840k" in line for line in lines)
     assert "✓ forgets little" in out.getvalue()
 
 
@@ -113,7 +114,15 @@ def test_the_terminal_table_of_other_metrics() -> None:
     out = io.StringIO()
     rows = [Row(id="train", label="training", metrics={"ratio": interval(1.1)})]
     print_table(Results.here("bench-x", rows), Console(file=out, width=100))
-    assert "1.100" in out.getvalue()
+    assert "1.100 [1.090, 1.110]" in out.getvalue()
+
+
+def test_no_metric_is_left_out_of_the_terminal() -> None:
+    out = io.StringIO()
+    rows = [Row(id="train", label="training", metrics={f"ratio_{number}": 1.0 + number for number in range(7)})]
+    print_table(Results.here("bench-x", rows), Console(file=out, width=100))
+    for number in range(7):
+        assert f"{1.0 + number:.3f}" in out.getvalue()
 
 
 @pytest.mark.parametrize(

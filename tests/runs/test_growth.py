@@ -12,7 +12,7 @@ import torch
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import ArtifactError, ForgettingBudgetError, RecipeError, TrainingError
-from graftlm.evaluation import Results, value_of
+from graftlm.evaluation import Interval, Results, value_of
 from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
 from graftlm.generation.evaluate import evaluate_graft
 from graftlm.grafted.model import GraftedModel
@@ -66,8 +66,13 @@ def _check_rows(results: Results, tmp_path: Path) -> None:
     own = sum(tensor.numel() for tensor in tensors(tmp_path / "run" / "danish" / "graft").values())
     assert value_of(both["trainable_parameters"]) == own, "the first graft is frozen"
     for name, row in (("new", first), ("danish", first), ("new", both), ("danish", both)):
-        assert value_of(row[f"learned_{name}"]) == pytest.approx(value_of(bare[name]) - value_of(row[name]))
-    assert value_of(both["lost_new"]) == pytest.approx(value_of(both["new"]) - value_of(first["new"]))
+        learned = row["learned" if name == "new" else f"learned_{name}"]
+        assert isinstance(learned, Interval)
+        assert learned.mean == pytest.approx(value_of(bare[name]) - value_of(row[name]))
+    lost = both["lost_new"]
+    assert isinstance(lost, Interval)
+    assert lost.low < lost.high
+    assert lost.mean == pytest.approx(value_of(both["new"]) - value_of(first["new"]))
     assert "lost_danish" not in both
     assert not any(name.startswith("lost") for name in first)
 

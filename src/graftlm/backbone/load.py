@@ -17,7 +17,7 @@ from graftlm.backbone.gguf_config import end_tokens, gguf_config, stated_config
 from graftlm.backbone.gguf_header import read_header, reading_gguf_once, refused_fact
 from graftlm.backbone.gguf_tensors import check_tensors
 from graftlm.config import Config
-from graftlm.errors import BackboneError, first_line
+from graftlm.errors import BackboneError, GraftError, first_line
 from graftlm.files.model_files import ModelFiles, find_model
 from graftlm.models import register
 
@@ -119,6 +119,26 @@ def inspect_model(
             element_type = named or tensor.dtype
             size += tensor.numel() * element_type.itemsize
     return size, fingerprint(model).architecture
+
+
+def has_chat_template(name: str, *, trust_remote_code: bool = False) -> bool | None:
+    """Return whether a model comes with a chat template, without loading weights.
+
+    Args:
+        name: the model, see `load_backbone`.
+        trust_remote_code: run tokenizer code that comes with the checkpoint.
+
+    Returns:
+        None if its files can't be read.
+    """
+    try:
+        files = find_model(name)
+        if files.gguf_file:  # its tokenizer is slow to build
+            return "tokenizer.chat_template" in read_header(name, files).metadata
+        tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
+    except GraftError:  # Loading the weights reports what is wrong.
+        return None
+    return tokenizer is not None and bool(tokenizer.chat_template)
 
 
 def served_kind(name: str, *, trust_remote_code: bool = False, **_: object) -> BackboneKind:

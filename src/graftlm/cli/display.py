@@ -48,7 +48,7 @@ def print_inspection(inspection: Inspection) -> None:
     if inspection.measured:
         _print_metrics(inspection.measured, console)
     _print_tensors(inspection.tensors, console)
-    _print_layers(inspection.layers, console)
+    _print_layers(inspection.layers, inspection.place, console)
 
 
 def print_adapter(adapter: AdapterInspection) -> None:
@@ -102,6 +102,8 @@ def _adapter_summary(adapter: AdapterInspection) -> Iterator[tuple[str, str]]:
     yield "size", f"{adapter.parameters:,} parameters, {adapter.size / 1e6:,.1f} MB"
     for kind, section in adapter.sections.items():
         yield kind, f"graft: {json.dumps(section)}"
+        if kind in adapter.hints:
+            yield "", adapter.hints[kind]
     for kind, reason in adapter.refusals.items():
         yield kind, f"does not accept it. {reason}"
     if adapter.mergeable:
@@ -148,7 +150,7 @@ def _rank_cell(group: TensorGroup) -> str:
     return f"{min(ranks):.1f} to {max(ranks):.1f} of {largest}"
 
 
-def _print_layers(layers: Mapping[str, Mapping[str, Sequence[float]]], console: Console) -> None:
+def _print_layers(layers: Mapping[str, Mapping[str, Sequence[float]]], place: str, console: Console) -> None:
     """Print the values of the whole graft as pairs, and those of its layers as tables that fit the width."""
     whole = []
     by_layer = []
@@ -167,7 +169,7 @@ def _print_layers(layers: Mapping[str, Mapping[str, Sequence[float]]], console: 
         for layer in range(max(len(column.values) for column in columns)):
             cells = [column.cell(layer) for column in columns]
             lines.append([str(layer), *cells])
-        print_columns(["layer", *heads], lines, console, gap=True)
+        print_columns([place, *heads], lines, console, gap=True)
 
 
 def _fit_columns(columns: Sequence[_LayerColumn], width: int) -> Iterator[list[_LayerColumn]]:

@@ -251,6 +251,7 @@ def generate(
         backbone,
         changes=changes or (),
         bare=bare,
+        chat=chat,
         device=device,
         trust_remote_code=trust_remote_code,
     )
@@ -302,6 +303,7 @@ def chat(
         backbone,
         changes=changes or (),
         bare=bare,
+        chat=True,
         device=device,
         trust_remote_code=trust_remote_code,
     )

@@ -253,6 +253,9 @@ def clarify(
         written = conversation.written
         output = written.output if written else ""
         print_result(conversation.to_json(), as_json=as_json, show=lambda: printer.finish(output))
+    if isinstance(user, api.RecordedUser):
+        for left in user.unused(conversation):
+            log(f"note: no question asked for the answer {left!r}, so it was not used.", quiet=quiet)
     if not quiet and not as_json:
         for line in api.summary_lines(conversation):
             log(line)

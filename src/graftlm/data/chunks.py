@@ -36,6 +36,7 @@ class TextChunk:
         last: whether it is the last chunk of its document.
         prompt: whether it belongs to the document's prompt rather than to its text.
         where: the document's location, for error messages.
+        source: the title of the document's source.
         before: the chunk before it in its document; empty for the first chunk.
         chat: the whole conversation, if the document is one. It is always a single chunk.
     """
@@ -45,6 +46,7 @@ class TextChunk:
     last: bool
     prompt: bool
     where: str
+    source: str = ""
     before: str = ""
     chat: ChatExample | None = None
 
@@ -64,6 +66,7 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
                 last=True,
                 prompt=False,
                 where=document.where,
+                source=document.source,
                 chat=document.chat,
             )
             continue
@@ -78,6 +81,7 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
                 last=False,
                 prompt=True,
                 where=document.where,
+                source=document.source,
                 before=before,
             )
             before = text
@@ -89,6 +93,7 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
                 last=stop == len(document.text),
                 prompt=False,
                 where=document.where,
+                source=document.source,
                 before=before,
             )
             before = text

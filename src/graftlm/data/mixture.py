@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
@@ -36,12 +36,14 @@ class TokenBlocks:
         boundaries: how documents share rows; see `DataConfig`.
         pad_id: the token id of padding.
         ignored_keys: number of messages with each key that the chat template does not read.
+        tokens_by_source: number of tokens of each source.
     """
 
     marked: np.ndarray
     boundaries: Boundaries = "separate"
     pad_id: int = 0
     ignored_keys: Mapping[str, int] = field(default_factory=dict)
+    tokens_by_source: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.marked)
@@ -113,13 +115,30 @@ def pack(
     """
     packer = RowPacker(lambda: documents, tokenizer, length, boundaries)
     rows = list(packer)
-    check_rows(packer.n_tokens, length, boundaries, name)
+    check_rows(packer.tokens_by_source.total(), length, boundaries, name)
     return TokenBlocks(
         np.stack(rows),
         boundaries=boundaries,
         pad_id=packer.pad_id,
         ignored_keys=packer.ignored_keys,
+        tokens_by_source=packer.tokens_by_source,
     )
+
+
+class SourceRead(TypedDict):
+    """How much of a source was read, as plain JSON values.
+
+    Attributes:
+        domain: old or new.
+        source: title of the source.
+        tokens: number of its tokens; of a stream, of those that were read so far.
+        passes: number of times that they were read; missing for a stream.
+    """
+
+    domain: str
+    source: str
+    tokens: int
+    passes: NotRequired[float]
 
 
 class Batches(Protocol):
@@ -204,6 +223,22 @@ class Mixture:
         for blocks in self.domains.values():
             counts.update(blocks.ignored_keys)
         return dict(counts)
+
+    def text_read(self, steps: int) -> list[SourceRead]:
+        """Return how much of each source was read.
+
+        Args:
+            steps: number of steps whose batches were drawn.
+        """
+        rows = self.counts(steps * self.batch_size)
+        read: list[SourceRead] = []
+        for domain, blocks in self.domains.items():
+            for source, tokens in blocks.tokens_by_source.items():
+                of_source: SourceRead = {"domain": DOMAIN_NAMES[domain], "source": source, "tokens": tokens}
+                if isinstance(blocks, TokenBlocks):
+                    of_source["passes"] = rows[domain] / len(blocks)
+                read.append(of_source)
+        return read
 
     def counts(self, rows: int) -> dict[int, int]:
         """Return the number of rows of each domain among the first `rows` rows."""
@@ -389,7 +424,8 @@ def build_blocks(
     if own_text:
         parts.append(_pack_own_text(own_text, config, tokenizer))
     marked = np.concatenate([part.marked for part in parts])
-    return replace(parts[0], marked=marked)
+    tokens = {source: count for part in parts for source, count in part.tokens_by_source.items()}
+    return replace(parts[0], marked=marked, tokens_by_source=tokens)
 
 
 def _pack_own_text(
@@ -399,6 +435,12 @@ def _pack_own_text(
 ) -> TokenBlocks:
     """Pack the marked ids of sampled texts into rows."""
     marked = np.concatenate(own_text)
-    check_rows(len(marked), config.length, config.boundaries, "The backbone's own text")
+    name = "The backbone's own text"
+    check_rows(len(marked), config.length, config.boundaries, name)
     rows = split_rows(marked, config.length, config.boundaries)
-    return TokenBlocks(rows, boundaries=config.boundaries, pad_id=padding_id(tokenizer))
+    return TokenBlocks(
+        rows,
+        boundaries=config.boundaries,
+        pad_id=padding_id(tokenizer),
+        tokens_by_source={name: len(marked)},
+    )

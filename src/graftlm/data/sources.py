@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -38,12 +38,14 @@ class Document:
         prompt: text before it that the model reads and does not predict.
         chat: the conversation whose answers are the text. The model then reads the conversation in the tokenizer's chat
             template.
+        source: the title of the source that it was read from; empty for a document from memory.
     """
 
     text: str
     where: str = "in memory"
     prompt: str = ""
     chat: ChatExample | None = None
+    source: str = field(default="", compare=False)
 
     @property
     def full_text(self) -> str:
@@ -109,6 +111,13 @@ class SourceConfig(Config):
     def name(self) -> str:
         """The path as it is written in the config, or the name or folder of the dataset."""
         return str(self.path or self.dataset)
+
+    @property
+    def title(self) -> str:
+        """The name with what selects a part of it, such as `wikipedia (da, test)`, for reports."""
+        split = None if self.split == "train" else self.split
+        parts = [part for part in (self.subset, split, self.pattern, self.documents) if part]
+        return f"{self.name} ({', '.join(parts)})" if parts else self.name
 
     @property
     def columns(self) -> dict[str, str]:
@@ -329,7 +338,7 @@ def read_documents(config: SourceConfig) -> Iterator[Document]:
     is_empty = True
     for document in _limited(selected, config):
         is_empty = False
-        yield document
+        yield replace(document, source=config.title)
     if is_empty:
         selection = f" in its documents {config.documents}" if config.documents else ""
         raise DataError(f"The source {config.name} has no text{selection}: name a source with text.")

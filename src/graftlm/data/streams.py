@@ -41,7 +41,7 @@ class RowPacker:
         tail: int32, (n,), marked ids that are tokenized and not yet in a row.
         chunks: number of chunks that were tokenized in this epoch.
         epoch: number of times that the documents were read to their end.
-        n_tokens: number of tokens that this packer has tokenized, over all epochs.
+        tokens_by_source: number of tokens that were tokenized of each source, over all epochs.
         ignored_keys: number of messages with each key that the chat template does not read.
     """
 
@@ -60,7 +60,7 @@ class RowPacker:
         self.tail = np.empty(0, dtype=np.int32)
         self.chunks = 0
         self.epoch = 0
-        self.n_tokens = 0
+        self.tokens_by_source: Counter[str] = Counter()
         self.ignored_keys: Counter[str] = Counter()
         self._open_documents = open_documents
         self._tokenizer = tokenizer
@@ -118,10 +118,10 @@ class RowPacker:
             self._check_fits(group, streams)
         self.tail = np.concatenate([self.tail, *streams])
         self.chunks += len(group)
-        for chunk in group:
+        for chunk, stream in zip(group, streams, strict=True):
+            self.tokens_by_source[chunk.source] += len(stream)
             if chunk.chat is not None:
                 self.ignored_keys.update(ignored_keys(self._tokenizer, chunk.chat.messages))
-        self.n_tokens += sum(len(stream) for stream in streams)
 
     def _next_group(self) -> list[TextChunk] | None:
         """Return the next chunks, from the first document on at the end of an epoch; None after the last ones."""
@@ -189,6 +189,11 @@ class StreamingBlocks:
         """Number of messages so far with each key that the chat template does not read."""
         return self._packer.ignored_keys
 
+    @property
+    def tokens_by_source(self) -> Mapping[str, int]:
+        """Number of tokens that were read so far of each source, including those of rows in the buffer."""
+        return self._packer.tokens_by_source
+
     def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
         """Draw the next `count` rows from the buffer.
 
@@ -231,6 +236,7 @@ class StreamingBlocks:
             "epoch": self._packer.epoch,
             "chunks": self._packer.chunks,
             "drawn": self._drawn,
+            "tokens_by_source": dict(self._packer.tokens_by_source),
             "tail": _encode_ids(self._packer.tail),
             "buffer": _encode_ids(self._buffer),
         }
@@ -239,6 +245,7 @@ class StreamingBlocks:
         """Return a function that returns the present `state_dict()`, even after later rows have been drawn."""
         copied = copy(self)
         copied._packer = copy(self._packer)  # a packer replaces its tail, and does not change it in place
+        copied._packer.tokens_by_source = self._packer.tokens_by_source.copy()
         copied._buffer = self._buffer.copy()
         return copied.state_dict
 
@@ -259,6 +266,7 @@ class StreamingBlocks:
             chunks=int(state["chunks"]),
             epoch=int(state["epoch"]),
         )
+        self._packer.tokens_by_source = Counter(state.get("tokens_by_source", {}))
         self._drawn = int(state["drawn"])
         self._buffer = buffer.reshape(-1, self.length)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain
 from typing import Any, Self
 
 import psutil
@@ -17,6 +17,7 @@ from graftlm.backbone import padding_id
 from graftlm.data import Document
 from graftlm.errors import DataError
 from graftlm.evaluation.inference import LanguageModel, device_of, evaluation_mode
+from graftlm.evaluation.scored_text import first_documents
 
 _WARM_UP_TOKENS = 8
 _PROMPT_CHARACTERS = 400
@@ -33,13 +34,14 @@ def prompts_of(documents: Sequence[Document], count: int) -> list[str]:
     """Return prompts of at most 400 characters, evenly spaced in the text of the first eight documents.
 
     Args:
-        documents: the documents in order; later ones than the eighth are not read.
+        documents: the documents in order; later ones than the eighth are not read. Several sources have equal shares.
         count: number of prompts, at least 1.
 
     Returns:
         The prompts; fewer than `count` if the text has fewer characters.
     """
-    text = "\n".join(document.full_text[:_DOCUMENT_CHARACTERS] for document in islice(documents, _DOCUMENTS))
+    chosen = chain.from_iterable(first_documents(documents, _DOCUMENTS))
+    text = "\n".join(document.full_text[:_DOCUMENT_CHARACTERS] for document in chosen)
     step = max(1, len(text) // count)
     prompts = [text[start : start + _PROMPT_CHARACTERS] for start in range(0, len(text), step)]
     return prompts[:count]

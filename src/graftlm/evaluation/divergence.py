@@ -54,6 +54,11 @@ def score_own_text(
     return scores.by_document()
 
 
+def own_text_counts(samples: Sequence[OwnText]) -> dict[str, int]:
+    """Return the number of sampled texts, and of the conversations among them."""
+    return {"texts": len(samples), "chats": sum(sample.is_chat for sample in samples)}
+
+
 def own_text_metrics(scores: Scores, samples: Sequence[OwnText]) -> dict[str, Interval]:
     """Return the divergence on sampled text, in nats per token.
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import Backbone
 from graftlm.config import Config
@@ -16,19 +17,23 @@ from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.data.conflicts import single_turn
 from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
+from graftlm.errors import EvaluationError
 from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_questions, template_questions
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
-from graftlm.evaluation.divergence import own_text_metrics, score_own_text
+from graftlm.evaluation.divergence import own_text_counts, own_text_metrics, score_own_text
 from graftlm.evaluation.inference import LanguageModel
 from graftlm.evaluation.intervals import share_interval
 from graftlm.evaluation.kept_answers import same_answer
-from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.measurement import FrozenModel, Measurement
+from graftlm.evaluation.models_alone import measure_alone
 from graftlm.evaluation.observations import graft_statistics, observe
 from graftlm.evaluation.results import Interval, Metric, Row
+from graftlm.evaluation.scored_text import scored_parts
 from graftlm.evaluation.scores import Scores, learning_and_forgetting, score
-from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back
+from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back, windows_of
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
 from graftlm.grafted.model import GraftedModel
+from graftlm.grafts.base import ReadsModels
 
 OLD_SET = "old"
 NEW_SET = "new"
@@ -36,6 +41,7 @@ BACKBONE_ROW = "backbone"
 OWN_QUESTIONS = "own"
 _QUESTIONS = 24  # sampled
 _ANSWER_TOKENS = 48
+_REMEDY = "leave out evaluation.ask, or name a chat model"
 _OWN_SEED = 2**31 - 1  # Seed of the text for own_kl; people choose small ones for training.
 
 
@@ -44,7 +50,9 @@ class EvaluationConfig(Config):
 
     length: int | None = Field(None, ge=3, description="Tokens per window; the data's row length when absent.")
     batch_size: int = Field(16, ge=1)
-    limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
+    limit_tokens: int | None = Field(
+        50_000, ge=1, description="Tokens scored per test set, equal shares of its sources; all when null."
+    )
     precision: Literal["fp32", "bf16"] = "fp32"
     decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
     decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
@@ -71,6 +79,33 @@ class EvaluationConfig(Config):
     )
 
 
+def _frozen_models(model: GraftedModel) -> dict[str, Backbone]:
+    """Return the other models that the grafts of a model read, by name."""
+    found: dict[str, Backbone] = {}
+    for graft in model.grafts.values():
+        if isinstance(graft, ReadsModels):
+            found.update(graft.frozen_models())
+    return found
+
+
+def _models(backbones: Mapping[str, Backbone]) -> list[LanguageModel]:
+    return [backbone.model for backbone in backbones.values()]
+
+
+def check_questions(asked: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check the key `ask` before anything is sampled.
+
+    Args:
+        asked: a file of questions, or `own`.
+        tokenizer: the tokenizer, which needs a chat template.
+
+    Raises:
+        DataError: the file can't be read, or the tokenizer has no chat template.
+    """
+    texts = ["Why?"] if asked == OWN_QUESTIONS else read_questions(asked)
+    template_questions(texts, tokenizer, remedy=_REMEDY)
+
+
 def load_tests(test: Mapping[str, Sequence[SourceConfig]]) -> dict[str, list[Document]]:
     """Read the test documents of each set.
 
@@ -92,7 +127,7 @@ class BackboneEvaluator:
 
     Args:
         backbone: the backbone, with a tokenizer.
-        tests: test documents by set. `old` and `new` give `forgotten` and `learned`; other sets are reported too.
+        tests: test documents by set. `old` gives `forgotten`, `new` gives `learned`, and others `learned_<set>`.
         evaluation: what is measured; the files of its tasks are read now.
         length: tokens per window.
         own_text: texts that the backbone sampled, for own_kl and chat_kl. Without texts, these are not measured.
@@ -136,7 +171,12 @@ class BackboneEvaluator:
             texts = sample_questions(self.backbone, _QUESTIONS, self.evaluation.own_seed)
         else:
             texts = read_questions(asked)
-        return template_questions(texts, self.tokenizer, remedy="leave out evaluation.ask, or name a chat model")
+        return template_questions(texts, self.tokenizer, remedy=_REMEDY)
+
+    @property
+    def wanted_questions(self) -> int:
+        """The number of questions that should be asked; the backbone may sample fewer."""
+        return _QUESTIONS if self.evaluation.ask == OWN_QUESTIONS else len(self.questions)
 
     @cached_property
     def backbone_answers(self) -> list[ChatAnswer]:
@@ -196,7 +236,7 @@ class BackboneEvaluator:
         metrics["total_parameters"] = count_parameters(self.backbone.model.parameters())
         for name, outcome in self.backbone_outcomes.items():
             metrics.update(outcome.metrics(name))
-        details = self._details({}, self.backbone_outcomes)
+        details = self._details({}, self.backbone_outcomes, self.backbone_scores)
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
 
     def measure(
@@ -212,23 +252,55 @@ class BackboneEvaluator:
                 at the strengths below 1.
 
         Returns:
-            The metrics of texts, tasks and cost, with the details of the graft, the tasks and the strengths.
+            The metrics of texts, tasks and cost, with the details of the graft, the tasks and the strengths, and the
+            changes in each window, which differences between methods need.
         """
         scores = self._score_tests(model, divergence=True)
         own_scores = self._score_own_text(model)
         metrics: dict[str, Metric] = dict(self._text_metrics(scores, own_scores))
         metrics.update(self._decode_speeds(model))
         metrics["trainable_parameters"] = count_parameters(model.trainable_parameters().values())
-        metrics["total_parameters"] = count_parameters(model.parameters())
+        others = _frozen_models(model)
+        own = {id(parameter): parameter for each in (model, *_models(others)) for parameter in each.parameters()}
+        metrics["total_parameters"] = count_parameters(own.values())
         outcomes = self._measure_tasks(model)
         for name, outcome in outcomes.items():
             metrics.update(outcome.metrics(name))
             metrics.update(outcome.gain(name, self.backbone_outcomes[name]))
-        details = self._details(self._statistics(model), outcomes)
+        details = self._details(self._statistics(model), outcomes, scores)
+        if self.own_text:
+            details["own_text_counts"] = own_text_counts(self.own_text)
+        if others:
+            details["frozen_models"] = [self._measure_alone(row_id, name, other) for name, other in others.items()]
+        details["windows"] = windows_of(changes_by_window(self.backbone_scores, scores, own_scores))
         if self.evaluation.strengths:
             trained = self._strength_point(1.0, scores, own_scores)
             details["strengths"] = [*self._weaker_points(model, start or {}), trained]
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
+
+    def _measure_alone(self, row_id: str, name: str, model: Backbone) -> FrozenModel:
+        """Return another model that a graft reads, with its own row of the report, or why it has none."""
+        found: FrozenModel = {
+            "name": name,
+            "model": model.name,
+            "parameters": count_parameters(model.model.parameters()),
+        }
+        try:
+            metrics = measure_alone(
+                model,
+                self.backbone,
+                self.tests,
+                self.backbone_scores,
+                length=self.length,
+                batch_size=self.evaluation.batch_size,
+                precision=self.evaluation.precision,
+            )
+        except EvaluationError as error:
+            found["problem"] = str(error)
+            return found
+        row = Row(id=f"{row_id}/{name}", label=f"{name} alone ({model.name})", metrics=metrics)
+        found["row"] = row.model_dump(mode="json")
+        return found
 
     def observe(self, model: GraftedModel, name: str) -> dict[str, list[float]]:
         """Return statistics of the graft's forward pass on the start of a test set, such as shares of open gates.
@@ -267,9 +339,16 @@ class BackboneEvaluator:
         changes = changes_by_window(self.backbone_scores, scores, own_scores)
         return strength_point(strength, metrics, changes)
 
-    def _details(self, statistics: Mapping[str, object], outcomes: Mapping[str, TaskResult]) -> dict[str, object]:
+    def _details(
+        self,
+        statistics: Mapping[str, object],
+        outcomes: Mapping[str, TaskResult],
+        scores: Mapping[str, Scores],
+    ) -> dict[str, object]:
         """Return the details of a measurement, without empty ones."""
         details: dict[str, object] = {}
+        if scores:
+            details["scored_text"] = {name: scored_parts(scores[name], self.tests[name]) for name in scores}
         if statistics:
             details["statistics"] = dict(statistics)
         if outcomes:
@@ -331,5 +410,4 @@ class BackboneEvaluator:
         return speeds
 
     def _statistics(self, model: GraftedModel) -> dict[str, object]:
-        sets = {name: self.tests[name] for name in (OLD_SET, NEW_SET) if name in self.tests}
-        return graft_statistics(model, self.backbone, sets, self.length)
+        return graft_statistics(model, self.backbone, self.tests, self.length)

@@ -4,9 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
+from graftlm.data.mixture import SourceRead
 from graftlm.evaluation.results import Row
+
+
+class TrainingDetails(TypedDict):
+    """What a report says about a training, as plain JSON values.
+
+    Attributes:
+        learning_rate: the highest learning rate.
+        steps: number of updates of the weights.
+        rows_per_step: number of rows of a step.
+        read: how much of each source was read.
+    """
+
+    learning_rate: float
+    steps: int
+    rows_per_step: int
+    read: list[SourceRead]
+
+
+class FrozenModel(TypedDict):
+    """Another model that a graft reads, as plain JSON values.
+
+    Attributes:
+        name: its name in the graft.
+        model: its name as a model, or its folder.
+        parameters: number of its parameters.
+        row: its row in the report.
+        problem: why it has no row.
+    """
+
+    name: str
+    model: str
+    parameters: int
+    row: NotRequired[dict[str, object]]
+    problem: NotRequired[str]
 
 
 @dataclass

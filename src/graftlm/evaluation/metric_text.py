@@ -9,10 +9,10 @@ from graftlm.evaluation.results import Interval, Metric, Results, Row, value_of
 ABSENT = "–"
 LEARNING_METRICS = {"old", "new", "learned", "forgotten", "old_bpb", "new_bpb"}
 _DIFFERENCES = ("learned", "forgotten")
-_SIGNED = (*_DIFFERENCES, "lost_")
-_SPEEDS = {"train_tokens_per_s", "decode_old_tokens_per_s", "decode_new_tokens_per_s"}
+_SIGNED = (*_DIFFERENCES, "learned_", "lost_")
+SPEEDS = {"train_tokens_per_s", "decode_old_tokens_per_s", "decode_new_tokens_per_s"}
 _SIZES = {"trainable_parameters", "total_parameters", "peak_memory_bytes"}
-USUAL_METRICS = LEARNING_METRICS | _SPEEDS | _SIZES
+USUAL_METRICS = LEARNING_METRICS | SPEEDS | _SIZES
 """The metrics of the main table; others get tables of further metrics."""
 
 _COUNT_UNITS = {"B": 1e9, "M": 1e6, "k": 1e3}
@@ -50,12 +50,9 @@ def metric_title(name: str, names: Collection[str] = ()) -> str:
     if name.endswith("_kl"):
         return f"{name.removesuffix('_kl')} KL, nats per token"
     text_set = name.removesuffix("_lost")
-    in_nats = name in _DIFFERENCES or f"{text_set}_bpb" in names
-    if not in_nats:
-        return name.replace("_", " ")
-    if name.endswith("_lost"):
-        name = name.replace("_", " ")
-    return f"{name}, nats per token"
+    in_nats = name.startswith(_SIGNED) or f"{text_set}_bpb" in names
+    title = name if f"{name}_bpb" in names else name.replace("_", " ")
+    return f"{title}, nats per token" if in_nats else title
 
 
 def format_metric(name: str, metric: Metric | None) -> str:

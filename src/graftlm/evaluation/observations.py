@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 
 from graftlm.backbone import Backbone
 from graftlm.data import Document
+from graftlm.evaluation.scored_text import first_documents
 from graftlm.grafted.model import GraftedModel
 
 _TOKENS = 4096
@@ -25,7 +25,8 @@ def observe(
     Args:
         model: a model whose graft is named `graft`.
         backbone: the backbone of this model, whose tokenizer is used.
-        documents: the documents; at most 4,096 tokens of the first eight are read, and at least one row.
+        documents: the documents; at most 4,096 tokens of the first eight are read, and at least one row. Several
+            sources have equal shares.
         length: tokens per row.
 
     Returns:
@@ -34,9 +35,13 @@ def observe(
     Raises:
         BackboneError: the backbone has no tokenizer.
     """
-    text = "\n".join(document.full_text[:_CHARACTERS] for document in islice(documents, _DOCUMENTS))
     tokenizer = backbone.need_tokenizer()
-    ids = tokenizer(text[:_CHARACTERS], add_special_tokens=False, verbose=False)["input_ids"]
+    by_source = first_documents(documents, _DOCUMENTS)
+    ids: list[int] = []
+    for chosen in by_source:
+        text = "\n".join(document.full_text[:_CHARACTERS] for document in chosen)
+        ids_of_source = tokenizer(text[:_CHARACTERS], add_special_tokens=False, verbose=False)["input_ids"]
+        ids += ids_of_source[: _TOKENS // len(by_source)]
     if not ids:
         return {}
     length = min(len(ids), length)

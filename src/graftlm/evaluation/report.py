@@ -4,6 +4,9 @@
 
     statistics   {row id: {"open_share": {domain: [per layer]}, "spectrum": {name: [values] or [[values] per layer]}}}
     losses       {row id: [[step, loss], ...]}
+    trained      {row id: `TrainingDetails`}
+    scored_text  {row id: {test set: [source, see `scored_parts`]}}
+    own_text_counts, asked_questions, frozen_models, method_differences: see `remarks` and `differences`
 """
 
 from __future__ import annotations

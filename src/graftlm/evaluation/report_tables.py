@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from graftlm.data.mixture import SourceRead
+from graftlm.evaluation.differences import method_differences
 from graftlm.evaluation.kept_answers import reported_answers
+from graftlm.evaluation.measurement import TrainingDetails
 from graftlm.evaluation.metric_text import (
     ABSENT,
     LEARNING_METRICS,
@@ -19,12 +22,13 @@ from graftlm.evaluation.metric_text import (
     present_metrics,
 )
 from graftlm.evaluation.origin import Machine
+from graftlm.evaluation.remarks import remarks, scored_text
 from graftlm.evaluation.results import Metric, Results
 
 _NATS = ("old", "forgotten", "new", "learned")
 _SHORT_COLUMNS = {  # column head: metrics
     "bits per byte, old / new": ("old_bpb", "new_bpb"),
-    "trainable parameters": ("trainable_parameters",),
+    "parameters, trainable / all": ("trainable_parameters", "total_parameters"),
     "train tok/s": ("train_tokens_per_s",),
     "decode tok/s, old / new": ("decode_old_tokens_per_s", "decode_new_tokens_per_s"),
     "peak memory": ("peak_memory_bytes",),
@@ -50,6 +54,10 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         f"`{results.command}`",
         f"Seeds {seeds}; {_describe(results.machine)}; commit {results.commit or 'unknown'}.",
         *_measured_sections(results),
+        "\n".join(f"- {remark}" for remark in remarks(results)),
+        _differences_section(results),
+        _training_section(results),
+        _scored_section(results),
         _tasks_section(results),
         _answers_section(results),
         _aims_section(results),
@@ -97,8 +105,53 @@ def _metrics_table(title: str, results: Results, names: Sequence[str]) -> str:
     for row in results.rows:
         cells = [format_metric(name, row.metrics.get(name)) for name in names]
         rows.append([row.label, *cells])
-    titles = [metric_title(name) for name in names]
+    titles = [metric_title(name, names) for name in names]
     return _section(title, ["method", *titles], rows)
+
+
+def _differences_section(results: Results) -> str:
+    """Return the paired differences between methods."""
+    differences = method_differences(results)
+    names = list(dict.fromkeys(name for difference in differences for name in difference.metrics))
+    rows = []
+    for difference in differences:
+        cells = [format_metric(name, difference.metrics.get(name)) for name in names]
+        rows.append([f"{difference.first} minus {difference.second}", *cells])
+    titles = [metric_title(name) for name in names]
+    return _section("Differences between methods, on the same text", ["methods", *titles], rows)
+
+
+def _training_section(results: Results) -> str:
+    """Return the learning rate and the steps of each training, and how much of each source it read."""
+    trainings = cast("Mapping[str, TrainingDetails]", results.details.get("trained") or {})
+    rows = []
+    for row in results.rows:
+        training = trainings.get(row.id)
+        if not training:
+            continue
+        numbers = [f"{training['learning_rate']:g}", f"{training['steps']:,}", f"{training['rows_per_step']:,}"]
+        rows.append([row.label, *numbers, "; ".join(_read_text(source) for source in training["read"]) or ABSENT])
+    return _section("Training", ["method", "learning rate", "steps", "rows per step", "text read"], rows)
+
+
+def _read_text(source: SourceRead) -> str:
+    """Return how much of a source was read, as in `new: 1,000 tokens of da.txt, 2.5 times`."""
+    text = f"{source['domain']}: {source['tokens']:,} tokens"
+    if source["source"]:
+        text += f" of {source['source']}"
+    if "passes" in source:
+        text += f", {source['passes']:.3g} times"
+    return text
+
+
+def _scored_section(results: Results) -> str:
+    """Return what was scored of each source of each test set."""
+    rows = []
+    for name, parts in scored_text(results).items():
+        for part in parts:
+            documents = f"{part['documents']:,} of {part['of_documents']:,}"
+            rows.append([f"{name}: {part['source'] or 'text'}", f"{part['tokens']:,}", documents])
+    return _section("Scored text", ["test", "tokens", "documents"], rows)
 
 
 def _tasks_section(results: Results) -> str:

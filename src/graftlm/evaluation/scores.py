@@ -35,7 +35,7 @@ from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.inference import LanguageModel, Precision, autocast, evaluation_mode
 from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, resample_ratios
 from graftlm.evaluation.results import Interval
-from graftlm.evaluation.windows import Window, cut_windows, limit_scored, scored_logits
+from graftlm.evaluation.windows import Window, limited_windows, scored_logits
 
 MetricName = Literal["nats_per_token", "bits_per_byte", "kl_per_token"]
 
@@ -200,16 +200,17 @@ def _size(scores: Scores) -> str:
 def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str, Scores]) -> dict[str, Interval]:
     """Return a method's metrics relative to its backbone.
 
-        learned   = backbone's new - method's new      forgotten = method's old - backbone's old      (nats per token)
+        learned       = backbone's new - method's new
+        forgotten     = method's old - backbone's old
+        learned_<set> = backbone's <set> - method's <set>, for sets of other names      (nats per token)
 
     Args:
         backbone: the backbone's scores by evaluation set: "old", "new" and others.
         method: the method's scores by evaluation set.
 
     Returns:
-        `<set>` and `<set>_bpb` for each set of `method`, `<set>_kl` where it was scored with a reference, `learned`
-        where both have "new", and `forgotten` where both have "old". The differences have paired bootstrap intervals
-        over the same windows.
+        `<set>` and `<set>_bpb` for each set of `method`, `<set>_kl` where it was scored with a reference, and the
+        difference for each set that both have, with a paired bootstrap interval over the same windows.
 
     Raises:
         EvaluationError: the two were scored on different windows, or a set has no bytes of text.
@@ -220,11 +221,17 @@ def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str,
         metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
         if scores.kl is not None:
             metrics[f"{name}_kl"] = scores.interval("kl_per_token")
-    if "new" in backbone and "new" in method:
-        metrics["learned"] = paired_difference(backbone["new"], method["new"])
-    if "old" in backbone and "old" in method:
-        metrics["forgotten"] = paired_difference(method["old"], backbone["old"])
+    for name in [name for name in method if name in backbone]:
+        if name == "old":
+            metrics["forgotten"] = paired_difference(method[name], backbone[name])
+        else:
+            metrics[learned_name(name)] = paired_difference(backbone[name], method[name])
     return metrics
+
+
+def learned_name(text_set: str) -> str:
+    """Return the name of the metric that compares the backbone's loss on an evaluation set with a method's."""
+    return "learned" if text_set == "new" else f"learned_{text_set}"
 
 
 def score(
@@ -249,7 +256,8 @@ def score(
         length: maximum number of tokens of a window, its context token and BOS included; at least 3.
         batch_size: windows per call of the model; it affects speed and memory only.
         precision: `bf16` computes under autocast; `fp32` leaves the model in its own dtype. Losses are always float32.
-        limit_tokens: number of tokens to score; None scores all.
+        limit_tokens: number of tokens to score, the same number of each source of a sequence of documents; None scores
+            all.
         reference: a model with the same tokenizer, called like `model`, from which the divergence is measured.
 
     Raises:
@@ -268,7 +276,7 @@ def score(
             f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
             f"set length (--length, or evaluation.length or data.length of a recipe) to {limit} or less."
         )
-    windows = limit_scored(cut_windows(tokenizer, documents, length), limit_tokens)
+    windows = limited_windows(tokenizer, documents, length, limit_tokens)
     return score_windows(
         model,
         tokenizer,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graftlm.evaluation.results import Interval
-from graftlm.evaluation.scores import Scores
+from graftlm.evaluation.scores import Scores, learned_name
 
 
 @contextmanager
@@ -55,14 +55,16 @@ def strength_point(
     Returns:
         `strength`, `metrics` as in a row, and `windows`: {change: {"nats": [...], "tokens": [...]}}.
     """
-    windows = {}
-    for name, (nats, tokens) in changes.items():
-        windows[name] = {"nats": nats.tolist(), "tokens": tokens.tolist()}
     return {
         "strength": strength,
         "metrics": {name: value.model_dump(mode="json") for name, value in metrics.items()},
-        "windows": windows,
+        "windows": windows_of(changes),
     }
+
+
+def windows_of(changes: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, dict[str, list[float]]]:
+    """Return the nats and tokens of each window, from `changes_by_window`, as plain JSON values."""
+    return {name: {"nats": nats.tolist(), "tokens": tokens.tolist()} for name, (nats, tokens) in changes.items()}
 
 
 def changes_by_window(
@@ -70,8 +72,8 @@ def changes_by_window(
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the change of the loss, or the divergence, in each window.
 
-    `learned`, `forgotten` and `own_kl` are sums of these nats over sums of these tokens, so that any value
-    interpolated between two strengths has an interval.
+    `learned`, `learned_<set>`, `forgotten` and `own_kl` are sums of these nats over sums of these tokens, so that any
+    value interpolated between two strengths has an interval.
 
     Args:
         backbone: the backbone's scores by evaluation set.
@@ -79,16 +81,15 @@ def changes_by_window(
         own: the method's scores on the backbone's own text; None without such text.
 
     Returns:
-        Summed nats and numbers of tokens, (windows,) each, for those of `own_kl`, `learned` and `forgotten` that were
-        measured.
+        Summed nats and numbers of tokens, (windows,) each, by the name of the metric.
     """
     changes = {}
     if own is not None and own.kl is not None:
         changes["own_kl"] = (own.kl, own.tokens)
-    if "new" in method:
-        scores = method["new"]
-        changes["learned"] = (backbone["new"].nats - scores.nats, scores.tokens)
-    if "old" in method:
-        scores = method["old"]
-        changes["forgotten"] = (scores.nats - backbone["old"].nats, scores.tokens)
+    for name, scores in method.items():
+        learned = backbone[name].nats - scores.nats
+        if name == "old":
+            changes["forgotten"] = (-learned, scores.tokens)
+        else:
+            changes[learned_name(name)] = (learned, scores.tokens)
     return changes

@@ -61,11 +61,17 @@ def cut_windows(
         length: maximum number of tokens of a window, BOS included; at least 3.
     """
     for number, document in enumerate(documents):
-        chat = getattr(document, "chat", None)
-        if chat is not None:
-            yield from _chat_windows(tokenizer, chat, length, number)
-        else:
-            yield from _text_windows(tokenizer, document, length, number)
+        yield from _document_windows(tokenizer, document, length, number)
+
+
+def _document_windows(
+    tokenizer: PreTrainedTokenizerBase, document: str | Document, length: int, number: int
+) -> Iterator[Window]:
+    chat = getattr(document, "chat", None)
+    if chat is not None:
+        yield from _chat_windows(tokenizer, chat, length, number)
+    else:
+        yield from _text_windows(tokenizer, document, length, number)
 
 
 def _text_windows(
@@ -145,6 +151,66 @@ def limit_scored(windows: Iterable[Window], limit: int | None) -> Iterator[Windo
             return
         yield replace(window, ids=window.ids[: window.first + left], bytes=window.bytes[:left])
         left -= window.tokens
+
+
+def limited_windows(
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[str | Document], length: int, limit: int | None
+) -> Iterator[Window]:
+    """Yield the windows of documents, in which at most `limit` tokens are scored.
+
+    Every source of a sequence of documents has an equal share of the limit, and what a source lacks, the others have in
+    addition. Each source is scored from its beginning. Documents that are no sequence count as one source.
+
+    Args:
+        tokenizer: turns text into ids.
+        documents: strings or `Document`s.
+        length: maximum number of tokens of a window, BOS included; at least 3.
+        limit: maximum number of scored tokens; None yields all windows.
+    """
+    if limit is None or not isinstance(documents, Sequence):
+        yield from limit_scored(cut_windows(tokenizer, documents, length), limit)
+        return
+    beginnings = []
+    for numbers in numbers_by_source(documents).values():
+        windows = _windows_of(tokenizer, documents, length, numbers)
+        beginnings.append(list(limit_scored(windows, limit)))
+    available = [sum(window.tokens for window in windows) for windows in beginnings]
+    for windows, share in zip(beginnings, even_shares(available, limit), strict=True):
+        yield from limit_scored(windows, share)
+
+
+def _windows_of(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str | Document], length: int, numbers: Iterable[int]
+) -> Iterator[Window]:
+    for number in numbers:
+        yield from _document_windows(tokenizer, documents[number], length, number)
+
+
+def numbers_by_source(documents: Iterable[str | Document]) -> dict[str, list[int]]:
+    """Return the numbers of documents, counted from 0, by the title of their source; texts from memory have none."""
+    numbers: dict[str, list[int]] = {}
+    for number, document in enumerate(documents):
+        numbers.setdefault(getattr(document, "source", ""), []).append(number)
+    return numbers
+
+
+def even_shares(available: Sequence[int], total: int) -> list[int]:
+    """Divide a total evenly among parts. Where a part has less than its share, the others have more.
+
+    Args:
+        available: what each part has at most.
+        total: what is divided.
+
+    Returns:
+        The share of each part. Their sum is the smaller of `total` and the sum of `available`.
+    """
+    shares = [0] * len(available)
+    left = total
+    smallest_first = sorted(range(len(available)), key=available.__getitem__)
+    for rank, part in enumerate(smallest_first):
+        shares[part] = min(available[part], left // (len(available) - rank))
+        left -= shares[part]
+    return shares
 
 
 def encode_with_bytes(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.ndarray, np.ndarray]:

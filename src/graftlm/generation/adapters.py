@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -31,6 +32,7 @@ class AdapterInspection(Config):
         size: size of the file of tensors, in bytes.
         tensors: the saved tensors, grouped by name.
         sections: the section `graft` of a recipe for each kind of graft that accepts the adapter.
+        hints: what several adapters in one graft need, for each of these kinds; kinds that need nothing are missing.
         refusals: the error message of each kind of graft that rejects the adapter.
         mergeable: whether PEFT can merge the adapter into the model.
         preparation: Python statements that prepare a model, `model`, before the adapter is loaded on it.
@@ -46,6 +48,7 @@ class AdapterInspection(Config):
     size: int
     tensors: list[TensorGroup]
     sections: dict[str, dict[str, JsonValue]] = {}
+    hints: dict[str, str] = {}
     refusals: dict[str, str] = {}
     mergeable: bool
     preparation: list[str] = []
@@ -81,6 +84,7 @@ def inspect_adapter(folder: str | Path) -> AdapterInspection:
         "size": (local / ADAPTER_TENSORS).stat().st_size,
         "tensors": tensors,
         "sections": sections,
+        "hints": _hints(sections),
         "refusals": refusals,
         "preparation": preparation(saved_ends(local)),
         "mergeable": bool(sections) or _is_mergeable(refusals),
@@ -102,6 +106,16 @@ def _find_users(folder: Path) -> tuple[dict[str, dict[str, object]], dict[str, s
         except ArtifactError as error:
             refusals[kind] = str(error)
     return sections, refusals
+
+
+def _hints(sections: Mapping[str, object]) -> dict[str, str]:
+    hints = {}
+    for kind in sections:
+        method = graft_class(kind)
+        assert issubclass(method, ReadsPeft), "only such kinds have sections"
+        if method.several_adapters:
+            hints[kind] = method.several_adapters
+    return hints
 
 
 def _is_mergeable(refusals: dict[str, str]) -> bool:

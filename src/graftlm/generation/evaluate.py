@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import JsonValue
 
 from graftlm.errors import DataError
-from graftlm.evaluation.results import Results
+from graftlm.evaluation.results import Results, Row
 from graftlm.generation.inspect import LENGTH
 from graftlm.store.artifact import backbone_of, load_grafts
 from graftlm.store.manifest import read_manifest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from graftlm.data import Document
     from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig
-    from graftlm.evaluation.measurement import Measurement
+    from graftlm.evaluation.measurement import FrozenModel, Measurement
 
 
 def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
@@ -83,9 +83,16 @@ def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
         grafted = evaluator.measure(model, config.kind, config.label)
         _add_lm_eval(grafted, model, evaluator, tasks, limit)
     details: dict[str, JsonValue] = {"statistics": {grafted.row.id: grafted.details.get("statistics", {})}}
+    if "scored_text" in bare.details:
+        details["scored_text"] = {bare.row.id: bare.details["scored_text"]}
     if evaluator.tasks:
         details["tasks"] = {measurement.row.id: measurement.details.get("tasks", {}) for measurement in (bare, grafted)}
-    return Results.here("eval", [bare.row, grafted.row], details=details)
+    rows = [bare.row, grafted.row]
+    frozen_models: list[FrozenModel] = grafted.details.get("frozen_models", [])
+    rows += [Row.model_validate(frozen["row"]) for frozen in frozen_models if "row" in frozen]
+    if frozen_models:
+        details["frozen_models"] = {grafted.row.id: grafted.details["frozen_models"]}
+    return Results.here("eval", rows, details=details)
 
 
 def _add_lm_eval(

@@ -27,6 +27,7 @@ from graftlm.backbone import (
     padding_id,
     token_texts,
 )
+from graftlm.backbone.load import has_chat_template
 from graftlm.config import Config
 from graftlm.data.chats import render_question
 from graftlm.data.conversations import Message
@@ -34,7 +35,7 @@ from graftlm.errors import DataError, GraftError
 from graftlm.files.reading import decode_utf8
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.traces import trace_values
-from graftlm.store.artifact import backbone_of, is_model, load_grafts
+from graftlm.store.artifact import backbone_name, backbone_of, is_model, load_grafts
 
 HELP = (
     "Type a message. /reset starts a new conversation, /system TEXT sets the system message, /exit or Ctrl-D quits.\n"
@@ -174,6 +175,7 @@ def load_model(
     *,
     changes: Sequence[str] = (),
     bare: bool = False,
+    chat: bool = False,
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -185,6 +187,7 @@ def load_model(
         backbone: name, folder or GGUF file of the graft's backbone; None uses the recorded one.
         changes: overrides of the graft's config, as `KEY=VALUE`.
         bare: load the backbone without the graft.
+        chat: the model is to have conversations, so that its tokenizer needs a chat template.
         device: torch device; None selects the fastest available one.
         trust_remote_code: allow the backbone's repository to run its own code.
 
@@ -195,7 +198,12 @@ def load_model(
         ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone.
         RecipeError: a change does not fit the graft's config.
         BackboneError: the backbone can't be loaded, or has no tokenizer.
+        DataError: the model is to have conversations, but has no chat template. No weights are loaded then.
     """
+    if chat:
+        name = backbone_name(folder, backbone)
+        if has_chat_template(name, trust_remote_code=trust_remote_code) is False:
+            raise DataError(f"The model {name} has no chat template for conversations: name a chat model.")
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
     tokenizer = loaded.need_tokenizer()
     if bare or is_model(folder):

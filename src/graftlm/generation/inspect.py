@@ -64,6 +64,7 @@ class Inspection(Config):
         measured: metrics at the end of the run.
         layers: {quantity: {name of a text or model: values}}, from the run and from `inspect_graft`. There is one value
             per layer or other place where the graft acts, or a single one for the whole graft.
+        place: what these places are called, such as layer.
         described: further values that the method reports, such as counts of its modules.
     """
 
@@ -78,6 +79,7 @@ class Inspection(Config):
     training: dict[str, JsonValue]
     measured: dict[str, Metric]
     layers: dict[str, dict[str, list[float]]] = {}
+    place: str = "layer"
     described: dict[str, JsonValue] = {}
 
 
@@ -144,6 +146,7 @@ def _inspect_files(folder: Path, manifest: Manifest) -> Inspection:
         "tensors": group_tensors(read_tensors(folder)),
         "measured": measured,
         "layers": observed,
+        "place": manifest.graft_config().graft_class.observed_place,
         "described": described,
         "training": training,
     }

@@ -17,7 +17,7 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -97,12 +97,14 @@ class Graft(nn.Module):
 
     Attributes:
         label: the method's name in tables and plots; by default the kind.
+        observed_place: what the values of `observe` belong to, one each: by default layers of the backbone.
         served_in_bfloat16: whether a server casts the graft to bfloat16 when the backbone is in bfloat16, which halves
             the memory traffic of the graft's weights.
     """
 
     Config: ClassVar[type[GraftConfig]]
     label: ClassVar[str] = ""
+    observed_place: ClassVar[str] = "layer"
     served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
@@ -218,6 +220,17 @@ class FitsOnText(ABC):
         """Return the sources of the texts, as lists of sources of a recipe's data, by names that the graft chooses.
 
         A name without sources takes the new text of the run.
+        """
+
+    @abstractmethod
+    def check_examples(self, names: Collection[str]) -> None:
+        """Check that the graft will have all texts that it needs, before any is read or sampled.
+
+        Args:
+            names: the names of `sources` that have texts.
+
+        Raises:
+            RecipeError: `fit` would lack texts.
         """
 
     @abstractmethod
@@ -340,7 +353,13 @@ class Exportable(ABC):
 
 
 class ReadsPeft(ABC):
-    """A graft that accepts PEFT adapters without conversion."""
+    """A graft that accepts PEFT adapters without conversion.
+
+    Attributes:
+        several_adapters: what a recipe with several adapters needs in addition to their sections; empty for nothing.
+    """
+
+    several_adapters: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod

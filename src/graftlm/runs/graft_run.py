@@ -24,9 +24,10 @@ from graftlm.data.example_texts import example_texts
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
+from graftlm.data.sources import read_documents
 from graftlm.errors import RecipeError, shorten
 from graftlm.evaluation.cost import count_parameters
-from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig
+from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, check_questions
 from graftlm.evaluation.kept_answers import answer_metrics, compare_answers, worst_answers
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.measurement import Measurement
@@ -107,10 +108,11 @@ class GraftRun(TrainingRun):
         return () if self.graft is None else ("graft/graft.json",)
 
     def check(self) -> None:
-        """Check that the graft fits the backbone, by attaching an untrained one.
+        """Check that the graft fits the backbone, by attaching an untrained one, and that it has the texts it needs.
 
         Raises:
-            GraftError: the backbone can't be loaded, or the graft does not fit it.
+            GraftError: the backbone can't be loaded, the graft does not fit it, or the questions to ask or the texts
+                that the graft learns from can't be read.
         """
         if self.graft is None:
             return
@@ -118,6 +120,14 @@ class GraftRun(TrainingRun):
         graft = self.graft.graft_class(self.graft, backbone)
         with GraftedModel(backbone, {GRAFT_NAME: graft}):
             pass
+        if isinstance(graft, FitsOnText) and not self.continues:
+            sources = self._sources_of(graft)
+            graft.check_examples([name for name, own in sources.items() if own])
+            for own in sources.values():
+                for source in own:
+                    next(read_documents(source))
+        if self.evaluation.ask is not None:
+            check_questions(self.evaluation.ask, backbone.need_tokenizer())
 
     def needs(self) -> Sequence[SamplingRun]:
         if self.graft is None:
@@ -244,7 +254,14 @@ class GraftRun(TrainingRun):
         Returns:
             Sentences for the user.
         """
-        texts: dict[str, list[str]] = {}
+        texts = {}
+        for name, sources in self._sources_of(graft).items():
+            texts[name] = example_texts(build_documents(sources), prompts_only=graft.learns_from_prompts)
+        return graft.fit(texts)
+
+    def _sources_of(self, graft: FitsOnText) -> dict[str, list[SourceConfig]]:
+        """Return the sources of the texts that a graft learns from, by the graft's names for them."""
+        found: dict[str, list[SourceConfig]] = {}
         named = graft.sources()
         without = [name for name, sources in named.items() if not sources]
         if len(without) > 1:
@@ -261,8 +278,8 @@ class GraftRun(TrainingRun):
                         f"{name} takes its examples from data.new, which is streamed and may have no end: give it "
                         "examples under texts or sources, or set streaming to false."
                     )
-            texts[name] = example_texts(build_documents(parsed), prompts_only=graft.learns_from_prompts)
-        return graft.fit(texts)
+            found[name] = parsed
+        return found
 
     def _notes_on_conversations(self, backbone: Backbone) -> Iterator[str]:
         """Yield what the user should know about new conversations: contradictions, and answers that are known."""
@@ -341,6 +358,10 @@ class GraftRun(TrainingRun):
             documents = build_documents(self.data.new)
             names = NewNames(documents, evaluator.tokenizer)
             measurement.add_metrics(evaluator.measure_taught(model, documents))
+        measurement.details["asked_questions"] = {
+            "asked": len(evaluator.questions),
+            "wanted": evaluator.wanted_questions,
+        }
         pairs = compare_answers(
             [question.text for question in evaluator.questions],
             [answer.text for answer in evaluator.backbone_answers],

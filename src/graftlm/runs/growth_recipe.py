@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pydantic import Field
 
 from graftlm.data import DataConfig, SourceConfig
-from graftlm.evaluation import Metric, Row, value_of
-from graftlm.evaluation.evaluator import BACKBONE_ROW
+from graftlm.evaluation import Metric, Row
+from graftlm.evaluation.differences import WindowChanges, paired_differences
+from graftlm.evaluation.evaluator import BACKBONE_ROW, OLD_SET
+from graftlm.evaluation.scores import learned_name
 from graftlm.grafts import GraftConfig
 from graftlm.grafts.base import ReplacesModel
 from graftlm.runs.graft_recipe import MethodConfig, TextRecipe, check_sections
@@ -127,36 +130,29 @@ class GrowthRecipe(TextRecipe):
             earlier.append(stage.name)
         return runs
 
-    def compared(self, rows: Sequence[Row]) -> list[Row]:
-        """Add what the model of each stage learned and lost on the test texts that have a stage's name.
+    def compared(self, rows: Sequence[Row], windows: Mapping[str, WindowChanges]) -> list[Row]:
+        """Add what later stages lost on the test texts that have a stage's name, with paired intervals.
 
-        Both metrics are in nats per token on the same tokens:
-
-            learned_NAME = loss of the bare backbone - loss of the row's model
-            lost_NAME    = loss of the row's model - loss of the model of stage NAME, in rows after that stage
+            lost_NAME = loss of the row's model - loss of the model of stage NAME, in rows after that stage
 
         Args:
             rows: the measured rows of all stages and of the backbone.
+            windows: what was learned in each window of text, by row id.
 
         Returns:
-            The rows, with each stage's metrics on the test sets that are named after stages. Without a backbone row,
-            the rows are returned unchanged.
+            The rows, with each stage's losses on the test sets that are named after earlier stages.
         """
-        by_id = {row.id: row for row in rows}
-        if BACKBONE_ROW not in by_id:
-            return list(rows)
-        return [self._compared_row(row, by_id) if row.id in self.stages else row for row in rows]
+        return [self._compared_row(row, windows) if row.id in windows else row for row in rows]
 
-    def _compared_row(self, row: Row, by_id: Mapping[str, Row]) -> Row:
-        """Return the row of a stage with `learned_NAME`, and `lost_NAME` of earlier stages."""
-        backbone = by_id[BACKBONE_ROW].metrics
-        order = list(self.stages)
+    def _compared_row(self, row: Row, windows: Mapping[str, WindowChanges]) -> Row:
+        """Return the row of a stage with `lost_NAME` of earlier stages."""
         metrics: dict[str, Metric] = dict(row.metrics)
-        for name in order:
-            if name not in backbone:
-                continue
-            loss = value_of(row.metrics[name])
-            metrics[f"learned_{name}"] = value_of(backbone[name]) - loss
-            if order.index(name) < order.index(row.id):
-                metrics[f"lost_{name}"] = loss - value_of(by_id[name].metrics[name])
+        for name in takewhile(lambda stage: stage != row.id, self.stages):
+            taught = windows.get(name, {})
+            if name == OLD_SET:
+                lost = paired_differences(windows[row.id], taught).get("forgotten")
+            else:
+                lost = paired_differences(taught, windows[row.id]).get(learned_name(name))
+            if lost is not None:
+                metrics[f"lost_{name}"] = lost
         return row.model_copy(update={"metrics": metrics})

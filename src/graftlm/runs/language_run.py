@@ -19,10 +19,11 @@ from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
 from graftlm.data.mixture import build_blocks
 from graftlm.data.sources import read_documents
-from graftlm.evaluation import Interval, Metric, Results, Row, score
+from graftlm.evaluation import Interval, Metric, Results, Row, Scores, score
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import load_tests
 from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.scored_text import scored_parts
 from graftlm.files.writing import fill_once
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.training import language_model
@@ -97,7 +98,9 @@ class LengthsConfig(Config):
     tokens_per_pass: int = Field(
         16_384, ge=1, description="Tokens in a forward pass; a longer window gets a separate pass."
     )
-    limit_tokens: int | None = Field(50_000, ge=1, description="Tokens scored per test set; all when null.")
+    limit_tokens: int | None = Field(
+        50_000, ge=1, description="Tokens scored per test set, equal shares of its sources; all when null."
+    )
     precision: Literal["fp32", "bf16"] = "fp32"
 
 
@@ -260,17 +263,22 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
 
     def evaluate(self, trainee: Trainee[LanguageModel, LanguageEvaluation]) -> Measurement:
         model = trainee.model.model
-        by_length = bits_per_byte(
-            model,
-            trainee.evaluation.tokenizer,
-            trainee.evaluation.tests,
-            self.lengths,
-            self.evaluation,
-        )
+        tests = trainee.evaluation.tests
+        scores = score_lengths(model, trainee.evaluation.tokenizer, tests, self.lengths, self.evaluation)
+        by_length = {
+            name: {length: of_length.interval("bits_per_byte") for length, of_length in of_set.items()}
+            for name, of_set in scores.items()
+        }
         metrics = metrics_by_length(by_length, self.data.length)
         metrics["parameters"] = count_parameters(model.parameters())
         row_id = model.config.model_type
-        return Measurement(Row(id=row_id, label=self.label or row_id, metrics=metrics))
+        scored = {}
+        for name, of_set in scores.items():
+            # Every length scores the same tokens.
+            any_length, *_ = of_set.values()
+            scored[name] = scored_parts(any_length, tests[name])
+        row = Row(id=row_id, label=self.label or row_id, metrics=metrics)
+        return Measurement(row, {"scored_text": scored} if scored else {})
 
     def save(
         self,
@@ -283,14 +291,14 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
         language_model.save_model(trainee.model.model, trainee.evaluation.tokenizer, context.folder / "model")
 
 
-def bits_per_byte(
+def score_lengths(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tests: Mapping[str, Sequence[Document]],
     lengths: Sequence[int],
     settings: LengthsConfig,
-) -> dict[str, dict[int, Interval]]:
-    """Measure bits per byte of test sets. Every length scores the same tokens of text.
+) -> dict[str, dict[int, Scores]]:
+    """Score test sets in windows of several lengths. Every length scores the same tokens of text.
 
     Args:
         model: a causal language model.
@@ -300,17 +308,17 @@ def bits_per_byte(
         settings: tokens in a pass, tokens scored per test set, and precision. Its `lengths` are not used.
 
     Returns:
-        {set: {length: bits per byte}}.
+        {set: {length: scores}}.
 
     Raises:
         EvaluationError: a length exceeds the model's positions, or the model predicts NaN or infinity.
         DataError: a set has no token to score.
     """
-    intervals: dict[str, dict[int, Interval]] = {}
+    scores: dict[str, dict[int, Scores]] = {}
     for name, documents in tests.items():
-        intervals[name] = {}
+        scores[name] = {}
         for length in lengths:
-            scores = score(
+            scores[name][length] = score(
                 model,
                 tokenizer,
                 documents,
@@ -319,8 +327,7 @@ def bits_per_byte(
                 precision=settings.precision,
                 limit_tokens=settings.limit_tokens,
             )
-            intervals[name][length] = scores.interval("bits_per_byte")
-    return intervals
+    return scores
 
 
 def metrics_by_length(values: Mapping[str, Mapping[int, Interval]], trained: int) -> dict[str, Metric]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graftlm.evaluation import Aim, Results, Row, value_of
+from graftlm.evaluation.differences import WindowChanges, differences_between
 from graftlm.evaluation.frontier import Frontier
 from graftlm.evaluation.measurement import Measurement
 from graftlm.runs.graft_recipe import Recipe
@@ -28,12 +29,25 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
         measurements: the measurements of the runs, in the order of the rows.
 
     Returns:
-        The results with one row for each run, and for the command train one row for each strength below 1. If the
-        recipe has a forgetting budget, there is an aim for each row whose forgetting was measured.
+        The results with one row for each run, one for each other model that a graft reads, and for the command train
+        one for each strength below 1. If the recipe has a forgetting budget, there is an aim for each row whose
+        forgetting was measured.
     """
     rows = [measurement.row for measurement in measurements]
+    details = _details_by_kind(measurements)
     if isinstance(recipe, GrowthRecipe):
-        rows = recipe.compared(rows)
+        rows = recipe.compared(rows, _windows_by_row(measurements))
+    if isinstance(recipe, Recipe) and name == "compare":
+        # Of a frontier, the rows at a method's own rate.
+        own = [run.id for run in recipe.comparison()]
+        windows = {row_id: found for row_id, found in _windows_by_row(measurements).items() if row_id in own}
+        differences = list(differences_between(windows))
+        if differences:
+            details["method_differences"] = differences
+    for measurement in measurements:
+        for frozen in measurement.details.get("frozen_models", []):
+            if "row" in frozen:
+                rows.append(Row.model_validate(frozen["row"]))
     if name == "train":
         for measurement in measurements:
             rows.extend(_rows_at_strengths(measurement))
@@ -42,16 +56,25 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
         rows,
         seeds=[recipe.training.seed],
         aims=_budget_aims(recipe, measurements),
-        details=_details_by_kind(measurements),
+        details=details,
     )
 
 
+def _windows_by_row(measurements: Sequence[Measurement]) -> dict[str, WindowChanges]:
+    """Return the changes in each window by row id, for the rows that have them."""
+    windows = {}
+    for measurement in measurements:
+        if measurement.details.get("windows"):
+            windows[measurement.row.id] = measurement.details["windows"]
+    return windows
+
+
 def _details_by_kind(measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Return {kind of detail: {row id: detail}}."""
+    """Return {kind of detail: {row id: detail}}, without the numbers of each window."""
     details: dict[str, Any] = {}
     for measurement in measurements:
         for kind, value in measurement.details.items():
-            if value:
+            if value and kind != "windows":
                 details.setdefault(kind, {})[measurement.row.id] = _without_windows(value)
     return details
 

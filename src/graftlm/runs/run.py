@@ -19,7 +19,7 @@ from graftlm.data.rows import DOMAIN_NAMES, NEW
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
 from graftlm.evaluation.cost import MemoryWatch
-from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.measurement import Measurement, TrainingDetails
 from graftlm.files.digests import by_content, digest
 from graftlm.training.config import TrainingConfig
 from graftlm.training.history import read_history
@@ -220,6 +220,7 @@ class TrainingRun(Run):
             measurement = self.evaluate(trainee)
             if summary is not None:
                 measurement.add_metrics(_training_metrics(summary, memory))
+                measurement.details["trained"] = self._training_details(summary, trainee.batches)
                 history = read_history(summary.history)
                 measurement.details["losses"] = [[line["step"], line["loss"]] for line in history]
                 ignored = trainee.batches.ignored_keys() if isinstance(trainee.batches, Mixture) else {}
@@ -229,6 +230,14 @@ class TrainingRun(Run):
                     context.log(f"Keys of messages that the chat template does not read: {names}.")
             self.save(trainee, context, summary, measurement)
         return measurement
+
+    def _training_details(self, summary: TrainingSummary, batches: Batches | None) -> TrainingDetails:
+        return {
+            "learning_rate": self.training.learning_rate,
+            "steps": summary.steps,
+            "rows_per_step": self.training.batch_size,
+            "read": batches.text_read(summary.steps) if isinstance(batches, Mixture) else [],
+        }
 
     def _train(self, trainee: Trainee[Any, Any], context: RunContext) -> TrainingSummary:
         if trainee.batches is None:

@@ -93,7 +93,8 @@ class ModelRegistry:
             if self.shares_batches and not supports_row_groups(graft):
                 raise GraftError(
                     f"The graft {name} replaces or adds modules of the model, so that it would act on the requests of "
-                    "other models in the batch: use it with graft generate, or export it."
+                    "other models in the batch: write backbone and graft as one model (graft export) and serve that as "
+                    "a backbone, or use the graft with graft generate."
                 )
         with self._lock:
             grafts = dict(self._grafts)

@@ -318,6 +318,21 @@ def backbone_of(
     return backbone
 
 
+def backbone_name(folder: str | Path, name: str | Path | None = None) -> str:
+    """Return the name of the model that `backbone_of` loads.
+
+    Args:
+        folder: the folder of a graft or of a model.
+        name: the present name or path of the backbone; None uses the recorded one.
+
+    Raises:
+        ArtifactError: the folder is neither a graft nor a model.
+    """
+    if name is not None:
+        return str(name)
+    return str(folder) if is_model(folder) else read_manifest(folder).backbone.name
+
+
 def is_model(folder: str | Path) -> bool:
     """Return whether a folder, a repository on the hub or a GGUF file is a model rather than a graft."""
     if names_gguf_file(str(folder)):

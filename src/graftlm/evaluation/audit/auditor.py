@@ -21,16 +21,19 @@ from graftlm.evaluation import chat_answers
 from graftlm.evaluation.audit.comparison import TokenComparison, changed_tokens, compare_windows, scores_of
 from graftlm.evaluation.audit.config import AuditConfig
 from graftlm.evaluation.audit.differences import template_difference, tokenizer_difference
-from graftlm.evaluation.audit.loading import Auditable, AuditedModel, load_pair
+from graftlm.evaluation.audit.loading import Auditable, AuditedModel, Change, load_pair
 from graftlm.evaluation.audit.passages import Passage, widest_passages
 from graftlm.evaluation.audit.result import Audit, Conversation
 from graftlm.evaluation.chat_answers import ChatQuestion
+from graftlm.evaluation.divergence import own_text_counts
 from graftlm.evaluation.harness import run_lm_eval
 from graftlm.evaluation.kept_answers import AnswerPair, answer_metrics, compare_answers, worst_answers
+from graftlm.evaluation.remarks import fewer_questions
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
-from graftlm.evaluation.scores import paired_difference, score
+from graftlm.evaluation.scored_text import scored_parts
+from graftlm.evaluation.scores import Scores, paired_difference, score
 from graftlm.evaluation.tasks import Task, measure_task, read_task
-from graftlm.evaluation.windows import Window, cut_windows, limit_scored, own_windows
+from graftlm.evaluation.windows import Window, limited_windows, own_windows
 from graftlm.files.digests import by_content, digest
 from graftlm.progress import progress_bar
 
@@ -41,6 +44,13 @@ _SPILL = "spill"
 _TEXT_METRICS = ("lost", "kl", "changed_tokens")
 # Names of texts that would give the metrics of a text the names of other metrics.
 _TAKEN_NAMES = {"own", "chat", "changed", "stops", "keeps_template", "same_language", "kept_answers", _SPILL}
+
+_NO_QUESTIONS = "No questions were asked, since tokens is 0 and none were named (--prompts)."
+_REMEDIES: dict[Change, str] = {
+    "trained": "train it with more old text or a lower learning rate",
+    "quantized": "keep more bits of its weights, or all",
+    "unknown": "train it with more old text or a lower learning rate, or keep more bits if it was quantized",
+}
 
 Text = str | Path | Sequence[str | Document]
 
@@ -170,6 +180,7 @@ class _Auditor:
         self.compared: list[tuple[str, TokenComparison]] = []
         self.conversations: list[Conversation] = []
         self.pairs: list[AnswerPair] = []
+        self.details: dict[str, object] = {}
 
     def run(self, given: Auditable, out: str | Path | None) -> Audit:
         """Measure everything.
@@ -191,7 +202,14 @@ class _Auditor:
         self._compare_examples()
         self._compare_tasks()
         passages = widest_passages(self.compared, self.base.tokenizer)
-        return Audit(self._results(passages), passages, self.conversations, self.notes, worst_answers(self.pairs))
+        return Audit(
+            results=self._results(passages),
+            passages=passages,
+            conversations=self.conversations,
+            notes=self.notes,
+            worst=worst_answers(self.pairs),
+            remedy=_REMEDIES[self.tuned.change],
+        )
 
     def _sides(self) -> tuple[tuple[AuditedModel, dict[str, Metric]], ...]:
         """Return both models with their metrics."""
@@ -238,6 +256,7 @@ class _Auditor:
     def _compare_own_text(self, samples: Sequence[OwnText]) -> None:
         if not samples:
             return
+        self.details["own_text_counts"] = {"tuned": own_text_counts(samples)}
         windows = list(own_windows(samples))
         compared = self._compare("its own text", windows, "comparing on own text")
         scores = scores_of(compared, side=1).by_document()
@@ -269,10 +288,10 @@ class _Auditor:
 
     def _compare_texts(self) -> None:
         for name, documents in self.documents.items():
-            windows = cut_windows(self.base.tokenizer, documents, self.config.length)
-            limited = list(limit_scored(windows, self.config.limit_tokens))
-            compared = self._compare(name, limited, f"comparing on {name}")
+            windows = limited_windows(self.base.tokenizer, documents, self.config.length, self.config.limit_tokens)
+            compared = self._compare(name, list(windows), f"comparing on {name}")
             base_scores = scores_of(compared, side=0)
+            self._keep_scored(name, base_scores, documents)
             tuned_scores = scores_of(compared, side=1)
             for metrics, scores in ((self.base_metrics, base_scores), (self.tuned_metrics, tuned_scores)):
                 metrics[name] = scores.interval("nats_per_token")
@@ -281,6 +300,12 @@ class _Auditor:
             self.tuned_metrics[f"{name}_lost"] = paired_difference(tuned_scores, base_scores)
             self.tuned_metrics[f"{name}_kl"] = tuned_scores.interval("kl_per_token")
             self.tuned_metrics[f"{name}_changed_tokens"] = changed_tokens(compared)
+
+    def _keep_scored(self, name: str, scores: Scores, documents: Sequence[str | Document]) -> None:
+        """Keep what was scored of a text, for the report."""
+        scored = self.details.setdefault("scored_text", {"base": {}})
+        assert isinstance(scored, dict)
+        scored["base"][name] = scored_parts(scores, documents)
 
     def _score_texts(self) -> None:
         """Measure bits per byte, which do not depend on the tokenizer."""
@@ -295,11 +320,18 @@ class _Auditor:
                     limit_tokens=self.config.limit_tokens,
                 )
                 metrics[f"{name}_bpb"] = scores.interval("bits_per_byte")
+                if model is self.base:
+                    self._keep_scored(name, scores, documents)
 
     def _compare_answers(self, samples: Sequence[OwnText]) -> None:
         questions = self._questions(samples)
+        wanted = len(self.config.prompts) or self.config.answers
         if not questions:
+            if wanted and not self.config.tokens:
+                self.notes.append(_NO_QUESTIONS)
             return
+        if len(questions) < wanted:
+            self.notes.append(fewer_questions(len(questions), wanted))
         if not chat_answers.detects_languages():
             self.notes.append("The language of answers was not detected: install graftlm[audit] for that.")
         both = []
@@ -318,7 +350,19 @@ class _Auditor:
                 both.append(answered)
         self.tuned_metrics.update(chat_answers.behavior_lost(*both))
         self.conversations = list(zip(questions, *both, strict=True))
+        self._note_languages()
         self._compare_kept()
+
+    def _note_languages(self) -> None:
+        """Note how many answers were long enough to detect their language, if not all were."""
+        known = 0
+        for _, base_answer, tuned_answer in self.conversations:
+            known += base_answer.same_language is not None and tuned_answer.same_language is not None
+        if chat_answers.detects_languages() and known < len(self.conversations):
+            self.notes.append(
+                f"Of {len(self.conversations)} questions, {known} have answers of both models that are long enough to "
+                "detect their language; same_language_lost is over these."
+            )
 
     def _questions(self, samples: Sequence[OwnText]) -> list[ChatQuestion]:
         """Return the user's questions, or those of the sampled conversations and as many more as are missing."""
@@ -377,7 +421,7 @@ class _Auditor:
             conversations.append(
                 {"question": question.text, "base": asdict(base_answer), "tuned": asdict(tuned_answer)}
             )
-        details = {
+        details = self.details | {
             "settings": self.config.model_dump(mode="json"),
             "notes": self.notes,
             "passages": [asdict(passage) for passage in passages],

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 Auditable = str | Path | Backbone | GraftedModel
+Change = Literal["trained", "quantized", "unknown"]
+"""How a model was made from another one."""
 
 
 @dataclass
@@ -48,6 +50,7 @@ class AuditedModel:
         model: the backbone's model, or the model that is built on it.
         tokenizer: the model's tokenizer, which may differ from the backbone's.
         is_bare: whether the model is the backbone's as it was loaded, with nothing attached.
+        change: how it was made from the other model, as far as that is known.
         notes: what the user should know about it, one sentence per note.
     """
 
@@ -56,6 +59,7 @@ class AuditedModel:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     is_bare: bool = False
+    change: Change = "unknown"
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -132,7 +136,9 @@ def load_pair(
         same_name = isinstance(base, str | Path) and str(base) == str(tuned)
         second = first if tuned is base or same_name else _load(tuned, first, options)
         if quantize is not None:
-            second = _quantize(second, quantize)
+            quantized = _quantize(second, quantize)
+            quantized.change = "quantized" if second is first else "unknown"
+            second = quantized
         elif second is first:
             second = copy.copy(first)
             second.notes = ["BASE and TUNED are one model, so every difference is zero."]
@@ -148,7 +154,7 @@ def _detach(audited: AuditedModel, given: Auditable) -> None:
 
 def _load(given: Auditable, base: AuditedModel | None, options: _Options) -> AuditedModel:
     if isinstance(given, GraftedModel):
-        loaded = AuditedModel("GraftedModel", given.backbone, given, given.backbone.need_tokenizer())
+        loaded = AuditedModel("GraftedModel", given.backbone, given, given.backbone.need_tokenizer(), change="trained")
     elif isinstance(given, Backbone):
         loaded = AuditedModel.of_backbone(given.name, given)
     elif not isinstance(given, str | Path):
@@ -197,7 +203,8 @@ def _load_graft(folder: str | Path, base: AuditedModel | None, options: _Options
 
 def _with_graft(folder: str | Path, backbone: Backbone) -> AuditedModel:
     grafts = load_grafts(folder, backbone)
-    return AuditedModel(str(folder), backbone, GraftedModel(backbone, grafts), backbone.need_tokenizer())
+    model = GraftedModel(backbone, grafts)
+    return AuditedModel(str(folder), backbone, model, backbone.need_tokenizer(), change="trained")
 
 
 def _load_adapter(folder: Path, base: AuditedModel | None, options: _Options) -> AuditedModel:
@@ -224,13 +231,13 @@ def _load_adapter(folder: Path, base: AuditedModel | None, options: _Options) ->
         tokenizer = backbone.need_tokenizer()
     if not adapted.active_peft_config.is_prompt_learning:
         wrapped = Backbone.wrap(adapted, backbone.tokenizer, str(folder))
-        return AuditedModel(str(folder), wrapped, wrapped.model, tokenizer, notes=notes)
+        return AuditedModel(str(folder), wrapped, wrapped.model, tokenizer, change="trained", notes=notes)
     if base is None:
         raise ArtifactError(
             f"The adapter {folder} learns a prompt, which is not supported for BASE: name its base model as BASE."
         )
     adapted.register_forward_hook(_drop_prompt, with_kwargs=True)
-    return AuditedModel(str(folder), backbone, adapted, tokenizer, notes=notes)
+    return AuditedModel(str(folder), backbone, adapted, tokenizer, change="trained", notes=notes)
 
 
 def _resize_vocabulary(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:

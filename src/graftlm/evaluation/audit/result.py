@@ -13,6 +13,7 @@ from graftlm.evaluation.audit.passages import Passage
 from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion
 from graftlm.evaluation.kept_answers import AnswerPair
 from graftlm.evaluation.metric_text import format_metric, metric_names, metric_title
+from graftlm.evaluation.remarks import remarks
 from graftlm.evaluation.report import write_report
 from graftlm.evaluation.results import Metric, Results
 from graftlm.evaluation.terminal_tables import print_answers, print_side_by_side
@@ -36,6 +37,7 @@ class Audit:
         conversations: questions with the answers of both models.
         notes: what the reader should know, one sentence per note.
         worst: the answers that changed most, see `graftlm.evaluation.kept_answers`.
+        remedy: how to bring a metric below its budget, as the middle of a sentence.
     """
 
     results: Results
@@ -43,6 +45,7 @@ class Audit:
     conversations: list[Conversation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     worst: list[AnswerPair] = field(default_factory=list)
+    remedy: str = "change less of it"
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -58,8 +61,8 @@ class Audit:
         for aim in self.results.aims:
             if not aim.met:
                 raise ForgettingBudgetError(
-                    f"The tuned model has {aim.metric} {aim.measured:.4g}, and the budget is {aim.aim:g}: train it "
-                    "with more old text or a lower learning rate, or raise the budget."
+                    f"The tuned model has {aim.metric} {aim.measured:.4g}, and the budget is {aim.aim:g}: "
+                    f"{self.remedy}, or raise the budget."
                 )
 
     def write(self, folder: str | Path) -> Path:
@@ -87,7 +90,7 @@ class Audit:
             title=f"Audit of {tuned.label.removeprefix('tuned: ')}",
             base=base.label,
             tuned=tuned.label,
-            notes=self.notes,
+            notes=[*self.notes, *remarks(self.results)],
             rows=rows,
             aims=self.results.aims,
             passages=self.passages,

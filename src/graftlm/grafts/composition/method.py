@@ -46,6 +46,7 @@ class Composition(Graft, ReadsModels):
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig
     label = "composition"
+    observed_place = "pair"
     config: CompositionConfig
     blocks: Any
     """A `CrossAttention` for each augmenting model and pair."""

@@ -13,7 +13,7 @@ entries; the last is the weight of the bare backbone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -76,6 +76,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
     label = "token routing"
+    several_adapters: ClassVar[str] = (
+        "for several adapters: list each under experts, with examples of what it is for (texts or sources)"
+    )
     config: TokenRoutingConfig
     centroids: Tensor
     probe: Tensor
@@ -315,6 +318,16 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                 sources[name] = expert.sources
         return sources
 
+    def check_examples(self, names: Collection[str]) -> None:
+        if self._fixed_weights() is not None:
+            return
+        for name, expert in self.config.experts.items():
+            if not expert.texts and name not in names:
+                raise RecipeError(
+                    f"The expert {name} has no examples, so it has no centroid: give some under its texts or sources, "
+                    "or give all experts the same weights for every text (fixed)."
+                )
+
     def fit(self, texts: Mapping[str, Sequence[str]]) -> list[str]:
         """Compute the centroids of every expert from the embeddings of its examples.
 
@@ -334,15 +347,12 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         """
         if self._fixed_weights() is not None:
             return []
+        self.check_examples([name for name, examples in texts.items() if examples])
         embedder = self._need_embedder()
         groups = []
         notes = []
         for name, expert in self.config.experts.items():
             examples = [*expert.texts, *texts.get(name, ())]
-            if not examples:
-                raise RecipeError(
-                    f"The expert {name} has no examples, so it has no centroid: give some under texts or sources."
-                )
             groups.append(embedder.examples(examples))
             notes += [f"Expert {name}: {note}" for note in embedder.notes_on(examples)]
         router = fit_router(self.config, groups)

@@ -124,7 +124,8 @@ class RecordedUser:
     name = "recorded"
 
     def __init__(self, answers: Mapping[str, str] | Sequence[str]) -> None:
-        self._answers = answers
+        # Conversations record answers without outer white space.
+        self._answers = answers if isinstance(answers, Mapping) else [answer.strip() for answer in answers]
 
     def answer(self, conversation: Conversation) -> tuple[str | None, Cost]:
         """Return the next recorded answer, or that to the open question. The cost is 0."""
@@ -136,6 +137,19 @@ class RecordedUser:
         if used < len(self._answers):
             return self._answers[used], Cost()
         return None, Cost()
+
+    def unused(self, conversation: Conversation) -> list[str]:
+        """Return the answers that no question of a conversation has asked for.
+
+        Args:
+            conversation: the conversation after this user's last answer.
+        """
+        if isinstance(self._answers, Mapping):
+            asked = {turn.question.text for turn in conversation.turns if isinstance(turn, AskedTurn)}
+            return [answer for question, answer in self._answers.items() if question not in asked]
+        given = [answer for _, answer in conversation.exchanges]
+        left = self._answers[_overlap(given, self._answers) :]
+        return [answer for answer in left if answer]
 
 
 def _overlap(given: Sequence[str], answers: Sequence[str]) -> int:

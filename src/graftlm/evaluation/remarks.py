@@ -1,0 +1,112 @@
+"""What a reader of results should know before the numbers, as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias, cast
+
+from graftlm.evaluation.measurement import FrozenModel
+from graftlm.evaluation.metric_text import SPEEDS, format_value
+from graftlm.evaluation.results import Results
+from graftlm.evaluation.scored_text import ScoredPart
+
+_ALL = 0.95  # share from which nearly all gates are open
+
+ScoredParts: TypeAlias = Mapping[str, Sequence[ScoredPart]]
+"""What was scored of each test set."""
+
+
+def scored_text(results: Results) -> ScoredParts:
+    """Return what was scored of each test set, which is the same for all rows; empty without test sets."""
+    by_row = cast("Mapping[str, ScoredParts]", results.details.get("scored_text") or {})
+    return next(iter(by_row.values()), {})
+
+
+def remarks(results: Results) -> list[str]:
+    """Return what a reader of results should know, one sentence each.
+
+    Args:
+        results: the results with their details.
+    """
+    return [
+        *_about_tests(results),
+        *_about_own_text(results),
+        *_about_questions(results),
+        *_about_frozen_models(results),
+        *_about_gates(results),
+        *_about_speeds(results),
+    ]
+
+
+def _about_tests(results: Results) -> Iterator[str]:
+    """Yield what was scored of each test set that has several sources, or documents that were not scored."""
+    for name, parts in scored_text(results).items():
+        is_whole = all(part["documents"] == part["of_documents"] for part in parts)
+        if len(parts) > 1 or not is_whole:
+            taken = ", ".join(_part_text(part) for part in parts)
+            yield f"Scored of the test text {name}: {taken}."
+
+
+def _about_own_text(results: Results) -> Iterator[str]:
+    """Yield the numbers of texts behind own_kl and chat_kl, which are the same for all rows."""
+    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("own_text_counts") or {})
+    for counts in list(by_row.values())[:1]:
+        yield f"Own KL is over {counts['texts']:,} sampled texts, of which conversations: {counts['chats']:,}."
+
+
+def _about_questions(results: Results) -> Iterator[str]:
+    """Yield how many questions were asked if there are fewer than there should be."""
+    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("asked_questions") or {})
+    for counts in list(by_row.values())[:1]:
+        if counts["asked"] < counts["wanted"]:
+            yield fewer_questions(counts["asked"], counts["wanted"])
+
+
+def fewer_questions(asked: int, wanted: int) -> str:
+    """Return the remark that a model sampled fewer questions than were to be asked."""
+    return (
+        f"Questions that were asked: {asked} instead of {wanted}, since no more of the user's turns that the model "
+        "sampled came to an end."
+    )
+
+
+def _about_frozen_models(results: Results) -> Iterator[str]:
+    """Yield the other models that grafts read, and why some have no row."""
+    by_row = cast("Mapping[str, Sequence[FrozenModel]]", results.details.get("frozen_models") or {})
+    for row in results.rows:
+        for frozen in by_row.get(row.id, ()):
+            size = format_value("parameters", frozen["parameters"])
+            text = f"{row.label} also runs {frozen['name']}: {frozen['model']}, {size} parameters, frozen."
+            if "problem" in frozen:
+                text += f" It has no row of its own. {frozen['problem']}"
+            yield text
+
+
+def _about_gates(results: Results) -> Iterator[str]:
+    """Yield the rows whose gates are open on nearly all old text."""
+    statistics = cast(
+        "Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]", results.details.get("statistics") or {}
+    )
+    for row in results.rows:
+        of_row = statistics.get(row.id) or {}
+        shares = (of_row.get("open_share") or {}).get("old")
+        if shares and sum(shares) / len(shares) >= _ALL:
+            share = sum(shares) / len(shares)
+            yield (
+                f"{row.label}: its gates are open on {share:.0%} of the old text, so they do not tell it from the new: "
+                "whatever is kept there is not kept by the gates."
+            )
+
+
+def _about_speeds(results: Results) -> Iterator[str]:
+    if any(SPEEDS.intersection(row.metrics) for row in results.rows):
+        yield "Speeds are wall-clock figures of this run, with whatever else the machine did."
+
+
+def _part_text(part: ScoredPart) -> str:
+    text = f"{part['tokens']:,} tokens"
+    if part["source"]:
+        text += f" of {part['source']}"
+    if part["documents"] != part["of_documents"]:
+        text += f" (its first {part['documents']:,} of {part['of_documents']:,} documents)"
+    return text
