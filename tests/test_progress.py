@@ -61,6 +61,14 @@ def test_templates_may_show_the_percentage(clock: Any, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines()[0] == "scoring 10/40,  25%, 1:30 left"
 
 
+def test_a_pipe_gets_no_line_of_short_work(clock: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("training", 3, show=True) as update:
+        for _ in range(3):
+            clock.now += 9.0
+            update(advance=1)
+    assert capsys.readouterr().out == ""
+
+
 def test_nothing_is_shown_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("training", 3, show=False) as update:
         update(advance=3)

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 SECONDS_BETWEEN_LINES = 30.0
+SHARE = "{task.percentage:>3.0f}%"
+"""A column with the share of the steps that are done."""
 
 
 @contextmanager
 def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: Any) -> Iterator[Callable[..., None]]:
     """Show the progress of the work in the block, with an estimate of the remaining time.
 
-    A terminal shows a bar. Other outputs get a line at most every `SECONDS_BETWEEN_LINES` seconds, and a last line if
-    the block ends without an error.
+    A terminal shows a bar. Other outputs get a line at most every `SECONDS_BETWEEN_LINES` seconds. If there were lines
+    and the block ends without an error, the last line has the duration.
 
     Args:
         title: name of the work.
@@ -49,7 +51,7 @@ def progress_bar(title: str, total: int, *columns: Any, show: bool, **fields: An
 
 
 class _ProgressLines:
-    """Prints progress as lines, at most one in `SECONDS_BETWEEN_LINES` seconds, and one at the end."""
+    """Prints progress as lines, at most one in `SECONDS_BETWEEN_LINES` seconds."""
 
     def __init__(
         self,
@@ -82,8 +84,9 @@ class _ProgressLines:
             self._write_line(f"{_minutes(self._seconds_left(now))} left")
 
     def finish(self) -> None:
-        """Print the last line, with the duration of the work."""
-        self._write_line(f"{_minutes(time.monotonic() - self._started_at)} in all")
+        """Print the last line, with the duration of the work, if there were others."""
+        if self._written_at > self._started_at:
+            self._write_line(f"{_minutes(time.monotonic() - self._started_at)} in all")
 
     def _seconds_left(self, now: float) -> float | None:
         done = self._completed - self._start

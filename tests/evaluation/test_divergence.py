@@ -18,7 +18,7 @@ from graftlm.data.own_text import OwnText
 from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.errors import EvaluationError
 from graftlm.evaluation import Scores, value_of
-from graftlm.evaluation.divergence import own_text_metrics, score_own_text
+from graftlm.evaluation.divergence import own_text_metrics
 from graftlm.evaluation.scores import learning_and_forgetting, score, score_windows
 from graftlm.evaluation.windows import own_windows
 from graftlm.grafted.model import GraftedModel
@@ -97,7 +97,7 @@ def test_both_turns_of_a_conversation_count_after_all_that_precedes_them() -> No
     np.testing.assert_allclose(scores.kl, expected, rtol=1e-4)
 
     samples = [chat, free, chat]
-    own = score_own_text(model, tiny_tokenizer(), samples, backbone)
+    own = score_windows(model, tiny_tokenizer(), own_windows(samples), reference=backbone).by_document()
     assert own.tokens.tolist() == [5, 3, 5], "a conversation is one unit"
     metrics = own_text_metrics(own, samples)
     assert value_of(metrics["chat_kl"]) == pytest.approx(sum(expected[:2]) / 5, rel=1e-4)

@@ -13,6 +13,7 @@ from graftlm.data.own_text_sampling import check_backbone, split_template
 from graftlm.data.token_sampler import TokenSampler
 from graftlm.errors import DataError
 from graftlm.files.reading import read_text
+from graftlm.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +42,14 @@ def read_questions(path: str | Path) -> list[str]:
     return questions
 
 
-def sample_questions(backbone: Backbone, count: int, seed: int, model: PreTrainedModel | None = None) -> list[str]:
+def sample_questions(
+    backbone: Backbone,
+    count: int,
+    seed: int,
+    model: PreTrainedModel | None = None,
+    *,
+    progress: bool = False,
+) -> list[str]:
     """Sample different questions of at most 40 tokens and at least three words from the unmodified distribution.
 
     Args:
@@ -49,6 +57,7 @@ def sample_questions(backbone: Backbone, count: int, seed: int, model: PreTraine
         count: maximum number of questions.
         seed: the seed of the questions.
         model: a model that samples instead of the bare backbone, such as a `GraftedModel` on it.
+        progress: whether to show a progress bar.
 
     Returns:
         The questions. There are fewer than `count`, or none, if 128 sampled turns have fewer that end.
@@ -65,13 +74,16 @@ def sample_questions(backbone: Backbone, count: int, seed: int, model: PreTraine
     turn_end = parts.after[0]
     ends = end_ids(backbone.model, tokenizer) | {turn_end}
     questions: dict[str, None] = {}  # an ordered set
-    for number in range(_MAX_BATCHES):
-        if len(questions) >= count:
-            break
-        with sampler.seeded(number):
-            turns = sampler.sample([parts.before] * _BATCH, ends, _TOKENS, temperature=1.0, top_p=1.0)
-        for turn in turns:
-            text = str(tokenizer.decode(turn, skip_special_tokens=True)).strip()
-            if turn and turn[-1] == turn_end and len(text.split()) >= _MIN_WORDS:
-                questions[text] = None
+    with progress_bar("sampling questions", count, show=progress) as update:
+        for number in range(_MAX_BATCHES):
+            if len(questions) >= count:
+                break
+            with sampler.seeded(number):
+                turns = sampler.sample([parts.before] * _BATCH, ends, _TOKENS, temperature=1.0, top_p=1.0)
+            for turn in turns:
+                text = str(tokenizer.decode(turn, skip_special_tokens=True)).strip()
+                is_whole = bool(turn) and turn[-1] == turn_end
+                if is_whole and len(text.split()) >= _MIN_WORDS:
+                    questions[text] = None
+            update(completed=min(len(questions), count))
     return list(questions)[:count]

@@ -20,7 +20,7 @@ from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_questions, template_questions
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
-from graftlm.evaluation.divergence import own_text_counts, own_text_metrics, score_own_text
+from graftlm.evaluation.divergence import own_text_counts, own_text_metrics
 from graftlm.evaluation.inference import LanguageModel
 from graftlm.evaluation.intervals import share_interval
 from graftlm.evaluation.kept_answers import same_answer
@@ -29,11 +29,13 @@ from graftlm.evaluation.models_alone import measure_alone
 from graftlm.evaluation.observations import graft_statistics, observe
 from graftlm.evaluation.results import Interval, Metric, Row
 from graftlm.evaluation.scored_text import scored_parts
-from graftlm.evaluation.scores import Scores, learning_and_forgetting, score
+from graftlm.evaluation.scores import Scores, check_length, learning_and_forgetting, score_windows
 from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back, windows_of
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
+from graftlm.evaluation.windows import Window, limited_windows, own_windows
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.base import ReadsModels
+from graftlm.progress import SHARE, progress_bar
 
 OLD_SET = "old"
 NEW_SET = "new"
@@ -131,6 +133,7 @@ class BackboneEvaluator:
         evaluation: what is measured; the files of its tasks are read now.
         length: tokens per window.
         own_text: texts that the backbone sampled, for own_kl and chat_kl. Without texts, these are not measured.
+        progress: whether to show progress bars.
 
     Raises:
         BackboneError: the backbone has no tokenizer.
@@ -142,6 +145,7 @@ class BackboneEvaluator:
     evaluation: EvaluationConfig
     length: int
     own_text: Sequence[OwnText] = ()
+    progress: bool = False
 
     def __post_init__(self) -> None:
         self.tokenizer = self.backbone.need_tokenizer()
@@ -168,7 +172,7 @@ class BackboneEvaluator:
         if asked is None:
             return []
         if asked == OWN_QUESTIONS:
-            texts = sample_questions(self.backbone, _QUESTIONS, self.evaluation.own_seed)
+            texts = sample_questions(self.backbone, _QUESTIONS, self.evaluation.own_seed, progress=self.progress)
         else:
             texts = read_questions(asked)
         return template_questions(texts, self.tokenizer, remedy=_REMEDY)
@@ -192,13 +196,15 @@ class BackboneEvaluator:
         return self._answers(model, self.questions)
 
     def _answers(self, model: LanguageModel, questions: Sequence[ChatQuestion]) -> list[ChatAnswer]:
-        return answer_questions(
-            model,
-            self.tokenizer,
-            questions,
-            max_new_tokens=_ANSWER_TOKENS,
-            batch_size=self.evaluation.batch_size,
-        )
+        with progress_bar("answering questions", len(questions), SHARE, show=self.progress) as update:
+            return answer_questions(
+                model,
+                self.tokenizer,
+                questions,
+                max_new_tokens=_ANSWER_TOKENS,
+                batch_size=self.evaluation.batch_size,
+                on_batch=lambda answers: update(advance=answers),
+            )
 
     def measure_taught(self, model: LanguageModel, documents: Sequence[Document]) -> dict[str, Interval]:
         """Return `taught_answers`: the share of up to 24 new questions that a model answers as it was taught.
@@ -357,33 +363,40 @@ class BackboneEvaluator:
 
     def _score_tests(self, model: LanguageModel, *, divergence: bool = False) -> dict[str, Scores]:
         """Score the test sets, on new text optionally with the divergence from the bare backbone."""
+        check_length(model, self.length)
         scores = {}
         for name, documents in self.tests.items():
             reference = self.backbone.bare_model if divergence and name == NEW_SET else None
-            scores[name] = score(
+            windows = limited_windows(self.tokenizer, documents, self.length, self.evaluation.limit_tokens)
+            scores[name] = self._score_windows(model, list(windows), reference, f"scoring {name}")
+        return scores
+
+    def _score_windows(
+        self,
+        model: LanguageModel,
+        windows: Sequence[Window],
+        reference: LanguageModel | None,
+        title: str,
+    ) -> Scores:
+        total = sum(window.tokens for window in windows)
+        with progress_bar(title, total, SHARE, show=self.progress) as update:
+            return score_windows(
                 model,
                 self.tokenizer,
-                documents,
-                length=self.length,
+                windows,
                 batch_size=self.evaluation.batch_size,
                 precision=self.evaluation.precision,
-                limit_tokens=self.evaluation.limit_tokens,
                 reference=reference,
+                on_batch=lambda tokens: update(advance=tokens),
             )
-        return scores
 
     def _score_own_text(self, model: LanguageModel) -> Scores | None:
         """Score the backbone's own text; None without such text."""
         if not self.own_text:
             return None
-        return score_own_text(
-            model,
-            self.tokenizer,
-            self.own_text,
-            self.backbone.bare_model,
-            batch_size=self.evaluation.batch_size,
-            precision=self.evaluation.precision,
-        )
+        windows = list(own_windows(self.own_text))
+        scores = self._score_windows(model, windows, self.backbone.bare_model, "scoring own text")
+        return scores.by_document()
 
     def _measure_tasks(self, model: LanguageModel) -> dict[str, TaskResult]:
         results = {}

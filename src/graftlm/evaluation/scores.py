@@ -18,7 +18,7 @@ whose first turn does not end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, Self
@@ -265,17 +265,7 @@ def score(
             predicts NaN or infinity.
         DataError: there is no token to score.
     """
-    if length < 3:
-        raise EvaluationError(
-            f"The length of a window is {length}, but at least 3 tokens are needed: set length (--length, or "
-            "evaluation.length or data.length of a recipe) to 3 or more."
-        )
-    limit = max_sequence_length(model)
-    if limit < length:
-        raise EvaluationError(
-            f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
-            f"set length (--length, or evaluation.length or data.length of a recipe) to {limit} or less."
-        )
+    check_length(model, length)
     windows = limited_windows(tokenizer, documents, length, limit_tokens)
     return score_windows(
         model,
@@ -287,6 +277,25 @@ def score(
     )
 
 
+def check_length(model: LanguageModel, length: int) -> None:
+    """Check the number of tokens of a window.
+
+    Raises:
+        EvaluationError: it is below 3, or exceeds the model's positions.
+    """
+    if length < 3:
+        raise EvaluationError(
+            f"The length of a window is {length}, but at least 3 tokens are needed: set length (--length, or "
+            "evaluation.length or data.length of a recipe) to 3 or more."
+        )
+    limit = max_sequence_length(model)
+    if limit < length:
+        raise EvaluationError(
+            f"Windows of {length} tokens do not fit the model, which has {limit} positions: "
+            f"set length (--length, or evaluation.length or data.length of a recipe) to {limit} or less."
+        )
+
+
 def score_windows(
     model: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -295,6 +304,7 @@ def score_windows(
     batch_size: int = 16,
     precision: Precision = "fp32",
     reference: LanguageModel | None = None,
+    on_batch: Callable[[int], None] = lambda tokens: None,
 ) -> Scores:
     """Score the tokens of windows that were cut before.
 
@@ -305,6 +315,7 @@ def score_windows(
         batch_size: windows per call of the model; it affects speed and memory only.
         precision: see `score`.
         reference: see `score`.
+        on_batch: called with the number of scored tokens after each batch.
 
     Returns:
         The scores in the order of the windows.
@@ -321,7 +332,7 @@ def score_windows(
             chunk = list(islice(windows, batch_size * _SORTED_BATCHES))
             if not chunk:
                 break
-            sums.append(_score_chunk(model, tokenizer, chunk, batch_size, reference))
+            sums.append(_score_chunk(model, tokenizer, chunk, batch_size, reference, on_batch))
             scored += chunk
     if not scored:
         raise DataError("The documents have no token to score: pass at least one document of two tokens or more.")
@@ -335,6 +346,7 @@ def _score_chunk(
     chunk: Sequence[Window],
     batch_size: int,
     reference: LanguageModel | None,
+    on_batch: Callable[[int], None],
 ) -> np.ndarray:
     """Score windows in batches of similar length.
 
@@ -345,7 +357,9 @@ def _score_chunk(
     order = longest_first(chunk)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        sums[rows] = _score_batch(model, tokenizer, [chunk[row] for row in rows], reference)
+        batch = [chunk[row] for row in rows]
+        sums[rows] = _score_batch(model, tokenizer, batch, reference)
+        on_batch(sum(window.tokens for window in batch))
     return sums
 
 

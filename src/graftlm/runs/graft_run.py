@@ -180,6 +180,7 @@ class GraftRun(TrainingRun):
         if self.graft is not None:
             return super().measure(context)
         evaluator = self.evaluator()
+        evaluator.progress = context.progress
         parameters = count_parameters(evaluator.backbone.model.parameters())
         context.log(f"Backbone {evaluator.backbone.name}: {parameters:,} parameters, frozen.")
         return evaluator.measure_backbone(self.label or BACKBONE_ROW, self.id)
@@ -199,6 +200,7 @@ class GraftRun(TrainingRun):
         """
         assert self.graft is not None, "a bare backbone is not trained"
         evaluator = self.evaluator(context.dependencies)
+        evaluator.progress = context.progress
         backbone = evaluator.backbone
         batches = self._batches(backbone, context.dependencies) if self.training.has_steps else None
         set_seed(self.training.seed)

@@ -35,9 +35,8 @@ from graftlm.evaluation.scores import Scores, paired_difference, score
 from graftlm.evaluation.tasks import Task, measure_task, read_task
 from graftlm.evaluation.windows import Window, limited_windows, own_windows
 from graftlm.files.digests import by_content, digest
-from graftlm.progress import progress_bar
+from graftlm.progress import SHARE, progress_bar
 
-_SHARE = "{task.percentage:>3.0f}%"  # of a progress bar
 _OWN_METRICS = ("own_kl", "chat_kl", "changed_tokens")
 _ANSWER_METRICS = ("stops_lost", "keeps_template_lost", "same_language_lost")
 _SPILL = "spill"
@@ -274,7 +273,7 @@ class _Auditor:
     def _compare(self, name: str, windows: Sequence[Window], title: str) -> list[TokenComparison]:
         """Compare both models on windows of the text `name`, with a progress bar."""
         total = sum(window.tokens for window in windows)
-        with progress_bar(title, total, _SHARE, show=self.progress) as update:
+        with progress_bar(title, total, SHARE, show=self.progress) as update:
             compared = compare_windows(
                 self.base.predictor,
                 self.tuned.predictor,
@@ -335,7 +334,7 @@ class _Auditor:
         if not chat_answers.detects_languages():
             self.notes.append("The language of answers was not detected: install graftlm[audit] for that.")
         both = []
-        with progress_bar("answering questions", 2 * len(questions), _SHARE, show=self.progress) as update:
+        with progress_bar("answering questions", 2 * len(questions), SHARE, show=self.progress) as update:
             for model, metrics in self._sides():
                 answered = chat_answers.answer_questions(
                     model.predictor,
@@ -375,7 +374,7 @@ class _Auditor:
         missing = config.answers - len(questions)
         if questions and missing:
             model = None if base.is_bare else base.predictor
-            more = sample_questions(base.backbone, missing, config.seed, model)
+            more = sample_questions(base.backbone, missing, config.seed, model, progress=self.progress)
             questions += chat_answers.template_questions(more, base.tokenizer)
         return questions
 
