@@ -75,6 +75,29 @@ TEMPLATES: dict[str, tuple[str, Sequence[str], tuple[str, ...]]] = {
     "text only": (TEXT_ONLY, (), ()),
     "between turns": (BETWEEN_TURNS, ("<|user|>", "<|assistant|>", "<|sep|>"), ("<|sep|>",)),
 }
+# Templates that take contents in other forms, need other messages, or change contents.
+_PART = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+_CONTENT = "{{ m.content }}"
+_NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+_NEEDS_TOOLS = "{% for t in tools %}{{ t | tojson }}{% else %}{{ raise_exception('no tools') }}{% endfor %}"
+DEMANDING = {
+    "contents in parts": CHATML.replace(_CONTENT, _PART),
+    "the first part": CHATML.replace(_CONTENT, "{{ m.content[0]['text'] }}"),
+    "a system message": _NEEDS_SYSTEM + CHATML,
+    "a system message and parts": _NEEDS_SYSTEM + CHATML.replace(_CONTENT, _PART),
+    "tools": _NEEDS_TOOLS + CHATML,
+    "a system message and tools": _NEEDS_SYSTEM + _NEEDS_TOOLS + CHATML,
+    "titles": CHATML.replace(_CONTENT, "{{ m.content | title }}"),
+    "capitals in parts": CHATML.replace(_CONTENT, _PART.replace("p.text", "p.text | upper")),
+    "no hyphens": CHATML.replace(_CONTENT, "{{ m.content | replace('-', ' ') }}"),
+    "the last part of a content": CHATML.replace(_CONTENT, "{{ m.content.split('-')[-1] }}"),
+    "no blanks": CHATML.replace(_CONTENT, "{{ m.content | replace(' ', '') }}"),
+    "short contents": CHATML.replace(_CONTENT, "{{ m.content[:12] }}"),
+    "quoted contents": CHATML.replace(_CONTENT, "{{ m.content | tojson }}"),
+    "an end between turns, in titles": BETWEEN_TURNS.replace(_CONTENT, "{{ m.content | title }}").replace(
+        "<|sep|>", "<|im_end|>"
+    ),
+}
 TALK = [
     {"role": "user", "content": "Who keeps the light?"},
     {"role": "assistant", "content": "Oda."},
@@ -125,9 +148,23 @@ def test_the_markers_behind_an_answer_end_it(name: str, special: bool) -> None:
     assert turn_end_ids(tokenizer, chat_template="{{ messages[-1].content }}<eos>") == (EOS,)
 
 
+@pytest.mark.parametrize("name", DEMANDING)
+def test_the_end_of_an_answer_is_found_whatever_the_template_does_with_contents(name: str) -> None:
+    tokenizer = with_template(DEMANDING[name], ("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>"))
+    (end,) = turn_end_ids(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(end) == "<|im_end|>"
+    chat = read_chat([{"role": "system", "content": "Be brief."}, *TALK], "row", [{"name": "look", "description": "-"}])
+    ids, predicted, _ = chat_tokens(tokenizer, chat)
+    edges = np.flatnonzero(np.diff(predicted.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    assert [ids[stop - 1] for _, stop in edges] == [end, end], "training teaches the same end"
+
+
 def test_without_a_template_that_works_a_text_s_end_is_an_answer_s() -> None:
-    tokenizer = with_template("{{ raise_exception('no') }}", ())
-    assert turn_end_ids(tokenizer) == ()
+    for template in ("{{ raise_exception('no') }}", "{{ messages[0].content }}<|im_end|>"):
+        tokenizer = with_template(template, ("<|im_end|>",))
+        with pytest.warns(UserWarning, match="EOS tokens alone"):
+            assert turn_end_ids(tokenizer) == ()
+        assert turn_end_ids(tokenizer) == (), "it is said once"
     tokenizer.chat_template = None
     assert answer_end_ids(tiny_model("llama"), tokenizer) == {EOS}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graftlm.backbone import Backbone
 from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
-from graftlm.data.chat_templates import HERMES, render_messages, template_form
+from graftlm.backbone.chat_templates import HERMES, render_messages, template_form
 from graftlm.data.chats import chat_tokens, render_chat, render_question
 from graftlm.data.conversations import ChatExample, read_chat, read_messages, read_tools
 from graftlm.errors import DataError

@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 from pydantic import BaseModel, Field
 
 from graftlm.backbone import Backbone
-from graftlm.data.chat_templates import CallText
+from graftlm.backbone.chat_templates import CallText
 from graftlm.errors import RecipeError
 from graftlm.serving import grammars
 from graftlm.serving.protocol import EngineLimits, ServingError

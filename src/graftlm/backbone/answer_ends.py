@@ -6,20 +6,39 @@ the special tokens that the template puts behind a turn of the assistant, beside
 
 from __future__ import annotations
 
+import os.path
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from graftlm.backbone.chat_templates import Message, Tool, common_ending, render_messages
 from graftlm.backbone.tokens import end_ids
 from graftlm.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Placeholders that show what a template puts behind a turn.
-_QUESTION = "the-content-of-the-user"
-_ANSWER = "the-content-of-the-assistant"
+# Contents of trial turns. Two of them with different first and last letters show where a content begins and ends.
+_QUESTIONS = ("one", "two")
+_ANSWERS = ("yes", "no")
+_SYSTEM: Message = {"role": "system", "content": "three"}
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "four",
+        "description": "-",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+# System messages and tools with which trial turns are rendered, since some templates demand them.
+_SURROUNDINGS: tuple[tuple[tuple[Message, ...], tuple[Tool, ...]], ...] = (
+    ((), ()),
+    ((_SYSTEM,), ()),
+    ((), (_TOOL,)),
+    ((_SYSTEM,), (_TOOL,)),
+)
 
 
 def answer_end_ids(
@@ -49,8 +68,8 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, *, chat_template: str | Non
         chat_template: a template that replaces the tokenizer's own.
 
     Returns:
-        Token ids, in the order of the template. There are none without a template, or if it can't render a question
-        with its answer.
+        Token ids, in the order of the template. There are none without a template, and, with a warning, if it can't
+        render a question with its answer.
     """
     template = chat_template or tokenizer.chat_template
     if not template:
@@ -62,17 +81,27 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase, *, chat_template: str | Non
 @lru_cache(maxsize=4)
 def _turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: str | None, size: int) -> tuple[int, ...]:
     """Return `turn_end_ids` of a template. `size` is the number of tokens, which may grow."""
-    question = {"role": "user", "content": _QUESTION}
-    answer = {"role": "assistant", "content": _ANSWER}
-    ending = _text_behind_answer(tokenizer, [question, answer], template)
+    answered, other = (_render(tokenizer, template, _QUESTIONS[0], answer) for answer in _ANSWERS)
+    if answered == other:
+        _warn_of_unknown_end(answered)
+        return ()
+    ending = common_ending(answered, other)
     ids = marker_ids(tokenizer, ending)
     if _has_other_text(tokenizer, ending, ids):
         ids = ids[:1]
     if not ids:
-        ending = _text_behind_answer(tokenizer, [question, answer, question], template)
-        between, _, _ = ending.partition(_QUESTION)
-        ids = marker_ids(tokenizer, between)[:1]
+        ids = marker_ids(tokenizer, _text_between_turns(tokenizer, template))[:1]
     return tuple(dict.fromkeys(ids))
+
+
+def _warn_of_unknown_end(rendered: str) -> None:
+    found = "does not write the answer to a short question" if rendered else "can't render a short question and answer"
+    warnings.warn(
+        f"The chat template {found}, so the tokens with which it ends an answer are unknown: generation ends answers "
+        "with the model's own EOS tokens alone, and may go on behind the end that training teaches. Set another "
+        "chat_template.",
+        stacklevel=4,
+    )
 
 
 def marker_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -95,17 +124,28 @@ def _has_other_text(tokenizer: PreTrainedTokenizerBase, text: str, markers: Sequ
     return bool(text.strip())
 
 
-def _text_behind_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], chat_template: str | None
-) -> str:
-    """Return what the template renders behind the first answer; empty if it can't render the messages."""
-    # A template is a program of the checkpoint, and may raise anything. Whoever renders a real conversation reports it.
-    try:
-        rendered = tokenizer.apply_chat_template(list(messages), chat_template=chat_template, tokenize=False)
-    except Exception:
-        return ""
-    _, _, ending = str(rendered).partition(_ANSWER)
-    return ending
+def _text_between_turns(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+    """Return what the template renders between an answer and the next question; empty if it can't render them."""
+    question, next_question = _QUESTIONS
+    answer, other_answer = _ANSWERS
+    turns = _render(tokenizer, template, question, answer, question)
+    start = len(turns) - len(common_ending(turns, _render(tokenizer, template, question, other_answer, question)))
+    before = os.path.commonprefix([turns, _render(tokenizer, template, question, answer, next_question)])
+    return before[start:]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, template: str | None, *contents: str) -> str:
+    """Return turns of user and assistant as training renders them; empty if the template can't render them."""
+    turns: list[Message] = []
+    for number, content in enumerate(contents):
+        turns.append({"role": "assistant" if number % 2 else "user", "content": content})
+    for before, tools in _SURROUNDINGS:
+        # A template is a program of the checkpoint, and may raise anything.
+        try:
+            return render_messages(tokenizer, [*before, *turns], tools, template=template)
+        except Exception:
+            continue
+    return ""
 
 
 @dataclass(frozen=True)

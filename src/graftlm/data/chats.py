@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graftlm.data.answer_endings import behind_marker, endings, with_end
-from graftlm.data.chat_templates import render_messages, template_inputs
-from graftlm.data.conversations import ChatExample, Message, read_messages
+from graftlm.backbone.chat_templates import Message, common_ending, render_messages, template_inputs
+from graftlm.data.conversations import ChatExample, read_messages
 from graftlm.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTENT = "the-content-of-the-turn"  # a placeholder that shows what the template puts after the content of a turn
+_CONTENTS = ("yes", "no")  # placeholders that show what the template puts after the content of a turn
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -99,13 +99,15 @@ def _turn_bounds(chat: ChatExample, number: int, text: str, tokenizer: PreTraine
 def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the end of a turn that the template renders differently inside a conversation than at its end."""
     turn = chat.messages[number]
-    placeholder = {**turn, "content": _CONTENT}
-    marked = replace(chat, messages=(*chat.messages[:number], placeholder))
-    try:
-        rendered = _render(marked, tokenizer, number + 1)
-    except DataError:  # the template may not write text beside calls
-        raise _prefix_error(chat, number) from None
-    _, _, ending = rendered.partition(_CONTENT)
+    rendered = []
+    for content in _CONTENTS:
+        placeholder = {**turn, "content": content}
+        marked = replace(chat, messages=(*chat.messages[:number], placeholder))
+        try:
+            rendered.append(_render(marked, tokenizer, number + 1))
+        except DataError:  # the template may not write text beside calls
+            raise _prefix_error(chat, number) from None
+    ending = common_ending(*rendered)
     calls = turn.get("tool_calls", ())
     last_call = ending.rfind(calls[-1]["function"]["name"]) if calls else 0  # which the end must not cut off
     found = [end for end in endings(tokenizer, ending) if len(end) > last_call]

@@ -12,13 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from graftlm.backbone.chat_templates import Message, Tool
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError
-
-Message = dict[str, Any]
-"""A message in the form of chat templates: `role`, `content` (text), `tool_calls` if there are any, and other keys."""
-Tool = Message
-"""A tool in the form of chat templates: `type` and `function`, which has a name, and mostly a JSON schema."""
 
 _ROLES = {
     "system": "system",

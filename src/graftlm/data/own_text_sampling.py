@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from rich.progress import MofNCompleteColumn
 
 from graftlm.backbone import Backbone, answer_end_ids, end_ids, leading_bos, max_sequence_length
-from graftlm.data.chat_templates import render_messages
+from graftlm.backbone.chat_templates import render_messages
 from graftlm.data.own_text import OwnText, batch_line, first_samples, key_line, read_complete_batches
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.data.token_sampler import TokenSampler

@@ -30,7 +30,7 @@ from graftlm.backbone import (
 from graftlm.backbone.load import has_chat_template
 from graftlm.config import Config
 from graftlm.data.chats import render_question
-from graftlm.data.conversations import Message
+from graftlm.backbone.chat_templates import Message
 from graftlm.errors import DataError, GraftError
 from graftlm.files.reading import decode_utf8
 from graftlm.grafted.model import GraftedModel

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from llguidance import LLMatcher
 
 from graftlm.backbone import Stops
-from graftlm.data.chat_templates import HERMES, CallText
-from graftlm.data.conversations import Message, Tool, read_messages, read_tools
+from graftlm.backbone.chat_templates import HERMES, CallText, Message, Tool
+from graftlm.data.conversations import read_messages, read_tools
 from graftlm.errors import DataError
 from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_prompt, check_tokens
 from graftlm.serving.request_schema import (

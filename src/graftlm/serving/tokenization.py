@@ -17,8 +17,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from graftlm.backbone import Backbone, Stops, read_stops, turn_end_ids
 from graftlm.backbone.detokenizer import is_byte_level
-from graftlm.data.chat_templates import HERMES, CallText, as_plain_text, render_messages, template_form
-from graftlm.data.conversations import Message, Tool
+from graftlm.backbone.chat_templates import (
+    HERMES,
+    CallText,
+    Message,
+    Tool,
+    as_plain_text,
+    render_messages,
+    template_form,
+)
 from graftlm.errors import DataError
 from graftlm.serving.protocol import ServingError
 

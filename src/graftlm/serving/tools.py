@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher
 
 from graftlm.backbone.detokenizer import longest_beginning
-from graftlm.data.chat_templates import CLOSE, HERMES, OPEN, CallText
+from graftlm.backbone.chat_templates import CLOSE, HERMES, OPEN, CallText
 from graftlm.serving.grammars import JSON_OPTIONS, GrammarCompiler, checked_schema, quoted
 from graftlm.serving.protocol import ServingError
 

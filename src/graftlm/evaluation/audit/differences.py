@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.data.chat_templates import render_messages
+from graftlm.backbone.chat_templates import render_messages
 from graftlm.errors import first_line
 
 _CONVERSATION = (("user", "Where?"), ("assistant", "There."), ("user", "Why?"))

@@ -9,6 +9,7 @@ between `<tool_call>` and `</tool_call>`.
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,15 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from graftlm.data.conversations import Message, Tool
 from graftlm.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+"""A message in the form of chat templates: `role`, `content` (text), `tool_calls` if there are any, and other keys."""
+Tool = Message
+"""A tool in the form of chat templates: `type` and `function`, which has a name, and mostly a JSON schema."""
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -28,7 +33,7 @@ _WRITTEN_KEYS = {"role", "content", "tool_calls"}
 _LINKS = ("name", "tool_call_id")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers gives templates all of them
 _SPECIAL_TOKENS = "{% set bos_token, eos_token, unk_token, pad_token = '<s>', '</s>', '<unk>', '<pad>' %}"
-_TEXT, _RESULT, _TOOL, _SECOND = "trial text", "trial result", "trial_tool", "trial_second"
+_TEXT, _RESULT, _TOOL, _SECOND = "sometext", "someresult", "trial_tool", "trial_second"
 _KEY, _VALUE = "trial_key", "trial_value"
 _ARGUMENTS = re.compile(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}"\s*\}}')
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -39,6 +44,7 @@ _TRIAL_TOOL: Tool = {
 }
 _OTHER_TOOL: Tool = {"type": "function", "function": {"name": "other", "description": "-", "parameters": _SCHEMA}}
 _QUESTION: Message = {"role": "user", "content": "trial question"}
+_SYSTEM: Message = {"role": "system", "content": "trial instructions"}
 _RESULT_MESSAGE: Message = {"role": "tool", "content": _RESULT, "name": _TOOL, "tool_call_id": "trial0000"}
 
 
@@ -111,7 +117,7 @@ def render_messages(
 
     Args:
         tokenizer: the tokenizer.
-        messages: the messages, in the form of `graftlm.data.conversations`.
+        messages: the messages, with a role, a content that is text, and other keys.
         tools: the tools that the model may call, in the same form.
         header: end with the beginning of an answer of the assistant.
         template: replaces the tokenizer's own template.
@@ -155,6 +161,17 @@ def template_inputs(
     if form.parts:
         return [_with_parts(message) for message in calls_changed], list(tools)
     return calls_changed, list(tools)
+
+
+def common_ending(first: str, second: str) -> str:
+    """Return what a chat template puts behind a content, from renderings of two contents with different last letters.
+
+    It is found even if the template changes the case, the blanks or the length of contents, and is empty if it writes
+    no content.
+    """
+    if first == second:
+        return ""
+    return os.path.commonprefix([first[::-1], second[::-1]])[::-1]
 
 
 def ignored_keys(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Iterator[str]:
@@ -246,7 +263,7 @@ def template_form(template: str) -> TemplateForm:
         if f"'{_KEY}'" in written:  # an object of Python instead of JSON
             continue
         written = _render_question(template, call, _RESULT_MESSAGE)
-        if written is None or _RESULT not in written:
+        if not _has(written, _RESULT):
             continue
         return replace(
             form,
@@ -260,17 +277,20 @@ def template_form(template: str) -> TemplateForm:
 def _takes_parts(template: str) -> bool:
     """Return whether a template writes contents that are lists of parts, and not those that are text."""
     answer: Message = {"role": "assistant", "content": _TEXT}
-    written = _render(template, [_QUESTION, answer])
-    if written is not None and _TEXT in written:
+    if _has(_render(template, [_QUESTION, answer]), _TEXT):
         return False
-    written = _render(template, [_with_parts(_QUESTION), _with_parts(answer)])
-    return written is not None and _TEXT in written
+    return _has(_render(template, [_with_parts(_QUESTION), _with_parts(answer)]), _TEXT)
+
+
+def _has(written: str | None, content: str) -> bool:
+    """Return whether a rendering has a content, whose case the template may change."""
+    return written is not None and content in written.casefold()
 
 
 def _writes(template: str, answer: Message, *parts: str) -> bool:
     """Return whether a template writes all parts of an answer, or refuses it itself."""
     written = _render_question(template, answer)
-    return written is None or all(part in written for part in parts)
+    return written is None or all(_has(written, part) for part in parts)
 
 
 def _answer(form: TemplateForm, text: str, *names: str) -> Message:
@@ -289,15 +309,21 @@ def _answer(form: TemplateForm, text: str, *names: str) -> Message:
     return _with_parts(answer) if form.parts else answer
 
 
+def _answer_of(form: TemplateForm, text: str) -> Message:
+    """Return an answer without calls, in the form of the template."""
+    answer: Message = {"role": "assistant", "content": text}
+    return _with_parts(answer) if form.parts else answer
+
+
 def _call_text(template: str, form: TemplateForm) -> CallText | None:
     """Return how a template writes a call, or None if it does not write name and JSON arguments in this order."""
     header = _render_question(template, header=True)
     called = _render_question(template, _answer(form, "", _TOOL))
-    answered = _render_question(template, {"role": "assistant", "content": _TEXT})
-    if header is None or called is None or answered is None or not called.startswith(header):
+    answered = _render_question(template, _answer_of(form, "yes"))
+    other = _render_question(template, _answer_of(form, "no"))
+    if header is None or called is None or answered is None or other is None or not called.startswith(header):
         return None
-    _, _, ending = answered.partition(_TEXT)
-    written = called[len(header) :].removesuffix(ending)
+    written = called[len(header) :].removesuffix(common_ending(answered, other))
     before, name, rest = written.partition(_TOOL)
     arguments = _ARGUMENTS.search(rest)
     if not name or arguments is None:
@@ -323,7 +349,21 @@ def _render(
     *,
     header: bool = False,
 ) -> str | None:
-    """Return a rendered trial conversation, or None if the template raises an error."""
+    """Return a rendered trial conversation, or None if the template raises an error.
+
+    If it raises an error without a system message, it is rendered with one.
+    """
+    written = _render_as_given(template, messages, tools, header=header)
+    if written is not None or messages[0]["role"] == "system":
+        return written
+    in_parts = isinstance(messages[0]["content"], list)
+    system = _with_parts(_SYSTEM) if in_parts else _SYSTEM
+    return _render_as_given(template, [system, *messages], tools, header=header)
+
+
+def _render_as_given(
+    template: str, messages: Sequence[Message], tools: Sequence[Tool], *, header: bool
+) -> str | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
