@@ -229,3 +229,5 @@ def test_a_chat_model_reads_a_chat(local: LocalModel) -> None:
     assert text.startswith("<bos>system: A text is to be put into French."), "this tokenizer adds none of its own"
     assert text.endswith("Are you sure?\n</text>\nassistant:")
     assert chat.generate(PROMPT).cost.new_tokens == 2
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("m['content']", "m['content'][0]['text']")
+    assert chat.prompt_text(PROMPT) == text, "a template may take contents in parts"

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftlm.backbone import Backbone
-from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
 from graftlm.backbone.chat_templates import HERMES, render_messages, template_form
+from graftlm.data import DataConfig, SourceConfig, build_documents, build_mixture
 from graftlm.data.chats import chat_tokens, render_chat, render_question
 from graftlm.data.conversations import ChatExample, read_chat, read_messages, read_tools
 from graftlm.errors import DataError
@@ -264,7 +264,36 @@ def test_a_null_that_json_has_is_an_argument(tmp_path: Path) -> None:
 def test_maps_of_arrow_are_objects() -> None:
     call = {"function": {"name": "f", "arguments": [("port", "a"), ("day", None)]}}
     chat = read_chat([ASKED, {"role": "assistant", "tool_calls": [call]}], "a test", padded=True)
-    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"port": "a"}
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"port": "a", "day": None}, "no padding"
+    call["function"]["arguments"] = []
+    chat = read_chat([ASKED, {"role": "assistant", "tool_calls": [call]}], "a test", padded=True)
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {}, "an empty map"
+
+
+def test_nulls_of_json_text_are_values_wherever_the_text_stands(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    arguments = {"port": None, "days": {"of": None, "in": [None, 1]}}
+    tool = {"name": "f", "parameters": {"properties": {"port": {"type": "string", "default": None}}}}
+    calls = [{"name": "f", "arguments": arguments}]
+    rows = [
+        {"messages": json.dumps(called(**arguments)), "tools": json.dumps([tool])},
+        {"messages": json.dumps([ASKED, {"from": "function_call", "value": json.dumps(calls)}]), "tools": None},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "texts.parquet")
+    nested = [{"role": "assistant", "tool_calls": json.dumps(calls)}, {"role": "assistant", "tool_calls": None}]
+    rows_of_lists = [
+        {"messages": [ASKED, nested[0]], "tools": [json.dumps(tool)]},
+        {"messages": [ASKED, {"role": "function_call", "content": json.dumps(calls)}], "tools": None},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows_of_lists), tmp_path / "lists.parquet")
+    for name in ("texts", "lists"):
+        source = SourceConfig(path=str(tmp_path / f"{name}.parquet"), messages_column="messages")
+        chats = [document.chat for document in build_documents([source]) if document.chat is not None]
+        for chat in chats:
+            assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+        assert [chat.tools for chat in chats] == [({"type": "function", "function": tool},), ()]
 
 
 def test_columns_of_lists_are_messages() -> None:
@@ -336,8 +365,49 @@ def test_an_empty_turn_may_be_context() -> None:
     assert learned_texts("nothing of tools", chat) == ["At noon.<|end|>"]
 
 
+def test_marks_of_parts_that_agree_with_their_message_are_fine() -> None:
+    parts = [{"type": "text", "text": "At "}, {"type": "text", "text": "noon.", "train": True}]
+    asked = {"role": "user", "content": [{"type": "text", "text": "When?", "train": False}]}
+    chat = read_chat([asked, {"role": "assistant", "content": parts}], "a test")
+    assert (chat.answers, chat.learned) == ("At noon.", [1])
+    context = {"role": "assistant", "content": [part | {"train": False} for part in parts], "weight": 0}
+    assert read_chat([asked, context, asked, TOLD], "a test").learned == [3]
+
+
+# --- results of parallel calls ---------------------------------------------------------------------------------------
+
+
+def parallel(*results: tuple[str | None, str], ids: Any = ("p", "o")) -> list[dict[str, Any]]:
+    """A question, calls of two ports, their results, each with the id of a call, and an answer."""
+    made = [{"id": id_, "type": "function", "function": {"name": "tide", "arguments": {}}} for id_ in ids]
+    told = [{"role": "tool", "content": content, "tool_call_id": id_} for id_, content in results]
+    return [ASKED, {"role": "assistant", "content": "", "tool_calls": made}, *told, TOLD]
+
+
+@pytest.mark.parametrize(
+    ("messages", "contents"),
+    [
+        (parallel(("o", "at nine"), ("p", "at six")), ["at six", "at nine"]),
+        (parallel(("p", "at six"), ("o", "at nine")), ["at six", "at nine"]),
+        (parallel(("p", "at six")), ["at six"]),
+        (parallel((None, "at nine"), (None, "at six")), ["at nine", "at six"]),
+        (parallel(("o", "at nine"), ("p", "at six"), ids=(None, None)), ["at nine", "at six"]),
+        (parallel(("c", "third"), ("a", "first"), ("b", "second"), ids=("a", "b", "c")), ["first", "second", "third"]),
+    ],
+)
+def test_results_are_in_the_order_of_the_calls_that_they_name(messages: Any, contents: list[str]) -> None:
+    again = [*messages, *messages]
+    for found in (list(read_chat(again, "a test").messages), read_messages(again, "a test")):
+        assert [message["content"] for message in found if message["role"] == "tool"] == contents * 2
+        assert [message["role"] for message in found] == [message["role"] for message in again]
+    prompt, answer = messages[:-1], messages[-1:]
+    chat = read_chat(answer, "a test", prompt=prompt)
+    assert [message["content"] for message in chat.messages if message["role"] == "tool"] == contents
+
+
 # --- what can't be used ----------------------------------------------------------------------------------------------
 
+PART = {"type": "text", "text": "a"}
 OTHER_SYSTEM = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, ASKED, TOLD]
 
 
@@ -369,6 +439,28 @@ def answered(**keys: Any) -> list[Any]:
         ([{"role": "user", "content": [{"type": "text"}]}, TOLD], "message 1"),
         (OTHER_SYSTEM, "message 2 has the role system"),
         ([ASKED, TOLD, TOLD], "message 3 has the role assistant"),
+        ([ASKED, TOLD | {"mask": 1}], "mask"),
+        ([ASKED | {"video": "a.mp4"}, TOLD], "video"),
+        (answered(refusal="I will not."), "refusal"),
+        ([ASKED, {"role": "assistant", "content": None, "refusal": "I will not."}], "refusal"),
+        ([ASKED, {"role": "assistant", "content": [PART | {"train": False}, PART | {"train": True}]}], "part 1"),
+        ([ASKED, {"role": "assistant", "content": [PART, PART | {"weight": 0}]}], "part 2"),
+        ([ASKED, {"role": "assistant", "content": [PART | {"train": True}], "train": False}, ASKED, TOLD], "part 1"),
+        ([ASKED, {"role": "assistant", "content": [PART | {"train_detail": []}, PART | {"mask": 0}]}], "part 2"),
+        ([{"role": "user", "content": [PART | {"train": True}]}, TOLD], "part 1"),
+        (parallel(("x", "a"), ("p", "b")), "'x'"),
+        (parallel(("p", "a"), ("p", "b")), "message 3"),
+        (parallel(("p", "a"), (None, "b")), "message 4"),
+        (parallel(("p", "a"), ("p", "b"), ids=("p", "p")), "several calls"),
+        (parallel(("o", "a")), "'p'"),
+        ([ASKED, TOLD | {"content": "a\ud83d"}], "message 2"),
+        ([ASKED | {"name": "\udc00"}, TOLD], "message 1"),
+        (answered(tool_calls=[{"name": "f", "arguments": {"\ud83d": 1}}]), "message 2"),
+        (answered(tool_calls=[{"name": "f", "arguments": '{"a": ["\\ud83d"]}'}]), "message 2"),
+        (answered(tool_calls=[{"name": "f", "arguments": '{"a": 1e400}'}]), "inf"),
+        (answered(tool_calls=[{"name": "f", "arguments": {"a": [float("nan")]}}]), "nan"),
+        (answered(tool_calls=[{"name": "f", "arguments": '{"a": 1, "a": 2}'}]), "'a'"),
+        ('[{"role": "user", "content": "a", "content": "b"}]', "'content'"),
         ("[", "JSON"),
         ({"role": ["user"], "content": []}, "messages"),
     ],
@@ -390,6 +482,9 @@ def test_a_conversation_that_can_t_be_used_is_named(messages: Any, found: str) -
         ([{"type": "web_search"}], "web_search"),
         ([{"name": "f", "parameters": [1]}], "parameters"),
         ([TIDE, TIDE], "'tide'"),
+        ([{"name": "f", "description": "a\ud83d"}], "tool 1"),
+        ([{"name": "f", "parameters": '{"default": 1e400}'}], "tool 1"),
+        ('[{"name": "f", "name": "g"}]', "'name'"),
     ],
 )
 def test_tools_that_can_t_be_used_are_named(tools: Any, found: str) -> None:
@@ -431,7 +526,7 @@ def test_a_template_that_refuses_is_quoted(template: str, messages: Any, tools: 
     ("template", "answer"),
     [
         ("calls where there is no content", CALLED | {"content": "look"}),
-        ("the first call", CALLED | {"tool_calls": [CALL, CALL]}),
+        ("the first call", CALLED | {"tool_calls": [CALL, CALL | {"id": "c2"}]}),
     ],
 )
 def test_a_template_that_would_drop_a_part_of_a_message_is_named(template: str, answer: Any) -> None:

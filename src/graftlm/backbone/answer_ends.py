@@ -6,14 +6,15 @@ the special tokens that the template puts behind a turn of the assistant, beside
 
 from __future__ import annotations
 
-import os.path
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from graftlm.backbone.chat_templates import Message, Tool, common_ending, render_messages
+from graftlm.backbone.text_parts import common_length
 from graftlm.backbone.tokens import end_ids
 from graftlm.errors import DataError
 
@@ -130,8 +131,8 @@ def _text_between_turns(tokenizer: PreTrainedTokenizerBase, template: str | None
     answer, other_answer = _ANSWERS
     turns = _render(tokenizer, template, question, answer, question)
     start = len(turns) - len(common_ending(turns, _render(tokenizer, template, question, other_answer, question)))
-    before = os.path.commonprefix([turns, _render(tokenizer, template, question, answer, next_question)])
-    return before[start:]
+    stop = common_length(turns, _render(tokenizer, template, question, answer, next_question))
+    return turns[start:stop]
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, template: str | None, *contents: str) -> str:
@@ -140,11 +141,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, template: str | None, *contents:
     for number, content in enumerate(contents):
         turns.append({"role": "assistant" if number % 2 else "user", "content": content})
     for before, tools in _SURROUNDINGS:
-        # A template is a program of the checkpoint, and may raise anything.
-        try:
+        with suppress(Exception):  # A template is a program of the checkpoint, and may raise anything.
             return render_messages(tokenizer, [*before, *turns], tools, template=template)
-        except Exception:
-            continue
     return ""
 
 

@@ -9,7 +9,6 @@ between `<tool_call>` and `</tool_call>`.
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from graftlm.backbone.text_parts import common_length
 from graftlm.errors import DataError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def common_ending(first: str, second: str) -> str:
     """
     if first == second:
         return ""
-    return os.path.commonprefix([first[::-1], second[::-1]])[::-1]
+    return first[len(first) - common_length(first[::-1], second[::-1]) :]
 
 
 def ignored_keys(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Iterator[str]:
@@ -361,9 +361,7 @@ def _render(
     return _render_as_given(template, [system, *messages], tools, header=header)
 
 
-def _render_as_given(
-    template: str, messages: Sequence[Message], tools: Sequence[Tool], *, header: bool
-) -> str | None:
+def _render_as_given(template: str, messages: Sequence[Message], tools: Sequence[Tool], *, header: bool) -> str | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:

@@ -83,7 +83,7 @@ def continuation_ids(
     return _encode(tokenizer, text, split_special_tokens=split_special_tokens).ids
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Return the length of the common beginning of two sequences."""
     length = 0
     for item, other in zip(first, second, strict=False):

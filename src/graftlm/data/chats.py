@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graftlm.data.answer_endings import behind_marker, endings, with_end
 from graftlm.backbone.chat_templates import Message, common_ending, render_messages, template_inputs
+from graftlm.data.answer_endings import behind_marker, endings, with_end
 from graftlm.data.conversations import ChatExample, read_messages
 from graftlm.errors import DataError, first_line
 

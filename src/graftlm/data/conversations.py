@@ -6,13 +6,14 @@ nulls that Arrow puts where another row has a key. What can't be used is refused
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from graftlm.backbone.chat_templates import Message, Tool
+from graftlm.data.call_results import result_order
+from graftlm.data.json_values import check_writable, parsed, unpadded
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError
 
@@ -42,7 +43,17 @@ _ALLOWED_BEFORE = {
     "tool": ("assistant", "tool"),
 }
 _MARKS = ("weight", "train", "trainable", "loss", "loss_mask")  # keys that say whether a turn is learned
-_REFUSED_KEYS = ("train_detail", "training_detail", "images", "audio", "audios", "videos")
+_REFUSED_KEYS = (
+    "train_detail",
+    "training_detail",
+    "mask",
+    "image",
+    "images",
+    "audio",
+    "audios",
+    "video",
+    "videos",
+)
 _BEGINS_JSON = re.compile(r"\s*\[?\s*\{")
 _CALL_KEYS = {"id", "type", "function", "index"}
 
@@ -111,8 +122,8 @@ def read_chat(
     Raises:
         DataError: the messages or tools can't be read (see `read_messages` and `read_tools`); there are two different
             system messages; a mark is neither 0 nor
-            1, contradicts another or asks for a message that is not the assistant's; a role is out of order; an answer
-            that is learned is empty; or no answer is learned.
+            1, contradicts another, is that of a part alone or asks for a message that is not the assistant's; a role is
+            out of order; an answer that is learned is empty; or no answer is learned.
     """
     turns: list[_Turn] = []
     if prompt is not None:
@@ -122,6 +133,7 @@ def read_chat(
     turns += _read_turns(value, where, padded=padded)
     if system is not None and system != "":
         turns = _with_system(turns, system, where)
+    turns = _finished(turns, where)
     chat = ChatExample(
         messages=tuple(turn.message for turn in turns),
         tools=read_tools(tools, where, padded=padded),
@@ -145,13 +157,15 @@ def read_messages(value: object, where: str, *, padded: bool = False) -> list[Me
 
     Returns:
         The messages in the form of chat templates, with the roles system, user, assistant and tool. Calls have `id` if
-        one is given, `type`, and `function` with `name` and `arguments`, an object.
+        one is given, `type`, and `function` with `name` and `arguments`, an object. Results are in the order of the
+        calls that their ids name.
 
     Raises:
         DataError: there are no messages; a message is not an object, its role is unknown, its content is not text, or
-            it has keys that can't be used; or a call has no name, or arguments that are no object.
+            it has keys that can't be used; a call has no name, or arguments that are no object; results can't be
+            ordered by their ids (see `result_order`); or a value has a lone surrogate or an infinite number.
     """
-    return [turn.message for turn in _read_turns(value, where, padded=padded)]
+    return [turn.message for turn in _finished(_read_turns(value, where, padded=padded), where)]
 
 
 def read_tools(value: object, where: str, *, padded: bool = False) -> tuple[Tool, ...]:
@@ -165,15 +179,16 @@ def read_tools(value: object, where: str, *, padded: bool = False) -> tuple[Tool
 
     Raises:
         DataError: the tools are not a list of objects, one has no name or is no function, its parameters are no object,
-            or two have the same name.
+            a value has a lone surrogate or an infinite number, or two have the same name.
     """
-    found = _parsed(value, f"{where} has tools")
+    found = parsed(value, f"{where} has tools")
     if found is None or found == "":
         return ()
     if not isinstance(found, Sequence) or isinstance(found, str):
         raise DataError(
             f"{where} has {type_name(found)} for tools, but a list of JSON schemas is expected: convert the tools."
         )
+    padded = padded and not isinstance(value, str)
     tools = [_read_tool(tool, f"{where}, tool {n}", padded=padded) for n, tool in enumerate(found, start=1)]
     names = [tool["function"]["name"] for tool in tools]
     for name in names:
@@ -192,7 +207,7 @@ def read_arguments(value: object, where: str) -> dict[str, object]:
     Raises:
         DataError: the arguments are no object.
     """
-    arguments = _parsed(value, f"{where} has arguments")
+    arguments = parsed(value, f"{where} has arguments")
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, dict):
@@ -201,6 +216,7 @@ def read_arguments(value: object, where: str) -> dict[str, object]:
 
 
 def _read_turns(value: object, where: str, *, padded: bool) -> list[_Turn]:
+    padded = padded and not isinstance(value, str)
     turns: list[_Turn] = []
     for number, message in enumerate(_as_list(value, where), start=1):
         turn = _read_turn(message, f"{where}, message {number}", padded=padded)
@@ -210,6 +226,13 @@ def _read_turns(value: object, where: str, *, padded: bool) -> list[_Turn]:
         else:
             turns.append(turn)
     return turns
+
+
+def _finished(turns: Sequence[_Turn], where: str) -> list[_Turn]:
+    """Return the turns with results in the order of their calls, after a check of all values."""
+    for number, turn in enumerate(turns, start=1):
+        check_writable(turn.message, f"{where}, message {number}")
+    return [turns[position] for position in result_order([turn.message for turn in turns], where)]
 
 
 def _one_message(value: object, role: str) -> object:
@@ -241,7 +264,7 @@ def _is_joined(before: _Turn, turn: _Turn) -> bool:
 
 def _as_list(value: object, where: str) -> Sequence[object]:
     """Return the messages of a conversation, at least one."""
-    found = _parsed(value, f"{where} has messages")
+    found = parsed(value, f"{where} has messages")
     if isinstance(found, Mapping):
         found = _rows_of_columns(found)
     if not isinstance(found, Sequence) or (isinstance(found, str) and found):
@@ -293,6 +316,7 @@ def _read_turn(message: object, where: str, *, padded: bool) -> _Turn:
             "message of the assistant."
         )
     is_learned = _pop_marks(values, role, where)
+    _check_parts(content, role, where, is_learned=is_learned)
     _check_keys(values, where)
     turn: Message = {"role": role, "content": _as_text(content, where, is_optional=bool(calls))}
     if calls:
@@ -328,6 +352,25 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+def _check_parts(content: object, role: str, where: str, *, is_learned: bool) -> None:
+    """Raise `DataError` if a part of a content has keys that can't be used, or is not learned like its message."""
+    parts = content if isinstance(content, list) else []
+    for number, part in enumerate(parts, start=1):
+        if not isinstance(part, Mapping):
+            continue
+        place = f"{where}, part {number}"
+        values = {str(key): value for key, value in part.items() if value is not None}
+        has_mark = any(key in values for key in _MARKS)
+        is_learned_part = _pop_marks(values, role, place)
+        _check_keys(values, place)
+        if role == "assistant" and has_mark and is_learned_part != is_learned:
+            state = "learned" if is_learned_part else "not learned"
+            raise DataError(
+                f"{place} is marked as {state}, unlike its message, but a message is learned as a whole: mark the "
+                "message, or leave the marks of its parts out."
+            )
+
+
 def _check_keys(values: Message, where: str) -> None:
     """Remove empty lists in place, and raise `DataError` for keys that can't be used."""
     for key in [key for key, value in values.items() if value == []]:
@@ -335,6 +378,10 @@ def _check_keys(values: Message, where: str) -> None:
     for key in _REFUSED_KEYS:
         if key in values:
             raise DataError(f"{where} has the key {key}, which can't be used here: leave the key out.")
+    if values.get("refusal", "") == "":
+        values.pop("refusal", None)
+    else:
+        raise DataError(f"{where} has a refusal beside its content: move its text to the content.")
 
 
 def _pop_marks(values: Message, role: str, where: str) -> bool:
@@ -370,21 +417,21 @@ def _pop_calls(values: Message, where: str, *, padded: bool) -> list[Message]:
 
 
 def _read_calls(value: object, where: str, *, padded: bool) -> list[Message]:
-    found = _parsed(value, f"{where} has calls of tools")
+    found = parsed(value, f"{where} has calls of tools")
     if isinstance(found, Mapping):
         found = [found]
     if found is None or found == "":
         return []
     if not isinstance(found, list):
         raise DataError(f"{where} has {type_name(found)} for calls of tools, but a list is expected: correct it.")
-    calls = []
-    for number, call in enumerate(found, start=1):
-        calls.append(_read_call(_parsed(call, f"{where} has calls"), f"{where}, call {number}", padded=padded))
-    return calls
+    padded = padded and not isinstance(value, str)
+    return [_read_call(call, f"{where}, call {number}", padded=padded) for number, call in enumerate(found, start=1)]
 
 
-def _read_call(call: object, where: str, *, padded: bool) -> Message:
+def _read_call(value: object, where: str, *, padded: bool) -> Message:
     """Return a call with `id` if it has one, `type` and `function`."""
+    padded = padded and not isinstance(value, str)
+    call = parsed(value, f"{where} is given")
     if not isinstance(call, Mapping):
         raise DataError(f"{where} is {type_name(call)}, but an object with name and arguments is expected: correct it.")
     values = {str(key): value for key, value in call.items() if value is not None}
@@ -402,25 +449,25 @@ def _read_call(call: object, where: str, *, padded: bool) -> Message:
         found = f"the key {unknown[0]}" if unknown else f"the type {values['type']!r}"
         raise DataError(f"{where} has {found}, but a function's name and arguments are expected: convert the call.")
     given = function.get("arguments")
-    arguments = read_arguments(_unpadded(given) if padded else given, where)
+    if padded:
+        given = {} if given == [] else unpadded(given)  # an empty map of Arrow is an empty list
+    arguments = read_arguments(given, where)
     form: Message = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": values["id"], **form} if "id" in values else form
 
 
 def _read_tool(value: object, where: str, *, padded: bool) -> Tool:
     """Return a tool with its keys in a fixed order, since templates write tools as JSON."""
-    tool = _parsed(value, where)
-    if padded:
-        tool = _unpadded(tool)
+    tool = parsed(unpadded(value) if padded else value, f"{where} is given")
     if not isinstance(tool, Mapping):
         raise DataError(f"{where} is {type_name(tool)}, but an object with a name is expected: convert it.")
     wrapped = tool.get("function")
     if tool.get("type", "function") != "function" and "name" not in tool:
         raise DataError(f"{where} has the type {tool['type']!r}, but a function is expected: leave it out.")
-    function = _parsed(wrapped, where) if wrapped is not None else tool
+    function = parsed(wrapped, f"{where} has a function") if wrapped is not None else tool
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(f"{where} has no name: name the function.")
-    schema = _parsed(function.get("parameters"), f"{where} has parameters")
+    schema = parsed(function.get("parameters"), f"{where} has parameters")
     if schema is not None and not isinstance(schema, Mapping):
         raise DataError(f"{where} has {type_name(schema)} for parameters, but a JSON schema is expected: correct it.")
     form = {"name": function["name"], "description": function.get("description"), "parameters": schema}
@@ -428,28 +475,8 @@ def _read_tool(value: object, where: str, *, padded: bool) -> Tool:
     form = {key: item for key, item in (form | rest).items() if item is not None}
     around = {} if wrapped is None else {key: item for key, item in tool.items() if key not in ("type", "function")}
     around = {key: item for key, item in around.items() if item is not None}
+    check_writable([form, around], where)
     return {"type": "function", "function": form, **around}
-
-
-def _parsed(value: object, what: str) -> Any:
-    """Return the value of JSON text, and any other value as it is."""
-    if not isinstance(value, str) or not value.strip():
-        return "" if isinstance(value, str) else value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise DataError(f"{what} as text that is not JSON: correct the text, or use lists and objects.") from None
-
-
-def _unpadded(value: object) -> object:
-    """Return a value of Arrow without nulls in objects, and with maps, which are lists of pairs, as objects."""
-    if isinstance(value, Mapping):
-        return {key: _unpadded(item) for key, item in value.items() if item is not None}
-    if not isinstance(value, list):
-        return value
-    if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-        return {key: _unpadded(item) for key, item in value if item is not None}
-    return [_unpadded(item) for item in value]
 
 
 def _check_chat(chat: ChatExample) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graftlm.backbone import padding_id
-from graftlm.data.boundaries import Boundaries, row_bounds
 from graftlm.backbone.chat_templates import ignored_keys
+from graftlm.data.boundaries import Boundaries, row_bounds
 from graftlm.data.chunks import TextChunk, group_chunks, split_documents, tokenize
 from graftlm.data.marked_ids import is_prompt, is_start, pad_row
 from graftlm.data.sources import Document

@@ -117,8 +117,8 @@ def _read_json(
 def _parse_json(data: bytes, where: str) -> Any:
     text = decode_utf8(data, where)
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except _RepeatedKeyError as error:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
         raise DataError(
             f"{where} has an object with the key {error.key!r} more than once: rename all but one."
         ) from None
@@ -130,7 +130,7 @@ def _parse_json(data: bytes, where: str) -> Any:
     raise DataError(f"{where} is not valid JSON ({cause}): one object per line, or one list of objects, is expected.")
 
 
-class _RepeatedKeyError(Exception):
+class RepeatedKeyError(Exception):
     """An object of a JSON file has a key more than once, of which Python would keep the last value."""
 
     def __init__(self, key: str) -> None:
@@ -138,12 +138,12 @@ class _RepeatedKeyError(Exception):
         self.key = key
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of JSON with these keys and values."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = Counter(key for key, _ in pairs)
-        raise _RepeatedKeyError(keys.most_common(1)[0][0])
+        raise RepeatedKeyError(keys.most_common(1)[0][0])
     return values
 
 

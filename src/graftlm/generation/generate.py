@@ -27,10 +27,10 @@ from graftlm.backbone import (
     padding_id,
     token_texts,
 )
+from graftlm.backbone.chat_templates import Message
 from graftlm.backbone.load import has_chat_template
 from graftlm.config import Config
 from graftlm.data.chats import render_question
-from graftlm.backbone.chat_templates import Message
 from graftlm.errors import DataError, GraftError
 from graftlm.files.reading import decode_utf8
 from graftlm.grafted.model import GraftedModel

@@ -16,7 +16,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from graftlm.backbone import Backbone, Stops, read_stops, turn_end_ids
-from graftlm.backbone.detokenizer import is_byte_level
 from graftlm.backbone.chat_templates import (
     HERMES,
     CallText,
@@ -26,6 +25,7 @@ from graftlm.backbone.chat_templates import (
     render_messages,
     template_form,
 )
+from graftlm.backbone.detokenizer import is_byte_level
 from graftlm.errors import DataError
 from graftlm.serving.protocol import ServingError
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from graftlm.backbone.detokenizer import longest_beginning
 from graftlm.backbone.chat_templates import CLOSE, HERMES, OPEN, CallText
+from graftlm.backbone.detokenizer import longest_beginning
 from graftlm.serving.grammars import JSON_OPTIONS, GrammarCompiler, checked_schema, quoted
 from graftlm.serving.protocol import ServingError
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from graftlm.backbone import answer_end_ids, common_length, leading_bos, max_sequence_length
+from graftlm.backbone.chat_templates import render_messages
 from graftlm.data import Document
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.windows import Window, cut_windows
@@ -278,8 +279,7 @@ class LocalModel:
         """Return a prompt as the text that the model reads."""
         if not self._is_chat:
             return prompt.text()
-        messages = prompt.messages()
-        chat = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        chat = render_messages(self._tokenizer, prompt.messages(), header=True)
         # Many chat templates start with the BOS token that the tokenizer adds itself.
         if leading_bos(self._tokenizer) is not None:
             return chat.removeprefix(str(self._tokenizer.bos_token))
