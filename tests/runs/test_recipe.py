@@ -310,6 +310,30 @@ def test_rows_without_a_target_are_counted_in_the_report(tmp_path: Path, tiny_ba
     assert "rows without target" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_not_read_of_a_conversation_is_said_before_training(
+    tmp_path: Path, tiny_chat_model: Path, streaming: bool
+) -> None:
+    messages = [{"role": "user", "content": "Who?", "stamp": 3}, {"role": "assistant", "content": "Oda."}]
+    row = {"messages": messages, "functions": [{"name": "look"}], "weight": 0, "images": [], "id": 7}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    source = {"path": str(tmp_path / "chats.jsonl"), "messages_column": "messages", "streaming": streaming}
+    changed = values(tmp_path, tiny_chat_model, graft={"kind": "lora", "rank": 2})
+    changed["data"] |= {"new": [source], "replay_fraction": 0, "test": {}}
+    changed["training"] = {"steps": 1, "batch_size": 1}
+    changed["evaluation"] |= {"decode_prompts": 0, "own_tokens": 0}
+    trained: list[bool] = []
+
+    def log(line: str) -> None:
+        if "not read" in line:
+            assert all(name in line for name in ("stamp", "column functions", "column weight"))
+            assert not any(name in line for name in ("images", "id (", "tools"))
+            trained.append(any((tmp_path / "run").rglob("history.jsonl")))
+
+    run_recipe(Recipe.parse(changed), progress=False, log=log)
+    assert trained == [streaming], "a stream is read during the training"
+
+
 def test_a_methods_own_text_is_looked_for_before_another_one_trains(tmp_path: Path, tiny_backbone) -> None:
     methods = {
         "first": {"graft": {"kind": "lora", "rank": 2}},

@@ -35,7 +35,7 @@ class TokenBlocks:
         marked: marked ids, int32, (N, length); see `graftlm.data.marked_ids`.
         boundaries: how documents share rows; see `DataConfig`.
         pad_id: the token id of padding.
-        ignored_keys: number of messages with each key that the chat template does not read.
+        ignored_keys: see `RowPacker`.
         tokens_by_source: number of tokens of each source.
     """
 
@@ -218,7 +218,7 @@ class Mixture:
         self.pad_id = first.pad_id
 
     def ignored_keys(self) -> dict[str, int]:
-        """Return the number of messages read so far with each key that the chat template does not read."""
+        """Return how often each key of messages and column beside them was not read so far; see `RowPacker`."""
         counts: Counter[str] = Counter()
         for blocks in self.domains.values():
             counts.update(blocks.ignored_keys)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_serializer, model_validator
 
 from graftlm.config import Config
-from graftlm.data.conversations import ChatExample, read_chat
+from graftlm.data.conversations import BESIDE, ChatExample, read_chat
 from graftlm.data.table_files import JSON_SUFFIXES, TABLE_SUFFIXES, check_columns, check_text, read_values, values_of
 from graftlm.errors import DataError, did_you_mean, first_line
 from graftlm.files.digests import walk
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _NEAR_KEYS = ("question_tokens", "answer_tokens", "answer_temperature")  # settings of own text near the new text
 _NEAR_TOP_P = 0.9
+_NO_VALUES: tuple[object, ...] = (None, "", [], {}, 1, "1")  # of a column beside messages: 1 marks what is learned
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files of a folder that are read by default
 
@@ -121,7 +122,10 @@ class SourceConfig(Config):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that are read, by the config key that sets each, such as {"text_column": "body"}."""
+        """The columns that are read, by the config key that sets each, such as {"text_column": "body"}.
+
+        Of conversations, columns that change their meaning and can't be used are looked at, too, by their own names.
+        """
         if self.messages_column is not None:
             columns = {
                 "messages_column": self.messages_column,
@@ -130,7 +134,8 @@ class SourceConfig(Config):
             }
             if self.prompt_column is not None:
                 columns["prompt_column"] = self.prompt_column
-            return columns
+            read = columns.values()
+            return columns | {name: name for name in BESIDE if name not in read}
         columns = {"text_column": self.text_column}
         if self.prompt_column is not None:
             columns["prompt_column"] = self.prompt_column
@@ -138,8 +143,9 @@ class SourceConfig(Config):
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
-        """The keys of `columns` whose column may be missing: a conversation's tools and system message."""
-        return ("system",) if self.tools_column is not None else ("system", "tools_column")
+        """The keys of `columns` whose column may be missing: a conversation's tools, system message and the like."""
+        tools = () if self.tools_column is not None else ("tools_column",)
+        return ("system", *tools, *BESIDE)
 
 
 class SelfSourceConfig(Config):
@@ -459,16 +465,17 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
 def _document(values: list[Any], config: SourceConfig, where: str, *, padded: bool) -> Document:
     """Return the document of a row, from the values of its columns; Arrow pads them with nulls."""
     if config.messages_column is not None:
-        messages, tools, system, *prompt = values
+        cells = dict(zip(config.columns, values, strict=True))
         chat = read_chat(
-            messages,
+            cells["messages_column"],
             where,
-            tools,
-            system=system,
-            prompt=prompt[0] if prompt else None,
+            cells["tools_column"],
+            system=cells["system"],
+            prompt=cells.get("prompt_column"),
             padded=padded,
         )
-        return Document(chat.answers, where, chat=chat)
+        unread = tuple(name for name in BESIDE if cells.get(name) not in _NO_VALUES)
+        return Document(chat.answers, where, chat=replace(chat, unread=unread))
     texts = {}
     for value, (key, column) in zip(values, config.columns.items(), strict=True):
         texts[key] = check_text(value, column, where)

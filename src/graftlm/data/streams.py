@@ -42,7 +42,8 @@ class RowPacker:
         chunks: number of chunks that were tokenized in this epoch.
         epoch: number of times that the documents were read to their end.
         tokens_by_source: number of tokens that were tokenized of each source, over all epochs.
-        ignored_keys: number of messages with each key that the chat template does not read.
+        ignored_keys: number of messages with each key that the chat template does not read, and of conversations with
+            each column beside them that is not read.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class RowPacker:
             self.tokens_by_source[chunk.source] += len(stream)
             if chunk.chat is not None:
                 self.ignored_keys.update(ignored_keys(self._tokenizer, chunk.chat.messages))
+                self.ignored_keys.update(f"column {name}" for name in chunk.chat.unread)
 
     def _next_group(self) -> list[TextChunk] | None:
         """Return the next chunks, from the first document on at the end of an epoch; None after the last ones."""
@@ -186,7 +188,7 @@ class StreamingBlocks:
 
     @property
     def ignored_keys(self) -> Mapping[str, int]:
-        """Number of messages so far with each key that the chat template does not read."""
+        """How often each key of messages and column beside them was not read so far; see `RowPacker`."""
         return self._packer.ignored_keys
 
     @property

@@ -212,6 +212,8 @@ class TrainingRun(Run):
         with self.build(context) as trainee:
             memory = MemoryWatch()
             summary = None
+            known = _ignored_keys(trainee.batches)
+            _log_ignored(known, context)
             if self.training.has_steps:
                 with memory:
                     summary = self._train(trainee, context)
@@ -223,11 +225,11 @@ class TrainingRun(Run):
                 measurement.details["trained"] = self._training_details(summary, trainee.batches)
                 history = read_history(summary.history)
                 measurement.details["losses"] = [[line["step"], line["loss"]] for line in history]
-                ignored = trainee.batches.ignored_keys() if isinstance(trainee.batches, Mixture) else {}
+                ignored = _ignored_keys(trainee.batches)
                 if ignored:
                     measurement.details["ignored_keys"] = ignored
-                    names = ", ".join(f"{key} ({count:,})" for key, count in sorted(ignored.items()))
-                    context.log(f"Keys of messages that the chat template does not read: {names}.")
+                if ignored != known:  # of a stream, which is read during the training
+                    _log_ignored(ignored, context)
             self.save(trainee, context, summary, measurement)
         return measurement
 
@@ -278,6 +280,17 @@ def _training_metrics(summary: TrainingSummary, memory: MemoryWatch) -> dict[str
         metrics["rows_without_target"] = summary.rows_without_target
         metrics["steps_without_target"] = summary.steps_without_target
     return metrics
+
+
+def _ignored_keys(batches: Batches | None) -> dict[str, int]:
+    """Return how often each key of messages, and each column beside them, had a value that is not read."""
+    return batches.ignored_keys() if isinstance(batches, Mixture) else {}
+
+
+def _log_ignored(ignored: Mapping[str, int], context: RunContext) -> None:
+    if ignored:
+        names = ", ".join(f"{key} ({count:,})" for key, count in sorted(ignored.items()))
+        context.log(f"Keys of messages and columns beside them that are not read: {names}.")
 
 
 def _notes_on_targets(batches: Batches) -> Iterator[str]:
