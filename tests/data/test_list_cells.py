@@ -73,6 +73,30 @@ def test_the_header_of_an_appended_file_is_no_row(tmp_path: Path) -> None:
     assert "row 2" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        'id, text\n1,"tea"\n2, "green ""tea"""\n',
+        'id, text\n1, "tea"\n',
+        'id, text\n1,\t"tea" \n',
+        'id, "text"\n1,tea\n',
+    ],
+)
+def test_a_quoted_cell_after_a_blank_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    column = content.partition("\n")[0].removeprefix("id,")
+    with pytest.raises(DataError, match="quoted"):
+        texts(path, column)
+
+
+def test_blanks_and_marks_of_a_text_in_a_csv_file_are_text(tmp_path: Path) -> None:
+    written = [' "Tea"', '\t"one\ntwo" ', " tea", ' "a" and "b"', ' "']
+    assert texts(write_csv(tmp_path / "a.csv", ["text"], *([text] for text in written))) == written
+    (tmp_path / "b.csv").write_text('text,label\n "a" and "b",x\n 6" pipe,x\n')
+    assert texts(tmp_path / "b.csv") == [' "a" and "b"', ' 6" pipe']
+
+
 @pytest.mark.parametrize("names", ["text,text", "text,label,text"])
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, names: str) -> None:
     path = tmp_path / "a.csv"
