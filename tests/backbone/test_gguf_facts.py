@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from backbone.gguf_files import write_gguf
+from backbone.gguf_files import llama3_factors, write_gguf
 from cases import thinned
 from cli.tools import invoke
 from graftlm.backbone import load_backbone
@@ -233,6 +233,85 @@ def test_a_fact_that_the_model_cannot_have_is_named_before_weights_are_read(
     with pytest.raises(BackboneError) as error:
         load_backbone(file)
     assert named in str(error.value)
+
+
+def rope_of(facts: dict[str, Any], factors: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the rope parameters of a tiny Llama with these keys and tensors of factors."""
+    sizes = {
+        "context_length": 256,
+        "block_count": 2,
+        "embedding_length": 48,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    header = GgufHeader(
+        architecture="llama",
+        metadata={f"llama.{key}": value for key, value in (sizes | facts).items()},
+        shapes={"token_embd.weight": (304, 48)},
+        factors=factors,
+    )
+    config = gguf_config("tiny", header)
+    assert config is not None
+    return config.rope_parameters
+
+
+UNSCALED: dict[str, Any] = {}
+FACTOR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+YARN_FACTS = FACTOR | {"rope.scaling.type": "yarn"}
+NO_FACTORS: dict[str, list[float]] = {}
+LONG_FACTORS = {
+    "rope_factors_long.weight": LONG["long_factor"],
+    "rope_factors_short.weight": LONG["short_factor"],
+}
+LLAMA3_FACTORS = {"rope_freqs.weight": llama3_factors(LLAMA3 | {"original_max_position_embeddings": 8192}, 12).tolist()}
+NOT_APPLIED: dict[str, tuple[dict[str, Any], dict[str, list[float]], dict[str, Any]]] = {
+    "a magnitude without scaling": (UNSCALED, NO_FACTORS, {"rope.scaling.attn_factor": 3.0}),
+    "a magnitude of YaRN without scaling": (UNSCALED, NO_FACTORS, {"rope.scaling.yarn_attn_factor": 3.0}),
+    "a mix of YaRN without scaling": (UNSCALED, NO_FACTORS, {"rope.scaling.yarn_ext_factor": 1.0}),
+    "a magnitude without a type": (
+        {"rope.scaling.type": "none"},
+        NO_FACTORS,
+        {"rope.scaling.attn_factor": 3.0},
+    ),
+    "a magnitude beside a factor": (FACTOR, NO_FACTORS, {"rope.scaling.attn_factor": 3.0}),
+    "a magnitude beside YaRN": (YARN_FACTS, NO_FACTORS, {"rope.scaling.attn_factor": 3.0}),
+    "a magnitude beside Llama 3's scaling": (UNSCALED, LLAMA3_FACTORS, {"rope.scaling.attn_factor": 3.0}),
+    "a factor beside factors": ({"rope.scaling.type": "longrope"}, LONG_FACTORS, {"rope.scaling.factor": 4.0}),
+    "a factor beside factors without a type": (UNSCALED, LONG_FACTORS, {"rope.scaling.factor": 4.0}),
+    "an older factor beside factors": (UNSCALED, LONG_FACTORS, {"rope.scale_linear": 4.0}),
+    "a magnitude of YaRN beside factors": (UNSCALED, LONG_FACTORS, {"rope.scaling.yarn_attn_factor": 4.0}),
+    "another type beside factors": (UNSCALED, LONG_FACTORS, {"rope.scaling.type": "dynamic"}),
+}
+
+
+@pytest.mark.parametrize("case", NOT_APPLIED)
+def test_a_fact_of_the_rotation_that_its_type_does_not_apply_is_named(case: str) -> None:
+    facts, factors, added = NOT_APPLIED[case]
+    rope_of(facts, factors)
+    with pytest.raises(BackboneError) as error:
+        rope_of(facts | added, factors)
+    assert next(iter(added)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "factors", "added"),
+    [
+        (UNSCALED, NO_FACTORS, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
+        (UNSCALED, NO_FACTORS, {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}),
+        (UNSCALED, NO_FACTORS, {"rope.scaling.yarn_ext_factor": -1.0, "rope.scaling.yarn_beta_fast": 20.0}),
+        (YARN_FACTS, NO_FACTORS, {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0}),
+        (UNSCALED, LONG_FACTORS, {"rope.scaling.factor": 1.0, "rope.scaling.type": "longrope"}),
+    ],
+)
+def test_a_fact_of_the_rotation_without_effect_changes_nothing(
+    facts: dict[str, Any], factors: dict[str, list[float]], added: dict[str, Any]
+) -> None:
+    assert rope_of(facts | added, factors) == rope_of(facts, factors)
+
+
+def test_a_magnitude_beside_factors_is_applied() -> None:
+    assert rope_of({"rope.scaling.attn_factor": 1.5}, LONG_FACTORS)["attention_factor"] == 1.5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

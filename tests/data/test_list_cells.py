@@ -73,6 +73,30 @@ def test_the_header_of_an_appended_file_is_no_row(tmp_path: Path) -> None:
     assert "row 2" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        'id, text\n1,"tea"\n2, "green ""tea"""\n',
+        'id, text\n1, "tea"\n',
+        'id, text\n1,\t"tea" \n',
+        'id, "text"\n1,tea\n',
+    ],
+)
+def test_a_quoted_cell_after_a_blank_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    column = content.partition("\n")[0].removeprefix("id,")
+    with pytest.raises(DataError, match="quoted"):
+        texts(path, column)
+
+
+def test_blanks_and_marks_of_a_text_in_a_csv_file_are_text(tmp_path: Path) -> None:
+    written = [' "Tea"', '\t"one\ntwo" ', " tea", ' "a" and "b"', ' "']
+    assert texts(write_csv(tmp_path / "a.csv", ["text"], *([text] for text in written))) == written
+    (tmp_path / "b.csv").write_text('text,label\n "a" and "b",x\n 6" pipe,x\n')
+    assert texts(tmp_path / "b.csv") == [' "a" and "b"', ' 6" pipe']
+
+
 @pytest.mark.parametrize("names", ["text,text", "text,label,text"])
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, names: str) -> None:
     path = tmp_path / "a.csv"
@@ -144,6 +168,69 @@ def test_several_labels_of_a_cell(tmp_path: Path, written: str) -> None:
     path = write_csv(tmp_path / "a.csv", ["text", "label"], ["tea", written], ["water", "[]"])
     found = read_training_rows("t", task(path, "multi-label"))
     assert [row.target for row in found.rows] == [("joy", "awe"), ()]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{'joy', 'awe'}",
+        '{"joy","awe"}',
+        "frozenset({'joy', 'awe'})",
+        "set(['joy', 'awe'])",
+        "array(['joy', 'awe'], dtype=object)",
+        "np.array(['joy', 'awe'],\n      dtype='<U3')",
+        repr([np.str_("joy"), np.str_("awe")]),
+        repr({np.str_("joy"): 0, np.str_("awe"): 0}.keys()).removeprefix("dict_keys(").removesuffix(")"),
+    ],
+)
+def test_labels_that_python_or_numpy_wrote_with_their_type(tmp_path: Path, written: str) -> None:
+    path = write_csv(tmp_path / "a.csv", ["text", "label"], ["tea", written], ["water", "set()"], ["ice", "[True]"])
+    found = read_training_rows("t", task(path, "multi-label"))
+    assert [row.target for row in found.rows] == [("joy", "awe"), (), ("true",)]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[joy]",
+        "{joy, awe}",
+        "{joy}",
+        "{}",
+        "{'joy': 1}",
+        "{'joy', 'aw",
+        "{'jo",
+        "{'joy' 'awe'}",
+        "['joy''s', 'awe']",
+        "[None]",
+        "[nan]",
+        "[np.nan]",
+        "array([['joy'], ['awe']], dtype=object)",
+        "Index(['joy', 'awe'], dtype='object')",
+    ],
+)
+def test_labels_of_another_form_are_refused(tmp_path: Path, written: str) -> None:
+    path = write_csv(tmp_path / "a.csv", ["text", "label"], ["tea", written], ["water", "awe"])
+    with pytest.raises(DataError, match="row 1"):
+        read_training_rows("t", task(path, "multi-label"))
+
+
+@pytest.mark.parametrize("written", ["[1] joy;[2] awe", "joy [x];awe (y)"])
+def test_brackets_in_labels_are_text(tmp_path: Path, written: str) -> None:
+    path = write_csv(tmp_path / "a.csv", ["text", "label"], ["tea", written], ["water", "cup()"])
+    found = read_training_rows("t", task(path, "multi-label", separator=";"))
+    assert [row.target for row in found.rows] == [tuple(written.split(";")), ("cup()",)]
+
+
+@pytest.mark.parametrize("kind", ["classification", "tagging"])
+def test_a_set_is_no_class_and_has_no_order(tmp_path: Path, kind: str) -> None:
+    path = write_csv(tmp_path / "a.csv", ["text", "label"], ["tea cup", "{'B', 'O'}"], ["water glass", "B O"])
+    with pytest.raises(DataError, match="row 1"):
+        read_training_rows("t", task(path, kind))
+
+
+def test_tags_that_numpy_wrote_with_their_type(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "a.csv", ["text", "label"], ["tea cup", "array(['B', 'O'], dtype=object)"])
+    assert read_training_rows("t", task(path, "tagging")).rows[0].target == ("B", "O")
 
 
 def test_a_class_is_no_list(tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def test_columns_of_prompts_and_texts(tmp_path: Path, suffix: str) -> None:
     assert [(document.prompt, document.text) for document in alone] == [("", r["answer"]) for r in ROWS]
 
 
+def test_a_tsv_file_is_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("question\tanswer\nWhere?\tHere\nWhen?\tNow\n")
+    source = SourceConfig(path=str(path), text_column="answer", prompt_column="question")
+    assert [(found.prompt, found.text) for found in build_documents([source])] == [("Where?", "Here"), ("When?", "Now")]
+    with pytest.raises(DataError, match="'text'.*text_column"):
+        build_documents([SourceConfig(path=str(path))])
+
+
 def test_columns_of_a_dataset(tmp_path: Path) -> None:
     import datasets
 

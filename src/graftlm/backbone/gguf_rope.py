@@ -16,6 +16,28 @@ SHORT = "rope_factors_short.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of all published models with Llama 3's scaling."""
 
+_WITHOUT_EFFECT = {
+    "rope.scaling.factor": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 0.0),
+}
+"""Values with which the keys that change the rotation change nothing, whatever the type of the scaling."""
+_APPLIED: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"rope.scaling.factor", "rope.scale_linear"},
+    "yarn": {
+        "rope.scaling.factor",
+        "rope.scale_linear",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_ext_factor",
+    },
+    "llama3": set(),
+    "longrope": {"rope.scaling.attn_factor"},
+}
+"""The keys among them that a type of transformers applies."""
+
 
 def rope_parameters(name: str, header: GgufHeader, architecture: Architecture, values: ConfigFields) -> ConfigFields:
     """Return the config's `rope_parameters`, from the metadata and from the tensors with factors.
@@ -38,7 +60,9 @@ def rope_parameters(name: str, header: GgufHeader, architecture: Architecture, v
         parameters["partial_rotary_factor"] = rotated / head_width
     elif rotated != head_width:
         raise refused_fact(name, f"{header.architecture}.rope.dimension_count", rotated)
-    parameters |= _scaling(name, header, values, rotated)
+    scaling = _scaling(name, header, values, rotated)
+    _check_all_applied(name, header, scaling["rope_type"])
+    parameters |= scaling
     if header.architecture == "gemma3":
         local = {"rope_type": "default", "rope_theta": header.value("rope.freq_base_swa") or 10_000.0}
         return {"full_attention": parameters, "sliding_attention": local}
@@ -50,7 +74,7 @@ def _scaling(name: str, header: GgufHeader, values: ConfigFields, rotated: int) 
     kind = header.value("rope.scaling.type") or "linear"
     factor = header.value("rope.scaling.factor") or header.value("rope.scale_linear") or 1.0
     if LONG in header.factors or SHORT in header.factors or FREQUENCIES in header.factors:
-        if kind == "yarn" or (kind == "linear" and factor != 1.0):
+        if kind not in ("none", "linear", "longrope"):
             raise refused_fact(name, f"{header.architecture}.rope.scaling.type", kind)
         return _factors(name, header, values, rotated)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -60,6 +84,17 @@ def _scaling(name: str, header: GgufHeader, values: ConfigFields, rotated: int) 
     if kind == "yarn":
         return {"rope_type": "yarn", "factor": factor, **_yarn(header, values)}
     raise refused_fact(name, f"{header.architecture}.rope.scaling.type", kind)
+
+
+def _check_all_applied(name: str, header: GgufHeader, rope_type: str) -> None:
+    """Raise `BackboneError` for a key that changes the rotation, but not that of the type."""
+    applied = _APPLIED[rope_type]
+    if header.value("rope.scaling.type") == "none":  # The factor does not count then.
+        applied = applied | {"rope.scaling.factor", "rope.scale_linear"}
+    for key, values in _WITHOUT_EFFECT.items():
+        found = header.value(key)
+        if found is not None and key not in applied and found not in values:
+            raise refused_fact(name, f"{header.architecture}.{key}", found)
 
 
 def _yarn(header: GgufHeader, values: ConfigFields) -> ConfigFields:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from graftlm.data.list_cells import looks_like_list, read_list
+from graftlm.data.list_cells import is_enclosed, looks_like_list, read_list
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError, shorten
 from graftlm.grafts.heads import TaskType
@@ -108,9 +108,9 @@ class LabelReader:
         return number
 
     def _split(self, value: object, where: str) -> list[object]:
-        """Return the labels of a list, or of a text that is a list or has separators. There may be none."""
-        if isinstance(value, str) and looks_like_list(value):
-            return read_list(value, self.column, where)
+        """Return the labels of a list, or of a text that is a list, a set or has separators. There may be none."""
+        if isinstance(value, str) and (looks_like_list(value) or is_enclosed(value)):
+            return read_list(value, self.column, where, ordered=False)
         if isinstance(value, str):
             return [part for part in value.split(self.separator) if part.strip()]
         if not isinstance(value, list):

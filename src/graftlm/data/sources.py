@@ -437,7 +437,7 @@ def _has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
-    """Yield the documents of a file: the rows of a JSON, parquet or CSV file, or a whole file of plain text.
+    """Yield the documents of a file: the rows of a JSON, parquet, CSV or TSV file, or a whole file of plain text.
 
     Args:
         path: the file. A file with any other suffix is plain text.
@@ -447,8 +447,7 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
         DataError: the file can't be read, its content contradicts its suffix, a column is missing, or a row is invalid;
             or the file is plain text, but the source has a `prompt_column` or `messages_column`.
     """
-    # Of documents, TSV is plain text.
-    if _has_suffix(path, TABLE_SUFFIXES) and not _has_suffix(path, (".tsv",)):
+    if _has_suffix(path, TABLE_SUFFIXES):
         is_padded = _has_suffix(path, (".parquet",))
         for values, where in read_values(path, config.columns, optional=config.optional_columns):
             yield _document(values, config, where, padded=is_padded)
@@ -456,8 +455,8 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
     for key in ("messages_column", "prompt_column"):
         if key in config.columns:
             raise DataError(
-                f"{path} is plain text, but the source has a {key}: name a JSON, parquet or CSV file, or leave the "
-                f"{key} out."
+                f"{path} is plain text, but the source has a {key}: name a JSON, parquet, CSV or TSV file, or leave "
+                f"the {key} out."
             )
     yield Document(read_text(path), str(path))
 

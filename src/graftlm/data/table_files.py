@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ def read_values(
 
     Args:
         path: a file of JSON lines, a JSON list, parquet, CSV or TSV, whose suffix determines the format. CSV is quoted
-            as in RFC 4180. TSV has no quoting, and a quoted one is refused. Empty lines are skipped. Each format may be
-            gzipped, except parquet.
+            as in RFC 4180, and a blank before a quoted cell is refused. TSV has no quoting, and a quoted one is
+            refused. Empty lines are skipped. Each format may be gzipped, except parquet.
         columns: names of columns by the config key that sets each, such as {"text_column": "body"}.
         owner: the config that has these keys, for error messages.
         header: names of all columns of a CSV or TSV file without a header; other formats ignore it. If it is empty, the
@@ -160,13 +160,16 @@ def _read_csv(
     # Of the process, and never lowered: the default limit of 131,072 characters is shorter than many articles.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     lines = io.StringIO(text, newline="")
+    record: list[str] = []
     is_tsv = file_suffix(path) == ".tsv"
     if is_tsv:
         reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
     else:
-        reader = csv.reader(lines, strict=True)
+        reader = csv.reader(_recorded(lines, record), strict=True)
     try:
         names = header or next(reader, [])
+        if record:
+            _check_blanks(names, record, str(path))
         check_columns(names, columns, str(path), owner, optional)
         rows = (cells for cells in reader if cells)
         for number, cells in enumerate(rows, start=1):
@@ -175,11 +178,41 @@ def _read_csv(
             cells[0] = cells[0].removeprefix(_BYTE_ORDER_MARK)
             if is_tsv:
                 _check_unquoted(cells, where)
+            else:
+                _check_blanks(cells, record, where)
             _check_cells(cells, names, where, has_header=not header)
             row = dict(zip(names, cells, strict=True))
             yield values_of(row, columns, where, owner, optional), where
     except csv.Error as error:
         raise DataError(f"{path} is not valid CSV ({error}, at line {reader.line_num}): correct that line.") from None
+
+
+def _recorded(lines: Iterable[str], record: list[str]) -> Iterator[str]:
+    """Yield lines after adding them to the record."""
+    for line in lines:
+        record.append(line)
+        yield line
+
+
+def _check_blanks(cells: Sequence[str], record: list[str], where: str) -> None:
+    """Raise `DataError` if a row of CSV has a quoted cell after a blank, whose quotation marks would be read as text.
+
+    Args:
+        cells: the cells of the row.
+        record: the lines of the row in the file, which are removed.
+        where: the row's location.
+    """
+    for cell in cells:
+        quoted = cell.strip(" \t")
+        if cell[:1] not in (" ", "\t") or not _QUOTED.fullmatch(quoted):
+            continue
+        # The file doubles the marks of a text whose cell is quoted from its beginning.
+        if cell.replace('"', '""') not in "".join(record):
+            raise DataError(
+                f"{where} has the quoted cell {shorten(quoted)} after a blank, but a quoted cell of CSV begins with "
+                "its quotation mark: remove the blank."
+            )
+    record.clear()
 
 
 def _check_unquoted(cells: Sequence[str], where: str) -> None:
