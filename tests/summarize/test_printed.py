@@ -317,11 +317,24 @@ def test_html_does_not_read_what_is_hidden(concealed: str) -> None:
         "<svg><text>Not. This</text></svg>",
         "<!-- Not. This -->",
         "<button>Not. This</button>",
+        "<select><option>Not. This</option></select>",
+        "<textarea>Not. This</textarea>",
     ],
 )
 def test_html_goes_on_after_what_is_not_printed(unprinted: str) -> None:
     document = read_text(f"<p>Tea is {unprinted}old.</p><div hidden><p>Beer.</p></div>", ".html")
     assert sentences(document) == ["Tea is old."]
+
+
+def test_html_reads_the_text_of_a_form() -> None:
+    source = '<p>Tea is old.</p><form><input value="Beer."><div><p>It is hot.</p><button>Buy.</button></div></form>'
+    assert sentences(read_text(source, ".html")) == ["Tea is old.", "It is hot."]
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md"])
+def test_quotations_keep_their_marks(suffix: str) -> None:
+    document = read_text("<p>They say <q>tea</q> is <span hidden><q>no</q> </span>old.</p>", suffix)
+    assert sentences(document) == ["They say “tea” is old."]
 
 
 def test_html_reads_what_a_browser_shows() -> None:
@@ -378,6 +391,30 @@ def test_html_in_markdown_is_read() -> None:
     document = read_text(source, ".md")
     assert sentences(document) == ["Tea is old.", "It is hot."]
     assert len(document.notes) == 1
+
+
+def test_html_around_markdown_decides_what_is_shown() -> None:
+    document = read_text(
+        "Tea is old.\n\n<div hidden>\n\nBeer is *new*.\n\n    code\n\n</div>\n\nIt is hot.\n\n"
+        "<nav>\n\nHome is here.\n\n</nav>\n\nWe say <q>it</q> is <span hidden>not</span> good.<br>Is it? "
+        "<i hidden>No.\n\n"
+        "<table><tr><td>\n\nA cell.\n\n</td></tr></table>\n",
+        ".md",
+        "doc",
+    )
+    shown = ["Tea is old.", "It is hot.", "We say “it” is good.", "Is it?"]
+    assert sentences(document) == shown
+    assert [(passage.kind, passage.text) for passage in document.passages] == [
+        ("furniture", "Home is here."),
+        ("table", "A cell."),
+    ]
+    (note,) = document.notes
+    assert "(21 characters)" in note
+
+
+def test_items_of_a_task_list_are_sentences() -> None:
+    document = read_text("- [x] Tea is old.\n- [ ] Beer is new.\n", ".md")
+    assert sentences(document) == ["[x] Tea is old.", "[ ] Beer is new."]
 
 
 def test_rst_reads_topics_and_notes_other_directives() -> None:
