@@ -146,6 +146,126 @@ def test_what_is_not_known_in_latex_stays_and_is_noted() -> None:
     assert any("odd 1" in note for note in document.notes)
 
 
+@pytest.mark.parametrize(
+    ("body", "printed"),
+    [
+        (r"See \url{http://a.b/c%20d&e~f\_g#h}. It is old.", ["See http://a.b/c%20d&e~f_g#h.", "It is old."]),
+        (r"See \path{a%b} or \nolinkurl|c%d|. It is old.", ["See a%b or c%d.", "It is old."]),
+        ("See \\url{http://a.b/%\n  c} here.", ["See http://a.b/c here."]),
+        (r"Tea.\footnote{See \url{http://a.b/c%20d}.} It is old.", ["Tea.", "It is old."]),
+        (r"See \url{a%20b}\iffalse Beer. \fi. It is old.", ["See a%20b.", "It is old."]),
+        (r"\newcommand{\at}[1]{\url{a%20#1}}See \at{b}. It is old.", ["See a%20b.", "It is old."]),
+        (r"\newcommand{\at}{\href[x=y]{a%20b}{the page}}See \at. It is old.", ["See the page.", "It is old."]),
+        (
+            r"A. \begin{thebibliography}{9}\bibitem{a} \url{a%20b}.\end{thebibliography}\section{X} It is old.",
+            ["A.", "It is old."],
+        ),
+        ("A.\n\\begin{lstlisting}\nif (x) { % {\n\\end{lstlisting}\nIt is old.", ["A.", "It is old."]),
+    ],
+)
+def test_verbatim_latex_goes_to_its_end(body: str, printed: list[str]) -> None:
+    document = latex(body)
+    assert sentences(document) == printed
+    assert document.notes == ()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "See \\url{a%20b it is.\n\nTea is old.",
+        "See \\textbf{it is.\n\nTea is old.",
+        "See \\begin{quote}it is.\n\nTea is old.",
+    ],
+)
+def test_what_is_not_closed_in_latex_is_noted(body: str) -> None:
+    document = latex(body)
+    assert sentences(document)[-1] == "Tea is old."
+    (note,) = document.notes
+    assert "(in line 2; 1 in all)" in note
+
+
+@pytest.mark.parametrize(
+    ("body", "printed"),
+    [
+        (r"\begin{minipage}[t]{0.4\linewidth}Tea is old.\end{minipage}", ["Tea is old."]),
+        (r"\begin{minipage}{3cm}{\em Tea} is old.\end{minipage}", ["Tea is old."]),
+        (r"\begin{center}{\large Tea is old.}\end{center}", ["Tea is old."]),
+        ("\\begin{quote}\n[Tea] is old.\\end{quote}", ["[Tea] is old."]),
+        (r"\begin{adjustwidth}{1cm}{2cm}Tea is old.\end{adjustwidth}", ["Tea is old."]),
+        (r"A. \begin{tabbing}B \= c\\ d \> e\end{tabbing} Tea is old.", ["A.", "Tea is old."]),
+        (r"They say \enquote{tea is \enquote{old}} or \enquote*{hot}.", ["They say “tea is ‘old’” or ‘hot’."]),
+        (r"It is \MakeUppercase{tea $x$ \emph{of} Old} \lowercase{TEA}.", ["It is TEA $x$ OF OLD tea."]),
+        (r"Tea is \linebreak[4] old\parencite*{a}.", ["Tea is old."]),
+    ],
+)
+def test_arguments_of_latex_are_not_read_as_text(body: str, printed: list[str]) -> None:
+    document = latex(body)
+    assert sentences(document) == printed
+    assert document.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "passages"),
+    [
+        (r"\begin{frame}<1->[fragile]{Of tea}Tea is old.\end{frame}", [("heading", "Of tea")]),
+        (r"\begin{frame}\frametitle{Of tea}Tea is old.\end{frame}", [("heading", "Of tea")]),
+        (r"\begin{proof}[Of tea]Tea is old.\end{proof}", [("field", "Of tea")]),
+        (r"\newtheorem{thm}{Theorem}\begin{thm}[Of tea]Tea is old.\end{thm}", [("field", "Of tea")]),
+        (r"\begin{multicols}{2}[Of tea]Tea is old.\end{multicols}", [("field", "Of tea")]),
+    ],
+)
+def test_printed_arguments_of_latex_environments_are_read(body: str, passages: list[tuple[str, str]]) -> None:
+    document = latex(body)
+    assert sentences(document) == ["Tea is old."]
+    assert [(passage.kind, passage.text) for passage in document.passages] == passages
+
+
+@pytest.mark.parametrize(
+    ("definition", "use", "printed"),
+    [
+        (
+            r"\newenvironment{hint}[1]{\textbf{Hint on #1.} }{ Good luck.}",
+            r"\begin{hint}{tea}Drink it.\end{hint} It is old.",
+            ["Hint on tea.", "Drink it.", "Good luck.", "It is old."],
+        ),
+        (
+            "\\newenvironment*{hint}[1][Hint]%\n  {\\begin{quote}#1: }% as text\n  {\\end{quote}}",
+            r"\begin{hint}tea is old.\end{hint}\begin{hint}[Note]It is. Now.\end{hint}",
+            ["Hint: tea is old.", "Note: It is.", "Now."],
+        ),
+        (
+            r"\newenvironment{a}{Out. }{ End.}\newenvironment{b}{\begin{a}In. }{ Stop.\end{a}}",
+            r"\begin{b}Tea. \begin{a}Old.\end{a}\end{b}",
+            ["Out.", "In.", "Tea.", "Out.", "Old.", "End.", "Stop.", "End."],
+        ),
+        (r"\NewDocumentEnvironment{hint}{O{Tea} m}{#1 #2 }{}", r"\begin{hint}{is}old.\end{hint}", ["Tea is old."]),
+        (r"\NewEnviron{hint}{Tea is \BODY.}", r"\begin{hint}old\end{hint}", ["Tea is old."]),
+        (
+            r"\newenvironment{grid}{\begin{tabular}{ll}}{\end{tabular}}",
+            r"Tea. \begin{grid}a & b\end{grid} It is old.",
+            ["Tea.", "It is old."],
+        ),
+    ],
+)
+def test_latex_reads_environments_as_they_are_defined(definition: str, use: str, printed: list[str]) -> None:
+    document = latex(use, definition)
+    assert sentences(document) == printed
+    assert document.notes == ()
+
+
+def test_unknown_macros_in_the_definition_of_an_environment_are_noted() -> None:
+    definition = r"\newenvironment{hint}{\hive{2}\wasp=1cm\list{}{}}{\endlist}"
+    document = latex(r"\begin{hint}Tea is old.\end{hint}", definition)
+    assert sentences(document) == ["Tea is old."]
+    (note,) = document.notes
+    assert "\\hive 1, \\wasp 1" in note
+
+
+def test_an_argument_that_is_printed_twice_is_read_twice() -> None:
+    document = latex(r"\both{\hive{a} b}.", r"\newcommand{\both}[1]{#1 and #1}")
+    assert sentences(document) == [r"\hive{a} b and \hive{a} b."]
+
+
 DEEPER = [rf"\{name}" for name in "bcdefgh"]
 
 
@@ -317,11 +437,24 @@ def test_html_does_not_read_what_is_hidden(concealed: str) -> None:
         "<svg><text>Not. This</text></svg>",
         "<!-- Not. This -->",
         "<button>Not. This</button>",
+        "<select><option>Not. This</option></select>",
+        "<textarea>Not. This</textarea>",
     ],
 )
 def test_html_goes_on_after_what_is_not_printed(unprinted: str) -> None:
     document = read_text(f"<p>Tea is {unprinted}old.</p><div hidden><p>Beer.</p></div>", ".html")
     assert sentences(document) == ["Tea is old."]
+
+
+def test_html_reads_the_text_of_a_form() -> None:
+    source = '<p>Tea is old.</p><form><input value="Beer."><div><p>It is hot.</p><button>Buy.</button></div></form>'
+    assert sentences(read_text(source, ".html")) == ["Tea is old.", "It is hot."]
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md"])
+def test_quotations_keep_their_marks(suffix: str) -> None:
+    document = read_text("<p>They say <q>tea</q> is <span hidden><q>no</q> </span>old.</p>", suffix)
+    assert sentences(document) == ["They say “tea” is old."]
 
 
 def test_html_reads_what_a_browser_shows() -> None:
@@ -378,6 +511,30 @@ def test_html_in_markdown_is_read() -> None:
     document = read_text(source, ".md")
     assert sentences(document) == ["Tea is old.", "It is hot."]
     assert len(document.notes) == 1
+
+
+def test_html_around_markdown_decides_what_is_shown() -> None:
+    document = read_text(
+        "Tea is old.\n\n<div hidden>\n\nBeer is *new*.\n\n    code\n\n</div>\n\nIt is hot.\n\n"
+        "<nav>\n\nHome is here.\n\n</nav>\n\nWe say <q>it</q> is <span hidden>not</span> good.<br>Is it? "
+        "<i hidden>No.\n\n"
+        "<table><tr><td>\n\nA cell.\n\n</td></tr></table>\n",
+        ".md",
+        "doc",
+    )
+    shown = ["Tea is old.", "It is hot.", "We say “it” is good.", "Is it?"]
+    assert sentences(document) == shown
+    assert [(passage.kind, passage.text) for passage in document.passages] == [
+        ("furniture", "Home is here."),
+        ("table", "A cell."),
+    ]
+    (note,) = document.notes
+    assert "(21 characters)" in note
+
+
+def test_items_of_a_task_list_are_sentences() -> None:
+    document = read_text("- [x] Tea is old.\n- [ ] Beer is new.\n", ".md")
+    assert sentences(document) == ["[x] Tea is old.", "[ ] Beer is new."]
 
 
 def test_rst_reads_topics_and_notes_other_directives() -> None:

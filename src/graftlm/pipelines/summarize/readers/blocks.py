@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -46,9 +47,15 @@ def shifted_text(text: str, tag: str) -> str:
     return text.translate(tables[tag])
 
 
-@dataclass
+def strongest_role(roles: Iterable[ElementRole]) -> BlockKind | Literal["skipped", "hidden"]:
+    """Return the role of a text inside elements with these roles; `prose` if none of them has a kind."""
+    given = set(roles)
+    return next((role for role in _PRECEDENCE if role in given), "prose")
+
+
+@dataclass(eq=False)
 class OpenElement:
-    """An element whose end was not read yet.
+    """An element whose end was not read yet. It equals only itself.
 
     Attributes:
         tag: name of the element.
@@ -92,11 +99,7 @@ class BlockCollector:
     @property
     def kind(self) -> BlockKind | Literal["skipped", "hidden"]:
         """The strongest role of the open elements."""
-        roles = {element.role for element in self.elements}
-        for role in _PRECEDENCE:
-            if role in roles:
-                return role
-        return "prose"
+        return strongest_role(element.role for element in self.elements)
 
     def open(
         self,
@@ -180,7 +183,7 @@ class BlockCollector:
         """
         if self.spans:
             kind = self.kind
-            level = self._heading_level() if kind in ("prose", "reference") else 0
+            level = self.heading_level if kind in ("prose", "reference") else 0
             if kind == "prose" and not level and self._is_navigation():
                 kind = "furniture"
             assert kind not in ("skipped", "hidden"), "these elements add no spans"
@@ -191,7 +194,9 @@ class BlockCollector:
         self.spans = []
         self.linked = 0
 
-    def _heading_level(self) -> int:
+    @property
+    def heading_level(self) -> int:
+        """The level of the open headings; 0 outside headings."""
         levels = (element.level for element in self.elements)
         return max(levels, default=0)
 

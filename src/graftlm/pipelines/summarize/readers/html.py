@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from graftlm.pipelines.summarize.document import TextBlock, TextSpan
-from graftlm.pipelines.summarize.readers.blocks import BlockCollector, ElementRole
+from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
+from graftlm.pipelines.summarize.readers.blocks import (
+    BlockCollector,
+    ElementRole,
+    OpenElement,
+    strongest_role,
+)
 from graftlm.pipelines.summarize.readers.mathml import MathCollector, is_math_tag
 from graftlm.pipelines.summarize.readers.roles import element_roles
 
@@ -45,8 +50,9 @@ def html_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
     it consists of links. Formulas in MathML are part of their sentences.
 
     What a browser does not show is skipped: scripts, templates, and elements that an attribute, their style or a class
-    such as `sr-only` hides; their characters are counted in `notes`. Forms, buttons and pronunciations are skipped too.
-    The text of `<details>` and of elements with `aria-hidden`, which browsers show, is read.
+    such as `sr-only` hides; their characters are counted in `notes`. The controls of forms and pronunciations are
+    skipped too. The text of `<details>` and of elements with `aria-hidden`, which browsers show, is read. Quotations
+    (`<q>`) get their marks.
 
     Args:
         text: the page.
@@ -56,8 +62,7 @@ def html_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
     parser.feed(text)
     parser.finish()
     collector = parser.collector
-    if collector.concealed:
-        notes.append(f"has hidden text ({collector.concealed:,} characters), which is not read")
+    note_concealed(collector.concealed, notes)
     for index, block in enumerate(collector.blocks):
         if collector.main is None or index in collector.main:
             yield block
@@ -65,12 +70,68 @@ def html_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
             yield replace(block, level=0, kind="furniture")
 
 
-class _HtmlBlockParser(HTMLParser):
-    """Passes elements and text with their source positions to a collector."""
+def note_concealed(count: int, notes: list[str]) -> None:
+    """Note the number of hidden characters, if there are any."""
+    if count:
+        notes.append(f"has hidden text ({count:,} characters), which is not read")
 
-    def __init__(self, text: str) -> None:
+
+class HtmlFragments:
+    """Reads pieces of HTML between other text, where an element may begin in one piece and end in a later one.
+
+    Attributes:
+        elements: the elements that are open after the last piece.
+        concealed: number of characters that attributes hide.
+    """
+
+    def __init__(self) -> None:
+        self.elements: list[OpenElement] = []
+        self.concealed = 0
+
+    @property
+    def _surroundings(self) -> BlockCollector:
+        return BlockCollector(elements=self.elements)
+
+    @property
+    def heading_level(self) -> int:
+        """The level of the headings that are open; 0 outside headings."""
+        return self._surroundings.heading_level
+
+    def read(self, text: str) -> list[TextBlock]:
+        """Return the blocks of a piece, whose spans refer to it."""
+        parser = _HtmlBlockParser(text, self.elements)
+        parser.feed(text)
+        self.elements = list(parser.collector.elements)
+        parser.finish()
+        self.concealed += parser.collector.concealed
+        return parser.collector.blocks
+
+    def kind(self, own: BlockKind) -> BlockKind | None:
+        """Return the kind of a text that stands between the pieces; None if it is not shown.
+
+        Args:
+            own: the kind of the text outside elements.
+        """
+        kind = strongest_role([own, *(element.role for element in self.elements)])
+        return None if kind in ("skipped", "hidden") else kind
+
+    def count_concealed(self, text: str) -> None:
+        """Count a text that is not shown, if an attribute hides it."""
+        if any(element.is_concealed for element in self.elements):
+            self.concealed += len(text.strip())
+
+
+class _HtmlBlockParser(HTMLParser):
+    """Passes elements and text with their source positions to a collector.
+
+    Args:
+        text: the source.
+        elements: the elements that are open at its beginning.
+    """
+
+    def __init__(self, text: str, elements: Sequence[OpenElement] = ()) -> None:
         super().__init__(convert_charrefs=False)
-        self.collector = BlockCollector()
+        self.collector = BlockCollector(elements=list(elements))
         self._text = text
         self._formula: MathCollector | None = None
         self._formula_start = 0
@@ -78,7 +139,7 @@ class _HtmlBlockParser(HTMLParser):
         self._line_starts.extend(match.end() for match in re.finditer("\n", text))
 
     def finish(self) -> None:
-        """Read what is left, and close the open block."""
+        """Read what is left, and close the open elements and the open block."""
         self.close()
         if self._formula is not None:
             self._close_formula(len(self._text))
@@ -100,8 +161,14 @@ class _HtmlBlockParser(HTMLParser):
             self.collector.add(TextSpan("\n", start, start + length))
         elif tag not in _VOID_TAGS:
             self._open(tag, dict(attrs))
+            if tag == "q":
+                self._add_quotation_mark("“", len(self.get_starttag_text() or ""))
         elif element_roles("html").get(tag) != "inline":
             self.collector.close_block()
+
+    def _add_quotation_mark(self, mark: str, length: int) -> None:
+        start = self._offset()
+        self.collector.add(TextSpan(mark, start, start + length))
 
     def _close_sibling(self, tag: str) -> None:
         """Close the innermost element if the start tag implies its end."""
@@ -147,6 +214,8 @@ class _HtmlBlockParser(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if self._formula is None:
+            if tag == "q" and any(element.tag == "q" for element in self.collector.elements):
+                self._add_quotation_mark("”", len("</q>"))
             self.collector.close(tag)
         elif tag == "math":
             self._close_formula(self._text.find(">", self._offset()) + 1 or len(self._text))

@@ -6,20 +6,22 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import SENTENCE_END, BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.document_builder import aligned_spans
 from graftlm.pipelines.summarize.readers.blocks import shifted_text
+from graftlm.pipelines.summarize.readers.latex_arguments import LatexNode, parse_latex, unclosed_nodes
 from graftlm.pipelines.summarize.readers.latex_files import LatexFiles
 from graftlm.pipelines.summarize.readers.latex_source import (
     Definition,
     LatexDefinitions,
     TypesetSource,
     group_end,
+    length_end,
     typeset_source,
 )
 from graftlm.pipelines.summarize.readers.roles import element_roles
@@ -33,31 +35,20 @@ _HEADING_LEVELS = {
     "subsubsection": 3,
     "paragraph": 4,
     "subparagraph": 5,
+    "frametitle": 3,
+    "framesubtitle": 4,
 }
 _PARAGRAPH_BREAK = re.compile(r"\r?\n[ \t]*\r?\n\s*")
 _INPUT = re.compile(r"\\(?:input|include|subfile|subfileinclude)\s*(?:\{([^{}]*)\}|([^\s{}\\%]+))")
 _IMPORT = re.compile(r"\\(?:sub)?import\*?\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _PARAMETER = re.compile(r"#(\d)")
-_BLOCK_BREAK = re.compile(r"\n\s*\n|\\(?:par|item|begin|(?:sub)*section|(?:sub)?paragraph)\b|\\\[|\$\$")
+_ENVIRONMENT_MARK = re.compile(r"\\(begin|end)\s*\{\s*([^{}]*?)\s*\}")
+_ESCAPE = re.compile(r"\\(?=[%#&_~{}$])|%?\s*\n\s*")  # in an address
+_BLOCK_BREAK = re.compile(r"\n\s*\n|\\(?:par|item|begin|BODY|(?:sub)*section|(?:sub)?paragraph)\b|\\\[|\$\$")
 _INNER_SENTENCE_END = re.compile(r"[.!?]\s")
 _MAX_DEPTH = 40  # of macros inside macros
 _MAX_REPLACED = 5_000_000  # characters that replace macros, in all
 _MACRO_COST = 100  # characters as which each macro counts beside what replaces it
-
-
-class _Node(Protocol):
-    """The attributes of the nodes of pylatexenc that the reader uses. A node has only those of its type."""
-
-    pos: int
-    len: int
-    chars: str
-    comment_post_space: str
-    displaytype: str
-    environmentname: str
-    macroname: str
-    nodeargd: Any
-    nodelist: Sequence[_Node | None]
-    specials_chars: str
 
 
 class LatexDocument(NamedTuple):
@@ -116,8 +107,10 @@ class _DocumentState:
         self.definitions = LatexDefinitions()
         self.unknown_macros = Counter[str]()
         self.unknown_environments = Counter[str]()
+        self.left_out_macros = Counter[str]()  # those that are not known, in the definitions of environments
+        self.unclosed: list[str] = []  # places of what has no end
         self._replaced = 0
-        self._bodies: dict[str, Sequence[_Node | None]] = {}  # the nodes of definitions
+        self._bodies: dict[str, Sequence[LatexNode | None]] = {}  # the nodes of definitions
         latex2text = import_extra("pylatexenc.latex2text", "Reading LaTeX")
         self.converter = latex2text.LatexNodes2Text(math_mode="verbatim")
 
@@ -127,26 +120,28 @@ class _DocumentState:
         self.files.add(text)
         source = typeset_source(text, self.definitions, self.files.read_preamble)
         parser = _LatexBlockParser(self, source, page)
-        parser.walk(_body(self.parse(source.text)))
+        nodes = self.parse(source.text)
+        self._note_unclosed(source, nodes)
+        parser.walk(_body(nodes))
         return parser.finish()
 
-    def parse(self, text: str) -> Sequence[_Node | None]:
+    def parse(self, text: str) -> Sequence[LatexNode | None]:
         """Return the nodes of a text."""
-        latexwalker = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
-        walker = latexwalker.LatexWalker(text, latex_context=self._context(), tolerant_parsing=True)
-        nodes, _, _ = walker.get_latex_nodes()
-        return nodes
+        macros = {name: macro.arguments for name, macro in self.definitions.macros.items()}
+        environments = {name: environment.arguments for name, environment in self.definitions.environments.items()}
+        return parse_latex(
+            text,
+            macros=_macro_forms() | macros,
+            environments=_environment_forms() | environments,
+        )
 
-    def _context(self) -> object:
-        """Return what pylatexenc knows, with the arguments of further macros and of those of the document."""
-        latexwalker = import_extra("pylatexenc.latexwalker", "Reading LaTeX")
-        macrospec = import_extra("pylatexenc.macrospec", "Reading LaTeX")
-        defined = {name: macro.arguments for name, macro in self.definitions.macros.items()}
-        arguments = element_roles("latex_arguments") | defined
-        context = latexwalker.get_default_latex_context_db()
-        macros = [macrospec.MacroSpec(name, args_parser=form) for name, form in arguments.items()]
-        context.add_context_category("document", macros=macros, prepend=True)
-        return context
+    def _note_unclosed(self, source: TypesetSource, nodes: Sequence[LatexNode | None]) -> None:
+        """Remember the lines in which something begins that has no end."""
+        page = self.files.pages[-1]
+        for node in unclosed_nodes(source.text, nodes):
+            line = page.count("\n", 0, source.position(node.pos)) + 1
+            file = f"{self.files.names[-1]}, " if len(self.files.names) > 1 else ""
+            self.unclosed.append(f"{file}line {line:,}")
 
     def expansion(self, macro: str) -> Definition | None:
         """Return the definition of a macro that is to be replaced; None for other macros.
@@ -156,9 +151,23 @@ class _DocumentState:
         """
         definition = self.definitions.macros.get(macro)
         if definition is not None:
-            self._replaced += len(definition.body) + _MACRO_COST
-            self.check_expansion(macro, self._replaced <= _MAX_REPLACED)
+            self._count_expansion(macro, definition)
         return definition
+
+    def environment_expansion(self, environment: str) -> Definition | None:
+        """Return the definition of an environment that is to be replaced; None for other environments.
+
+        Raises:
+            DataError: macros are replaced by too many characters.
+        """
+        definition = self.definitions.environments.get(environment)
+        if definition is not None:
+            self._count_expansion(f"begin{{{environment}}}", definition)
+        return definition
+
+    def _count_expansion(self, macro: str, definition: Definition) -> None:
+        self._replaced += len(definition.body) + _MACRO_COST
+        self.check_expansion(macro, self._replaced <= _MAX_REPLACED)
 
     def check_expansion(self, macro: str, is_allowed: bool) -> None:
         """Raise `DataError` unless a macro may be replaced."""
@@ -168,7 +177,7 @@ class _DocumentState:
                 f"{_MAX_REPLACED:,} characters, such as \\{macro}: correct their definitions."
             )
 
-    def body_nodes(self, definition: Definition) -> Sequence[_Node | None]:
+    def body_nodes(self, definition: Definition) -> Sequence[LatexNode | None]:
         """Return the nodes of what a macro is replaced by."""
         if definition.body not in self._bodies:
             self._bodies[definition.body] = self.parse(definition.body)
@@ -184,6 +193,12 @@ class _DocumentState:
             yield f"has conditionals without \\fi ({self.definitions.unclosed:,} in all)"
         if self.unknown_macros:
             yield f"has macros that are not known ({_counts(self.unknown_macros)}), which stay as they are written"
+        if self.left_out_macros:
+            counts = _counts(self.left_out_macros)
+            yield f"defines environments by macros that are not known ({counts}), which are left out"
+        if self.unclosed:
+            count = len(self.unclosed)
+            yield f"has groups, formulas or environments that are not closed (in {self.unclosed[0]}; {count:,} in all)"
         if self.unknown_environments:
             yield f"has environments that are not known ({_counts(self.unknown_environments)}), whose text is read"
 
@@ -194,7 +209,25 @@ def _counts(counts: Counter[str]) -> str:
     return f"{named}, and {len(counts) - 3} more" if len(counts) > 3 else named
 
 
-def _body(nodes: Iterable[_Node | None]) -> Iterable[_Node | None]:
+@cache
+def _macro_forms() -> dict[str, str]:
+    """Return the forms of the arguments of known macros, which may have a star."""
+    forms = element_roles("latex_arguments")
+    return {name: form if form.startswith("*") else f"*{form}" for name, form in forms.items()}
+
+
+@cache
+def _environment_forms() -> dict[str, str]:
+    """Return the forms of the arguments of known environments, and of their variants with a star."""
+    forms: dict[str, str] = {}
+    for name in element_roles("latex_environments"):
+        form = element_roles("latex_environment_arguments").get(name)
+        if form is not None or element_roles("latex_environments")[name] == "prose":
+            forms |= {name: form or "", f"{name}*": form or ""}
+    return forms
+
+
+def _body(nodes: Iterable[LatexNode | None]) -> Iterable[LatexNode | None]:
     """Return the nodes of the document environment, or all nodes without one."""
     for node in nodes:
         if node is not None and getattr(node, "environmentname", None) == "document":
@@ -212,17 +245,43 @@ class _Frame:
         arguments: the nodes of the macro's arguments, which belong to the outer frame.
         default: what stands for the first argument if it is absent.
         outer: the frame around.
+        content: the environment whose definition the text is; it belongs to the outer frame. None for other texts.
+        handled_to: end of what was read otherwise than by walking the nodes of the text.
     """
 
     text: str
     call: tuple[int, int] | None = None
-    arguments: Sequence[_Node | None] = ()
+    arguments: Sequence[LatexNode | None] = ()
     default: str = ""
     outer: _Frame | None = None
+    content: LatexNode | None = None
+    handled_to: int = 0
 
     @property
     def depth(self) -> int:
         return 0 if self.outer is None else 1 + self.outer.depth
+
+
+def _content_range(environment: LatexNode) -> tuple[int, int]:
+    """Return the range of what an environment contains."""
+    nodes = [node for node in environment.nodelist if node is not None]
+    if not nodes:
+        end = environment.pos + environment.len
+        return end, end
+    return nodes[0].pos, nodes[-1].pos + nodes[-1].len
+
+
+def _content_role(definition: Definition) -> str:
+    """Return the role of the environments around the text of one that the document defines; `prose` without others."""
+    open_names: list[str] = []
+    begin, _, _ = definition.body.partition("\\BODY")
+    for match in _ENVIRONMENT_MARK.finditer(begin):
+        if match[1] == "begin":
+            open_names.append(match[2].rstrip("*"))
+        elif open_names:
+            open_names.pop()
+    roles = [element_roles("latex_environments").get(name, "prose") for name in open_names]
+    return next((role for role in roles if role != "prose"), "prose")
 
 
 class _LatexBlockParser:
@@ -235,8 +294,8 @@ class _LatexBlockParser:
         self._frame = _Frame(source.text)
         self._blocks: list[TextBlock] = []
         self._spans: list[TextSpan] = []
-        self._handled_to = 0  # in the text of the file: what the nodes before this position are was read otherwise
-        self._handlers: dict[str, Callable[[_Node], None]] = {
+        self._quotations = 0  # that are open
+        self._handlers: dict[str, Callable[[LatexNode], None]] = {
             "LatexCharsNode": self._handle_characters,
             "LatexCommentNode": self._handle_comment,
             "LatexGroupNode": self._handle_group,
@@ -245,9 +304,13 @@ class _LatexBlockParser:
             "LatexEnvironmentNode": self._handle_environment,
             "LatexMacroNode": self._handle_macro,
         }
-        self._role_handlers: dict[str, Callable[[_Node], None]] = {
+        self._role_handlers: dict[str, Callable[[LatexNode], None]] = {
             "inline": self._walk_argument,
-            "first": partial(self._walk_argument, index=0),
+            "first": partial(self._walk_argument, index=-2),
+            "address": self._add_address,
+            "quoted": self._add_quotation,
+            "upper": partial(self._add_changed, change=str.upper),
+            "lower": partial(self._add_changed, change=str.lower),
             "raised": partial(self._add_shifted, tag="sup"),
             "lowered": partial(self._add_shifted, tag="sub"),
             "quantity": self._add_quantity,
@@ -266,90 +329,103 @@ class _LatexBlockParser:
         self._close_block()
         return self._blocks
 
-    def walk(self, nodes: Iterable[_Node | None] | None) -> None:
+    def walk(self, nodes: Iterable[LatexNode | None] | None) -> None:
         """Handle nodes in order."""
         for node in nodes or ():
-            if node is None or (self._frame.outer is None and node.pos + node.len <= self._handled_to):
+            if node is None or node.pos + node.len <= self._frame.handled_to:
                 continue
             handle = self._handlers[type(node).__name__]
             handle(node)
 
-    def _handle_characters(self, node: _Node) -> None:
+    def _handle_characters(self, node: LatexNode) -> None:
         """Add a node's text, and close the block at each empty line."""
         text = self._frame.text
         end = node.pos + node.len
-        start = node.pos
-        if self._frame.outer is None:
-            start = max(start, self._handled_to)
+        start = max(node.pos, self._frame.handled_to)
         for gap in _PARAGRAPH_BREAK.finditer(text, start, end):
             self._add_literal(start, gap.start())
             self._close_block()
             start = gap.end()
         self._add_literal(start, end)
 
-    def _handle_comment(self, node: _Node) -> None:
+    def _handle_comment(self, node: LatexNode) -> None:
         space = node.comment_post_space.removeprefix("\r").removeprefix("\n")
         if "\n" in space:  # An empty line follows.
             self._close_block()
 
-    def _handle_group(self, node: _Node) -> None:
+    def _handle_group(self, node: LatexNode) -> None:
         self.walk(node.nodelist)
 
-    def _handle_formula(self, node: _Node) -> None:
+    def _handle_formula(self, node: LatexNode) -> None:
         if node.displaytype == "inline":
             self._add_literal(node.pos, node.pos + node.len, is_formula=True)
         else:
             self._add_kind(node, "formula")
 
-    def _handle_specials(self, node: _Node) -> None:
+    def _handle_specials(self, node: LatexNode) -> None:
         if node.specials_chars.startswith("\n"):
             self._close_block()
         else:
             self._add_converted(node)
 
-    def _handle_environment(self, node: _Node) -> None:
+    def _handle_environment(self, node: LatexNode) -> None:
         """Walk an environment of prose, add another known one as a block of its kind, and walk unknown ones."""
         name = node.environmentname
         definitions = self._state.definitions
         if name in definitions.hidden_environments:
             return
         role = element_roles("latex_environments").get(name.rstrip("*"))
+        definition = self._state.environment_expansion(name)
+        if definition is not None and role in (None, "prose"):
+            role = _content_role(definition)
         if role == "hidden":
             return
         if role is not None and role != "prose":
             self._add_kind(node, role)
             return
-        if role is None and name not in definitions.environments:
+        if role is None:
             self._state.unknown_environments[name] += 1
         self._close_block()
         if name == "abstract":
             self._add_heading("Abstract", node)
-        self.walk(self._without_arguments(node))
+        self._add_printed_arguments(node)
+        if definition is None:
+            self.walk(node.nodelist)
+        else:
+            self._expand(node, definition, name=f"begin{{{name}}}", content=node)
         self._close_block()
 
-    def _without_arguments(self, node: _Node) -> Iterable[_Node | None]:
-        """Return the nodes of an environment after its arguments, which are the groups at its beginning."""
-        nodes = list(node.nodelist)
-        while nodes and type(nodes[0]).__name__ == "LatexGroupNode":
-            nodes.pop(0)
-        return nodes
+    def _add_printed_arguments(self, node: LatexNode) -> None:
+        """Add the arguments of an environment that are printed: its label as a field, and its headings."""
+        if not node.nodeargd:
+            return
+        for letter, argument in zip(node.nodeargd.argspec, node.nodeargd.argnlist or (), strict=False):
+            if argument is not None and letter in ("t", "g"):
+                self.walk(argument.nodelist)
+                if letter == "t":
+                    self._close_block(kind="field")
+                else:
+                    self._close_block(_HEADING_LEVELS["frametitle"])
 
-    def _add_heading(self, title: str, node: _Node) -> None:
+    def _add_heading(self, title: str, node: LatexNode) -> None:
         start, _ = self._file_range(node.pos, node.pos)
         self._blocks.append(TextBlock((TextSpan(title, start, start),), 1, self._page))
 
-    def _add_kind(self, node: _Node, kind: BlockKind) -> None:
+    def _add_kind(self, node: LatexNode, kind: BlockKind) -> None:
         """Add a block of the node's source."""
         self._close_block()
         self._add_literal(node.pos, node.pos + node.len)
         self._close_block(kind=kind)
 
-    def _handle_macro(self, node: _Node) -> None:
+    def _handle_macro(self, node: LatexNode) -> None:
         """Handle a macro by its definition in the document, or by its role."""
         name = node.macroname.rstrip("*")
         definition = self._state.expansion(node.macroname)
         if definition is not None:
-            self._expand(node, definition)
+            self._expand(node, definition, name=node.macroname)
+            return
+        if name == "BODY" and self._frame.content is not None:
+            self._walk_content(self._frame.content)
             return
         role = element_roles("latex_macros").get(name)
         if name in element_roles("latex_texts"):
@@ -364,26 +440,49 @@ class _LatexBlockParser:
             handle = self._role_handlers[role]
             handle(node)
 
-    def _handle_break(self, node: _Node) -> None:
+    def _handle_break(self, node: LatexNode) -> None:
         self._close_block()
 
-    def _handle_item(self, node: _Node) -> None:
+    def _handle_item(self, node: LatexNode) -> None:
         self._close_block()
         self._walk_label(node)
 
-    def _expand(self, node: _Node, definition: Definition) -> None:
-        """Walk what a macro of the document is replaced by."""
+    def _expand(
+        self,
+        node: LatexNode,
+        definition: Definition,
+        name: str,
+        content: LatexNode | None = None,
+    ) -> None:
+        """Walk what a macro or an environment of the document is replaced by."""
         frame = self._frame
-        self._state.check_expansion(node.macroname, frame.depth < _MAX_DEPTH)
+        self._state.check_expansion(name, frame.depth < _MAX_DEPTH)
         arguments = node.nodeargd.argnlist if node.nodeargd else []
-        call = frame.call or self._file_range(node.pos, node.pos + node.len)
-        self._frame = _Frame(definition.body, call, arguments, definition.default, frame)
+        end = node.pos + node.len if content is None else _content_range(content)[0]
+        call = frame.call or self._file_range(node.pos, end)
+        self._frame = _Frame(definition.body, call, arguments, definition.default, frame, content)
         self.walk(self._state.body_nodes(definition))
         self._frame = frame
 
-    def _keep_macro(self, node: _Node, *, is_known: bool) -> None:
-        """Add a macro with the groups that directly follow it as it is written, because its output is not known."""
-        if not is_known:
+    def _walk_content(self, content: LatexNode) -> None:
+        """Walk the text of an environment whose definition is being read. What follows has the place of its end."""
+        frame = self._frame
+        outer = frame.outer
+        assert outer is not None, "a definition has a frame around"
+        self._frame = outer
+        self.walk(content.nodelist)
+        frame.call = outer.call or self._file_range(_content_range(content)[1], content.pos + content.len)
+        self._frame = frame
+
+    def _keep_macro(self, node: LatexNode, *, is_known: bool) -> None:
+        """Add a macro with the groups that directly follow it as it is written, because its output is not known.
+
+        In the definition of an environment, where macros rarely print anything, one that is not known is left out.
+        """
+        is_left_out = not is_known and self._frame.content is not None
+        if is_left_out:
+            self._state.left_out_macros[f"\\{node.macroname}"] += 1
+        elif not is_known:
             self._state.unknown_macros[f"\\{node.macroname}"] += 1
         text = self._frame.text
         end = node.pos + node.len
@@ -392,11 +491,13 @@ class _LatexBlockParser:
             if last <= end or "\n\n" in text[end:last]:
                 break
             end = last
-        if self._frame.outer is None:
-            self._handled_to = max(self._handled_to, end)
-        self._add_literal(node.pos, end)
+        if is_left_out:
+            end = length_end(text, end)
+        self._frame.handled_to = max(self._frame.handled_to, end)
+        if not is_left_out:
+            self._add_literal(node.pos, end)
 
-    def _skip_macro(self, node: _Node) -> None:
+    def _skip_macro(self, node: LatexNode) -> None:
         """Remove the space before a skipped macro, such as a citation, unless a word follows the macro."""
         end = node.pos + node.len
         if not self._frame.text[end : end + 1].isalnum():
@@ -410,19 +511,48 @@ class _LatexBlockParser:
             text = last.text.rstrip()
             self._spans[-1] = TextSpan(text, last.start, last.start + len(text))
 
-    def _arguments(self, node: _Node) -> list[_Node]:
+    def _arguments(self, node: LatexNode) -> list[LatexNode]:
         """Return the arguments of a macro that are present."""
         if not node.nodeargd:
             return []
         return [argument for argument in node.nodeargd.argnlist or () if argument is not None]
 
-    def _walk_argument(self, node: _Node, index: int = -1) -> None:
+    def _walk_argument(self, node: LatexNode, index: int = -1) -> None:
         """Walk an argument of a macro, which is printed; by default the last one."""
         arguments = self._arguments(node)
-        if arguments:
+        if len(arguments) >= -index:
             self.walk([arguments[index]])
 
-    def _walk_label(self, node: _Node) -> None:
+    def _add_address(self, node: LatexNode) -> None:
+        """Add an address, which is read verbatim but for escaped characters and line breaks."""
+        for argument in self._arguments(node)[-1:]:
+            start = argument.pos
+            end = argument.pos + argument.len
+            for escape in _ESCAPE.finditer(self._frame.text, start, end):
+                self._add_literal(start, escape.start())
+                start = escape.end()
+            self._add_literal(start, end)
+
+    def _add_quotation(self, node: LatexNode) -> None:
+        """Add an argument in quotation marks: single ones with a star or inside others."""
+        is_single = "*" in map(self._source_of, self._arguments(node)) or self._quotations % 2 == 1
+        opening, closing = "‘’" if is_single else "“”"
+        self._quotations += 1
+        end = node.pos + node.len
+        self._spans.append(TextSpan(opening, *self._file_range(node.pos, node.pos + 1)))
+        self._walk_argument(node)
+        self._spans.append(TextSpan(closing, *self._file_range(end - 1, end)))
+        self._quotations -= 1
+
+    def _add_changed(self, node: LatexNode, change: Callable[[str], str]) -> None:
+        """Add an argument with its characters changed, outside formulas."""
+        first = len(self._spans)
+        self._walk_argument(node)
+        for index, span in enumerate(self._spans[first:], first):
+            if not span.is_formula:
+                self._spans[index] = replace(span, text=change(span.text))
+
+    def _walk_label(self, node: LatexNode) -> None:
         """Add the label of an item in a list of descriptions: a field, unless the text after it continues it."""
         end = node.pos + node.len
         following = self._frame.text[end : end + 20].lstrip()
@@ -431,13 +561,13 @@ class _LatexBlockParser:
         if not following[:1].islower():
             self._close_block(kind="field")
 
-    def _add_shifted(self, node: _Node, tag: str) -> None:
+    def _add_shifted(self, node: LatexNode, tag: str) -> None:
         """Add an argument as raised or lowered characters, if there are such."""
         first = len(self._spans)
         self._walk_argument(node)
         self._spans[first:] = [replace(span, text=shifted_text(span.text, tag)) for span in self._spans[first:]]
 
-    def _add_quantity(self, node: _Node) -> None:
+    def _add_quantity(self, node: LatexNode) -> None:
         """Add a number with its unit; as written, if the unit is written with macros."""
         arguments = [argument for argument in self._arguments(node) if self._source_of(argument).startswith("{")]
         source = "".join(map(self._source_of, arguments))
@@ -450,10 +580,10 @@ class _LatexBlockParser:
                 self._spans.append(TextSpan(" ", *self._file_range(place, place)))
             self.walk([argument])
 
-    def _source_of(self, node: _Node) -> str:
+    def _source_of(self, node: LatexNode) -> str:
         return self._frame.text[node.pos : node.pos + node.len]
 
-    def _add_space(self, node: _Node) -> None:
+    def _add_space(self, node: LatexNode) -> None:
         r"""Add the space of `\xspace` at the end of a definition, if a word follows the macro."""
         if self._frame.call is None:
             return
@@ -462,18 +592,17 @@ class _LatexBlockParser:
         if following.isalnum() or following in ("(", "$", "\\"):
             self._spans.append(TextSpan(" ", end, end))
 
-    def _add_gap(self, node: _Node) -> None:
+    def _add_gap(self, node: LatexNode) -> None:
         self._spans.append(TextSpan(" ", *self._file_range(node.pos, node.pos + node.len)))
 
-    def _include(self, node: _Node) -> None:
+    def _include(self, node: LatexNode) -> None:
         """Read an included file, whose name may stand without braces."""
         text = self._frame.text
         match = _INPUT.match(text, node.pos) or _IMPORT.match(text, node.pos)
         if match is None:
             self._keep_macro(node, is_known=False)
             return
-        if self._frame.outer is None:
-            self._handled_to = max(self._handled_to, match.end())
+        self._frame.handled_to = max(self._frame.handled_to, match.end())
         parts = [part.strip() for part in match.groups() if part is not None]
         name = "/".join(part.strip("/") for part in parts) if len(parts) > 1 else parts[0]
         included = self._state.files.open(name)
@@ -559,7 +688,7 @@ class _LatexBlockParser:
             end = match.end()
         self._add_at_call(text[end:], is_formula=is_formula)
 
-    def _add_argument(self, argument: _Node, *, is_formula: bool) -> None:
+    def _add_argument(self, argument: LatexNode, *, is_formula: bool) -> None:
         """Add an argument of the macro that is replaced. It stands in the text around the macro's call."""
         frame = self._frame
         outer = frame.outer
@@ -572,7 +701,9 @@ class _LatexBlockParser:
         if is_formula:
             self._add_replaced(source, is_formula=True)
         else:
+            handled_to = outer.handled_to  # The argument may occur again.
             self.walk([argument])
+            outer.handled_to = handled_to
         self._frame = frame
 
     def _add_at_call(self, text: str, *, is_formula: bool = False) -> None:
@@ -580,7 +711,7 @@ class _LatexBlockParser:
         if text:
             self._spans.append(TextSpan(text, *self._file_range(0, 0), is_formula))
 
-    def _add_converted(self, node: _Node) -> None:
+    def _add_converted(self, node: LatexNode) -> None:
         """Add a node as the text into which pylatexenc converts it."""
         text = element_roles("latex_texts").get(getattr(node, "macroname", ""))
         if text is None:

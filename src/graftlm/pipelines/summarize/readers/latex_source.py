@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+# A `%` in an address begins no comment.
+_ADDRESS = r"\\(?:url|path|nolinkurl|href\s*(?:\[[^\]]*\])?)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
 _TOKEN = re.compile(
-    r"%[^\n]*"
-    r"|\\verb\*?(?P<delimiter>[^\sa-zA-Z*]).*?(?P=delimiter)"
+    r"%[^\n]*|" + _ADDRESS + r"|\\verb\*?(?P<delimiter>[^\sa-zA-Z*]).*?(?P=delimiter)"
     r"|\\begin\s*\{(?P<verbatim>verbatim\*?|Verbatim|lstlisting|minted|comment)\}.*?(?:\\end\s*\{(?P=verbatim)\}|\Z)"
     r"|\\begin\s*\{document\}"
     r"|\\(?P<word>[A-Za-z@]+)"
@@ -32,6 +33,14 @@ _DOCUMENT_DEFINITIONS = {
     "ProvideDocumentCommand",
     "DeclareDocumentCommand",
 }
+_ENVIRONMENT_DEFINITIONS = {"newenvironment", "renewenvironment", "provideenvironment"}
+_DOCUMENT_ENVIRONMENT_DEFINITIONS = {
+    "NewDocumentEnvironment",
+    "RenewDocumentEnvironment",
+    "ProvideDocumentEnvironment",
+    "DeclareDocumentEnvironment",
+}
+_BODY_DEFINITIONS = {"NewEnviron", "RenewEnviron"}  # They write the environment's text as \BODY.
 _PRIMITIVE_DEFINITIONS = {"def", "gdef", "edef", "xdef"}
 # The value that each macro gives the switch that it names.
 _SWITCHES = {
@@ -46,10 +55,18 @@ _SWITCHES = {
     "boolfalse": False,
 }
 _SETTERS = {"setboolean", "setbool", "settoggle"}
-_NAME = r"\*?\s*(?:\{\s*\\([A-Za-z@]+)\s*\}|\\([A-Za-z@]+))\s*"
-_COMMAND = re.compile(_NAME + r"(?:\[(\d)\]\s*)?(?:\[([^\]]*)\]\s*)?")
-_DOCUMENT_COMMAND = re.compile(_NAME + r"\{([^}]*)\}\s*")
-_PRIMITIVE_COMMAND = re.compile(r"\s*\\([A-Za-z@]+)((?:#\d)*)\s*")
+_GAP = r"(?:\s|%[^\n]*\n)*"
+_NAME = r"\*?\s*(?:\{\s*\\([A-Za-z@]+)\s*\}|\\([A-Za-z@]+))" + _GAP
+_PARAMETERS = rf"(?:\[(\d)\]{_GAP})?(?:\[([^\]]*)\]{_GAP})?"
+_COMMAND = re.compile(_NAME + _PARAMETERS)
+_DOCUMENT_PARAMETERS = r"\{((?:[^{}]|\{[^{}]*\})*)\}" + _GAP
+_DOCUMENT_COMMAND = re.compile(_NAME + _DOCUMENT_PARAMETERS)
+_PRIMITIVE_COMMAND = re.compile(r"\s*\\([A-Za-z@]+)((?:#\d)*)" + _GAP)
+_ENVIRONMENT_NAME = r"\*?\s*\{\s*([\w@*-]+)\s*\}" + _GAP
+_ENVIRONMENT = re.compile(_ENVIRONMENT_NAME + _PARAMETERS)
+_DOCUMENT_ENVIRONMENT = re.compile(_ENVIRONMENT_NAME + _DOCUMENT_PARAMETERS)
+_DOCUMENT_DEFAULT = re.compile(r"\s*O\{([^}]*)\}")
+_GAPS = re.compile(_GAP)
 _LET = re.compile(r"\s*\\([A-Za-z@]+)\s*=?\s*\\([A-Za-z@]+)")
 _NEWIF = re.compile(r"\s*\{?\s*\\if([A-Za-z@]+)\s*\}?")
 _WORD_ARGUMENT = re.compile(r"\s*\{\s*([\w@*-]+)\s*\}")
@@ -64,17 +81,18 @@ _INPUT = re.compile(r"\s*(?:\{([^}]*)\}|([^\s{}\\%]+))")
 _LENGTH = re.compile(r"\s*=?\s*-?(?:\d*\.?\d+\s*(?:pt|cm|mm|in|ex|em|bp|pc|sp|dd|fill?l?)\b|-?\d*\.?\d*\\[a-z]+width)")
 _LENGTH_WORDS = {"vskip", "hskip", "kern", "parskip", "parindent", "baselineskip", "itemsep", "topsep", "textwidth"}
 _LINE_REST = re.compile(r"[ \t]*\r?\n")
-_BRACE = re.compile(r"\\.|%[^\n]*|[{}]", re.DOTALL)
+_BRACE = re.compile(_ADDRESS + r"|\\.|%[^\n]*|[{}]", re.DOTALL)
 _BLANKS = re.compile(r"[ \t]*")
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A macro that a document defines.
+    r"""A macro or an environment that a document defines.
 
     Attributes:
-        arguments: the form of its arguments, as pylatexenc writes it: `*`, `[` and `{`.
-        body: what it is replaced by, in which `#1` stands for the first argument.
+        arguments: the form of its arguments.
+        body: what it is replaced by, in which `#1` stands for the first argument, and `\BODY` for the text of an
+            environment.
         default: the first argument if it is optional and absent.
     """
 
@@ -90,7 +108,7 @@ class LatexDefinitions:
     Attributes:
         macros: definitions by the name of the macro.
         switches: values of conditionals by name: `draft` for `\newif\ifdraft`, booleans and toggles.
-        environments: names of environments that the document defines; their text is printed.
+        environments: definitions by the name of the environment.
         hidden_environments: names of environments that `\excludecomment` hides.
         unknown_conditionals: number of conditionals whose value is not known, by name.
         unclosed: number of conditionals without an end.
@@ -98,7 +116,7 @@ class LatexDefinitions:
 
     macros: dict[str, Definition] = field(default_factory=dict)
     switches: dict[str, bool] = field(default_factory=dict)
-    environments: set[str] = field(default_factory=set)
+    environments: dict[str, Definition] = field(default_factory=dict)
     hidden_environments: set[str] = field(default_factory=set)
     unknown_conditionals: Counter[str] = field(default_factory=Counter)
     unclosed: int = 0
@@ -211,16 +229,15 @@ class _Scanner:
             self._pieces.append((self._kept_to, end))
         self._kept_to = max(self._kept_to, end)
 
-    def _cut(self, start: int, end: int, *, is_word: bool = True) -> int:
+    def _cut(self, start: int, end: int) -> int:
         """Keep the text before a range that is not typeset, and return the position after it.
 
         TeX skips the blanks after a control word. A line of which nothing is left must not become an empty one, which
         would end the paragraph.
         """
         self._keep_to(start)
-        if is_word:
-            blanks = _BLANKS.match(self._text, end)
-            end = blanks.end() if blanks else end
+        blanks = _BLANKS.match(self._text, end)
+        end = blanks.end() if blanks else end
         before = self._text[:start].rstrip(" \t")[-1:] if start else "\n"
         rest = _LINE_REST.match(self._text, end)
         if rest and before in ("", "\n"):
@@ -249,7 +266,7 @@ class _Scanner:
         if word == "unless":
             self._negated = True
             return self._cut(match.start(), match.end())
-        return self._read_definition(word, match) or self._read_choice(word, match) or self._read_link(word, match, end)
+        return self._read_definition(word, match) or self._read_choice(word, match) or self._read_included(word, match)
 
     def _is_conditional(self, word: str, position: int) -> bool:
         r"""Return whether a control word begins a conditional that ends with `\fi`.
@@ -366,38 +383,62 @@ class _Scanner:
             known.switches[found[1]] = value
             return self._cut(match.start(), end)
         if word in ("excludecomment", "includecomment") and (found := _WORD_ARGUMENT.match(text, end)):
-            names = known.hidden_environments if word == "excludecomment" else known.environments
-            names.add(found[1])
+            if word == "excludecomment":
+                known.hidden_environments.add(found[1])
+            else:
+                known.environments[found[1]] = Definition("", "\\BODY ")
             return self._cut(match.start(), found.end())
         if word in ("newtheorem", "spnewtheorem") and (found := _THEOREM.match(text, end)):
-            known.environments.add(found[1].strip())
+            known.environments[found[1].strip()] = Definition("t", "\\BODY ")
             return self._cut(match.start(), found.end())
-        return self._read_macro(word, match)
+        return self._read_environment(word, match) or self._read_macro(word, match)
+
+    def _read_environment(self, word: str, match: re.Match[str]) -> int:
+        r"""Record and cut the definition of an environment, as that of a macro with `\BODY`; 0 if there is none."""
+        text = self._text
+        is_document = word in _DOCUMENT_ENVIRONMENT_DEFINITIONS
+        if not is_document and word not in _ENVIRONMENT_DEFINITIONS | _BODY_DEFINITIONS:
+            return 0
+        found = (_DOCUMENT_ENVIRONMENT if is_document else _ENVIRONMENT).match(text, match.end())
+        if found is None:
+            return 0
+        arguments = _document_form(found[2]) if is_document else _form(found[2], found[3])
+        begin, end = self._group(found.end())
+        if word in _BODY_DEFINITIONS:
+            body = begin
+        else:
+            closing, end = self._group(end)
+            body = f"{begin}\\BODY{{}}{closing}"
+        if not set(arguments) <= set("*[{"):
+            arguments = "a"
+        default = _document_default(found[2]) if is_document else found[3] or ""
+        self._definitions.environments[found[1]] = Definition(arguments, body, default)
+        return self._cut(match.start(), end)
+
+    def _group(self, position: int) -> tuple[str, int]:
+        """Return the text of the next group without its braces, and the position after it; no text without a group."""
+        gap = _GAPS.match(self._text, position)
+        start = gap.end() if gap else position
+        end = group_end(self._text, start)
+        return ("", position) if end < 0 else (self._text[start + 1 : end - 1], end)
 
     def _read_macro(self, word: str, match: re.Match[str]) -> int:
-        """Record and cut the definition of a macro or an environment; 0 if there is none."""
+        """Record and cut the definition of a macro; 0 if there is none."""
         text = self._text
         end = match.end()
         name, definition = "", Definition("", "")
         if word in _DEFINITIONS and (found := _COMMAND.match(text, end)):
-            count = int(found[3] or 0)
-            optional = "[" if found[4] is not None else ""
             name = found[1] or found[2]
-            definition = Definition(optional + "{" * (count - len(optional)), "", found[4] or "")
+            definition = Definition(_form(found[3], found[4]), "", found[4] or "")
         elif word in _DOCUMENT_DEFINITIONS and (found := _DOCUMENT_COMMAND.match(text, end)):
             name = found[1] or found[2]
-            forms = re.sub(r"O\{[^}]*\}|o", "[", found[3].replace(" ", "")).replace("m", "{").replace("s", "*")
-            definition = Definition(forms, "")
+            definition = Definition(_document_form(found[3]), "", _document_default(found[3]))
         elif word in _PRIMITIVE_DEFINITIONS and (found := _PRIMITIVE_COMMAND.match(text, end)):
             name = found[1]
             definition = Definition("{" * found[2].count("#"), "")
         elif word == "let" and (found := _LET.match(text, end)):
             self._define(word, found[1], Definition("", f"\\{found[2]} "))
             return self._cut(match.start(), found.end())
-        elif word in ("newenvironment", "renewenvironment") and (found := _WORD_ARGUMENT.match(text, end)):
-            self._definitions.environments.add(found[1])
-            end = self._after_groups(found.end(), 2)
-            return self._cut(match.start(), end)
         else:
             return 0
         last = group_end(text, found.end())
@@ -412,21 +453,6 @@ class _Scanner:
         is_kept = word.lower().startswith("provide") and name in self._definitions.macros
         if not is_kept:
             self._definitions.macros[name] = definition
-
-    def _after_groups(self, position: int, count: int) -> int:
-        """Return the position after optional arguments and some groups."""
-        while count:
-            position += len(self._text[position:]) - len(self._text[position:].lstrip())
-            opening = self._text[position : position + 1]
-            if opening == "[":
-                position = self._text.find("]", position) + 1 or len(self._text)
-                continue
-            end = group_end(self._text, position)
-            if end < 0:
-                break
-            position = end
-            count -= 1
-        return position
 
     def _read_choice(self, word: str, match: re.Match[str]) -> int:
         r"""Read the branch that a macro such as `\iftoggle` takes, and return the position after it; 0 for others."""
@@ -461,21 +487,38 @@ class _Scanner:
         self._kept_to = end
         return self._cut_after(match.start(), end) if value is None else end
 
-    def _read_link(self, word: str, match: re.Match[str], end: int) -> int:
-        """Cut the address of a link, in which `%` begins no comment; read what a preamble includes."""
+    def _read_included(self, word: str, match: re.Match[str]) -> int:
+        """Read the definitions of a file that a preamble includes, and return the position after the control word."""
         text = self._text
-        if word == "href":
-            start = match.end()
-            if text[start : start + 1] == "[":
-                start = text.find("]", start) + 1 or start
-            last = text.find("}", start, end)
-            if text[start : start + 1] == "{" and last > 0:
-                return self._cut(match.start(), last + 1, is_word=False)
         if word in ("input", "include") and self._in_preamble and (found := _INPUT.match(text, match.end())):
             included = self._read_input((found[1] or found[2]).strip())
             if included is not None:
                 typeset_source(included, self._definitions)
         return match.end()
+
+
+def length_end(text: str, position: int) -> int:
+    """Return the position after a length, or the assignment of one, that may stand at a position."""
+    found = _LENGTH.match(text, position)
+    return found.end() if found else position
+
+
+def _form(count: str | None, default: str | None) -> str:
+    """Return the form of the arguments by their number, of which the first is optional if it has a default."""
+    optional = "[" if default is not None else ""
+    return optional + "{" * (int(count or 0) - len(optional))
+
+
+def _document_form(arguments: str) -> str:
+    r"""Return the form of the arguments of `\NewDocumentCommand`."""
+    optional = re.sub(r"O\{[^}]*\}|o", "[", arguments.replace(" ", ""))
+    return optional.replace("m", "{").replace("s", "*").replace("+", "")
+
+
+def _document_default(arguments: str) -> str:
+    r"""Return the default of the first argument of `\NewDocumentCommand`; an empty text if it has none."""
+    found = _DOCUMENT_DEFAULT.match(arguments)
+    return found[1] if found else ""
 
 
 def group_end(text: str, start: int) -> int:

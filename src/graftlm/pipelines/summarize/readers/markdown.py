@@ -13,14 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 from graftlm.pipelines.summarize.document import BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.document_builder import aligned_spans
-from graftlm.pipelines.summarize.readers.html import html_blocks
+from graftlm.pipelines.summarize.readers.html import HtmlFragments, note_concealed
 from graftlm.pipelines.summarize.text import import_extra
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _FRONT_MATTER = re.compile(r"\A ?---[ \t]*\r?\n.*?^(?:---|\.\.\.)[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 _TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*\r?$", re.MULTILINE)
 _LINK_END = re.compile(r"\](?:\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)|\[[^\]]*\])?")
-_CHECKBOX = re.compile(r"\[[ xX]\]\s")
 _HEADING_LINK = re.compile(r"\[[^\]]*\]\(#[^)]*\)")
 
 
@@ -54,9 +53,9 @@ def markdown_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
     """Yield the blocks of a document in order.
 
     The blocks are paragraphs, list items, headings, code blocks, formulas (`$$`), and each cell of a table. Blocks of
-    HTML are read as HTML; tags inside a paragraph are skipped. Front matter is a `field`, followed by its title as a
-    heading. Outside tables, a block that begins with a checkbox is a `field`, and one that consists of a link to a
-    heading is `furniture`.
+    HTML are read as HTML, and what an element hides in a browser is skipped, in later blocks and inside a paragraph as
+    well. Front matter is a `field`, followed by its title as a heading. Outside tables, a block that consists of a link
+    to a heading is `furniture`.
 
     Args:
         text: the document.
@@ -72,6 +71,7 @@ def markdown_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
     lines = _source_lines(text, skipped)
     level = 0
     in_table = False
+    fragments = HtmlFragments()
     for token in _parser().parse(text[skipped:]):
         if token.type == "table_open":
             in_table = True
@@ -81,17 +81,35 @@ def markdown_blocks(text: str, notes: list[str]) -> Iterator[TextBlock]:
             level = int(token.tag[1])
         elif token.type in ("fence", "code_block"):
             start, end = _token_range(token, lines)
-            yield TextBlock((TextSpan(text[start:end], start, end),), kind="code")
+            yield from _shown_block([TextSpan(text[start:end], start, end)], 0, "code", fragments)
         elif token.type == "html_block":
             start, end = _token_range(token, lines)
-            for block in html_blocks(text[start:end], notes):
+            for block in fragments.read(text[start:end]):
                 spans = [replace(span, start=span.start + start, end=span.end + start) for span in block.spans]
                 yield replace(block, spans=tuple(spans))
         elif token.type == "inline":
             kind = "table" if in_table else _inline_kind(token.content)
-            spans = _spans(token, lines[token.map[0] :])
-            yield TextBlock(tuple(spans), level, kind=kind)
+            around = fragments.elements
+            spans = list(_spans(token, lines[token.map[0] :], fragments))
+            fragments.elements = [element for element in fragments.elements if element in around]
+            yield from _shown_block(spans, level, kind, fragments)
             level = 0
+    note_concealed(fragments.concealed, notes)
+
+
+def _shown_block(
+    spans: Sequence[TextSpan],
+    level: int,
+    kind: BlockKind,
+    fragments: HtmlFragments,
+) -> Iterator[TextBlock]:
+    """Yield the block of the spans with the kind that the HTML around it gives it, unless it is not shown."""
+    shown = fragments.kind(kind)
+    if shown is None:
+        fragments.count_concealed("".join(span.text for span in spans))
+        return
+    level = level or fragments.heading_level
+    yield TextBlock(tuple(spans), level if shown in (kind, "reference") else 0, kind=shown)
 
 
 def _parser() -> Any:
@@ -126,8 +144,6 @@ def _token_range(token: _Token, lines: Sequence[_Line]) -> tuple[int, int]:
 
 
 def _inline_kind(content: str) -> BlockKind:
-    if _CHECKBOX.match(content):
-        return "field"
     if content.startswith("$$"):
         return "formula"
     if _HEADING_LINK.fullmatch(content.strip()):
@@ -135,11 +151,11 @@ def _inline_kind(content: str) -> BlockKind:
     return "prose"
 
 
-def _spans(token: _Token, lines: Sequence[_Line]) -> Iterator[TextSpan]:
+def _spans(token: _Token, lines: Sequence[_Line], fragments: HtmlFragments) -> Iterator[TextSpan]:
     """Yield the readable spans of an inline token whose content begins in the first of `lines`."""
     content = token.content
     offsets = _source_offsets(content, lines)
-    parts = list(_readable_parts(token.children, content.replace("\n", " ")))
+    parts = list(_readable_parts(token.children, content.replace("\n", " "), fragments))
     if any(part.start < 0 for part in parts):
         # The markup is unexpected: keep the content with its markup.
         parts = [_Part(content, 0, len(content))]
@@ -160,16 +176,26 @@ def _source_offsets(content: str, lines: Sequence[_Line]) -> list[int]:
     return offsets
 
 
-def _readable_parts(children: Sequence[_Token], content: str) -> Iterator[_Part]:
+def _readable_parts(children: Sequence[_Token], content: str, fragments: HtmlFragments) -> Iterator[_Part]:
     """Yield the readable text of the children of a token, up to the first that is not found in `content`."""
     cursor = 0
     for child in children:
         if child.type in ("text", "text_special", "code_inline"):
             part = _text_part(child, content, cursor)
-            yield part
             if part.start < 0:
+                yield part
                 return
+            if fragments.kind("prose") is None:
+                fragments.count_concealed(part.text)
+            else:
+                yield part
             cursor = part.end
+        elif child.type == "html_inline":
+            start = cursor
+            cursor = _end_of_markup(child, content, cursor)
+            printed = "".join(block.text for block in fragments.read(child.content))
+            if printed:  # as quotation marks
+                yield _Part(printed.replace("\n", " "), start, cursor)
         elif child.type in ("softbreak", "hardbreak"):
             start = _line_break(child, content, cursor)
             cursor = start + 1
