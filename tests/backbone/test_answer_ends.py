@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from graftlm.errors import DataError
 from graftlm.evaluation.chat_answers import answer_questions, template_questions
 from graftlm.evaluation.examples import generate_answers
 from graftlm.export.folder import export_graft
+from graftlm.export.turn_ends import add_turn_ends
 from graftlm.generation.generate import ChatSession, Decoding, generate_text
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
@@ -188,6 +190,13 @@ def test_what_training_teaches_ends_where_generation_stops(name: str, make: Any)
         assert tokenizer.decode(learned[:first_end]).strip() == content
 
 
+def test_a_conversation_that_ends_with_context_is_whole_and_gets_no_end_token() -> None:
+    tokenizer = with_template(TEXT_ONLY, ())
+    ids, predicted, _ = chat_tokens(tokenizer, read_chat([*TALK[:3], TALK[3] | {"weight": 0}], "row"))
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert tokenizer.decode(ids[predicted]).strip() == "Oda."
+
+
 def test_generate_and_chat_stop_at_the_end_of_the_turn(talker: tuple[Any, Any]) -> None:
     model, tokenizer = talker
     question = [{"role": "user", "content": "Who?"}]
@@ -275,6 +284,16 @@ def test_an_exported_model_names_the_end_of_a_turn(talker: tuple[Any, Any], tmp_
     graft = build_graft(graft_config({"kind": "lora", "rank": 2}), backbone)
     folder = export_graft(graft, backbone, tmp_path / "exported")
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [EOS, *turn_end_ids(tokenizer)]
+
+
+def test_an_exported_model_also_ends_at_the_tokenizer_s_eos(talker: tuple[Any, Any], tmp_path: Path) -> None:
+    _, tokenizer = talker
+    path = tmp_path / "generation_config.json"
+    for given in (7, [7, 9], None):
+        path.write_text(json.dumps({"eos_token_id": given}), encoding="utf-8")
+        add_turn_ends(tmp_path, tokenizer)
+        known = given if isinstance(given, list) else [given] * (given is not None)
+        assert json.loads(path.read_text(encoding="utf-8"))["eos_token_id"] == [*known, EOS, *turn_end_ids(tokenizer)]
 
 
 def test_a_clarifying_conversation_stops_there(talker: tuple[Any, Any]) -> None:

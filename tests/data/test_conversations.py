@@ -360,6 +360,18 @@ def test_a_turn_that_is_marked_as_context_is_seen_and_not_learned(mark: dict[str
     assert not any(mark.keys() & message.keys() for message in chat.messages)
 
 
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_a_call_joins_the_text_before_it_only_if_both_are_learned_or_neither(is_learned: bool) -> None:
+    said = {"from": "gpt", "value": "Let me look.", "train": is_learned}
+    functions = json.dumps([CALL["function"]])
+    rest = [RESULT, TOLD]
+    chat = read_chat([ASKED, said, {"from": "function_call", "value": functions, "train": is_learned}, *rest], "a test")
+    assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
+    assert (1 in chat.learned) == is_learned
+    with pytest.raises(DataError):  # an answer does not follow an answer
+        read_chat([ASKED, said, {"from": "function_call", "value": functions, "train": not is_learned}, *rest], "a test")
+
+
 def test_an_empty_turn_may_be_context() -> None:
     chat = read_chat([ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, TOLD], "a test")
     assert learned_texts("nothing of tools", chat) == ["At noon.<|end|>"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,6 +108,34 @@ def test_special_tokens_say_nothing_and_take_no_space_away() -> None:
     assert detokenized(TOKENIZER, [BOS], [EOS], []) == ([""], "", False)
 
 
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, marked()], ids=["bytes", "marked"])
+def test_many_special_tokens_cost_no_more_than_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.eos_token_id is not None
+    (letter,) = tokenizer.convert_tokens_to_ids(["a"])
+
+    def seconds(token: int) -> float:
+        detokenizer = IncrementalDetokenizer(tokenizer, [letter], ())
+        start = time.process_time()
+        for _ in range(2000):
+            detokenizer.add(token)
+        return time.process_time() - start
+
+    assert seconds(tokenizer.eos_token_id) < 2 * seconds(letter)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, marked()], ids=["bytes", "marked"])
+def test_added_tokens_without_text_are_those_that_are_special(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    tokenizer.add_tokens(["<|call|>"])
+    end, call, letter = tokenizer.convert_tokens_to_ids(["<|end|>", "<|call|>", "a"])
+    tokens = [end, call, end, letter]
+    shown, rest, _ = detokenized(tokenizer, [letter], tokens, [])
+    whole = tokenizer.decode([letter, *tokens], skip_special_tokens=True)
+    assert "".join(shown) + rest == whole.removeprefix("a")
+    assert "<|call|>" in whole
+
+
 LOGITS = st.lists(st.lists(st.floats(-30, 30, width=32), min_size=6, max_size=6), min_size=1, max_size=4)
 
 
@@ -164,7 +194,7 @@ def test_no_end_token_comes_too_early_and_others_end_the_answer_where_asked() ->
 
 def test_shares_of_random_choices_are_their_probabilities() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    requests = [GenerationRequest((1,), "m", temperature=1.0, top_p=0.9, seed=seed) for seed in range(4000)]
+    requests = [GenerationRequest((1,), "m", temperature=1.0, top_p=0.9, seed=seed) for seed in range(2000)]
     found = sample(p.log().expand(4000, 4), [RowSampling(request) for request in requests])
     shares = torch.tensor([choice.token for choice in found if choice]).bincount(minlength=4) / 4000
     assert shares.tolist() == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0], abs=0.03)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.nn.utils import get_total_norm
 
 import graftlm.training.loop as loop_module
+from graftlm.data.marked_ids import IGNORED
 from graftlm.errors import GraftError, RecipeError, TrainingError
 from graftlm.grafted.model import GraftedModel
 from graftlm.training import train
-from graftlm.training.checkpoint import newest_checkpoint
+from graftlm.training.checkpoint import TrainingCounts, newest_checkpoint
 from graftlm.training.history import read_history
 from graftlm.training.optimizer import learning_rate, make_optimizer
 from training.toy import toy_config, toy_mixture, toy_model, weights
@@ -295,3 +297,14 @@ def test_random_numbers_depend_on_seed_step_and_process() -> None:
         drawn.append(torch.rand(()).item())
     assert drawn[0] == drawn[4]
     assert len(set(drawn)) == 4
+
+
+def test_a_step_is_without_target_only_if_all_of_its_rows_are() -> None:
+    batch = toy_mixture(batch_size=3).batch(0)
+    counts = TrainingCounts()
+    for without in (0, 1, 2, 3):
+        labels = batch.labels.clone()
+        labels[:without] = IGNORED
+        loop_module._count_targets(counts, replace(batch, labels=labels))
+    assert counts.rows_without_target == 0 + 1 + 2 + 3
+    assert counts.steps_without_target == 1

@@ -50,6 +50,13 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     return backend is None or "ByteLevel" in repr(backend.decoder)
 
 
+def _skipped_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that `decode` leaves out with `skip_special_tokens`."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+
+
 class IncrementalDetokenizer:
     """The text of one continuation, in whole characters and without a possible beginning of a stop string.
 
@@ -65,6 +72,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
+        self._skipped = _skipped_ids(tokenizer)
         self._stops = [stop for stop in stops if stop]
         self._held = ""  # text that may begin a stop string
         self._ids = self._end_of(prompt)
@@ -101,6 +109,8 @@ class IncrementalDetokenizer:
         return self._held + self._new_part(text, text)
 
     def _new_text(self, token: int) -> str:
+        if token in self._skipped:  # without text, tokens are kept, and decoded again with each further one
+            return ""
         if self._stream is None:
             return self._decode_in_context(token)
         assert self._backend is not None
