@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone
 from graftlm.grafted.model import GraftedModel
-from graftlm.grafts import build_graft, graft_config, kinds
+from graftlm.grafts import Graft, build_graft, graft_config, kinds
 from graftlm.grafts.base import FitsOnText
-from graftlm.grafts.composition import Composition
+from graftlm.grafts.composition import Composition, CompositionConfig
 from graftlm.testing.operations import count_operations, decode_operations
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
@@ -32,19 +32,19 @@ AUGMENTED = {"one": {"name": "in memory"}}
 # By name: a config, and the largest ratio of a step's operations to those of the bare backbone, which only falls. With
 # a composition, to those of both parents.
 GRAFTS: dict[str, tuple[dict[str, Any], float]] = {
-    "open gates": ({"kind": "neutral-residues", "gate_init": "open"}, 1.3),
-    "adapter": ({"kind": "adapter"}, 1.3),
-    "lora": ({"kind": "lora", "capacity": 0.1}, 2),
-    "one expert": ({"kind": "token-routing", "experts": experts(1, *IN_PAPER)}, 2),
-    "four experts": ({"kind": "token-routing", "experts": experts(4, *IN_PAPER)}, 2),
-    "four everywhere": ({"kind": "token-routing", "experts": experts(4, "attention", "ffn")}, 3),
-    "composition": ({"kind": "composition", "augmenting": AUGMENTED}, 2),
-    "mixture": ({"kind": "composition", "augmenting": AUGMENTED, "cross": False, "readout": "mixture"}, 2),
-    "memory": ({"kind": "memory", "window": 32, "heads": 2, "head_width": 8}, 2),
-    "tasks": ({"kind": "conditional-tasks", "tasks": {"a": {"type": "classification", "labels": ["x", "y"]}}}, 3),
-    "peft": ({"kind": "peft", "method": "IA3"}, 2),
-    "llama-pro": ({"kind": "llama-pro", "blocks": 1}, 2),
-    "finetune": ({"kind": "finetune"}, 2),
+    "open gates": ({"kind": "neutral-residues", "gate_init": "open"}, 1.22),
+    "adapter": ({"kind": "adapter"}, 1.16),
+    "lora": ({"kind": "lora", "capacity": 0.1}, 1.41),
+    "one expert": ({"kind": "token-routing", "experts": experts(1, *IN_PAPER)}, 1.21),
+    "four experts": ({"kind": "token-routing", "experts": experts(4, *IN_PAPER)}, 1.27),
+    "four everywhere": ({"kind": "token-routing", "experts": experts(4, "attention", "ffn")}, 1.68),
+    "composition": ({"kind": "composition", "augmenting": AUGMENTED}, 1.1),
+    "mixture": ({"kind": "composition", "augmenting": AUGMENTED, "cross": False, "readout": "mixture"}, 1.04),
+    "memory": ({"kind": "memory", "window": 32, "heads": 2, "head_width": 8}, 1.31),
+    "tasks": ({"kind": "conditional-tasks", "tasks": {"a": {"type": "classification", "labels": ["x", "y"]}}}, 2.82),
+    "peft": ({"kind": "peft", "method": "IA3"}, 1.13),
+    "llama-pro": ({"kind": "llama-pro", "blocks": 1}, 1.07),
+    "finetune": ({"kind": "finetune"}, 1.01),
 }
 
 
@@ -57,8 +57,9 @@ def steps_of(config: dict[str, Any]) -> tuple[PreTrainedModel, list[PreTrainedMo
     parsed = graft_config(config)
     host = backbone()
     bare = [backbone().model]
-    if config["kind"] == "composition":
-        graft: Any = Composition(parsed, host, augmenting={"one": backbone(1)})  # type: ignore[arg-type]
+    graft: Graft
+    if isinstance(parsed, CompositionConfig):
+        graft = Composition(parsed, host, augmenting={"one": backbone(1)})
         bare.append(backbone(1).model)
     else:
         graft = build_graft(parsed, host)
@@ -75,7 +76,6 @@ def test_a_decode_step_has_few_more_operations(name: str) -> None:
     operations = decode_operations([grafted], prompt)
     bare_operations = decode_operations(bare, prompt)
     ratio = operations.total() / bare_operations.total()
-    print(name, round(ratio, 3), operations.total(), bare_operations.total(), operations - bare_operations)
     assert 1 <= ratio <= most, f"{ratio:.3f}: {operations - bare_operations}"
 
 

@@ -92,17 +92,17 @@ class ScoredCentroids:
     """Centroids, with all that scores need of them: they stay the same, while every decoded token has a new vector.
 
     Args:
-        centre_d: subtracted from the vectors.
-        whitener_Kd: the matrix V, with which the vectors are whitened; None for no whitening.
-        matrix_dM: the centred and whitened centroids, as columns; of length 1 for cosines.
-        biases_M: subtracted from the products with the centroids; None for cosines.
+        centre: (d,) subtracted from the vectors.
+        whitener: the matrix V (K, d), with which the vectors are whitened; None for no whitening.
+        matrix: (d, M) the centred and whitened centroids; of length 1 for cosines.
+        biases: (M,) subtracted from the products with the centroids; None for cosines.
         variance: the number a t of the module's equations; None for cosines.
     """
 
-    centre_d: Tensor
-    whitener_Kd: Tensor | None
-    matrix_dM: Tensor
-    biases_M: Tensor | None = None
+    centre: Tensor
+    whitener: Tensor | None
+    matrix: Tensor
+    biases: Tensor | None = None
     variance: Tensor | float | None = None
 
     @classmethod
@@ -126,13 +126,13 @@ class ScoredCentroids:
     def scores(self, vectors: Tensor) -> Tensor:
         """Return the scores (..., M) of vectors (..., d), as `scores_of` does."""
         empty = (vectors == 0).all(-1, keepdim=True)
-        vectors = vectors - self.centre_d
-        if self.whitener_Kd is not None:
-            vectors = whiten(vectors, self.whitener_Kd)
-        if self.biases_M is None or self.variance is None:
-            scores = functional.normalize(vectors, dim=-1) @ self.matrix_dM
+        vectors = vectors - self.centre
+        if self.whitener is not None:
+            vectors = whiten(vectors, self.whitener)
+        if self.biases is None or self.variance is None:
+            scores = functional.normalize(vectors, dim=-1) @ self.matrix
         else:
-            scores = (vectors @ self.matrix_dM - self.biases_M) / self.variance
+            scores = (vectors @ self.matrix - self.biases) / self.variance
         return scores.masked_fill(empty, 0.0)
 
 
