@@ -5,7 +5,7 @@
 A decode step on an accelerator waits for the host, which is why the sizes of tensors do not matter here: the models
 have the layers and heads of Llama-3.2-1B, but narrow ones, so that the time of a step is nearly all of it time of
 Python and of the dispatch of operations. Counts are exact. Times are the smallest of many rounds, in which the grafted
-models and the bare one take turns, so that other work on the machine disturbs them little.
+models and the bare one take turns; on a busy machine they are rough all the same.
 """
 
 from __future__ import annotations
@@ -78,18 +78,18 @@ AIMS = {
     "routing_4": (AT_MOST, 1.4),
     "composition": (AT_MOST, 1.15),
 }
-BEFORE: dict[str, tuple[float, float]] = {
-    "neutral_residues": (1.2864, 141.8),
-    "adapter": (1.1644, 95.1),
-    "lora": (1.4085, 202.4),
-    "routing_1": (1.3958, 217.0),
-    "routing_4": (1.4534, 271.5),
-    "routing_4_everywhere": (2.2669, 827.7),
-    "composition": (1.1462, 380.3),
-    "memory": (1.3059, 175.4),
-    "llama_pro": (1.0627, 49.1),
+BEFORE = {
+    "neutral_residues": 1.2864,
+    "adapter": 1.1644,
+    "lora": 1.4085,
+    "routing_1": 1.3958,
+    "routing_4": 1.4534,
+    "routing_4_everywhere": 2.2669,
+    "composition": 1.1462,
+    "memory": 1.3059,
+    "llama_pro": 1.0627,
 }
-"""Both metrics in commit 50d6bfc1, before operations were saved, on the machine of the committed results."""
+"""The ratio of operations in commit 50d6bfc1, before operations were saved."""
 
 
 class Models:
@@ -187,8 +187,8 @@ def benchmark(size: Size, clock: Clock, *, judged: bool) -> Results:
             "operations_ratio": counts[row] / bare_counts[row],
             "python_us_per_layer": added_time(measured, row, baseline) / size.layers,
         }
-        if judged and row in BEFORE:
-            metrics["operations_ratio_before"], metrics["python_us_per_layer_before"] = BEFORE[row]
+        if judged:
+            metrics["operations_ratio_before"] = BEFORE[row]
         rows.append(Row(id=row, label=label, metrics=metrics))
     details = {
         "size": asdict(size),
