@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graftlm.evaluation import Interval, Results
+from graftlm.evaluation import Interval, Results, value_of
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = (128, 256, 512, 1024)
@@ -37,6 +37,17 @@ ROWS = {
         "experts_8",
         "experts_32",
         "experts_128",
+    ],
+    "operations": [
+        "neutral_residues",
+        "adapter",
+        "lora",
+        "routing_1",
+        "routing_4",
+        "routing_4_everywhere",
+        "composition",
+        "memory",
+        "llama_pro",
     ],
     "block_state": [
         "forward_1k",
@@ -67,6 +78,7 @@ AIMS = {
     "target_logits": [],
     "composition": ["ratio", "ratio"],
     "token_routing": ["ratio", "ratio", "ratio", "ratio", "ratio_top2"],
+    "operations": ["operations_ratio"] * 4,
     "block_state": ["ratio", "ratio", "ratio", "value", "value"],
     "conditional_tasks": ["ratio", "ratio", "ratio", "ratio"],
     "summarize": ["ratio"],
@@ -98,6 +110,9 @@ def check_form(results: Results, name: str) -> None:
     assert results.name == f"bench-{name.replace('_', '-')}"
     assert [row.id for row in results.rows] == ROWS[name]
     for row in results.rows:
+        if name == "operations":  # counts have no interval
+            assert value_of(row.metrics["operations_ratio"]) >= 1
+            continue
         ratio = row.metrics.get("ratio", row.metrics.get("value"))
         assert isinstance(ratio, Interval)
         assert ratio.low <= ratio.mean <= ratio.high

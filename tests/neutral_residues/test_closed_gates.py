@@ -117,7 +117,7 @@ def test_one_open_token_changes_only_its_own_logits() -> None:
             seen: list[Tensor] = []
             host.sites.layers[-1].mlp.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
             model(tiny_ids(1))
-            scores = graft.blocks[-1].scores(seen[0][0])
+            scores = graft.blocks[-1].scores(seen[0][0])[:, 0]
             graft.blocks[-1].gate.bias -= scores.topk(2).values.mean()  # only the highest score stays above zero
             logits = model(tiny_ids(1)).logits
     changed = (logits != bare).any(-1)[0]

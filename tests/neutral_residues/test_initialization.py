@@ -65,7 +65,7 @@ def test_random_gates_have_variance_1_over_d_and_no_bias(backbone: Backbone) -> 
 def test_every_gate_of_an_open_start_is_1_for_every_token(backbone: Backbone) -> None:
     graft = NeutralResidues(NeutralResiduesConfig(width=1), backbone)
     for block in graft.blocks:
-        assert block.scores(torch.randn(7, D)).tolist() == [1.0] * 7  # type: ignore[operator]
+        assert block.scores(torch.randn(7, D)).tolist() == [[1.0]] * 7  # type: ignore[operator]
 
 
 def test_the_vanilla_adapter_starts_with_hes_variance(backbone: Backbone) -> None:

@@ -338,8 +338,7 @@ class TapHooks:
             result = function(call, hidden)
             if result is None:
                 return None
-            new = hidden + result if adds else result
-            new = new.view_as(given)
+            new = _in_shape(hidden + result if adds else result, given)
             if args:
                 return (new, *args[1:]), kwargs
             return args, kwargs | {"hidden_states": new}
@@ -385,15 +384,15 @@ class TapHooks:
             result = function(call, inputs, hidden)
             if result is None:
                 return None
-            new = hidden + result if adds else result
-            new = new.view_as(written)
+            new = _in_shape(hidden + result if adds else result, written)
             return (new, *output[1:]) if is_tuple else new
 
         return after
 
     def _current(self) -> Call:
         # Taps also act on a module that is called outside the model's forward pass.
-        return self._stack.calls[-1] if self._stack.calls else Call()
+        calls = self._stack.calls
+        return calls[-1] if calls else Call()
 
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:
@@ -433,6 +432,11 @@ def _in_rows(call: Call, hidden: Tensor) -> Tensor:
     if ids is None or hidden.dim() != 2 or not hidden.is_floating_point():
         return hidden
     return hidden.unflatten(0, tuple(ids.shape))
+
+
+def _in_shape(hidden: Tensor, like: Tensor) -> Tensor:
+    """Return hidden states in the shape of those that they replace, from which `_in_rows` made rows."""
+    return hidden if hidden.shape == like.shape else hidden.view_as(like)
 
 
 def _newest_tokens(call: Call, length: int) -> Tensor | None:

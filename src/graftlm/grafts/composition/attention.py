@@ -17,8 +17,8 @@ can't saturate the softmax.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,30 @@ class Visibility:
         return cls(mask=filled_BTS[:, None], non_empty=non_empty)
 
 
+class Rotation(NamedTuple):
+    """The rotation of queries or keys by their positions, (B or 1, 1, T, K) each; the halves of a head form pairs.
+
+    Args:
+        cos: the cosines of the angles, in both halves.
+        sin: the sines of the angles, negated in the first half.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, position_BT: Tensor, like_BHTK: Tensor) -> Rotation:
+        """Compute the rotation for tensors of the width, dtype and device of `like_BHTK`."""
+        half = like_BHTK.shape[-1] // 2
+        dtype = torch.promote_types(like_BHTK.dtype, torch.float32)  # half precision can't represent large positions
+        index = torch.arange(half, device=like_BHTK.device, dtype=dtype)
+        frequency = _ROTARY_BASE ** (-index / half)
+        angle = position_BT[:, None, :, None].to(dtype) * frequency
+        cos = angle.cos().to(like_BHTK.dtype)
+        sin = angle.sin().to(like_BHTK.dtype)
+        return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+
 @dataclass(frozen=True)
 class AttentionPositions:
     """Positions of tokens in their documents, counted in anchor tokens.
@@ -74,6 +98,23 @@ class AttentionPositions:
 
     anchor: Tensor
     augmenting: Tensor
+    _rotations: dict[tuple[object, ...], Rotation] = field(default_factory=dict, repr=False)
+
+    def rotate_queries(self, q_BHTK: Tensor) -> Tensor:
+        """Rotate queries by the positions of the anchor's tokens; see `rotate`."""
+        return rotate(q_BHTK, self._rotation(self.anchor, q_BHTK, of_queries=True))
+
+    def rotate_keys(self, k_BHSK: Tensor) -> Tensor:
+        """Rotate keys by the positions of the augmenting tokens; see `rotate`."""
+        is_shared = self.augmenting is self.anchor
+        return rotate(k_BHSK, self._rotation(self.augmenting, k_BHSK, of_queries=is_shared))
+
+    def _rotation(self, position_BT: Tensor, like_BHTK: Tensor, *, of_queries: bool) -> Rotation:
+        """Return the rotation of a pass, which all pairs of layers share."""
+        key = (of_queries, like_BHTK.shape[-1], like_BHTK.dtype, like_BHTK.device)
+        if key not in self._rotations:
+            self._rotations[key] = Rotation.of(position_BT, like_BHTK)
+        return self._rotations[key]
 
 
 class CrossAttention(nn.Module):
@@ -153,7 +194,7 @@ class CrossAttention(nn.Module):
         """
         q_BHTK = self._heads(self.w_q, self.norm_head_q, self.norm_q(anchor_BTD))
         if positions is not None:
-            q_BHTK = rotate(q_BHTK, positions.anchor)
+            q_BHTK = positions.rotate_queries(q_BHTK)
         k_BHSK, v_BHSK = self._keys_and_values(states_BSA, positions, cache)
         mask = visibility.mask
         causal = mask is None and q_BHTK.shape[2] > 1
@@ -187,7 +228,7 @@ class CrossAttention(nn.Module):
         k = self._heads(self.w_k, self.norm_head_k, projected)
         v = self._split(self.w_v(projected))
         if positions is not None:
-            k = rotate(k, positions.augmenting)
+            k = positions.rotate_keys(k)
         if cache is None:
             return k, v
         return cache.update(k, v)
@@ -231,7 +272,7 @@ def _local_bias(width: int, heads: int) -> Tensor:
     return bias_HK.flatten()
 
 
-def rotate(x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
+def rotate(x_BHTK: Tensor, rotation: Rotation) -> Tensor:
     """Rotate queries or keys by their positions.
 
         (a, b) -> (a cos - b sin, b cos + a sin),   angle = position * frequency
@@ -240,23 +281,13 @@ def rotate(x_BHTK: Tensor, position_BT: Tensor) -> Tensor:
 
     Args:
         x_BHTK: queries or keys.
-        position_BT: (B or 1, T) position of each token.
+        rotation: the rotation of their positions.
 
     Returns:
         The rotated tensor, (B, H, T, K).
     """
-    half = x_BHTK.shape[-1] // 2
-    dtype = torch.promote_types(x_BHTK.dtype, torch.float32)  # half precision can't represent large positions
-    index = torch.arange(half, device=x_BHTK.device, dtype=dtype)
-    frequency = _ROTARY_BASE ** (-index / half)
-    angle = position_BT[:, None, :, None].to(dtype) * frequency
-    cos = angle.cos().to(x_BHTK.dtype)
-    sin = angle.sin().to(x_BHTK.dtype)
-    a = x_BHTK[..., :half]
-    b = x_BHTK[..., half:]
-    rotated_a = a * cos - b * sin
-    rotated_b = b * cos + a * sin
-    return torch.cat([rotated_a, rotated_b], -1)
+    swapped = x_BHTK.roll(x_BHTK.shape[-1] // 2, -1)
+    return torch.addcmul(x_BHTK * rotation.cos, swapped, rotation.sin)
 
 
 def _attention_weights(q: Tensor, k: Tensor, visibility: Visibility) -> Tensor:

@@ -72,65 +72,64 @@ class GatedAdapter(nn.Module):
             self.gate.weight.zero_()
             self.gate.bias.fill_(1)
 
-    def scores(self, x: Tensor) -> Tensor | None:
-        """Compute w . x + b, the input of the gate's activation.
+    def scores(self, x_ND: Tensor) -> Tensor | None:
+        """Compute w . x + b, the input of the gate's activation, (N, 1), from the inputs of the FFN, (N, D).
 
-        Args:
-            x: (..., D), inputs of the FFN at N tokens.
-
-        Returns:
-            (N,), or None without a gate.
+        Without a gate, the result is None.
         """
         gate = self.gate
         if gate is None:
             return None
-        # Every layer computes this for every decoded token, so it avoids the overhead of the Linear's own call.
-        return functional.linear(x, gate.weight, gate.bias).view(-1)
+        return functional.linear(x_ND, gate.weight, gate.bias)
+
+    # Each layer computes this for each decoded token. So the matrices are applied without the Linears' own calls, and
+    # to tensors of two dimensions, which torch would otherwise make of others and back again.
 
     def adapt(self, x_ND: Tensor) -> Tensor:
         """Compute A(x), (N, D), from the inputs of the FFN, (N, D)."""
-        inner = self.w_i(x_ND)
+        inner = functional.linear(x_ND, self.w_i.weight)
         if self.w_g is None:
-            return self.w_o(self.activation(inner))
-        return self.w_o(self.activation(self.w_g(x_ND)) * inner)
+            inner = self.activation(inner)
+        else:
+            inner = self.activation(functional.linear(x_ND, self.w_g.weight)) * inner
+        return functional.linear(inner, self.w_o.weight)
 
-    def residue(self, x_ND: Tensor, scores_N: Tensor | None, *, select: bool = True) -> Tensor:
+    def residue(self, x_ND: Tensor, scores_N1: Tensor | None, *, select: bool = True) -> Tensor:
         """Compute r(x), (N, D).
 
         Args:
             x_ND: (N, D), inputs of the FFN.
-            scores_N: (N,), the output of `scores`; None without a gate.
+            scores_N1: (N, 1), the output of `scores`; None without a gate.
             select: whether the adapter of a ReLU gate runs on open tokens only, if there are many tokens; this
                 synchronizes with a GPU.
         """
-        if scores_N is None:
+        if scores_N1 is None:
             return self.adapt(x_ND)
         if self.kind == "sigmoid":
-            return torch.sigmoid(scores_N)[:, None] * self.adapt(x_ND)
-        if not select or len(scores_N) <= _FEW_TOKENS:
-            return scores_N.relu()[:, None] * self.adapt(x_ND)
-        return self._residue_of_open_tokens(x_ND, scores_N)
+            return torch.sigmoid(scores_N1) * self.adapt(x_ND)
+        if not select or len(scores_N1) <= _FEW_TOKENS:
+            return scores_N1.relu() * self.adapt(x_ND)
+        return self._residue_of_open_tokens(x_ND, scores_N1)
 
-    def _residue_of_open_tokens(self, x_ND: Tensor, scores_N: Tensor) -> Tensor:
+    def _residue_of_open_tokens(self, x_ND: Tensor, scores_N1: Tensor) -> Tensor:
         """Compute r(x), (N, D), with the adapter on open tokens only."""
-        open_O = (scores_N > 0).nonzero().squeeze(-1)
-        if len(open_O) == len(scores_N):
-            return scores_N[:, None] * self.adapt(x_ND)
+        open_O = (scores_N1.squeeze(-1) > 0).nonzero().squeeze(-1)
+        if len(open_O) == len(scores_N1):
+            return scores_N1 * self.adapt(x_ND)
         x_OD = x_ND.index_select(0, open_O)
-        scores_O = scores_N.index_select(0, open_O)
-        out_OD = scores_O[:, None] * self.adapt(x_OD)
+        out_OD = scores_N1.index_select(0, open_O) * self.adapt(x_OD)
         out_ND = out_OD.new_zeros(x_ND.shape)
         return out_ND.index_copy(0, open_O, out_OD)
 
-    def is_closed(self, scores_N: Tensor | None) -> bool:
+    def is_closed(self, scores_N1: Tensor | None) -> bool:
         """Return whether r(x) is zero for every token, which only a ReLU gate makes possible.
 
         This synchronizes with a GPU.
 
         Args:
-            scores_N: (N,) for at least one token, the output of `scores`; None without a gate.
+            scores_N1: (N, 1) for at least one token, the output of `scores`; None without a gate.
         """
-        if scores_N is None or self.kind != "relu":
+        if scores_N1 is None or self.kind != "relu":
             return False
-        highest = scores_N if len(scores_N) == 1 else scores_N.max()
+        highest = scores_N1 if len(scores_N1) == 1 else scores_N1.max()
         return not highest.item() > 0

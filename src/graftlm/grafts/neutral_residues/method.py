@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,18 @@ from graftlm.grafts.base import ExportedAdapter, ExportsAdapter, Graft, GraftCon
 from graftlm.grafts.neutral_residues.adapter import GatedAdapter
 from graftlm.grafts.neutral_residues.config import NeutralResiduesConfig, VanillaAdapterConfig
 from graftlm.grafts.neutral_residues.exporting import exported_blocks
+
+
+class _Pass(NamedTuple):
+    """What the adapters of all layers share in a pass.
+
+    Args:
+        dtype: the dtype in which they compute.
+        old: (O,) the tokens of the old domain, for the local loss; None without it.
+    """
+
+    dtype: torch.dtype
+    old: Tensor | None
 
 
 class NeutralResidues(Graft, Traceable, ExportsAdapter):
@@ -62,40 +74,42 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         return cast("list[GatedAdapter]", list(self.blocks))
 
     def taps(self) -> list[Tap]:
-        return [self._tap(layer) for layer in range(len(self.blocks))]
+        return [self._tap(layer, block) for layer, block in enumerate(self._adapters())]
 
-    def _tap(self, layer: int) -> Tap:
+    def _tap(self, layer: int, block: GatedAdapter) -> Tap:
         return Tap(
             site=Site("ffn", layer),
             when="after",
             act="add",
-            function=partial(self._add, layer),
+            function=partial(self._add, layer, block),
         )
 
     def prepare(self, call: Call) -> None:
         has_l1_loss = self.config.has_auxiliary_loss and self.config.loss_kind() == "l1"
+        old_O = None
         if has_l1_loss and call.domain is not None:
             is_old_N = _tokens_of(call, 0)
-            call.scratch[self, "old tokens"] = is_old_N.nonzero().squeeze(-1)
+            old_O = is_old_N.nonzero().squeeze(-1)
+        call.scratch[self] = _Pass(call.working_dtype(self), old_O)
 
-    def _add(self, layer: int, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
+    def _add(self, layer: int, block: GatedAdapter, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
         """Return r(x) of one layer, in the shape of `outputs` (B, T, D); None if all gates are closed."""
-        block = cast("GatedAdapter", self.blocks[layer])
-        x = inputs.to(call.working_dtype(self))
-        scores_N = block.scores(x)
-        call.scratch[self, "scores", layer] = scores_N
-        readable = may_read(x)
-        if readable and block.is_closed(scores_N):
+        if self not in call.scratch:  # a layer that runs outside of a pass
+            self.prepare(call)
+        dtype, old_O = call.scratch[self]
+        x_ND = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
+        scores_N1 = block.scores(x_ND)
+        call.scratch[self, layer] = scores_N1
+        readable = may_read(x_ND)
+        if readable and block.is_closed(scores_N1):
             return None
-        select = readable or (x.shape[1] > 1 and not torch.compiler.is_compiling())
-        x_ND = x.reshape(-1, x.shape[-1])
-        out_ND = block.residue(x_ND, scores_N, select=select)
-        old = call.scratch.get((self, "old tokens"))
-        if old is not None and len(old):
+        select = readable or (inputs.shape[1] > 1 and not torch.compiler.is_compiling())
+        out_ND = block.residue(x_ND, scores_N1, select=select)
+        if old_O is not None and len(old_O):
             # |r(x)|_1 / D, summed over the old domain's tokens, for the local loss.
-            old_OD = out_ND.index_select(0, old).float()
+            old_OD = out_ND.index_select(0, old_O).float()
             call.scratch[self, "l1", layer] = old_OD.abs().sum() / out_ND.shape[-1]
-        return out_ND.to(outputs.dtype).view_as(outputs)
+        return out_ND.view(outputs.shape).to(outputs.dtype)
 
     def auxiliary_loss(self, call: Call) -> Tensor | None:
         """Compute alpha * l_local.
@@ -141,10 +155,10 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
         """Return the scores (N,) of every layer's gate; an empty list if a layer has no gate or did not run."""
         scores = []
         for layer in range(len(self.blocks)):
-            score = call.scratch.get((self, "scores", layer))
-            if score is None:
+            scores_N1 = call.scratch.get((self, layer))
+            if scores_N1 is None:
                 return []
-            scores.append(score)
+            scores.append(scores_N1.squeeze(-1))
         return scores
 
     def observe(self, call: Call) -> dict[str, Tensor]:

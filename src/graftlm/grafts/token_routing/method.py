@@ -13,10 +13,10 @@ entries; the last is the weight of the bare backbone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedde
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, write_adapter
 from graftlm.grafts.token_routing.merging import merge_experts
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
-from graftlm.grafts.token_routing.policy import best_scores, expert_weights, scores_of
+from graftlm.grafts.token_routing.policy import ScoredCentroids, best_scores, expert_weights
 from graftlm.grafts.token_routing.recompute import Recompute
 from graftlm.grafts.token_routing.router import ROUTER_TENSORS, centre_of, check_router, fit_router, needed_tensors
 from graftlm.grafts.token_routing.routing_state import (
@@ -94,6 +94,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         if config.embedder.name == "backbone":
             self._embedder = load_embedder(config.embedder, backbone)
         self._embedder_checked = False
+        self._scored: ScoredCentroids | None = None
         self._causal = backbone.sites.family.causal
         self._recomputation = Recompute(backbone)
         experts: dict[str, ExpertConfig] = {}
@@ -237,6 +238,11 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         layer: RoutingCacheLayer | None,
     ) -> Tensor:
         """Return the weights of every token, (B, T, E + 1): those computed at the end of its span."""
+        fixed = self._fixed_weights()
+        if fixed is None and call.training and len(self.names) == 1:
+            fixed = [1.0]
+        if fixed is not None:
+            return _repeat_weights(fixed, spans.end)
         running_sum = None if layer is None else layer.running_sum
         new_BTE = self._updated_weights(call, spans, running_sum)
         if layer is None or layer.state is None:
@@ -253,11 +259,6 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         experts = len(self.names)
         if may_read(updates_BT) and not updates_BT.any():
             return torch.zeros(*updates_BT.shape, experts + 1, device=updates_BT.device)
-        fixed = self._fixed_weights()
-        if experts == 1 and call.training:
-            fixed = [1.0]
-        if fixed is not None:
-            return _repeat_weights(fixed, updates_BT)
         if not len(self.centroids):
             self.fit({})
         scores = self._need_embedder().scores(call, spans, running_sum, self._scores)
@@ -267,10 +268,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
 
     def _scores(self, vectors: Tensor) -> Tensor:
         """Return the score of each expert, (..., E), for vectors (..., d)."""
-        centre_d = centre_of(self.config, self.centroids, self.owners)
-        whitener_Kd = self.whitener if self.config.whitens else None
-        variance = self.variance if self.config.policy == "discriminant" else None
-        scores = scores_of(self.centroids, vectors, centre_d, whitener_Kd, variance)
+        assert self._scored is not None, "`_updated_weights` computes absent centroids"
+        scores = self._scored.scores(vectors)
         if self.config.embedder.centroids == 1:
             return scores
         return best_scores(scores, self.owners, len(self.names))
@@ -371,6 +370,23 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
             self.owners = torch.arange(len(self.centroids), device=device)
         if len(self.centroids):
             self._check_directions()
+        self._prepare_centroids()
+
+    def _prepare_centroids(self) -> None:
+        """Compute what is the same for all vectors that are compared with the centroids."""
+        self._scored = None
+        if len(self.centroids):
+            self._scored = ScoredCentroids.of(
+                self.centroids,
+                centre_of(self.config, self.centroids, self.owners),
+                self.whitener if self.config.whitens else None,
+                self.variance if self.config.policy == "discriminant" else None,
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        applied = super()._apply(fn, recurse)
+        self._prepare_centroids()  # which are on another device now, or have another dtype
+        return applied
 
     def _check_directions(self) -> None:
         """Raise `GraftError` if a centroid equals the centre, so that no vector is similar to it."""
@@ -525,14 +541,14 @@ def _saved_expert(tensors: Mapping[str, Tensor], prefix: str) -> Factors:
     )
 
 
-def _repeat_weights(fixed: Sequence[float], updates_BT: Tensor) -> Tensor:
+def _repeat_weights(fixed: Sequence[float], like_BT: Tensor) -> Tensor:
     """Return the same weights for every token, (B, T, E + 1).
 
     Each weight is filled on the device, because copying a list to a GPU would wait for the GPU.
     """
     bare = 1 - sum(fixed)
-    columns = [torch.full((1,), weight, device=updates_BT.device) for weight in (*fixed, bare)]
-    return torch.cat(columns).expand(*updates_BT.shape, len(columns))
+    columns = [torch.full((1,), weight, device=like_BT.device) for weight in (*fixed, bare)]
+    return torch.cat(columns).expand(*like_BT.shape, len(columns))
 
 
 def _placed(factors: Factors, backbone: Backbone) -> Factors:

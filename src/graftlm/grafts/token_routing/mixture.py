@@ -4,13 +4,15 @@
 
 All A_e are stacked into A (R, in) and all B_e into B (R, out), where R is the sum of the ranks. A x is scaled by
 w_e s_e block by block, then multiplied with B. That is two matrix products for any number of experts, with separate
-weights for every token of every row.
+weights for every token of every row. Every decoded token passes every module, so rows and tokens are one dimension
+there, and what all modules share is computed once in a pass.
 
-Shape suffixes: B rows, T tokens, E experts, R sum of ranks, d inputs, o outputs.
+Shape suffixes: B rows, T tokens, N = B*T tokens, E experts, R sum of ranks, d inputs, o outputs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from graftlm.grafts.token_routing.config import Combination
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
@@ -26,8 +27,9 @@ from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 _CACHED_STACKS = 4  # stacks of expert subsets that a module caches: routes change seldom, and subsets recur
 
 
-class AdapterLayout(NamedTuple):
-    """The experts of a stack in order, with their ranks and scales.
+@dataclass(frozen=True, eq=False)
+class AdapterLayout:
+    """The experts of a stack in order, with their ranks and scales. Equal layouts are the same object, see `of`.
 
     Args:
         experts: number of each expert.
@@ -38,6 +40,28 @@ class AdapterLayout(NamedTuple):
     experts: tuple[int, ...]
     ranks: tuple[int, ...]
     scales: tuple[float, ...]
+
+    @classmethod
+    @functools.cache
+    def of(cls, experts: tuple[int, ...], ranks: tuple[int, ...], scales: tuple[float, ...]) -> AdapterLayout:
+        """Return the only layout with these values, which is found by its identity as a key of a dict."""
+        return cls(experts, ranks, scales)
+
+
+class _StackedFactors(NamedTuple):
+    """The factors of several experts.
+
+    Args:
+        layout: the experts.
+        a: A, transposed, (in, R).
+        b: B, (R, out).
+        columns: (R,) the number of each column's expert.
+    """
+
+    layout: AdapterLayout
+    a: Tensor
+    b: Tensor
+    columns: Tensor
 
 
 @dataclass
@@ -52,7 +76,7 @@ class RouteWeights:
 
     weights: Tensor
     active: frozenset[int] | None = None
-    _scaled: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    _scaled: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, weights_BTE: Tensor, *, sparse: bool) -> RouteWeights:
@@ -70,40 +94,40 @@ class RouteWeights:
             return cls(weights_BTE)
         return cls(weights_BTE, active=frozenset(used))
 
-    def scaled(self, layout: AdapterLayout, like: Tensor, *, root: bool = False) -> Tensor:
+    def scaled(self, stack: _StackedFactors, like: Tensor, shape: torch.Size, *, root: bool = False) -> Tensor:
         """Compute w_e s_e for each column of a stack, once per pass and layout.
 
         Args:
-            layout: the experts of the stack.
+            stack: the factors of the experts.
             like: tensor whose dtype and device the result has.
+            shape: (B, T) of the tokens, which are the last T of the pass.
             root: whether to compute the square root of w_e s_e.
 
         Returns:
-            (B, T, R) factors; those of an expert are repeated by its rank.
+            (N, R) factors; those of an expert are repeated by its rank.
         """
-        key = (layout, like.dtype, like.device, root)
+        key = (stack.layout, like.dtype, like.device, root)
         if key not in self._scaled:
-            self._scaled[key] = self._compute_scaled(layout, like, root=root)
-        return self._scaled[key]
+            scaled_BTR = self._compute_scaled(stack, like, root=root)
+            self._scaled[key] = scaled_BTR, scaled_BTR.flatten(0, 1)
+        scaled_BTR, scaled_NR = self._scaled[key]
+        if scaled_BTR.shape[:2] == shape:
+            return scaled_NR
+        return scaled_BTR[:, -shape[1] :].expand(*shape, -1).flatten(0, 1)
 
-    def _compute_scaled(self, layout: AdapterLayout, like: Tensor, *, root: bool) -> Tensor:
-        weights = self.weights.to(like.device)
-        parts = []
-        # A loop, because copying a tensor of scales or ranks to a GPU would wait for the GPU.
-        for expert, rank, scale in zip(layout.experts, layout.ranks, layout.scales, strict=True):
-            own = weights[..., expert, None] * scale
-            if root:
-                own = own.sqrt()
-            parts.append(own.to(like.dtype).expand(*weights.shape[:-1], rank))
-        return torch.cat(parts, -1)
-
-
-class _StackedFactors(NamedTuple):
-    """The factors of several experts: `a` (R, in), `b` (R, out)."""
-
-    layout: AdapterLayout
-    a: Tensor
-    b: Tensor
+    def _compute_scaled(self, stack: _StackedFactors, like: Tensor, *, root: bool) -> Tensor:
+        scales = stack.layout.scales
+        weights_BTE = self.weights.to(like.device)
+        own_BTR = weights_BTE.index_select(-1, stack.columns)
+        if len(set(scales)) == 1:
+            own_BTR = own_BTR * scales[0]
+        else:
+            # Copying a tensor of scales to a GPU would wait for the GPU.
+            parts = own_BTR.split(stack.layout.ranks, dim=-1)
+            own_BTR = torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], dim=-1)
+        if root:
+            own_BTR = own_BTR.sqrt()
+        return own_BTR.to(like.dtype)
 
 
 class MixedProjection(nn.Module):
@@ -130,11 +154,12 @@ class MixedProjection(nn.Module):
         self.target = target
         self.combination = combination
         experts = tuple(sorted(factors))
-        self.layout = AdapterLayout(
-            experts=experts,
-            ranks=tuple(len(factors[expert].a) for expert in experts),
-            scales=tuple(factors[expert].scale for expert in experts),
-        )
+        ranks = tuple(len(factors[expert].a) for expert in experts)
+        scales = tuple(factors[expert].scale for expert in experts)
+        self.layout = AdapterLayout.of(experts, ranks, scales)
+        numbers = torch.tensor(experts).repeat_interleave(torch.tensor(ranks))
+        self.columns: Tensor
+        self.register_buffer("columns", numbers.to(factors[experts[0]].a.device), persistent=False)
         self.a = nn.ParameterList()
         self.b = nn.ParameterList()
         for expert in experts:
@@ -143,6 +168,7 @@ class MixedProjection(nn.Module):
             self.b.append(nn.Parameter(factors[expert].b, requires_grad=is_trained))
         self._trains = not trained.isdisjoint(experts)
         self._full_stack: _StackedFactors | None = None
+        self._full_storage = 0
         self._subset_stacks: dict[tuple[int, ...], _StackedFactors] = {}
 
     def factors(self, expert: int) -> Factors:
@@ -168,25 +194,29 @@ class MixedProjection(nn.Module):
         stack = self._active_stack(routes.active)
         if stack is None:
             return None
+        shape = x.shape[:2]
         is_linear = self.combination == "linear"
-        projected_BTR = self._down(x, stack.a)
-        all_factors = routes.scaled(stack.layout, projected_BTR, root=is_linear)
-        factors_BTR = all_factors[:, -x.shape[1] :]
-        scaled_BTR = projected_BTR * factors_BTR
+        projected_NR = self._down(x, stack.a)
+        factors_NR = routes.scaled(stack, projected_NR, shape, root=is_linear)
+        scaled_NR = projected_NR * factors_NR
         if is_linear:
             # Each factor is sqrt(w_e s_e): one is applied with A, the other with B.
-            summed_BTR = _add_experts(scaled_BTR, len(stack.layout.experts))
-            scaled_BTR = summed_BTR * factors_BTR
-        delta = scaled_BTR @ stack.b.to(scaled_BTR.dtype)
-        if self.target.scale == 1:
-            return delta
-        return delta * self.target.scale
+            scaled_NR = _add_experts(scaled_NR, len(stack.layout.experts)) * factors_NR
+        delta_No = scaled_NR @ stack.b.to(scaled_NR.dtype)
+        if self.target.scale != 1:
+            delta_No = delta_No * self.target.scale
+        return delta_No.view(*shape, -1)
 
-    def _down(self, x: Tensor, a_Rd: Tensor) -> Tensor:
+    def _down(self, x: Tensor, a_dR: Tensor) -> Tensor:
+        """Return A x, (N, R)."""
         if self.target.is_embedding:
-            return a_Rd.T[x]
-        dtype = torch.promote_types(x.dtype, a_Rd.dtype)
-        return functional.linear(x.to(dtype), a_Rd.to(dtype))
+            return a_dR[x.flatten()]
+        x_Nd = x.reshape(-1, x.shape[-1])
+        if x_Nd.dtype != a_dR.dtype:
+            dtype = torch.promote_types(x_Nd.dtype, a_dR.dtype)
+            x_Nd = x_Nd.to(dtype)
+            a_dR = a_dR.to(dtype)
+        return x_Nd @ a_dR
 
     def _active_stack(self, active: frozenset[int] | None) -> _StackedFactors | None:
         """Return the factors of the active experts; None if none of them changes this module."""
@@ -208,10 +238,11 @@ class MixedProjection(nn.Module):
     def _current_full_stack(self) -> _StackedFactors:
         """Return the stack of all experts, which is built again if parameters were moved or replaced."""
         full = self._full_stack
-        if full is None or not _share_storage(self.a[0], full.a):
+        if full is None or _storage(self.a[0]) != self._full_storage:
             self._subset_stacks.clear()
             full = self._stack(self.layout.experts)
             self._full_stack = full
+            self._full_storage = _storage(full.a)
             self._make_views(full)
         return full
 
@@ -229,32 +260,39 @@ class MixedProjection(nn.Module):
         """Replace the data of the parameters by views of the stack."""
         if len(self.a) == 1 or any(isinstance(parameter, DTensor) for parameter in self.a):
             return
-        _set_data(self.a, stack.a.split(self.layout.ranks))
+        _set_data(self.a, stack.a.T.split(self.layout.ranks))
         _set_data(self.b, stack.b.split(self.layout.ranks))
 
     def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
         """Concatenate the factors of some experts."""
         factors = [self.factors(expert) for expert in experts]
-        layout = AdapterLayout(
-            experts=experts,
-            ranks=tuple(len(own.a) for own in factors),
-            scales=tuple(own.scale for own in factors),
-        )
+        layout = self.layout
+        columns = self.columns
+        if experts != layout.experts:
+            chosen = [layout.experts.index(expert) for expert in experts]
+            parts = columns.split(layout.ranks)
+            columns = torch.cat([parts[index] for index in chosen])
+            layout = AdapterLayout.of(
+                experts,
+                tuple(layout.ranks[index] for index in chosen),
+                tuple(layout.scales[index] for index in chosen),
+            )
         return _StackedFactors(
             layout=layout,
-            a=_concatenate([own.a for own in factors]),
+            a=_concatenate([own.a for own in factors]).T,
             b=_concatenate([own.b for own in factors]),
+            columns=columns,
         )
 
 
-def _add_experts(u_BTR: Tensor, experts: int) -> Tensor:
+def _add_experts(u_NR: Tensor, experts: int) -> Tensor:
     """Replace the part of each expert by the sum over the experts, which have equal ranks."""
-    sum_BTr = u_BTR.unflatten(-1, (experts, -1)).sum(-2)
-    return sum_BTr.repeat(1, 1, experts)
+    sum_Nr = u_NR.unflatten(-1, (experts, -1)).sum(-2)
+    return sum_Nr.repeat(1, experts)
 
 
-def _share_storage(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _set_data(parameters: Iterable[Tensor], parts: Iterable[Tensor]) -> None:

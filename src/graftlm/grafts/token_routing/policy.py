@@ -23,6 +23,7 @@ Linear discriminant scores of centroids c_j, with equal priors, are products of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,6 +87,55 @@ def _keep_largest(weights: Tensor, count: int) -> Tensor:
     return torch.zeros_like(weights).scatter(-1, indices, normalized)
 
 
+@dataclass(frozen=True)
+class ScoredCentroids:
+    """Centroids, with all that scores need of them: they stay the same, while every decoded token has a new vector.
+
+    Args:
+        centre: (d,) subtracted from the vectors.
+        whitener: the matrix V (K, d), with which the vectors are whitened; None for no whitening.
+        matrix: (d, M) the centred and whitened centroids; of length 1 for cosines.
+        biases: (M,) subtracted from the products with the centroids; None for cosines.
+        variance: the number a t of the module's equations; None for cosines.
+    """
+
+    centre: Tensor
+    whitener: Tensor | None
+    matrix: Tensor
+    biases: Tensor | None = None
+    variance: Tensor | float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        centroids_Md: Tensor,
+        centre_d: Tensor,
+        whitener_Kd: Tensor | None,
+        variance: Tensor | float | None,
+    ) -> ScoredCentroids:
+        """Prepare centroids. The arguments are those of `scores_of`."""
+        centroids_Md = centroids_Md - centre_d
+        if whitener_Kd is not None:
+            centroids_Md = whiten(centroids_Md, whitener_Kd)
+        if variance is None:
+            directions_Md = functional.normalize(centroids_Md, dim=-1)
+            return cls(centre_d, whitener_Kd, directions_Md.T)
+        biases_M = centroids_Md.square().sum(-1) / 2
+        return cls(centre_d, whitener_Kd, centroids_Md.T, biases_M, variance)
+
+    def scores(self, vectors: Tensor) -> Tensor:
+        """Return the scores (..., M) of vectors (..., d), as `scores_of` does."""
+        empty = (vectors == 0).all(-1, keepdim=True)
+        vectors = vectors - self.centre
+        if self.whitener is not None:
+            vectors = whiten(vectors, self.whitener)
+        if self.biases is None or self.variance is None:
+            scores = functional.normalize(vectors, dim=-1) @ self.matrix
+        else:
+            scores = (vectors @ self.matrix - self.biases) / self.variance
+        return scores.masked_fill(empty, 0.0)
+
+
 def scores_of(
     centroids_Md: Tensor,
     vectors: Tensor,
@@ -107,20 +157,7 @@ def scores_of(
     Returns:
         (..., M) scores.
     """
-    empty = (vectors == 0).all(-1, keepdim=True)
-    vectors = vectors - centre_d
-    centroids_Md = centroids_Md - centre_d
-    if whitener_Kd is not None:
-        vectors = whiten(vectors, whitener_Kd)
-        centroids_Md = whiten(centroids_Md, whitener_Kd)
-    if variance is None:
-        directions = functional.normalize(vectors, dim=-1)
-        centroid_directions_Md = functional.normalize(centroids_Md, dim=-1)
-        scores = directions @ centroid_directions_Md.T
-    else:
-        biases_M = centroids_Md.square().sum(-1) / 2
-        scores = (vectors @ centroids_Md.T - biases_M) / variance
-    return scores.masked_fill(empty, 0.0)
+    return ScoredCentroids.of(centroids_Md, centre_d, whitener_Kd, variance).scores(vectors)
 
 
 def best_scores(scores: Tensor, owners_M: Tensor, experts: int) -> Tensor:

@@ -162,7 +162,7 @@ def routing_layer(call: Call, graft: object, backbone_layers: int) -> RoutingCac
     return layer
 
 
-@dataclass(frozen=True)
+@dataclass
 class RouteSpans:
     """The span of text that determines the route of each token of one pass.
 
@@ -172,6 +172,9 @@ class RouteSpans:
         end: (B, T) last column, inclusive, on which each token's route depends.
         prompt_length: (B, T) n of the module's equations.
         window: number of last tokens of the span on which the route depends; None for all.
+
+    Attributes:
+        columns: column (B, T) in this pass, counted from 1, where each span ends, or 0 if it ends before this pass.
     """
 
     ids: Tensor
@@ -180,20 +183,20 @@ class RouteSpans:
     prompt_length: Tensor
     window: int | None
 
+    def __post_init__(self) -> None:
+        self.columns = (self.end - self.past).clamp(min=-1) + 1
+
     @property
     def past(self) -> int:
         """Number of columns P before this pass."""
         return self.ids.shape[1] - self.end.shape[1]
 
     @property
-    def columns(self) -> Tensor:
-        """Column (B, T) in this pass, counted from 1, where each span ends, or 0 if it ends before this pass."""
-        return (self.end - self.past).clamp(min=-1) + 1
-
-    @property
     def updates(self) -> Tensor:
         """Mask (B, T) of the tokens of this pass where new weights are computed, which are the ends of spans."""
         rows, length = self.end.shape
+        if length == 1:
+            return self.columns > 0
         no_updates = torch.zeros(rows, length + 1, dtype=torch.bool, device=self.end.device)
         updates = no_updates.scatter(1, self.columns, True)
         return updates[:, 1:]
@@ -250,11 +253,10 @@ def route_spans(call: Call, config: TokenRoutingConfig, state: RoutingState | No
     if positions is not None:
         index = positions.to(columns.device).expand_as(columns)
     start = columns - index
-    real = _real_tokens(call, ids_BT)
     if call.training or not causal:
-        end = _document_ends(columns, start, real)
+        end = _document_ends(columns, start, _real_tokens(call, ids_BT))
         return RouteSpans(ids_BS, start, end, prompt_length=torch.ones_like(start), window=config.window)
-    n = _prompt_lengths(call, config, state, start, real)
+    n = _prompt_lengths(call, config, state, start)
     generated = index + 1 - n
     b = torch.where(generated <= 0, n - 1, index - generated % config.every)
     if config.reads == "prompt":
@@ -285,7 +287,6 @@ def _prompt_lengths(
     config: TokenRoutingConfig,
     state: RoutingState | None,
     start: Tensor,
-    real: Tensor,
 ) -> Tensor:
     """Return n (B, T), the number of prompt tokens of each token's document, which is at least one."""
     length = start.shape[1]
@@ -297,6 +298,8 @@ def _prompt_lengths(
                 "generate without prefill_chunk_size and without a filled cache, or set prompt to causal."
             )
         return state.prompt_length[:, None].expand(-1, length)
+    assert call.input_ids is not None
+    real = _real_tokens(call, call.input_ids)
     if call.prompt is not None and reads_whole_prompt:
         prompt = call.prompt.to(start.device) & real
         first = start.clamp(max=length - 1)
