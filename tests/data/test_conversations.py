@@ -368,8 +368,9 @@ def test_a_call_joins_the_text_before_it_only_if_both_are_learned_or_neither(is_
     chat = read_chat([ASKED, said, {"from": "function_call", "value": functions, "train": is_learned}, *rest], "a test")
     assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
     assert (1 in chat.learned) == is_learned
+    call = {"from": "function_call", "value": functions, "train": not is_learned}
     with pytest.raises(DataError):  # an answer does not follow an answer
-        read_chat([ASKED, said, {"from": "function_call", "value": functions, "train": not is_learned}, *rest], "a test")
+        read_chat([ASKED, said, call, *rest], "a test")
 
 
 def test_an_empty_turn_may_be_context() -> None:
