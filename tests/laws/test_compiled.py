@@ -34,7 +34,7 @@ REPLACING = next(example for example in examples() if example.kind == "lora")  #
 DOMAIN = torch.tensor([0, 1])
 BY_PROMPT = Example("token-routing", {"experts": EXPERTS, "reads": "prompt"}, name="routed-by-prompt")
 # A memory's mask needs the number of tokens, which compiled code can't read from a static cache.
-NOT_WHOLE = ("finetune", "memory")
+NOT_WHOLE = ("memory",)
 WHOLE = [BY_PROMPT, *(e for e in examples() if e.kind == str(e) and e.kind not in NOT_WHOLE)]
 READS = ("item", "tolist", "nonzero")
 
