@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from cases import rotated
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError
-from graftlm.export import export_graft
+from graftlm.export import export_graft, export_model, verifying
+from graftlm.export import folder as export_folder
+from graftlm.export.code import copy_code
 from graftlm.grafted.model import GraftedModel
-from graftlm.grafts import Graft
+from graftlm.grafts import ExportedAdapter, Graft
 from graftlm.grafts.baselines.peft_graft import PeftGraft
+from graftlm.grafts.neutral_residues import NeutralResidues
 from graftlm.testing import attach_graft, logits, randomise
 from tiny import tiny_ids, tiny_model, tiny_tokenizer
 
@@ -98,6 +103,73 @@ def test_a_merge_in_half_precision_is_written_though_rounding_is_as_large_as_its
     assert isinstance(graft, Graft)
     export_graft(graft, backbone, tmp_path / "model")
     assert (tmp_path / "model/model.safetensors").exists()
+
+
+def gated(opens_at: float) -> tuple[Backbone, Graft]:
+    """A graft with random weights whose gates open where their scores are above a number."""
+    backbone = tiny("llama")
+    graft = trained({"kind": "neutral-residues", "width": 8}, backbone)
+    with torch.no_grad():
+        for block in graft.blocks:  # type: ignore[union-attr]
+            block.gate.bias.fill_(-opens_at)
+    return backbone, graft
+
+
+def without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the exported code compute adapters without adding them."""
+    whole = NeutralResidues.exported_adapter
+
+    def exported(graft: NeutralResidues, backbone: Backbone) -> ExportedAdapter:
+        adapter = whole(graft, backbone)
+        return replace(adapter, source=adapter.source.replace("return adapted", "return 0 * adapted"))
+
+    monkeypatch.setattr(NeutralResidues, "exported_adapter", exported)
+
+
+def test_a_graft_that_is_silent_on_the_first_row_is_compared_on_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    without_adapters(monkeypatch)
+    backbone, graft = gated(opens_at=2.5)
+    first, *others = verifying._rows(backbone).split(1)
+    bare = [logits(backbone.model, ids) for ids in (first, *others)]
+    with GraftedModel(backbone, {"graft": graft}) as model:
+        silent, *changed = [logits(model.eval(), ids) for ids in (first, *others)]
+    torch.testing.assert_close(silent, bare[0])
+    assert max(float((a - b).abs().max()) for a, b in zip(changed, bare[1:], strict=True)) > 0.01
+    with pytest.raises(ArtifactError, match="does not reproduce"):
+        export_graft(graft, backbone, tmp_path / "model")
+
+
+@pytest.mark.parametrize(("opens_at", "warnings"), [(0.0, 0), (50.0, 1)])
+def test_an_export_that_could_not_be_checked_is_logged(
+    opens_at: float, warnings: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    backbone, graft = gated(opens_at=opens_at)
+    export_graft(graft, backbone, tmp_path / "model")
+    records = [record for record in caplog.records if record.name.startswith("graftlm.export")]
+    assert [record.levelname for record in records] == ["WARNING"] * warnings
+
+
+@pytest.mark.parametrize("broken", ["weights", "code"])
+def test_a_model_without_a_graft_is_compared_too(broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def copy_broken(model: Any, folder: Path) -> bool:
+        has_code = copy_code(model, folder)
+        if broken == "code":
+            file = folder / f"{type(model).__module__.rpartition('.')[2]}.py"
+            file.write_text(file.read_text(encoding="utf-8") + "\nraise ImportError\n", encoding="utf-8")
+        else:
+            tensors = load_file(folder / "model.safetensors")
+            tensors = {name: 1.1 * tensor for name, tensor in tensors.items()}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return has_code
+
+    backbone = Backbone.wrap(tiny_model("block-state"), tiny_tokenizer())
+    export_model(backbone, tmp_path / "right")
+    monkeypatch.setattr(export_folder, "copy_code", copy_broken)
+    with pytest.raises(ArtifactError, match="does not reproduce"):
+        export_model(backbone, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_resized_vocabulary_is_exported_with_its_rows(tmp_path: Path) -> None:

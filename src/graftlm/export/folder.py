@@ -17,7 +17,7 @@ from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import save_with_adapters
 from graftlm.export.code import copy_code, is_own, save_unchanged
 from graftlm.export.turn_ends import add_turn_ends
-from graftlm.export.verifying import verify_model
+from graftlm.export.verifying import verify_model, verify_unchanged
 from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Exportable, ExportsAdapter, Graft
@@ -72,7 +72,7 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
     """Write a model that transformers can't load otherwise: one of GraftLM's architectures, or a GGUF file.
 
     A model of GraftLM is written with its code, which needs only transformers. The weights of a GGUF file are written
-    as they were loaded: dequantized.
+    as they were loaded: dequantized. The written model is loaded again, and its output for a short text is compared.
 
     Args:
         backbone: the model, with its tokenizer, if it has one.
@@ -83,7 +83,8 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
 
     Raises:
         ArtifactError: the model is in the format of transformers, and its architecture is transformers' own; only a
-            part of it was loaded; or the folder contains files or can't be written.
+            part of it was loaded; the written model computes something else; or the folder contains files or can't be
+            written.
     """
     is_gguf = names_gguf_file(backbone.name)
     if not is_gguf:
@@ -92,6 +93,7 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
     with _new_model(Path(folder), backbone, content) as draft:
         save_unchanged(backbone.model, draft)
         copy_code(backbone.model, draft)
+        verify_unchanged(draft, backbone)
     return Path(folder)
 
 

@@ -1,11 +1,13 @@
-"""Compare a model that was written with the grafted model that it stands for."""
+"""Compare a model that was written with the model in memory that it stands for."""
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +15,46 @@ from torch import Tensor, nn
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import TEMPLATE_MODULE
+from graftlm.export.code import is_own
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft
 
 _TOKENS = 32
+_ROWS = 8
+"""Number of rows that are tried until a graft has an effect on one."""
 _RELATIVE_ERROR = 1e-4
 """Largest difference of outputs, relative to the largest output, that counts as rounding in float32."""
 _SHARE_ERROR = 0.5
 """Largest error of the share of a graft's effect that is in a model in half precision."""
 
+_log = logging.getLogger(__name__)
+
+
+class _Probe(NamedTuple):
+    """A row of text, and the outputs that models in memory have for it.
+
+    Attributes:
+        ids: (1, T) token ids.
+        bare: outputs of the backbone alone.
+        expected: outputs of the model that was written.
+    """
+
+    ids: Tensor
+    bare: Tensor
+    expected: Tensor
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether outputs without the graft would count as another model's."""
+        effect = (self.expected - self.bare).abs().max()
+        return bool(effect > _RELATIVE_ERROR * self.expected.abs().max())
+
 
 def verify_model(folder: Path, graft: Graft, backbone: Backbone) -> None:
     """Load a model that was written, and compare its output with that of the grafted model.
 
-    The text is one row of 32 tokens from the whole vocabulary. Outputs are logits, or hidden states if the backbone
-    has no head.
+    The text is a row of 32 tokens from the whole vocabulary. If the graft has no effect on it, other rows are tried; if
+    it has none on any, a warning is logged. Outputs are logits, or hidden states if the backbone has no head.
 
     Args:
         folder: the model's folder.
@@ -37,41 +64,89 @@ def verify_model(folder: Path, graft: Graft, backbone: Backbone) -> None:
     Raises:
         ArtifactError: the model can't be loaded, or computes something else than the grafted model.
     """
-    difference = _difference(folder, graft, backbone)
+    probe = _probe_of_graft(graft, backbone)
+    difference = _difference(folder, probe, backbone)
     if difference:
         raise ArtifactError(
             f"The exported {backbone.sites.model_type} model does not reproduce the grafted model ({difference}): "
             "load the graft with graftlm, or serve it with graft serve."
         )
+    if not probe.has_effect:
+        _log.warning(
+            "The graft of the kind %s changed nothing in %d rows of %d tokens from the whole vocabulary, so that its "
+            "effect in the export could not be checked: compare both on text that the graft was trained for.",
+            graft.config.kind,
+            _ROWS,
+            _TOKENS,
+        )
 
 
 @torch.no_grad()
-def _difference(folder: Path, graft: Graft, backbone: Backbone) -> str:
-    """Describe the difference between the outputs of the saved and of the grafted model, or the error at loading.
+def verify_unchanged(folder: Path, backbone: Backbone) -> None:
+    """Load a model that was written without a graft, and compare its output for 32 tokens with that of the backbone.
+
+    Args:
+        folder: the model's folder.
+        backbone: the model that was written.
+
+    Raises:
+        ArtifactError: the model can't be loaded, or computes something else.
+    """
+    ids = _rows(backbone)[:1]
+    bare = _output(backbone.bare_model, ids)
+    difference = _difference(folder, _Probe(ids=ids, bare=bare, expected=bare), backbone)
+    if difference:
+        raise ArtifactError(
+            f"The exported {backbone.sites.model_type} model does not reproduce {backbone.name} ({difference}): load "
+            f"{backbone.name} with graftlm, or serve it with graft serve."
+        )
+
+
+@torch.no_grad()
+def _probe_of_graft(graft: Graft, backbone: Backbone) -> _Probe:
+    """Return the first row on which a graft has an effect, or the last row if it has none."""
+    for ids in _rows(backbone).split(1):
+        bare = _output(backbone.bare_model, ids)
+        with GraftedModel(backbone, {"graft": graft}) as model:
+            expected = _output(model.eval(), ids)
+        probe = _Probe(ids=ids, bare=bare, expected=expected)
+        if probe.has_effect:
+            break
+    return probe
+
+
+def _rows(backbone: Backbone) -> Tensor:
+    """Return rows of token ids, (R, T): the first is evenly spaced over the vocabulary, the others are random."""
+    vocabulary = backbone.config.get_text_config().vocab_size
+    even = torch.arange(1, _TOKENS + 1)[None] * vocabulary // (_TOKENS + 1)
+    drawn = torch.randint(vocabulary, (_ROWS - 1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    return torch.cat([even, drawn]).to(backbone.device)
+
+
+@torch.no_grad()
+def _difference(folder: Path, probe: _Probe, backbone: Backbone) -> str:
+    """Describe the difference between the outputs of the saved and the expected model, or the error at loading.
 
     Returns:
         A clause; empty if the outputs are equal except for rounding.
     """
-    vocabulary = backbone.config.get_text_config().vocab_size
-    ids = torch.arange(1, _TOKENS + 1, device=backbone.device)[None] * vocabulary // (_TOKENS + 1)
-    bare = _output(backbone.bare_model, ids)
-    with GraftedModel(backbone, {"graft": graft}) as model:
-        expected = _output(model.eval(), ids)
+    expected = probe.expected
     precision = torch.finfo(expected.dtype).eps
     try:
         saved = _load_saved(folder, backbone).to(backbone.device)
-        found = _output(saved.eval(), ids)
+        found = _output(saved.eval(), probe.ids)
     except Exception as error:  # The code of a model may raise anything.
         return first_line(error)
     gap = (found - expected).abs().max()
     largest = expected.abs().max()
-    share = _share(found.float() - bare.float(), expected.float() - bare.float())
+    share = _share(found.float() - probe.bare.float(), expected.float() - probe.bare.float())
     is_equal = gap <= _RELATIVE_ERROR * largest
     # In half precision, rounding may be as large as the effect of the graft, but not in the effect's direction.
     is_rounding = gap <= 16 * precision * largest and abs(share - 1) <= _SHARE_ERROR
     if is_equal or is_rounding:
         return ""
-    return f"outputs differ by {gap:.2g} where the largest is {largest:.2g}, with {share:.0%} of the graft's effect"
+    clause = f"outputs differ by {gap:.2g} where the largest is {largest:.2g}"
+    return f"{clause}, with {share:.0%} of the graft's effect" if probe.has_effect else clause
 
 
 def _share(found: Tensor, expected: Tensor) -> float:
@@ -90,17 +165,23 @@ def _output(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _load_saved(folder: Path, backbone: Backbone) -> nn.Module:
     """Load an exported model. The copy of its code that transformers makes in its cache is removed."""
-    from transformers import AutoModelForCausalLM
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.utils import HF_MODULES_CACHE
 
-    if not (folder / f"{TEMPLATE_MODULE}.py").exists():
+    has_our_code = is_own(type(backbone.model)) or (folder / f"{TEMPLATE_MODULE}.py").exists()
+    if not has_our_code:
         return type(backbone.model).from_pretrained(folder)
-    saved = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    module = sys.modules[type(saved).__module__]
-    # The module's name begins with transformers_modules and the name of the copy's folder, which may have subfolders.
-    depth = len(module.__name__.split("."))
-    copied = Path(str(module.__file__)).parents[depth - 3]
-    cache = Path(HF_MODULES_CACHE).resolve()
-    if copied.resolve().is_relative_to(cache) and copied.resolve() != cache:
-        shutil.rmtree(copied)
-    return saved
+    classes = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    # The Auto classes would load the installed code of GraftLM's architectures instead of the copy in the folder.
+    loaded: Any = get_class_from_dynamic_module(classes["AutoModelForCausalLM"], str(folder))
+    module = sys.modules[loaded.__module__]
+    try:
+        return loaded.from_pretrained(folder)
+    finally:
+        # The module's name begins with transformers_modules and the name of the copy's folder, which may have
+        # subfolders.
+        depth = len(module.__name__.split("."))
+        copied = Path(str(module.__file__)).parents[depth - 3]
+        cache = Path(HF_MODULES_CACHE).resolve()
+        if copied.resolve().is_relative_to(cache) and copied.resolve() != cache:
+            shutil.rmtree(copied)
