@@ -68,6 +68,19 @@ def test_production_code_imports_neither_mocks_nor_experiments() -> None:
     assert [file.name for file in source_files() if pattern.search(file.read_text(encoding="utf-8"))] == []
 
 
+def renderings_of_chats(file: Path) -> list[int]:
+    """Lines that call `apply_chat_template`."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if getattr(call.func, "attr", "") == "apply_chat_template"]
+
+
+def test_conversations_are_rendered_in_one_place() -> None:
+    # The other one reads the template's own mask, of the same inputs.
+    allowed = {"backbone/chat_templates.py", "data/chats.py"}
+    found = {file.relative_to(SOURCE).as_posix() for file in source_files() if renderings_of_chats(file)}
+    assert found == allowed, "use render_messages, which gives each template the form that it takes"
+
+
 def test_any_is_used_less_and_less() -> None:
     pattern = re.compile(r"\bAny\b")
     lines = (line for file in source_files() for line in file.read_text(encoding="utf-8").splitlines())

@@ -153,16 +153,35 @@ def test_the_answers_around_a_tool_s_are_predicted(name: str) -> None:
     assert texts == ["sum(2, 3)" + end, "it is 5" + end, "so it is" + end]
 
 
-def test_an_answer_whose_reasoning_the_template_drops_later_is_named() -> None:
-    drops = TEMPLATES["qwen3"][0].replace(
+def test_reasoning_that_the_template_cuts_from_earlier_answers_is_not_learned() -> None:
+    cuts = TEMPLATES["qwen3"][0].replace(
         "m['content'] +", "(m['content'] if loop.last else m['content'].split('</think>')[-1]) +"
     )
-    tokenizer = with_template(drops, "<|im_end|>")
+    tokenizer = with_template(cuts, "<|im_end|>")
+    empty = "<think>\n\n</think>\n\n"
+    thinking = chat_of(["where?", "<think>hm</think>here", "why?", "<think>so</think>because"])
+    assert predicted_texts(tokenizer, thinking) == [
+        "here<|im_end|>",
+        empty + "<think>so</think>because<|im_end|>",
+    ]
     with pytest.raises(DataError, match="message 2"):
-        chat_tokens(tokenizer, chat_of(["where?", "<think>hm</think>here", "why?", "because"]))
-    assert predicted_texts(tokenizer, chat_of(["where?", "<think>hm</think>here"]))[0].endswith(
-        "hm</think>here<|im_end|>"
+        predicted_texts(tokenizer, chat_of(["where?", "<think>here</think>", "why?", "because"]))
+
+
+def test_another_marker_behind_earlier_answers_is_not_learned() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '') + "
+        "'<|message|>' + m.content + ('<|return|>' if loop.last and m.role == 'assistant' else '<|end|>') }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
     )
+    tokenizer = with_template(template, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    chat = chat_of(["q", "yes", "no", "yes", "why", "no"], "yes")
+    assert predicted_texts(tokenizer, chat) == [
+        "<|channel|>final<|message|>yes",
+        "<|channel|>final<|message|>yes",
+        "<|channel|>final<|message|>no<|return|>",
+    ]
+    assert render_chat(chat, tokenizer).text.count("<|end|>") == 6
 
 
 def test_a_token_that_takes_the_header_s_last_blank_with_it_is_predicted() -> None:

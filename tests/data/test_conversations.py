@@ -373,6 +373,12 @@ def test_a_call_joins_the_text_before_it_only_if_both_are_learned_or_neither(is_
         read_chat([ASKED, said, call, *rest], "a test")
 
 
+def test_calls_with_the_keys_of_the_answer_before_them_are_a_part_of_it() -> None:
+    messages = read_messages([ASKED, TOLD | {"name": "a"}, CALLED_ALONE | {"name": "a"}], "a test")
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert messages == [ASKED, TOLD | {"name": "a", "tool_calls": [call]}]
+
+
 def test_an_empty_turn_may_be_context() -> None:
     chat = read_chat([ASKED, {"role": "assistant", "content": "", "weight": 0}, ASKED, TOLD], "a test")
     assert learned_texts("nothing of tools", chat) == ["At noon.<|end|>"]
@@ -428,6 +434,9 @@ def answered(**keys: Any) -> list[Any]:
     return [ASKED, {"role": "assistant", "content": "a"} | keys]
 
 
+CALLED_ALONE = {"role": "function_call", "content": '{"name": "f", "arguments": {}}'}
+
+
 @pytest.mark.parametrize(
     ("messages", "found"),
     [
@@ -437,10 +446,13 @@ def answered(**keys: Any) -> list[Any]:
         (answered(tool_calls=[{"function": {"arguments": {}}}]), "no name"),
         (answered(tool_calls=[{"name": "f", "parameters": {"a": 1}}]), "parameters"),
         (answered(tool_calls=[{"type": "custom", "custom": {"name": "f"}}]), "no name"),
+        (answered(tool_calls=[{"name": "f", "function": {"name": "f", "arguments": {"a": 1}}}]), "the key function"),
         (answered(tool_calls=["f"]), "JSON"),
         (answered(tool_calls=3), "int"),
         (answered(function_call={"arguments": "{}"}), "no name"),
         ([ASKED, {"from": "function_call", "value": "look"}], "JSON"),
+        ([ASKED, TOLD, CALLED_ALONE | {"reasoning_content": "Hm."}], "message 3 has the key reasoning_content"),
+        ([ASKED, TOLD | {"name": "a"}, CALLED_ALONE | {"name": "b"}], "message 3 has the key name"),
         ([ASKED | {"tool_calls": [CALL]}, TOLD], "message 1"),
         (answered(weight=0.5), "0.5"),
         (answered(weight=0, train=True), "train"),

@@ -288,9 +288,10 @@ def one_token_for_usa(encoded: Any, texts: list[str]) -> Any:
     return {"input_ids": ids}
 
 
-def test_words_of_the_template_open_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content", ["m['content']", "m['content'][0]['text']"])
+def test_words_of_the_template_open_no_expert(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = backbone("llama")
-    template = "{% for m in messages %}Zembranth {{ m['content'] }}{% endfor %}"
+    template = "{% for m in messages %}Zembranth {{ " + content + " }}{% endfor %}"
     monkeypatch.setattr(host.need_tokenizer(), "chat_template", template)
     embedder = WordEmbedder(host)
     assert "zembranth" not in embedder.rare_words("Zembranth Vorlia")

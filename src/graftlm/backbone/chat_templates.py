@@ -3,7 +3,7 @@
 Templates differ in the form that they take: contents as text or as a list of parts, arguments of calls as an object or
 as text, an empty content or none beside a call. Short trial conversations show which form a template writes out. Tools,
 calls and results that a template does not write are written as text instead, in the form of Hermes and Qwen: JSON
-between `<tool_call>` and `</tool_call>`.
+between `<tool_call>` and `</tool_call>`. A system message that it does not write begins the next message of the user.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Tool = Message
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+THOUGHT_IN_CONTENT = "<think> in content"
 _WRITTEN_KEYS = {"role", "content", "tool_calls"}
 _LINKS = ("name", "tool_call_id")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers gives templates all of them
@@ -85,6 +86,8 @@ class TemplateForm:
         parts: whether it takes a content as a list of parts rather than as text.
         tools: whether it writes tools.
         refuses_tools: whether it raises an error where there are tools.
+        system: whether it writes a system message that begins a conversation, or refuses it itself.
+        later_system: whether it writes a system message inside a conversation, or refuses it itself.
         calls: whether it writes calls and their results.
         text_arguments: whether it takes the arguments of a call as JSON text rather than as an object.
         no_content: whether it takes calls without a content rather than with an empty one.
@@ -96,6 +99,8 @@ class TemplateForm:
     parts: bool
     tools: bool
     refuses_tools: bool
+    system: bool
+    later_system: bool
     calls: bool = False
     text_arguments: bool = False
     no_content: bool = False
@@ -157,6 +162,7 @@ def template_inputs(
         tools = ()
     elif not form.calls and any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         messages = as_plain_text(messages)
+    messages = _with_written_system(messages, form)
     calls_changed = [_for_template(message, number, form) for number, message in enumerate(messages, start=1)]
     if form.parts:
         return [_with_parts(message) for message in calls_changed], list(tools)
@@ -177,19 +183,28 @@ def common_ending(first: str, second: str) -> str:
 def ignored_keys(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Iterator[str]:
     """Yield each key of a message that a tokenizer's chat template does not read, once for each message.
 
-    Keys that link results to calls are left out, since the order of the messages shows that, too.
+    Keys that link results to calls are left out, since the order of the messages shows that, too. Reasoning that the
+    template cuts from the content of an answer before the last question is yielded as `THOUGHT_IN_CONTENT`.
     """
-    for message in messages:
+    template = tokenizer.get_chat_template(None)
+    last_question = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    for number, message in enumerate(messages):
         role = message["role"]
         links = _LINKS if role == "tool" else ()
         for key in message.keys() - _WRITTEN_KEYS - set(links):
-            if not _reads_key(tokenizer.get_chat_template(None), role, key):
+            if not _reads_key(template, role, key, is_earlier=number < last_question):
                 yield key
+        has_thought = role == "assistant" and _THOUGHT.search(message["content"])
+        if has_thought and number < last_question and _cuts_thoughts(template):
+            yield THOUGHT_IN_CONTENT
 
 
 @lru_cache(maxsize=1024)
-def _reads_key(template: str, role: str, key: str) -> bool:
-    """Return whether the value of a key of messages with a role makes a difference to a chat template."""
+def _reads_key(template: str, role: str, key: str, *, is_earlier: bool) -> bool:
+    """Return whether the value of a key of messages with a role makes a difference to a chat template.
+
+    Many templates leave the reasoning of answers out that are `is_earlier` than the last question.
+    """
     names = _REASONING_KEYS if key in _REASONING_KEYS else (key,)
     if not any(name in template for name in names):
         return False
@@ -197,9 +212,23 @@ def _reads_key(template: str, role: str, key: str) -> bool:
         return True
     message: Message = {"role": role, "content": _TEXT}
     before = [_QUESTION] if role == "assistant" else []
-    after = [_QUESTION] if role == "system" else []
+    after = [_QUESTION] if role == "system" or (role == "assistant" and is_earlier) else []
     without = _render(template, [*before, message, *after])
     return _render(template, [*before, {**message, key: _VALUE}, *after]) != without
+
+
+@lru_cache(maxsize=64)
+def _cuts_thoughts(template: str) -> bool:
+    """Return whether a template cuts the reasoning from the content of answers before the last question."""
+    messages: list[Message] = [
+        _QUESTION,
+        {"role": "assistant", "content": f"<think>\n{_VALUE}\n</think>\n\n{_TEXT}"},
+        _QUESTION,
+    ]
+    if _takes_parts(template):
+        messages = [_with_parts(message) for message in messages]
+    written = _render(template, messages)
+    return _has(written, _TEXT) and not _has(written, _VALUE)
 
 
 def tokenizer_form(
@@ -210,6 +239,24 @@ def tokenizer_form(
     """Return the form of a tokenizer's template, or of `template`; some tokenizers have another one for tools."""
     chosen = tokenizer.get_chat_template(template, tools=list(tools) or None)
     return template_form(chosen)
+
+
+def _with_written_system(messages: Sequence[Message], form: TemplateForm) -> list[Message]:
+    """Return messages in which system messages that the template does not write begin the user's next message."""
+    changed: list[Message] = []
+    held: list[str] = []
+    for number, message in enumerate(messages):
+        is_written = form.later_system if number else form.system
+        if message["role"] == "system" and not is_written:
+            held.append(message["content"])
+            continue
+        if held and message["role"] == "user":
+            changed.append({**message, "content": "\n\n".join([*held, message["content"]])})
+        else:
+            changed += [{"role": "user", "content": text} for text in held]
+            changed.append(message)
+        held = []
+    return changed + [{"role": "user", "content": text} for text in held]
 
 
 def _for_template(message: Message, number: int, form: TemplateForm) -> Message:
@@ -252,6 +299,13 @@ def template_form(template: str) -> TemplateForm:
         parts=_takes_parts(template),
         tools=with_tools is not None and _TOOL in with_tools,
         refuses_tools=with_tools is None and _render(template, [_QUESTION]) is not None,
+        system=True,
+        later_system=True,
+    )
+    plain = replace(
+        plain,
+        system=_writes_system(template, plain),
+        later_system=_writes_system(template, plain, _QUESTION, {"role": "assistant", "content": _TEXT}),
     )
     # Most templates take an object, and an empty content.
     for text_arguments, no_content in product((False, True), repeat=2):
@@ -280,6 +334,16 @@ def _takes_parts(template: str) -> bool:
     if _has(_render(template, [_QUESTION, answer]), _TEXT):
         return False
     return _has(_render(template, [_with_parts(_QUESTION), _with_parts(answer)]), _TEXT)
+
+
+def _writes_system(template: str, form: TemplateForm, *before: Message) -> bool:
+    """Return whether a template writes a system message behind others, or refuses it itself."""
+    messages = [*before, {"role": "system", "content": _RESULT}, _QUESTION]
+    if form.parts:
+        messages = [_with_parts(message) for message in messages]
+    surroundings: list[list[Tool]] = [[], [_OTHER_TOOL]] if form.tools else [[]]
+    written = [_render(template, messages, tools) for tools in surroundings]
+    return all(text is None or _has(text, _RESULT) for text in written)
 
 
 def _has(written: str | None, content: str) -> bool:
@@ -380,7 +444,7 @@ def as_plain_text(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> li
     """Return a conversation for a chat template that writes neither tools nor calls.
 
     The tools are described in the system message, calls become text of the assistant, and results become messages of
-    the user.
+    the user, together with a message of the user that follows them.
 
     Args:
         messages: at least one message.
@@ -388,12 +452,12 @@ def as_plain_text(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> li
     """
     chat: list[Message] = []
     for message in messages:
-        plain = _as_plain_message(message)
-        follows_result = message["role"] == "tool" and chat and chat[-1].get("is_result")
+        plain = _as_plain_message(message) | {"is_result": message["role"] == "tool"}
+        follows_result = plain["role"] == "user" and chat and chat[-1]["is_result"]
         if follows_result:
-            chat[-1]["content"] += f"\n{plain['content']}"
+            chat[-1] |= plain | {"content": f"{chat[-1]['content']}\n{plain['content']}"}
         else:
-            chat.append(plain | {"is_result": message["role"] == "tool"})
+            chat.append(plain)
     for message in chat:
         del message["is_result"]
     if not tools:

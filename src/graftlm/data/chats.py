@@ -3,7 +3,9 @@
 In the rendered text, a turn of the assistant begins where the rendering of all earlier messages with the header of an
 answer ends. It ends with the rendering of all messages up to and including it, without trailing white space. If that
 rendering is not a prefix of the whole text, as with templates that remove the reasoning of earlier turns, the turn ends
-with its content and the text that the template puts after the content of a last turn, or the first markers of it.
+with its content and the text that the template puts after the content of a last turn, or the first markers of it. If
+the template puts other text there, as those that write one marker behind the last turn and another behind earlier ones,
+the turn ends with its content.
 A marker that ends answers (`turn_end_ids`) and follows a turn belongs to the turn.
 
 The whole conversation is tokenized at once, as in generation. A token is predicted if it begins inside a turn of the
@@ -98,27 +100,52 @@ def _turn_bounds(chat: ChatExample, number: int, text: str, tokenizer: PreTraine
 
 def _end_of_turn(chat: ChatExample, number: int, text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the end of a turn that the template renders differently inside a conversation than at its end."""
+    ending = common_ending(*_with_placeholders(chat, number, tokenizer, number + 1))
+    if "tool_calls" in chat.messages[number]:
+        return _end_of_calls(chat, number, text, start, tokenizer, ending)
+    whole = _with_placeholders(chat, number, tokenizer, len(chat.messages))
+    rest = common_ending(*whole)
+    stop = len(text) - len(rest)
+    is_content_last = all(
+        rendered.removesuffix(rest).casefold().endswith(content)
+        for rendered, content in zip(whole, _CONTENTS, strict=True)
+    )
+    if not is_content_last or not text.endswith(rest) or not text[start:stop].strip():
+        raise _prefix_error(chat, number)
+    # What the template puts behind earlier turns alone ends no answer in generation, and is not learned.
+    found = [end for end in endings(tokenizer, ending) if rest.startswith(end)]
+    return stop + (len(found[0]) if found else 0)
+
+
+def _end_of_calls(
+    chat: ChatExample, number: int, text: str, start: int, tokenizer: PreTrainedTokenizerBase, ending: str
+) -> int:
+    """Return the end of a turn with calls, which stand in the ending of its content."""
     turn = chat.messages[number]
-    rendered = []
-    for content in _CONTENTS:
-        placeholder = {**turn, "content": content}
-        marked = replace(chat, messages=(*chat.messages[:number], placeholder))
-        try:
-            rendered.append(_render(marked, tokenizer, number + 1))
-        except DataError:  # the template may not write text beside calls
-            raise _prefix_error(chat, number) from None
-    ending = common_ending(*rendered)
-    calls = turn.get("tool_calls", ())
-    last_call = ending.rfind(calls[-1]["function"]["name"]) if calls else 0  # which the end must not cut off
+    last_call = ending.rfind(turn["tool_calls"][-1]["function"]["name"])  # which the end must not cut off
     found = [end for end in endings(tokenizer, ending) if len(end) > last_call]
-    # Some templates strip the content, some put further markers only behind the last turn, and those that write calls
-    # without any content write no blank before them.
+    # Some templates strip the content, and those that write calls without any content write no blank before them.
     found += [end.lstrip() for end in found]
     for content, end in product((turn["content"], turn["content"].strip()), found):
         position = text.find(content + end, start)
-        if (content or calls) and position >= 0 and not text[start:position].strip():
+        if position >= 0 and not text[start:position].strip():
             return position + len(content) + len(end)
     raise _prefix_error(chat, number)
+
+
+def _with_placeholders(
+    chat: ChatExample, number: int, tokenizer: PreTrainedTokenizerBase, count: int
+) -> tuple[str, str]:
+    """Render the first `count` messages twice, with another content of message `number` each time."""
+    first, second = (replace(chat, messages=_with_content(chat.messages, number, content)) for content in _CONTENTS)
+    try:
+        return _render(first, tokenizer, count), _render(second, tokenizer, count)
+    except DataError:  # the template may not write text beside calls
+        raise _prefix_error(chat, number) from None
+
+
+def _with_content(messages: Sequence[Message], number: int, content: str) -> tuple[Message, ...]:
+    return (*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :])
 
 
 def _prefix_error(chat: ChatExample, number: int) -> DataError:

@@ -225,6 +225,7 @@ def _read_turns(value: object, where: str, *, padded: bool) -> list[_Turn]:
     for number, message in enumerate(_as_list(value, where), start=1):
         turn = _read_turn(message, f"{where}, message {number}", padded=padded)
         if turn.is_call and turns and _is_joined(turns[-1], turn):
+            _check_joined_keys(turns[-1].message, turn.message, f"{where}, message {number}")
             calls = [*turns[-1].message.get("tool_calls", ()), *turn.message["tool_calls"]]
             turns[-1].message["tool_calls"] = calls
         else:
@@ -264,6 +265,16 @@ def _with_system(turns: list[_Turn], system: object, where: str) -> list[_Turn]:
 def _is_joined(before: _Turn, turn: _Turn) -> bool:
     """Return whether the calls of a turn belong to the answer before it."""
     return before.message["role"] == "assistant" and before.is_learned == turn.is_learned
+
+
+def _check_joined_keys(before: Message, calls: Message, where: str) -> None:
+    """Raise `DataError` if a message of calls has keys that the answer before it, which takes the calls, has not."""
+    for key in sorted(calls.keys() - {"role", "content", "tool_calls"}):
+        if key not in before or before[key] != calls[key]:
+            raise DataError(
+                f"{where} has the key {key}, but its calls become a part of the assistant's message before it, which "
+                "has no such value: move the key to that message, or leave it out."
+            )
 
 
 def _as_list(value: object, where: str) -> Sequence[object]:
@@ -445,7 +456,7 @@ def _read_call(value: object, where: str, *, padded: bool) -> Message:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise DataError(f"{where} has no name: name the tool that it calls.")
-    known = _CALL_KEYS | {"name", "arguments"} if function is values else _CALL_KEYS
+    known = (_CALL_KEYS - {"function"}) | {"name", "arguments"} if function is values else _CALL_KEYS
     unknown = sorted(values.keys() - known)
     if function is not values:
         unknown += sorted(str(key) for key in function if key not in ("name", "arguments"))

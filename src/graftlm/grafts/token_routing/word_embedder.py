@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graftlm.backbone import Backbone, Call
+from graftlm.backbone import Backbone, Call, common_length
+from graftlm.backbone.chat_templates import common_ending, render_messages
 from graftlm.errors import shorten
 from graftlm.grafts.token_routing.names import LONGEST_NAME, names_in
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, prefix_texts
@@ -63,7 +64,7 @@ class WordEmbedder:
         self._tokenizer = backbone.need_tokenizer()
         self._device = backbone.device
         self._rare_by_word: dict[str, bool] = {}
-        self._template_words = set(_words(_empty_prompt(self._tokenizer)))
+        self._template_words = set(_words(_text_around_question(self._tokenizer)))
 
     def rare_words(self, text: str) -> list[str]:
         """Return the different rare words of a text in lower case and without the ending of a plural, sorted."""
@@ -209,15 +210,19 @@ def _whole(text: str) -> str:
     return " " + " ".join(_WORD.findall(text.casefold()))
 
 
-def _empty_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the chat template's text around an empty message, such as its system message; empty without one."""
+def _text_around_question(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template's text around a question, such as its system message; empty without one."""
     if not tokenizer.chat_template:
         return ""
-    messages = [{"role": "user", "content": ""}]
+    questions = ("one", "two")  # with different first and last letters
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        first, second = (
+            render_messages(tokenizer, [{"role": "user", "content": content}], header=True) for content in questions
+        )
     except Exception:  # A template may raise anything; then no prompt is rendered with it either.
         return ""
+    before = first[: common_length(first, second)]
+    return f"{before} {common_ending(first, second)}"
 
 
 def _singular(word: str) -> str:
