@@ -50,7 +50,10 @@ def shifted_text(text: str, tag: str) -> str:
 def strongest_role(roles: Iterable[ElementRole]) -> BlockKind | Literal["skipped", "hidden"]:
     """Return the role of a text inside elements with these roles; `prose` if none of them has a kind."""
     given = set(roles)
-    return next((role for role in _PRECEDENCE if role in given), "prose")
+    for role in _PRECEDENCE:
+        if role in given:
+            return role
+    return "prose"
 
 
 @dataclass(eq=False)

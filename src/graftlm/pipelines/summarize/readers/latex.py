@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import SENTENCE_END, BlockKind, TextBlock, TextSpan
@@ -271,7 +271,7 @@ def _content_range(environment: LatexNode) -> tuple[int, int]:
     return nodes[0].pos, nodes[-1].pos + nodes[-1].len
 
 
-def _content_role(definition: Definition) -> str:
+def _content_role(definition: Definition) -> BlockKind | Literal["hidden"]:
     """Return the role of the environments around the text of one that the document defines; `prose` without others."""
     open_names: list[str] = []
     begin, _, _ = definition.body.partition("\\BODY")
