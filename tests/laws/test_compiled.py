@@ -33,8 +33,9 @@ GATED = next(example for example in examples() if example.kind == "neutral-resid
 REPLACING = next(example for example in examples() if example.kind == "lora")  # it replaces modules
 DOMAIN = torch.tensor([0, 1])
 BY_PROMPT = Example("token-routing", {"experts": EXPERTS, "reads": "prompt"}, name="routed-by-prompt")
-# A memory's mask needs the number of tokens, which compiled code can't read from a static cache.
-NOT_WHOLE = ("memory",)
+# A memory's mask needs the number of tokens, which compiled code can't read from a static cache. Conditional tasks
+# compile as one graph, but read a value in it.
+NOT_WHOLE = ("conditional-tasks", "memory")
 WHOLE = [BY_PROMPT, *(e for e in examples() if e.kind == str(e) and e.kind not in NOT_WHOLE)]
 READS = ("item", "tolist", "nonzero")
 
