@@ -60,7 +60,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, changes: Mapping[str, Any
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(str(path), arch)
-    values = {f"{arch}.{key}": value for key, value in facts(config).items()}
+    values = {f"{arch}.{key}": value for key, value in facts(config).items()} | {"tokenizer.ggml.pre": "gpt-2"}
     tensors = dict(tensors_of(model, arch))
     for key, value in (changes or {}).items():
         whole = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{key}"

@@ -216,6 +216,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "layer_norm_rms_epsilon": ("llama", {"attention.layer_norm_rms_epsilon": None}),
     "block_count": ("llama", {"block_count": None}),
     "llama.block_count": ("llama", {"block_count": True}),
+    "tokenizer.ggml.pre": ("llama", {"tokenizer.ggml.pre": "a-split-of-tomorrow"}),
     "'adapter'": ("llama", {"general.type": "adapter"}),
     "llama-gguf-split": ("llama", {"split.count": 3}),
 }

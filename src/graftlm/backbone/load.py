@@ -16,6 +16,7 @@ from graftlm.backbone.fingerprint import fingerprint
 from graftlm.backbone.gguf_config import end_tokens, gguf_config, stated_config
 from graftlm.backbone.gguf_header import read_header, reading_gguf_once, refused_fact
 from graftlm.backbone.gguf_tensors import check_tensors
+from graftlm.backbone.gguf_tokenizer import apply_split, check_split
 from graftlm.config import Config
 from graftlm.errors import BackboneError, GraftError, first_line
 from graftlm.files.model_files import ModelFiles, find_model
@@ -69,6 +70,8 @@ def load_backbone(
     files = find_model(name)
     with reading_gguf_once() if files.gguf_file else nullcontext():
         config = _gguf_config(name, files)
+        if files.gguf_file:
+            check_split(name, read_header(name, files))
         _check_structure(name, files, kind, family, config, trust_remote_code=trust_remote_code)
         model = _load_model(name, files, kind, dtype, config, trust_remote_code=trust_remote_code)
         with stated_config(config):
@@ -194,9 +197,12 @@ def load_tokenizer(name: str, files: ModelFiles, *, trust_remote_code: bool) -> 
         if not has_files:
             return None
     try:
-        return AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
+        tokenizer = AutoTokenizer.from_pretrained(files.source, trust_remote_code=trust_remote_code, **files.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackboneError(f"The tokenizer of {name} can't be loaded ({_tokenizer_problem(error)}.") from error
+    if files.gguf_file:
+        apply_split(tokenizer, read_header(name, files))
+    return tokenizer
 
 
 def _tokenizer_problem(error: Exception) -> str:
