@@ -146,6 +146,7 @@ def test_a_body_that_is_said_to_be_something_else(address: str) -> None:
     assert answer.json()["error"]["code"] == "unsupported_media_type"
 
 
+@pytest.mark.filterwarnings("ignore:The chat template can't render")
 def test_a_template_that_refuses(address: str) -> None:
     template = "{{ raise_exception('Roles must alternate.') }}"
     with running(web_service(ScriptedEngine(), settings={"chat_template": template})) as strict:

@@ -281,7 +281,10 @@ def test_a_typo_in_the_config() -> None:
     assert "learning_rate" in str(error.value)
 
 
-def test_the_progress_bar_shows_loss_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_shows_loss_and_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graftlm.progress.SECONDS_BETWEEN_LINES", 0.0)
     train(toy_model(), toy_mixture(), toy_config(), tmp_path, progress=True)
     captured = capsys.readouterr()
     shown = captured.out + captured.err  # the command line moves rich's console of this process to stderr

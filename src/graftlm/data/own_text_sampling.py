@@ -193,10 +193,11 @@ class OwnTextSampler:
         self._config = config
         self._length = length
         self._ends = end_ids(backbone.model, self._tokenizer)
-        self._answer_ends = answer_end_ids(backbone.model, self._tokenizer)
+        self._answer_ends = self._ends
         self._template: ChatParts | None = self._find_template()
         self._chat_fraction = 0.0
         if self._template is not None:
+            self._answer_ends = answer_end_ids(backbone.model, self._tokenizer)
             fraction = config.chat_fraction
             self._chat_fraction = _DEFAULT_CHAT_FRACTION if fraction is None else fraction
         self._starts: list[list[int]] = []
