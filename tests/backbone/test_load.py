@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoConfig, BertModel, LlamaForCausalLM
 
+from cases import thinned
 from graftlm.backbone import (
     UNLIMITED,
     Backbone,
@@ -27,7 +28,7 @@ from graftlm.backbone import (
     padding_id,
 )
 from graftlm.errors import BackboneError, UnknownFamilyError
-from tiny import ENCODERS, FAMILIES, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
+from tiny import ENCODERS, FAMILIES, USUAL, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def folder(tiny_backbone: BackboneFolder, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_backbone("llama"), tmp_path / "llama"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, {*USUAL, "distilbert", "gemma2"}))
 def test_a_saved_model_is_loaded(family: str, tiny_backbone: BackboneFolder) -> None:
     kind = "masked-lm" if family in ENCODERS else "causal-lm"
     backbone = load_backbone(tiny_backbone(family), kind=kind)

@@ -60,6 +60,7 @@ def test_the_page_has_every_passage_and_answer_as_text(page: Any, found: Audit) 
     assert page.get_by_text("over the budget of own_kl").count() == 1
 
 
+@pytest.mark.slow
 def test_choices_show_at_the_pointer_and_by_keys(page: Any, found: Audit) -> None:
     first, second = found.passages[0].tokens[:2]
     tip = page.locator("#tip")

@@ -363,6 +363,7 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, tiny_chat_model: Path, tm
     assert (tmp_path / "out" / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_real_pages_has_results_of_its_own(data: Path, tiny_chat_model: Path, tmp_path: Path) -> None:
     options = Options(
         data=data,

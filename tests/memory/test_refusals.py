@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from cases import thinned
 from graftlm.backbone import Backbone, Call
 from graftlm.errors import BackboneError, GraftError, RecipeError
 from graftlm.grafts import build_graft, graft_config
@@ -33,7 +34,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", thinned(OTHERS, {"bert", "gpt2", "mistral", "block-state", "deepseek_v3"}))
 def test_other_families_are_refused_by_name(family: str) -> None:
     backbone = live(family)
     with pytest.raises(GraftError) as error:
@@ -48,7 +49,7 @@ def test_positions_that_change_with_the_text_are_refused() -> None:
         build_graft(graft_config({"kind": "memory", "window": 8, "sinks": 2}), live(rope_parameters=rope))
 
 
-@pytest.mark.parametrize("family", FITTING)
+@pytest.mark.parametrize("family", thinned(FITTING, {"llama", "gemma", "gpt_neox", "stablelm"}))
 def test_moved_keys_are_the_backbones_own_at_later_positions(family: str) -> None:
     backbone = live(family)
     ids = tiny_ids(1, 4)

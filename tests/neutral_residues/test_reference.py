@@ -31,6 +31,10 @@ CASES = [
 ]
 
 
+def case_name(value: Any) -> str:
+    return f"{value['gate']}-{value['local_loss']}" if isinstance(value, dict) else str(value)
+
+
 def build(family: str, **config: Any) -> tuple[Backbone, NeutralResidues]:
     """A backbone and a graft in double precision, every tensor of the graft random."""
     host = Backbone.wrap(tiny_model(family).double())
@@ -122,7 +126,7 @@ def test_outputs_and_their_gradients(family: str, gate: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "domain", "is_total_given"), pairwise(CASES, [[0, 1], [0, 0], [1, 1]], [False, True]), ids=str
+    ("config", "domain", "is_total_given"), pairwise(CASES, [[0, 1], [0, 0], [1, 1]], [False, True]), ids=case_name
 )
 def test_losses_and_their_gradients(config: dict[str, Any], domain: list[int], is_total_given: bool) -> None:
     totals = TOTALS if is_total_given else None

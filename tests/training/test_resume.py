@@ -80,7 +80,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
         pytest.param("finetune", (3,), marks=pytest.mark.slow),
         pytest.param("finetune", (0,), marks=pytest.mark.slow),
         pytest.param("osf", (3,), marks=pytest.mark.slow),
-        ("llama-pro", (3,)),
+        pytest.param("llama-pro", (3,), marks=pytest.mark.slow),
         ("memory", (3,)),
     ],
 )
