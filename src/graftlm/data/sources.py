@@ -341,10 +341,11 @@ def read_documents(config: SourceConfig) -> Iterator[Document]:
             the selected documents has text.
     """
     selected = _select(_read_source(config), config.documents)
+    title = config.title
     is_empty = True
     for document in _limited(selected, config):
         is_empty = False
-        yield replace(document, source=config.title)
+        yield replace(document, source=title)
     if is_empty:
         selection = f" in its documents {config.documents}" if config.documents else ""
         raise DataError(f"The source {config.name} has no text{selection}: name a source with text.")
@@ -474,7 +475,9 @@ def _document(values: list[Any], config: SourceConfig, where: str, *, padded: bo
             padded=padded,
         )
         unread = tuple(name for name in BESIDE if cells.get(name) not in _NO_VALUES)
-        return Document(chat.answers, where, chat=replace(chat, unread=unread))
+        if unread:
+            chat = replace(chat, unread=unread)
+        return Document(chat.answers, where, chat=chat)
     texts = {}
     for value, (key, column) in zip(values, config.columns.items(), strict=True):
         texts[key] = check_text(value, column, where)
