@@ -527,7 +527,7 @@ def test_a_file_that_computes_something_else_is_not_written(monkeypatch: Any, tm
 
     monkeypatch.setattr(NeutralResidues, "exported_adapter", without_gate)
     backbone = tiny("llama")
-    with pytest.raises(ArtifactError, match="outputs differ by"):
+    with pytest.raises(ArtifactError):
         export_graft(detached(KINDS["neutral-residues"], backbone), backbone, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
@@ -544,7 +544,7 @@ def test_an_adapter_that_is_left_out_shows_in_half_precision_too(monkeypatch: An
     with randomise(attach_graft(backbone, KINDS["neutral-residues"]).eval(), 0.05) as model:
         graft = model.grafts["graft"]
     assert isinstance(graft, Graft)
-    with pytest.raises(ArtifactError, match="outputs differ by"):
+    with pytest.raises(ArtifactError):
         export_graft(graft, backbone, tmp_path / "model")
 
 

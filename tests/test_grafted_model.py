@@ -129,7 +129,7 @@ def test_options_of_a_backbone_that_do_not_fit(options: dict[str, Any], named: s
 
 
 def test_a_model_is_no_copy() -> None:
-    with attach_graft(wrapped(), {"kind": "adapter"}) as model, pytest.raises(GraftError, match="can't be copied"):
+    with attach_graft(wrapped(), {"kind": "adapter"}) as model, pytest.raises(GraftError):
         copy.deepcopy(model)
 
 

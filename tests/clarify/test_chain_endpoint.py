@@ -131,7 +131,7 @@ def test_a_server_that_stalls(server: ChatServer) -> None:
 
 def test_an_unreachable_server() -> None:
     one = Endpoint(EndpointConfig(url="http://127.0.0.1:9/v1", model="m", retries=0))
-    with pytest.raises(EndpointError, match="can't be reached"):
+    with pytest.raises(EndpointError):
         one.generate(PROMPT)
 
 

@@ -117,7 +117,7 @@ def test_each_kind_and_language_has_at_most_its_quota(quota: int | None) -> None
 
 
 def test_a_quota_of_nothing_is_refused() -> None:
-    with pytest.raises(DataError, match="The quota of each kind is 0"):
+    with pytest.raises(DataError):
         build_ambiguity_set([], "fr", quota=0)
 
 

@@ -102,7 +102,7 @@ def test_a_run_resumes_after_a_server_failure(data: Path, tmp_path: Path) -> Non
     with serving(dying) as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(server), "handle_error", lambda *arguments: None)
         patch.setattr("experiments.clarify.conversations.RETRIES", 0)
-        with pytest.raises(EndpointError, match="can't be reached, at the first try"):
+        with pytest.raises(EndpointError):
             reproduce("clarify", url_of(server))
     (kept,) = tmp_path.rglob("conversations-*.jsonl")
     done = kept.read_text().splitlines()

@@ -45,7 +45,7 @@ def test_other_families_are_refused_by_name(family: str) -> None:
 
 def test_positions_that_change_with_the_text_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(GraftError, match="rotary positions that change"):
+    with pytest.raises(GraftError):
         build_graft(graft_config({"kind": "memory", "window": 8, "sinks": 2}), live(rope_parameters=rope))
 
 

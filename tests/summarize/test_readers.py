@@ -422,7 +422,7 @@ def test_encrypted_and_scanned_pdfs_are_refused(tmp_path: Path) -> None:
         writer.encrypt(password, owner_password="owner", algorithm="RC4-128")
         writer.write(tmp_path / f"{name}.pdf")
     assert len(read_document(tmp_path / "open.pdf").sentences) == 2  # protected against changes alone
-    with pytest.raises(DataError, match="encrypted"):
+    with pytest.raises(DataError):
         read_document(tmp_path / "locked.pdf")
     picture = Path(mpl.get_data_path()) / "images" / "home.pdf"
     with pytest.raises(DataError, match="OCR"):
