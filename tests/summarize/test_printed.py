@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from graftlm.errors import DataError
 from graftlm.pipelines.summarize import SourceDocument, read_document, read_text, summarize
-from graftlm.pipelines.summarize.readers import latex as latex_reader
+from graftlm.pipelines.summarize.readers import latex_state
 from graftlm.pipelines.summarize.text import split_sentences
 from summarize.test_readers import check_spans
 
@@ -278,7 +278,7 @@ DEEPER = [rf"\{name}" for name in "bcdefgh"]
     ],
 )
 def test_macros_without_end_are_refused(definitions: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latex_reader, "_MAX_REPLACED", 10_000)
+    monkeypatch.setattr(latex_state, "_MAX_REPLACED", 10_000)
     with pytest.raises(DataError, match="doc"):
         latex(r"We drink \tea here.", definitions)
 

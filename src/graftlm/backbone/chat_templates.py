@@ -1,4 +1,7 @@
-"""Render conversations with chat templates, in training and serving alike.
+"""Render conversations with chat templates.
+
+Training, audits and chats render tools as this module does. A server describes tools as text also where the template
+writes calls with special tokens, which its answers do not show.
 
 Templates differ in the form that they take: contents as text or as a list of parts, arguments of calls as an object or
 as text, an empty content or none beside a call. Short trial conversations show which form a template writes out. Tools,

@@ -107,7 +107,7 @@ def _pre_tokenizer(split: str) -> PreTokenizer | None:
 
 
 def _matches(pattern: str) -> PreTokenizer:
-    """Return a pre-tokenizer that makes each match of a pattern a piece of its own."""
+    """Return a pre-tokenizer that makes each match of a pattern a separate piece."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 

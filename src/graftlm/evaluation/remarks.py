@@ -78,7 +78,7 @@ def _about_frozen_models(results: Results) -> Iterator[str]:
             size = format_value("parameters", frozen["parameters"])
             text = f"{row.label} also runs {frozen['name']}: {frozen['model']}, {size} parameters, frozen."
             if "problem" in frozen:
-                text += f" It has no row of its own. {frozen['problem']}"
+                text += f" It was not measured alone. {frozen['problem']}"
             yield text
 
 

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from graftlm.errors import DataError
 from graftlm.pipelines.summarize.document import SENTENCE_END, BlockKind, TextBlock, TextSpan
 from graftlm.pipelines.summarize.document_builder import aligned_spans
 from graftlm.pipelines.summarize.readers.blocks import shifted_text
-from graftlm.pipelines.summarize.readers.latex_arguments import LatexNode, parse_latex, unclosed_nodes
+from graftlm.pipelines.summarize.readers.latex_arguments import LatexNode
 from graftlm.pipelines.summarize.readers.latex_files import LatexFiles
 from graftlm.pipelines.summarize.readers.latex_source import (
     Definition,
-    LatexDefinitions,
     TypesetSource,
     group_end,
     length_end,
-    typeset_source,
 )
+from graftlm.pipelines.summarize.readers.latex_state import MAX_DEPTH, DocumentState
 from graftlm.pipelines.summarize.readers.roles import element_roles
-from graftlm.pipelines.summarize.text import import_extra
 
 _HEADING_LEVELS = {
     "part": 1,
@@ -46,9 +42,6 @@ _ENVIRONMENT_MARK = re.compile(r"\\(begin|end)\s*\{\s*([^{}]*?)\s*\}")
 _ESCAPE = re.compile(r"\\(?=[%#&_~{}$])|%?\s*\n\s*")  # in an address
 _BLOCK_BREAK = re.compile(r"\n\s*\n|\\(?:par|item|begin|BODY|(?:sub)*section|(?:sub)?paragraph)\b|\\\[|\$\$")
 _INNER_SENTENCE_END = re.compile(r"[.!?]\s")
-_MAX_DEPTH = 40  # of macros inside macros
-_MAX_REPLACED = 5_000_000  # characters that replace macros, in all
-_MACRO_COST = 100  # characters as which each macro counts beside what replaces it
 
 
 class LatexDocument(NamedTuple):
@@ -90,141 +83,20 @@ def read_latex(
         MissingExtraError: pylatexenc is not installed.
     """
     files = LatexFiles(name, path, max_characters)
-    state = _DocumentState(name, files)
-    blocks = state.read(text)
+    state = DocumentState(name, files)
+    blocks = _read_file(state, text)
     notes.extend(state.notes())
     if len(files.names) == 1:
         return LatexDocument(files.pages, [], [replace(block, page=None) for block in blocks])
     return LatexDocument(files.pages, files.names, blocks)
 
 
-class _DocumentState:
-    """What all files of a document share."""
-
-    def __init__(self, name: str, files: LatexFiles) -> None:
-        self.name = name
-        self.files = files
-        self.definitions = LatexDefinitions()
-        self.unknown_macros = Counter[str]()
-        self.unknown_environments = Counter[str]()
-        self.left_out_macros = Counter[str]()  # those that are not known, in the definitions of environments
-        self.unclosed: list[str] = []  # places of what has no end
-        self._replaced = 0
-        self._bodies: dict[str, Sequence[LatexNode | None]] = {}  # the nodes of definitions
-        latex2text = import_extra("pylatexenc.latex2text", "Reading LaTeX")
-        self.converter = latex2text.LatexNodes2Text(math_mode="verbatim")
-
-    def read(self, text: str) -> list[TextBlock]:
-        """Return the blocks of the file that was opened last."""
-        page = len(self.files.pages) + 1
-        self.files.add(text)
-        source = typeset_source(text, self.definitions, self.files.read_preamble)
-        parser = _LatexBlockParser(self, source, page)
-        nodes = self.parse(source.text)
-        self._note_unclosed(source, nodes)
-        parser.walk(_body(nodes))
-        return parser.finish()
-
-    def parse(self, text: str) -> Sequence[LatexNode | None]:
-        """Return the nodes of a text."""
-        macros = {name: macro.arguments for name, macro in self.definitions.macros.items()}
-        environments = {name: environment.arguments for name, environment in self.definitions.environments.items()}
-        return parse_latex(
-            text,
-            macros=_macro_forms() | macros,
-            environments=_environment_forms() | environments,
-        )
-
-    def _note_unclosed(self, source: TypesetSource, nodes: Sequence[LatexNode | None]) -> None:
-        """Remember the lines in which something begins that has no end."""
-        page = self.files.pages[-1]
-        for node in unclosed_nodes(source.text, nodes):
-            line = page.count("\n", 0, source.position(node.pos)) + 1
-            file = f"{self.files.names[-1]}, " if len(self.files.names) > 1 else ""
-            self.unclosed.append(f"{file}line {line:,}")
-
-    def expansion(self, macro: str) -> Definition | None:
-        """Return the definition of a macro that is to be replaced; None for other macros.
-
-        Raises:
-            DataError: macros are replaced by too many characters.
-        """
-        definition = self.definitions.macros.get(macro)
-        if definition is not None:
-            self._count_expansion(macro, definition)
-        return definition
-
-    def environment_expansion(self, environment: str) -> Definition | None:
-        """Return the definition of an environment that is to be replaced; None for other environments.
-
-        Raises:
-            DataError: macros are replaced by too many characters.
-        """
-        definition = self.definitions.environments.get(environment)
-        if definition is not None:
-            self._count_expansion(f"begin{{{environment}}}", definition)
-        return definition
-
-    def _count_expansion(self, macro: str, definition: Definition) -> None:
-        self._replaced += len(definition.body) + _MACRO_COST
-        self.check_expansion(macro, self._replaced <= _MAX_REPLACED)
-
-    def check_expansion(self, macro: str, is_allowed: bool) -> None:
-        """Raise `DataError` unless a macro may be replaced."""
-        if not is_allowed:
-            raise DataError(
-                f"{self.name} has macros that are replaced at more than {_MAX_DEPTH} levels or by more than "
-                f"{_MAX_REPLACED:,} characters, such as \\{macro}: correct their definitions."
-            )
-
-    def body_nodes(self, definition: Definition) -> Sequence[LatexNode | None]:
-        """Return the nodes of what a macro is replaced by."""
-        if definition.body not in self._bodies:
-            self._bodies[definition.body] = self.parse(definition.body)
-        return self._bodies[definition.body]
-
-    def notes(self) -> Iterator[str]:
-        """Yield what was left out or is not known."""
-        yield from self.files.notes
-        if self.definitions.unknown_conditionals:
-            counts = _counts(self.definitions.unknown_conditionals)
-            yield f"has conditionals whose value is not known ({counts}), of which no branch is read"
-        if self.definitions.unclosed:
-            yield f"has conditionals without \\fi ({self.definitions.unclosed:,} in all)"
-        if self.unknown_macros:
-            yield f"has macros that are not known ({_counts(self.unknown_macros)}), which stay as they are written"
-        if self.left_out_macros:
-            counts = _counts(self.left_out_macros)
-            yield f"defines environments by macros that are not known ({counts}), which are left out"
-        if self.unclosed:
-            count = len(self.unclosed)
-            yield f"has groups, formulas or environments that are not closed (in {self.unclosed[0]}; {count:,} in all)"
-        if self.unknown_environments:
-            yield f"has environments that are not known ({_counts(self.unknown_environments)}), whose text is read"
-
-
-def _counts(counts: Counter[str]) -> str:
-    """Return the three most frequent names with their numbers."""
-    named = ", ".join(f"{name} {count:,}" for name, count in counts.most_common(3))
-    return f"{named}, and {len(counts) - 3} more" if len(counts) > 3 else named
-
-
-@cache
-def _macro_forms() -> dict[str, str]:
-    """Return the forms of the arguments of known macros, which may have a star."""
-    forms = element_roles("latex_arguments")
-    return {name: form if form.startswith("*") else f"*{form}" for name, form in forms.items()}
-
-
-@cache
-def _environment_forms() -> dict[str, str]:
-    """Return the forms of the arguments of known environments, and of their variants with a star."""
-    forms: dict[str, str] = {}
-    for name in element_roles("latex_environments"):
-        form = element_roles("latex_environment_arguments").get(name)
-        if form is not None or element_roles("latex_environments")[name] == "prose":
-            forms |= {name: form or "", f"{name}*": form or ""}
-    return forms
+def _read_file(state: DocumentState, text: str) -> list[TextBlock]:
+    """Return the blocks of the file that was opened last."""
+    source, nodes = state.add_file(text)
+    parser = _LatexBlockParser(state, source, page=len(state.files.pages))
+    parser.walk(_body(nodes))
+    return parser.finish()
 
 
 def _body(nodes: Iterable[LatexNode | None]) -> Iterable[LatexNode | None]:
@@ -287,7 +159,7 @@ def _content_role(definition: Definition) -> BlockKind | Literal["hidden"]:
 class _LatexBlockParser:
     """Walks the nodes of a file and collects text spans into blocks."""
 
-    def __init__(self, state: _DocumentState, source: TypesetSource, page: int) -> None:
+    def __init__(self, state: DocumentState, source: TypesetSource, page: int) -> None:
         self._state = state
         self._source = source
         self._page = page
@@ -456,7 +328,7 @@ class _LatexBlockParser:
     ) -> None:
         """Walk what a macro or an environment of the document is replaced by."""
         frame = self._frame
-        self._state.check_expansion(name, frame.depth < _MAX_DEPTH)
+        self._state.check_expansion(name, frame.depth < MAX_DEPTH)
         arguments = node.nodeargd.argnlist if node.nodeargd else []
         end = node.pos + node.len if content is None else _content_range(content)[0]
         call = frame.call or self._file_range(node.pos, end)
@@ -608,7 +480,7 @@ class _LatexBlockParser:
         included = self._state.files.open(name)
         if included is None:
             return
-        blocks = self._state.read(included)
+        blocks = _read_file(self._state, included)
         self._state.files.close()
         start, end = self._file_range(node.pos, match.end())
         if self._is_inside_sentence(blocks):
