@@ -28,13 +28,23 @@ JOBS = [
     {"name": "ddp-lora", "graft": "lora"},
     {"name": "ddp-finetune", "graft": "finetune"},
     {"name": "ddp-composition", "graft": "composition"},
+    {"name": "ddp-adapter", "graft": "adapter"},
+    {"name": "ddp-llama-pro", "graft": "llama-pro"},
+    {"name": "ddp-osf", "graft": "osf"},
+    {"name": "ddp-memory", "graft": "memory"},
+    {"name": "ddp-routed", "graft": "routed"},
+    {"name": "ddp-two-experts", "graft": "two-experts"},
+    {"name": "ddp-distil", "old_objective": "distil"},
     {"name": "fsdp", "training": SHARDED},
     {"name": "fsdp-micro", "training": SHARDED | {"micro_batch_size": 3}},
     {"name": "fsdp-lora", "graft": "lora", "training": SHARDED},
     {"name": "fsdp-composition", "graft": "composition", "training": SHARDED},
     {"name": "fsdp-finetune", "graft": "finetune", "training": SHARDED},
     {"name": "fsdp-llama-pro", "graft": "llama-pro", "training": SHARDED},
-    {"name": "fsdp-osf", "graft": "osf", "training": SHARDED},
+    {"name": "fsdp-adapter", "graft": "adapter", "training": SHARDED},
+    {"name": "fsdp-memory", "graft": "memory", "training": SHARDED},
+    {"name": "fsdp-routed", "graft": "routed", "training": SHARDED},
+    {"name": "fsdp-two-experts", "graft": "two-experts", "training": SHARDED},
 ]
 NAMES = [str(job["name"]) for job in JOBS]
 HERE = Path(__file__).parent
@@ -56,14 +66,19 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(folder: Path, jobs: list[dict]) -> None:
-    """Run the jobs with `accelerate launch` in two processes on the CPU."""
-    options = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), str(HERE / "toy.py")]
+    """Run the jobs in two processes on the CPU, where `accelerate launch` would start only one."""
+    options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *options, str(HERE / "toy.py"), str(folder), json.dumps(jobs)]
     environment = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(folder), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "processes.txt").read_text() == "2"
+
+
+def check_close(theirs: torch.Tensor, ours: torch.Tensor, name: str) -> None:
+    """Compare weights or states of Adam, which makes more of the rounding of small gradients."""
+    if ours.numel():
+        assert (theirs - ours).abs().max() <= 10 * TOLERANCE * ours.abs().max().clamp(min=1e-2), name
 
 
 @pytest.mark.slow
@@ -84,7 +99,7 @@ def test_the_graft_of_two_processes_is_whole(alone: Path, together: Path, name: 
     assert ours.keys() == theirs.keys()
     for key, tensor in ours.items():
         assert theirs[key].shape == tensor.shape
-        assert (theirs[key] - tensor).abs().max() <= TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
+        check_close(theirs[key], tensor, key)
 
 
 @pytest.mark.slow
@@ -95,7 +110,7 @@ def test_the_checkpoint_of_two_processes_is_whole(alone: Path, together: Path, n
         ours, theirs = (load_file(folder / name / last) for folder in (alone, together))
         assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
         for key, tensor in ours.items():
-            assert (theirs[key] - tensor).abs().max() <= 10 * TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
+            check_close(theirs[key], tensor, key)
 
 
 @pytest.mark.slow
@@ -105,7 +120,7 @@ def test_one_process_resumes_what_two_sharded_ones_began(alone: Path, together: 
         run_jobs(folder, jobs)
     ours, theirs = (load_file(folder / "fsdp" / "final.safetensors") for folder in (alone, together))
     for key, tensor in ours.items():
-        assert (theirs[key] - tensor).abs().max() <= 10 * TOLERANCE * tensor.abs().max().clamp(min=1e-2), key
+        check_close(theirs[key], tensor, key)
 
 
 def test_uneven_shares_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +133,24 @@ def test_uneven_shares_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         pass
     assert "3 processes" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [({"old_objective": "distil"}, "old_objective"), ({"kind": "osf"}, "training.sharded")],
+)
+def test_a_model_that_can_not_be_sharded_is_refused(
+    model: dict[str, str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import Accelerator
+
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
+    with (
+        pytest.raises(TrainingError) as error,
+        distributed(toy_model(**model), toy_config(sharded=True), tmp_path),
+    ):
+        pass
+    assert key in str(error.value)
 
 
 def test_training_leaves_the_callers_model_as_it_was(tmp_path: Path) -> None:

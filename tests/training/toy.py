@@ -19,7 +19,7 @@ from graftlm.grafts import build_graft, graft_config
 from graftlm.store.artifact import graft_tensors
 from graftlm.training import TrainingConfig, train
 from laws import examples
-from tiny import TOKENS, tiny_model
+from tiny import TOKENS, tiny_model, tiny_tokenizer
 
 LENGTH = 12
 GRAFTS: dict[str, dict[str, Any]] = {
@@ -29,14 +29,25 @@ GRAFTS: dict[str, dict[str, Any]] = {
     "finetune": {"kind": "finetune"},
     "osf": {"kind": "peft", "method": "OSF"},
     "llama-pro": {"kind": "llama-pro", "blocks": 1},
+    "routed": {
+        "kind": "token-routing",
+        "experts": {"code": {"rank": 4, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]}},
+    },
+    "two-experts": {
+        "kind": "token-routing",
+        "experts": {
+            "english": {"rank": 4, "targets": ["ffn"], "texts": ["The quick brown fox", "thin forest"]},
+            "code": {"rank": 4, "targets": ["ffn"], "texts": ["def forward(self): return self.down(x)"]},
+        },
+    },
     "memory": {"kind": "memory", "window": 6, "sinks": 1, "layers": 2, "heads": 2, "head_width": 8},
 }
 
 
-def toy_model(kind: str = "neutral-residues", backbone: Backbone | None = None) -> GraftedModel:
-    backbone = backbone or Backbone.wrap(tiny_model("llama"))
+def toy_model(kind: str = "neutral-residues", backbone: Backbone | None = None, **options: Any) -> GraftedModel:
+    backbone = backbone or Backbone.wrap(tiny_model("llama"), tiny_tokenizer())
     torch.manual_seed(0)
-    return GraftedModel(backbone, {"graft": build_graft(graft_config(_values(kind)), backbone)})
+    return GraftedModel(backbone, {"graft": build_graft(graft_config(_values(kind)), backbone)}, **options)
 
 
 def _values(kind: str) -> dict[str, Any]:
@@ -67,11 +78,12 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> None:
     """Train each job's graft, one after the other on one backbone, and write its tensors beside its history."""
     torch.set_num_threads(1)
-    backbone = Backbone.wrap(tiny_model("llama"))
+    backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer())
     before = {name: tensor.clone() for name, tensor in backbone.model.state_dict().items()}
     for job in jobs:
         config, out = toy_config(**job.get("training", {})), folder / job["name"]
-        with toy_model(job.get("graft", "neutral-residues"), backbone) as model:
+        objective = job.get("old_objective", "replay")
+        with toy_model(job.get("graft", "neutral-residues"), backbone, old_objective=objective) as model:
             train(model, toy_mixture(config.batch_size), config, out, progress=False)
             tensors = graft_tensors(model.grafts["graft"])  # type: ignore[arg-type]  # a ModuleDict holds modules
         after = backbone.model.state_dict()
@@ -86,6 +98,7 @@ def main() -> None:
     parser.add_argument("jobs", type=json.loads, help="a list of name, graft and training")
     arguments = parser.parse_args()
     run_jobs(arguments.folder, arguments.jobs)
+    (arguments.folder / "processes.txt").write_text(os.environ["WORLD_SIZE"])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from graftlm.backbone.fingerprint import Fingerprint, fingerprint
 from graftlm.backbone.generation_prompt import GenerationPrompt
 from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.backbone.load import load_backbone
+from graftlm.backbone.output_layer import OutputLayer
 from graftlm.backbone.sites import Site, Sites
 from graftlm.backbone.taps import Tap, TapHooks
 from graftlm.backbone.text_parts import TextParts, common_length, continuation_ids, encode_parts

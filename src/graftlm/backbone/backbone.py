@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graftlm.backbone.fingerprint import Fingerprint, checkpoint_parameters, fingerprint
+from graftlm.backbone.output_layer import OutputLayer
 from graftlm.backbone.sites import Sites
 from graftlm.errors import BackboneError, WrongBackboneError, first_line
 
@@ -103,6 +104,11 @@ class Backbone:
         for method in _PATCHED_METHODS:
             vars(clone).pop(method, None)
         return clone.eval()
+
+    @cached_property
+    def bare_output_layer(self) -> OutputLayer | None:
+        """The output layer of `bare_model`; None if it has none apart from its body."""
+        return OutputLayer.of(self.bare_model, Sites(self.bare_model))
 
     def check_graft(self, name: str, built_for: Fingerprint | None) -> None:
         """Check that a graft was built for this backbone.

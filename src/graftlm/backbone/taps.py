@@ -97,9 +97,11 @@ class TapHooks:
 
     Attributes:
         takes_selection: whether the output layer may receive some tokens only.
+        acts_after_body: whether a tap acts on the output layer, or elsewhere after the body.
     """
 
     takes_selection = True
+    acts_after_body = False
     _replaces_once = True
 
     def __init__(
@@ -279,6 +281,7 @@ class TapHooks:
         outside = [tap for tap in taps if not inside.issuperset(sites.module(tap.site))]
         if not outside:
             return
+        self.acts_after_body = True
         self.takes_selection = all(tap.when == "before" or tap.takes_selection for tap in outside)
         self._handles.append(self._model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
         self._handles.append(self._model.register_forward_hook(self._leave_model, always_call=True))

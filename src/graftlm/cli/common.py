@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from graftlm.processes import is_main_process
+
 if TYPE_CHECKING:
     from graftlm.evaluation import Results
 
@@ -32,11 +34,6 @@ def configure_logging() -> None:
     logging.disable_progress_bar()
     # Child processes read the variable; downloads of this process still show their progress.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-def is_main_process() -> bool:
-    """Return whether this process is the only one, or the first of those that a launcher such as torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def log(text: str, *, quiet: bool = False) -> None:

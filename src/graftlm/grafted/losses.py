@@ -5,9 +5,6 @@ Shape suffixes: B rows, T tokens, N targets, V in the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -88,40 +85,6 @@ def distillation_loss(logits: Tensor, taught: Tensor, totals: Tensor) -> Tensor:
     teacher_log_p = taught.float().log_softmax(-1)
     divergence = functional.kl_div(model_log_p, teacher_log_p, reduction="sum", log_target=True)
     return divergence / totals[0].clamp(min=1)
-
-
-def loss_with_distilled_rows(
-    logits: Tensor,
-    targets: Targets,
-    domain: Tensor,
-    totals: Tensor | None,
-    teach: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Compute a loss in which rows of the old domain follow a teacher's distributions instead of their labels.
-
-    Args:
-        logits: (N, V), the model's logits before each target.
-        targets: the targets of all rows.
-        domain: (B,), 0 for the old domain.
-        totals: the first entry is the divisor; None counts the targets.
-        teach: takes the indices of the old rows and returns the teacher's logits before all their n targets, (n, V), in
-            the order of the rows. It runs without gradients, and only if there are old rows.
-
-    Returns:
-        A float32 scalar in nats per target: the cross-entropy of the other rows plus KL(teacher || model) of the old
-        rows, both divided by the number of all targets.
-    """
-    if totals is None:
-        totals = torch.full((1,), len(targets.labels), device=logits.device)
-    is_old_row = domain == OLD_DOMAIN
-    old = is_old_row.nonzero().squeeze(-1)
-    is_old = is_old_row[targets.rows]
-    loss = target_loss(logits, targets.labels.masked_fill(is_old, IGNORED), totals)
-    if len(old):
-        with torch.no_grad():
-            taught = teach(old)
-        loss = loss + distillation_loss(logits[is_old], taught, totals)
-    return loss
 
 
 def loss_parts(lm_loss: Tensor | None, auxiliary_loss: Tensor | None) -> dict[str, Tensor | None]:

@@ -14,11 +14,26 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from graftlm.backbone import Backbone, Call, Sites, TapHooks, TokenSelection, answer_end_ids, need_backbone
+from graftlm.backbone import (
+    Backbone,
+    Call,
+    OutputLayer,
+    Sites,
+    TapHooks,
+    TokenSelection,
+    answer_end_ids,
+    need_backbone,
+)
 from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafted.backbone_state import BackboneState
 from graftlm.grafted.checkpointing import LayerCheckpoints
-from graftlm.grafted.losses import Targets, language_modelling_loss, loss_parts, loss_with_distilled_rows, target_loss
+from graftlm.grafted.chunked_losses import (
+    Predictions,
+    language_loss,
+    loss_with_distilled_rows,
+    predict_targets,
+)
+from graftlm.grafted.losses import Targets, language_modelling_loss, loss_parts
 from graftlm.grafted.traces import cache_traces, forward_traces
 from graftlm.grafted.trainer_support import TrainerSupport, is_frozen
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace
@@ -137,6 +152,11 @@ class GraftedModel(TrainerSupport):
         self._with_grafts.add(backbone.model)
         self._detached = False
 
+    @property
+    def reads_bare_model(self) -> bool:
+        """Whether training also runs the bare backbone, which can't be sharded together with this model."""
+        return self._distils
+
     def _attach(self) -> None:
         """Put the grafts' modules and taps into place."""
         replacing = [graft for graft in self._by_name.values() if isinstance(graft, ReplacesModel)]
@@ -150,6 +170,7 @@ class GraftedModel(TrainerSupport):
         sites = self._replacing[-1].sites(self.model) if self._replacing else Sites(self.model)
         self._tap_hooks = TapHooks(self.model, sites, taps, self._prepare)
         self._checkpoints = LayerCheckpoints(self._tap_hooks.checkpoint_contexts)
+        self._output_layer = None if self._tap_hooks.acts_after_body else OutputLayer.of(self.model, sites)
         if taps:
             self._tap_hooks.mark_prompts()
 
@@ -260,7 +281,7 @@ class GraftedModel(TrainerSupport):
                 ignored, and `lm_loss` is the loss of the heads.
             num_items_in_batch: number of targets of the whole optimizer step, which trainers pass instead of `totals`.
             return_logits: False omits the logits from the output. With `labels`, the output layer then runs only for
-                the tokens before targets.
+                the tokens before targets, a few of them at a time, and the gradients of the loss can be taken once.
             kwargs: passed to the model. By default, `use_cache` is true only if the caller passes a cache, because
                 transformers ignores where documents begin if it makes a new cache. With `return_dict=False` a tuple is
                 returned.
@@ -276,7 +297,7 @@ class GraftedModel(TrainerSupport):
             TapError: the cache contains tokens that were read without these grafts.
             BackboneError: with `distil`, the bare backbone can't run without the hooks of another library.
         """
-        call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
+        call_values: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -288,12 +309,15 @@ class GraftedModel(TrainerSupport):
             grafted = self._forward_heads(targets, extras, call_values, {**inputs, **kwargs})
         else:
             self._set_cache(kwargs)
-            selection = None
-            if labels is not None and not return_logits:
-                selection = Targets(labels)
-            output, calls = self._run(selection, {**inputs, **kwargs}, {**call_values, "extras": dict(extras or {})})
+            call_values["extras"] = dict(extras or {})
+            given = {**inputs, **kwargs}
+            predictions = None
+            if labels is None or return_logits:
+                output, calls = self._run(None, given, call_values)
+            else:
+                output, calls, predictions = self._predict_targets(Targets(labels), given, call_values)
             grafted = GraftedOutput(
-                **self._losses(calls, output, labels, {**inputs, **call_values}, selection, num_items_in_batch),
+                **self._losses(calls, output, labels, {**inputs, **call_values}, predictions, num_items_in_batch),
                 logits=output.get("logits") if return_logits else None,
                 past_key_values=output.get("past_key_values"),
                 hidden_states=output.get("hidden_states"),
@@ -332,6 +356,25 @@ class GraftedModel(TrainerSupport):
         with self._tap_hooks.announce(**call_values, selection=selection) as calls, selection.before_head(self.model):
             return self.model(**inputs), calls
 
+    def _predict_targets(
+        self,
+        targets: Targets,
+        inputs: Mapping[str, object],
+        call_values: Mapping[str, object],
+    ) -> tuple[ModelOutput, list[Call], Predictions]:
+        """Run the live model without the logits of other tokens.
+
+        Returns:
+            The output, the calls, and the predictions before the targets. These are hidden states, unless a graft acts
+            after the body.
+        """
+        if self._output_layer is None:
+            output, calls = self._run(targets, inputs, call_values)
+            return output, calls, Predictions(targets.logits(output["logits"]))
+        with self._tap_hooks.announce(**call_values) as calls:
+            output, predictions = predict_targets(self.model, self._output_layer, targets, inputs)
+        return output, calls, predictions
+
     def _forward_heads(
         self,
         targets: Sequence[Tensor],
@@ -358,7 +401,7 @@ class GraftedModel(TrainerSupport):
         output: ModelOutput,
         labels: Tensor | None,
         batch: Mapping[str, Tensor | None],
-        targets: Targets | None,
+        predictions: Predictions | None,
         num_items_in_batch: Tensor | int | None,
     ) -> dict[str, Tensor | None]:
         """Return the losses of a pass by their names in `GraftedOutput`; without labels there are none.
@@ -368,7 +411,7 @@ class GraftedModel(TrainerSupport):
             output: the output of the pass.
             labels: (B, T)
             batch: the inputs of the pass, with `domain` and `totals`.
-            targets: the targets by which the pass selected; None if it selected nothing.
+            predictions: what was predicted before the targets; None if the output has the logits of all tokens.
             num_items_in_batch: see `forward`.
         """
         auxiliary_loss = None
@@ -377,11 +420,11 @@ class GraftedModel(TrainerSupport):
         domain, totals = batch["domain"], batch["totals"]
         if num_items_in_batch is not None and totals is None:
             self._check_trainer_batch(labels, domain, auxiliary_loss, num_items_in_batch)
-            totals = torch.as_tensor(num_items_in_batch, device=output["logits"].device).reshape(1)
+            totals = torch.as_tensor(num_items_in_batch, device=self.model.device).reshape(1)
         if labels is None:
             return {}
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        lm_loss = self._lm_loss(output["logits"], labels, inputs, domain, totals, targets)
+        lm_loss = self._lm_loss(output.get("logits"), labels, inputs, domain, totals, predictions)
         losses = loss_parts(lm_loss, auxiliary_loss)
         if num_items_in_batch is not None:  # A trainer uses all other fields as predictions.
             losses = {"loss": losses["loss"]}
@@ -394,36 +437,43 @@ class GraftedModel(TrainerSupport):
         inputs: Mapping[str, Tensor | None],
         domain: Tensor | None,
         totals: Tensor | None,
-        targets: Targets | None,
+        predictions: Predictions | None,
     ) -> Tensor:
         """Compute the loss of all targets. If the model distils, old rows follow the backbone's distributions.
 
         Args:
-            logits: the model's logits, of all tokens or of those before the targets.
+            logits: the model's logits of all tokens; not read if there are predictions.
             labels: (B, T)
             inputs: the inputs of the pass.
             domain: (B,)
             totals: see `forward`.
-            targets: the targets by which the pass selected; None if it selected nothing.
+            predictions: what was predicted before the targets.
         """
-        if not self._distils or not self.training:
-            if targets is None:
-                return language_modelling_loss(logits, labels, totals)
-            return target_loss(targets.logits(logits), targets.labels, totals)
+        distils = self._distils and self.training
+        if predictions is None and not distils:
+            return language_modelling_loss(logits, labels, totals)
+        targets = Targets(labels)
+        if predictions is None:
+            predictions = Predictions(targets.take(logits))
+        if totals is None:
+            totals = torch.full((1,), len(targets.labels), device=labels.device)
+        if not distils:
+            return language_loss(predictions, targets.labels, totals)
         if domain is None:
             self._refuse_auxiliary_loss("the batches have no `domain`")
         assert domain is not None, "refused"
 
-        def teach(rows: Tensor) -> Tensor:
+        def teach(rows: Tensor) -> Predictions:
             selected = {name: None if value is None else value[rows] for name, value in inputs.items()}
-            teacher = self.backbone.bare_model
-            selection = Targets(labels[rows])
-            with selection.before_head(teacher):
-                output = teacher(**selected, use_cache=False)
-            return selection.logits(output.logits)
+            return self._teach(Targets(labels[rows]), selected)
 
-        targets = targets or Targets(labels)
-        return loss_with_distilled_rows(targets.logits(logits), targets, domain, totals, teach)
+        return loss_with_distilled_rows(predictions, targets, domain, totals, teach)
+
+    def _teach(self, targets: Targets, inputs: Mapping[str, Tensor | None]) -> Predictions:
+        """Return what the bare backbone predicts before some targets."""
+        backbone = self.backbone
+        given = {**inputs, "use_cache": False}
+        return predict_targets(backbone.bare_model, backbone.bare_output_layer, targets, given)[1]
 
     def _auxiliary_loss(self, call: Call) -> Tensor | None:
         """Return the sum of the auxiliary losses of the grafts that train; None without one."""

@@ -22,13 +22,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from filelock import FileLock, Timeout
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from graftlm.errors import RecipeError
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import write_atomically
+from graftlm.processes import process_state
 from graftlm.progress import progress_bar
 from graftlm.runs.run import Log, Run, RunContext
 
@@ -215,7 +215,7 @@ def locked(out: Path) -> Iterator[None]:
     Raises:
         RecipeError: another process holds the lock, or the folder can't be written.
     """
-    if not PartialState().is_main_process:
+    if not process_state().is_main_process:
         yield
         return
     lock = FileLock(out / ".lock", timeout=0, is_singleton=True)  # Its holder may acquire it again.
@@ -236,7 +236,7 @@ def _execute_here(run: Run, out: Path, context: RunContext) -> Measurement:
     """Execute a run in this process and keep its measurement. Until it has ended, no file marks it as finished."""
     measurement_file = _measurement_file(run, out)
     record_file = context.folder / RUN_RECORD
-    is_main = PartialState().is_main_process
+    is_main = process_state().is_main_process
     has_artefacts = bool(run.artefacts())
     if is_main:
         measurement_file.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from accelerate import PartialState
 from pydantic import BeforeValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +24,7 @@ from graftlm.evaluation.evaluator import load_tests
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.scored_text import scored_parts
 from graftlm.files.writing import fill_once
+from graftlm.processes import process_state
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.training import language_model
 from graftlm.training.config import TrainingConfig
@@ -231,7 +231,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
             language_model.train_tokenizer(texts, vocab_size).save_pretrained(path)
 
         settings = self.model_dump(mode="json", include={"tokenizer": True, "data": {"train"}})
-        with PartialState().main_process_first():
+        with process_state().main_process_first():
             learned = fill_once(folder / "tokenizer", settings, learn)
             return language_model.read_tokenizer(str(learned))
 
@@ -249,7 +249,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
             longest=max(self.lengths),
             boundaries=self.data.boundaries,
         )
-        device: Any = self.device or PartialState().device
+        device: Any = self.device or process_state().device
         move(model, device)
         return model
 

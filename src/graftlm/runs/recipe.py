@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
-
 from graftlm.config import parse_overridden, read_yaml
 from graftlm.data.sources import check_sources
 from graftlm.errors import ForgettingBudgetError, RecipeError
@@ -17,6 +15,7 @@ from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.report import write_report
 from graftlm.files.writing import write_atomically
 from graftlm.grafts import graft_class, kinds
+from graftlm.processes import process_state
 from graftlm.runs.execute import execute, locked
 from graftlm.runs.graft_recipe import Recipe
 from graftlm.runs.graft_run import GraftRun
@@ -175,7 +174,7 @@ def _run(
     for run in runs:
         if isinstance(run, GraftRun) and run.graft is not None and run.training.has_steps:
             check_sources(run.data)
-    is_main = PartialState().is_main_process
+    is_main = process_state().is_main_process
     with locked(folder):
         if is_main:
             write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from accelerate import PartialState
 from torch import nn
 
 from graftlm.config import Config
@@ -21,6 +20,7 @@ from graftlm.evaluation import Row
 from graftlm.evaluation.cost import MemoryWatch
 from graftlm.evaluation.measurement import Measurement, TrainingDetails
 from graftlm.files.digests import by_content, digest
+from graftlm.processes import process_state
 from graftlm.training.config import TrainingConfig
 from graftlm.training.history import read_history
 from graftlm.training.loop import TrainingSummary, train
@@ -217,7 +217,7 @@ class TrainingRun(Run):
             if self.training.has_steps:
                 with memory:
                     summary = self._train(trainee, context)
-            if not PartialState().is_main_process:
+            if not process_state().is_main_process:
                 return Measurement(Row(id=self.id, label=self.label or self.id, metrics={}))
             measurement = self.evaluate(trainee)
             if summary is not None:

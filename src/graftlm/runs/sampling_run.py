@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import ClassVar, Self
 
-from accelerate import PartialState
-
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
@@ -18,6 +16,7 @@ from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.digests import digest
+from graftlm.processes import process_state
 from graftlm.runs.run import Run, RunContext
 from graftlm.runs.shared import load_shared, release_shared
 
@@ -84,7 +83,7 @@ class SamplingRun(Run):
         kind = "own text" if self.source.near is None else "own text near the new text"
         context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s {kind}.")
         started = perf_counter()
-        with PartialState().main_process_first():  # The other processes read its file.
+        with process_state().main_process_first():  # The other processes read its file.
             drawn = self._sample(backbone, context)
         samples = [sample for sample in drawn if not sample.left_out]
         n_chats = sum(sample.is_chat for sample in samples)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast, set_seed
 from pydantic import Field
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from graftlm.files.writing import write_atomically
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, GraftConfig, HasHeads
 from graftlm.grafts.heads import TaskSpec, uncertainty
+from graftlm.processes import process_state
 from graftlm.runs.graft_run import GRAFT_NAME, AnyGraft
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.store.artifact import save_graft
@@ -376,9 +376,9 @@ def row_scorer(
             zero = torch.zeros((), device=device)
             known = [zero if score is None else score.to(device) for score in scores]
             values = torch.stack(known)
-        if PartialState().num_processes > 1:
+        if process_state().num_processes > 1:
             # Scores of one batch may differ between processes by rounding, so all take those of the main process.
-            values = values.to(PartialState().device)
+            values = values.to(process_state().device)
             values = cast("Tensor", broadcast(values))
         numbers = values.tolist()
         return [None if score is None else number for score, number in zip(scores, numbers, strict=True)]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graftlm.errors import TrainingError, first_line
+from graftlm.processes import is_launched, on_cpu_only
 from graftlm.training.config import TrainingConfig
 from graftlm.training.sharding import full_tensor, shard
 from graftlm.training.tracking import check_tracker
@@ -70,8 +71,11 @@ class LossModule(nn.Module):
 
     def _zero_of_parameters(self) -> Tensor:
         """Return zero as a function of every trainable parameter that is not sharded."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        return torch.stack([parameter.reshape(-1)[:0].sum() for parameter in parameters]).sum()
+        zero = torch.zeros((), device=next(self.model.parameters()).device)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                zero = zero + parameter.reshape(-1)[:0].sum()
+        return zero
 
 
 @dataclass
@@ -186,9 +190,9 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
         The processes and devices, with the wrapped model.
 
     Raises:
-        TrainingError: `batch_size` is not a multiple of the number of processes, Accelerate rejects the precision or
-            was already set up differently in this process, or it has no such tracker or the tracker's package is not
-            installed.
+        TrainingError: `batch_size` is not a multiple of the number of processes, the model can't be sharded as the
+            config asks, Accelerate rejects the precision or was already set up differently in this process, or it has
+            no such tracker or the tracker's package is not installed.
         MissingExtraError: the tracker is TensorBoard, which is not installed.
     """
     check_tracker(config.tracker)
@@ -204,6 +208,8 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
         launched_for_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         sharded = processes > 1 and (config.sharded or launched_for_fsdp)
         losses: nn.Module = LossModule(model, tie=sharded)
+        if sharded:
+            _check_sharding(model)
         undo = shard(losses) if sharded else None
         try:
             if not sharded:
@@ -217,17 +223,32 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
             model.train(was_training)
 
 
+def _check_sharding(model: nn.Module) -> None:
+    """Raise `TrainingError` for a model that would train otherwise, or not at all, if its weights were sharded."""
+    if getattr(model, "reads_bare_model", False):
+        raise TrainingError(
+            "training.sharded is true and data.old_objective is distil, but the bare backbone, which each process runs "
+            "for old rows, can't be sharded: set old_objective to replay, or sharded to false."
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter._backward_hooks:
+            raise TrainingError(
+                f"training.sharded is true, but the method changes the whole gradient of {name}, of which each process "
+                "would have a part: set training.sharded to false."
+            )
+
+
 @contextmanager
 def _accelerator(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator[Accelerator]:
     """Yield an Accelerator that keeps a single process on the model's device, and leaves no global state."""
     is_own = not AcceleratorState._shared_state
-    is_single_process = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    is_single_process = not is_launched()
     if is_own and is_single_process:
         PartialState._reset_state()  # It may have been made for another device.
     on_cpu = next(model.parameters()).device.type == "cpu"
     try:
         accelerator = Accelerator(
-            cpu=on_cpu and is_single_process,
+            cpu=on_cpu_only() or (on_cpu and is_single_process),
             mixed_precision="bf16" if config.precision == "bf16" else "no",
             log_with=config.tracker,
             project_dir=out,

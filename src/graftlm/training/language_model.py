@@ -23,11 +23,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from graftlm.backbone import leading_bos, max_sequence_length
+from graftlm.backbone import OutputLayer, Sites, leading_bos, max_sequence_length
 from graftlm.data.boundaries import Boundaries, check_boundaries
-from graftlm.errors import BackboneError, GraftError, RecipeError, did_you_mean, first_line
+from graftlm.errors import BackboneError, GraftError, RecipeError, UnknownFamilyError, did_you_mean, first_line
 from graftlm.files.writing import staged_folder
-from graftlm.grafted.losses import Targets, language_modelling_loss, target_loss
+from graftlm.grafted.chunked_losses import language_loss, predict_targets
+from graftlm.grafted.losses import Targets, language_modelling_loss
 from graftlm.grafted.model import GraftedOutput
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
@@ -49,6 +50,7 @@ class LanguageModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.requires_grad_(True)
+        self._output_layer = _output_layer(model)
         self._caches: dict[int, Any] = {}
         """By the first stream of a micro-batch."""
 
@@ -97,9 +99,10 @@ class LanguageModel(nn.Module):
             loss = language_modelling_loss(logits, labels, totals)
         else:
             targets = Targets(labels)
-            with targets.before_head(self.model):
-                output = self.model(**inputs)
-            loss = target_loss(targets.logits(output.logits), targets.labels, totals)
+            if totals is None:
+                totals = torch.full((1,), len(targets.labels), device=labels.device)
+            output, predictions = predict_targets(self.model, self._output_layer, targets, inputs)
+            loss = language_loss(predictions, targets.labels, totals)
         if key is not None:
             self._caches[key] = output.past_key_values
         return GraftedOutput(loss=loss, logits=logits, lm_loss=loss.detach())
@@ -123,6 +126,14 @@ class LanguageModel(nn.Module):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass instead of keeping its activations."""
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _output_layer(model: PreTrainedModel) -> OutputLayer | None:
+    """Return the output layer of a model; None if its structure is unknown."""
+    try:
+        return OutputLayer.of(model, Sites(model))
+    except UnknownFamilyError:
+        return None
 
 
 END_OF_TEXT = "<|eos|>"

@@ -61,26 +61,29 @@ class _ModuleBefore:
     Attributes:
         module: the live module.
         kind: its class, which `fully_shard` replaces.
-        hooks: the ids of hooks by attribute; empty for attributes without hooks.
+        attributes: names of its attributes.
+        hooks: the ids of the hooks in each of its dictionaries of hooks.
     """
 
     module: nn.Module
     kind: type[nn.Module]
+    attributes: set[str]
     hooks: dict[str, set[Any]]
 
     @classmethod
     def of(cls, module: nn.Module) -> _ModuleBefore:
-        hooks = {name: set(value) if "_hooks" in name else set() for name, value in vars(module).items()}
-        return cls(module, type(module), hooks)
+        attributes = vars(module)
+        hooks = {name: set(value) for name, value in attributes.items() if "_hooks" in name and isinstance(value, dict)}
+        return cls(module, type(module), set(attributes), hooks)
 
     def restore(self) -> None:
         """Remove everything that `fully_shard` has added, but leave the parameters."""
         self.module.__class__ = self.kind
         attributes = vars(self.module)
         for name, value in list(attributes.items()):
-            if name not in self.hooks:
+            if name not in self.attributes:
                 del attributes[name]
-            elif "_hooks" in name:
+            elif name in self.hooks:
                 added = set(value) - self.hooks[name]
                 for hook in added:
                     del value[hook]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -20,6 +19,7 @@ from graftlm.data import NEW, Batch, Mixture, TokenBlocks
 from graftlm.data.rows import collate
 from graftlm.errors import DataError, RecipeError
 from graftlm.grafted.model import GraftedModel, GraftedOutput
+from graftlm.processes import process_state
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class StatefulBatches(Mixture):
     """
 
     def __init__(self, blocks: TokenBlocks, batch_size: int) -> None:
-        if PartialState().num_processes > 1:
+        if process_state().num_processes > 1:
             raise RecipeError(
-                f"The run has {PartialState().num_processes} processes, but data.stream needs a single one: start one "
+                f"The run has {process_state().num_processes} processes, but data.stream needs a single one: start one "
                 "process, or set data.stream to false."
             )
         super().__init__({NEW: blocks}, {NEW: 1.0}, batch_size)
