@@ -16,7 +16,7 @@ LENGTHS = (128, 256, 512, 1024)
 ROWS = {
     "neutral_residues": ["train", "decode_closed", "decode_open"],
     "distillation": ["step", "memory"],
-    "target_logits": ["replay", "distil", "memory"],
+    "training": ["text", "conversations", "distil", "memory_text", "memory_distil", "memory_conversations"],
     "composition": [
         "decode_step",
         "generate_256_vs_recompute",
@@ -75,7 +75,7 @@ ROWS = {
 AIMS = {
     "neutral_residues": ["ratio", "ratio", "ratio"],
     "distillation": [],
-    "target_logits": [],
+    "training": ["ratio"],
     "composition": ["ratio", "ratio"],
     "token_routing": ["ratio", "ratio", "ratio", "ratio", "ratio_top2"],
     "operations": ["operations_ratio"] * 4,

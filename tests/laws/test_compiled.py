@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import StaticCache
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, compiled_decoding
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.testing.laws import (
@@ -37,6 +37,8 @@ BY_PROMPT = Example("token-routing", {"experts": EXPERTS, "reads": "prompt"}, na
 # compile as one graph, but read a value in it.
 NOT_WHOLE = ("conditional-tasks", "memory")
 WHOLE = [BY_PROMPT, *(e for e in examples() if e.kind == str(e) and e.kind not in NOT_WHOLE)]
+GENERATED = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+TOLERANCE = 1e-3
 READS = ("item", "tolist", "nonzero")
 
 
@@ -186,6 +188,70 @@ def test_decode_steps_compile_to_machine_code() -> None:
         expected = decode(model, model)
         actual = decode(model, torch.compile(model, backend="inductor", fullgraph=True))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # its kernels add in another order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [e for e in examples() if e.kind in NOT_WHOLE and e.kind == str(e)], ids=str)
+def test_other_grafts_decode_eagerly(example: Example) -> None:
+    with grafted(frozen("llama"), example) as model:
+        assert compiled_decoding(model, {}, wanted=True) == {}
+
+
+def check_same_tokens(eager: Any, compiled: Any) -> None:
+    """Tokens are equal up to the first at which the two best logits are nearly equal."""
+    for row, (ours, theirs) in enumerate(zip(eager.sequences, compiled.sequences, strict=True)):
+        start = len(ours) - len(eager.logits)
+        for step, logits_BV in enumerate(eager.logits):
+            best, second = logits_BV[row].topk(2).values
+            if best - second < TOLERANCE:
+                break
+            assert ours[start + step] == theirs[start + step]
+            torch.testing.assert_close(compiled.logits[step][row], logits_BV[row], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(e, id=str(e), marks=[] if e is GATED else pytest.mark.slow) for e in WHOLE]
+)
+def test_generate_with_compiled_steps_gives_the_tokens_of_eager_steps(example: Example) -> None:
+    graphs: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    with grafted(frozen("llama"), example) as model:
+        ids, mask = prompts()
+        eager = model.generate(ids, attention_mask=mask, **GENERATED)
+        options = compiled_decoding(model, GENERATED, wanted=True)
+        options["compile_config"].backend = backend
+        options["compile_config"].mode = None  # type: ignore[assignment]  # as torch.compile takes it
+        options["compile_config"].fullgraph = True
+        compiled = model.generate(ids, attention_mask=mask, **GENERATED, **options)
+    assert 1 <= len(graphs) <= 3, "steps are compiled again and again"
+    check_same_tokens(eager, compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [GATED, REPLACING, BY_PROMPT], ids=str)
+def test_a_model_that_is_asked_to_compiles_its_steps_to_machine_code(example: Example) -> None:
+    with grafted(frozen("llama"), example) as model:
+        ids, mask = prompts()
+        eager = model.generate(ids, attention_mask=mask, **GENERATED)
+        model.compiles_decoding = True
+        compiled = model.generate(ids, attention_mask=mask, **GENERATED)
+        assert isinstance(compiled.past_key_values, StaticCache)
+    check_same_tokens(eager, compiled)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "dynamic"}, {"disable_compile": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_ways_to_decode_stay_as_they_are(options: dict[str, Any]) -> None:
+    with grafted(frozen("llama"), GATED) as model:
+        assert compiled_decoding(model, options, wanted=True) == {}
+        assert compiled_decoding(model, {}) == {}, "on a CPU, steps are eager"
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from graftlm.backbone import Backbone
 from graftlm.data import Mixture, TokenBlocks
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
+from graftlm.grafts.base import FitsOnText
 from graftlm.store.artifact import graft_tensors
 from graftlm.training import TrainingConfig, train
 from laws import examples
@@ -47,7 +48,10 @@ GRAFTS: dict[str, dict[str, Any]] = {
 def toy_model(kind: str = "neutral-residues", backbone: Backbone | None = None, **options: Any) -> GraftedModel:
     backbone = backbone or Backbone.wrap(tiny_model("llama"), tiny_tokenizer())
     torch.manual_seed(0)
-    return GraftedModel(backbone, {"graft": build_graft(graft_config(_values(kind)), backbone)}, **options)
+    graft = build_graft(graft_config(_values(kind)), backbone)
+    if isinstance(graft, FitsOnText):
+        graft.fit({})
+    return GraftedModel(backbone, {"graft": graft}, **options)
 
 
 def _values(kind: str) -> dict[str, Any]:

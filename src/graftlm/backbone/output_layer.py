@@ -5,13 +5,14 @@ Shape suffixes: N tokens, d hidden width, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
     from graftlm.backbone.sites import Sites
 
@@ -38,7 +39,7 @@ class OutputLayer:
         self._model = model
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self._given = _GivenStates()
-        self._shell: Any = _with_module(model, path, self._given)
+        self._shell = _with_module(model, path, self._given)
 
     @classmethod
     def of(cls, model: PreTrainedModel, sites: Sites) -> OutputLayer | None:
@@ -52,14 +53,14 @@ class OutputLayer:
         has_head = find_head is not None and find_head() is not None
         return cls(model, sites.body) if has_head and sites.body is not model else None
 
-    def logits(self, states: Tensor, like: object) -> Tensor:
+    def logits(self, states: Tensor, like: ModelOutput) -> Tensor:
         """Return the logits (N, V) of some tokens.
 
         Args:
             states: (N, d), the body's last hidden states of these tokens.
             like: an output of the body. The model gets one of its class, with these states.
         """
-        self._given.output = type(like)(last_hidden_state=states[None])
+        self._given.output = type(like)({"last_hidden_state": states[None]})
         try:
             ids = torch.zeros((1, len(states)), dtype=torch.long, device=states.device)
             return self._shell.forward(input_ids=ids, use_cache=False).logits[0]

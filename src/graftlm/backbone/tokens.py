@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from graftlm.backbone.decode_steps import compiled_decoding
 from graftlm.backbone.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def generate_rows(
         `num_return_sequences` in `options`, each prompt has that many consecutive rows.
     """
     inputs = left_padded(prompts, padding_id(tokenizer), model.device)
+    options |= compiled_decoding(model, options)
     output = model.generate(**inputs, eos_token_id=sorted(ends) or None, **options)
     prompt_length = inputs["input_ids"].shape[1]
     rows: list[list[int]] = []

@@ -213,6 +213,9 @@ def generate(
     top_p: Annotated[float | None, option("P", "With --sample: nucleus sampling; 1 by default.")] = None,
     num_beams: Annotated[int, option("N", "Number of beams of beam search.", min=1)] = 1,
     seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
+    compile_steps: Annotated[
+        bool, flag("--compile", "Compile the step of a token: a minute at first, then faster on a GPU.")
+    ] = False,
     bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
     trace: Annotated[
         bool,
@@ -239,6 +242,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "num_beams": num_beams,
         "seed": seed,
+        "compile": compile_steps,
         "sample": sample,
         "temperature": temperature,
         "top_p": top_p,

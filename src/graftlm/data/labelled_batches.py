@@ -227,6 +227,11 @@ class LabelledMixture:
         config = _fit_policy(sampler, rows, score)
         self.sampler = TaskSampler(sizes, config, batch_size, seed, steps)
 
+    @property
+    def depends_on_model(self) -> bool:
+        """Whether the present weights decide which rows are chosen, so that no batch can be built ahead."""
+        return self.score is not None
+
     def batch(self, step: int) -> TaskBatch:
         """Return the rows of an optimizer step.
 

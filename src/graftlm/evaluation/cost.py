@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import padding_id
+from graftlm.backbone import compiled_decoding, padding_id
 from graftlm.data import Document
 from graftlm.errors import DataError
 from graftlm.evaluation.inference import LanguageModel, device_of, evaluation_mode
@@ -86,6 +86,8 @@ def decode_speed(
     }
 
     live: Any = model  # `generate` comes from a mix-in.
+    compiled = compiled_decoding(live, settings)
+    settings |= compiled
 
     def decode(ids: Tensor, count: int) -> None:
         live.generate(
@@ -97,7 +99,8 @@ def decode_speed(
         )
 
     with evaluation_mode(model), torch.inference_mode():
-        decode(rows[0], min(new_tokens, _WARM_UP_TOKENS))
+        # Compiled steps are compiled for the length of a text.
+        decode(rows[0], new_tokens if compiled else min(new_tokens, _WARM_UP_TOKENS))
         start = _synchronized_time(device)
         for ids in rows:
             decode(ids, new_tokens)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-from graftlm.backbone import OutputLayer
+from graftlm.backbone import Backbone, OutputLayer
 from graftlm.grafted.losses import OLD_DOMAIN, Targets, distillation_loss, target_loss
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class Predictions:
     Attributes:
         values: (N, d) hidden states, or (N, V) logits if `output_layer` is None.
         output_layer: computes the logits of hidden states.
-        body_output: the output of the body that the hidden states are from.
+        body_output: the output of the body that the hidden states are from; None for logits.
     """
 
     values: Tensor
     output_layer: OutputLayer | None = None
-    body_output: object = None
+    body_output: ModelOutput | None = None
 
     def select(self, is_selected: Tensor) -> Predictions:
         """Return the predictions before some targets.
@@ -57,7 +57,7 @@ class Predictions:
 
     def logits(self, values: Tensor) -> Tensor:
         """Return the logits of some values, which are part of `values`."""
-        if self.output_layer is None:
+        if self.output_layer is None or self.body_output is None:
             return values
         return self.output_layer.logits(values, self.body_output)
 
@@ -145,36 +145,55 @@ def divergence_loss(predictions: Predictions, taught: Predictions, totals: Tenso
     return predictions.sum(loss)
 
 
-def loss_with_distilled_rows(
-    predictions: Predictions,
-    targets: Targets,
-    domain: Tensor,
-    totals: Tensor,
-    teach: Callable[[Tensor], Predictions],
-) -> Tensor:
-    """Compute a loss in which rows of the old domain follow a teacher's distributions instead of their labels.
+class Teacher:
+    """The bare backbone, which rows of the old domain follow.
 
     Args:
-        predictions: the model's predictions before each target.
-        targets: the targets of all rows.
+        backbone: the backbone.
+        inputs: `input_ids`, `attention_mask` and `position_ids` of all rows.
         domain: (B,), 0 for the old domain.
-        totals: the first entry is the divisor.
-        teach: takes the indices of the old rows and returns the teacher's predictions before all their targets, in the
-            order of the rows. It runs without gradients, and only if there are old rows.
+    """
+
+    def __init__(self, backbone: Backbone, inputs: Mapping[str, Tensor | None], domain: Tensor) -> None:
+        self._backbone = backbone
+        self._inputs = inputs
+        self.is_old_row = domain == OLD_DOMAIN
+
+    @torch.no_grad()
+    def predictions(self, targets: Targets) -> Predictions:
+        """Return what the backbone predicts before the targets of old rows, in the order of the rows."""
+        rows = self.is_old_row.nonzero().squeeze(-1)
+        inputs = {name: None if value is None else value[rows] for name, value in self._inputs.items()}
+        backbone = self._backbone
+        given = {**inputs, "use_cache": False}
+        return predict_targets(backbone.bare_model, backbone.bare_output_layer, targets.of_rows(rows), given)[1]
+
+
+def loss_of_targets(
+    predictions: Predictions,
+    targets: Targets,
+    totals: Tensor | None = None,
+    teacher: Teacher | None = None,
+) -> Tensor:
+    """Compute the loss of targets, in which old rows follow a teacher's distributions instead of their labels.
+
+    Args:
+        predictions: the predictions before each target.
+        targets: the targets of all rows.
+        totals: the first entry is the divisor; None counts the targets.
+        teacher: the teacher of the old rows, which is not asked without old rows; None follows the labels in all rows.
 
     Returns:
-        A float32 scalar in nats per target: the cross-entropy of the other rows plus KL(teacher || model) of the old
-        rows, both divided by the number of all targets.
+        A float32 scalar in nats per target: the cross-entropy of the labels plus KL(teacher || model) of the old rows,
+        both divided by the number of all targets.
     """
-    is_old_row = domain == OLD_DOMAIN
-    old = is_old_row.nonzero().squeeze(-1)
-    if not len(old):
+    if totals is None:
+        totals = torch.full((1,), len(targets.labels), device=targets.labels.device)
+    if teacher is None or not teacher.is_old_row.any():
         return language_loss(predictions, targets.labels, totals)
-    is_old = is_old_row[targets.rows]
+    is_old = teacher.is_old_row[targets.rows]
     new_loss = language_loss(predictions.select(~is_old), targets.labels[~is_old], totals)
-    with torch.no_grad():
-        taught = teach(old)
-    return new_loss + divergence_loss(predictions.select(is_old), taught, totals)
+    return new_loss + divergence_loss(predictions.select(is_old), teacher.predictions(targets), totals)
 
 
 def chunk_size(vocabulary: int, device: torch.device) -> int:
@@ -197,7 +216,7 @@ class _SumInChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         loss: Callable[[Tensor, slice], Tensor],
         size: int,
         states: Tensor,
@@ -205,26 +224,21 @@ class _SumInChunks(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), device=states.device)
         state_gradients = torch.empty_like(states)
-        sums: list[Tensor | None] = [None] * len(parameters)
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
         for rows in _chunks(len(states), size):
             chunk = states[rows].detach().requires_grad_()
             with torch.enable_grad():
                 part = loss(chunk, rows)
-            chunk_gradient, *gradients = torch.autograd.grad(part, [chunk, *parameters], allow_unused=True)
-            state_gradients[rows] = chunk_gradient
-            sums = [_plus(before, gradient) for before, gradient in zip(sums, gradients, strict=True)]
+            gradients = torch.autograd.grad(part, [chunk, *parameters], materialize_grads=True)
+            state_gradients[rows] = gradients[0]
+            for total_gradient, gradient in zip(sums, gradients[1:], strict=True):
+                total_gradient += gradient
             total += part.detach()
         ctx.save_for_backward(state_gradients, *sums)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors]
+    def backward(ctx: _SumInChunks, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors]
         return (None, None, *scaled)
-
-
-def _plus(before: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if before is None or gradient is None:
-        return gradient if before is None else before
-    return before.add_(gradient)

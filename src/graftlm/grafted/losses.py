@@ -34,6 +34,15 @@ class Targets(TokenSelection):
         super().__init__(functional.pad(is_target, (0, 1)))
         self.labels = labels.flatten()[self.positions + 1]
         self.rows = self.positions // labels.shape[1]
+        self._all_labels = labels
+
+    def of_rows(self, rows: Tensor) -> Targets:
+        """Return the targets of some rows.
+
+        Args:
+            rows: indices of the rows.
+        """
+        return Targets(self._all_labels[rows])
 
 
 def language_modelling_loss(logits: Tensor, labels: Tensor, totals: Tensor | None = None) -> Tensor:

@@ -22,17 +22,14 @@ from graftlm.backbone import (
     TapHooks,
     TokenSelection,
     answer_end_ids,
+    compiled_decoding,
+    decodes_in_one_graph,
     need_backbone,
 )
 from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafted.backbone_state import BackboneState
 from graftlm.grafted.checkpointing import LayerCheckpoints
-from graftlm.grafted.chunked_losses import (
-    Predictions,
-    language_loss,
-    loss_with_distilled_rows,
-    predict_targets,
-)
+from graftlm.grafted.chunked_losses import Predictions, Teacher, loss_of_targets, predict_targets
 from graftlm.grafted.losses import Targets, language_modelling_loss, loss_parts
 from graftlm.grafted.traces import cache_traces, forward_traces
 from graftlm.grafted.trainer_support import TrainerSupport, is_frozen
@@ -90,6 +87,7 @@ class GraftedModel(TrainerSupport):
         backbone: the backbone.
         model: the live model, which may be a copy of the backbone's model.
         grafts: the grafts by name.
+        compiles_decoding: whether `generate` compiles its steps; None does so on accelerators.
 
     Raises:
         TapConflictError: two grafts replace the same activation or can't change the model together, or the backbone
@@ -111,6 +109,7 @@ class GraftedModel(TrainerSupport):
     can_generate = _live_attribute("can_generate")
     prepare_inputs_for_generation = _live_attribute("prepare_inputs_for_generation")
     _supports_logits_to_keep = _live_attribute("_supports_logits_to_keep")  # Assisted generation calls it.
+    compiles_decoding: bool | None = None
     can_omit_logits: ClassVar[bool] = True
     """Whether `forward` takes `return_logits`, for the training loop, which needs only the loss."""
     _with_grafts: ClassVar[WeakSet[PreTrainedModel]] = WeakSet()
@@ -151,6 +150,21 @@ class GraftedModel(TrainerSupport):
             raise
         self._with_grafts.add(backbone.model)
         self._detached = False
+
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        """Whether a decode step can be compiled as one graph, as the live model and all grafts can."""
+        return decodes_in_one_graph(self.model) and all(graft.decodes_in_one_graph for graft in self._by_name.values())
+
+    @property
+    def has_decode_state(self) -> bool:
+        """Whether a graft reads its own tensors from the decode step before."""
+        return any(graft.has_decode_state for graft in self._by_name.values())
+
+    @property
+    def body(self) -> nn.Module:
+        """The live model below its output layer, with the grafts' taps."""
+        return self.model.base_model
 
     @property
     def reads_bare_model(self) -> bool:
@@ -297,7 +311,7 @@ class GraftedModel(TrainerSupport):
             TapError: the cache contains tokens that were read without these grafts.
             BackboneError: with `distil`, the bare backbone can't run without the hooks of another library.
         """
-        call_values: dict[str, Any] = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
+        call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -309,13 +323,13 @@ class GraftedModel(TrainerSupport):
             grafted = self._forward_heads(targets, extras, call_values, {**inputs, **kwargs})
         else:
             self._set_cache(kwargs)
-            call_values["extras"] = dict(extras or {})
             given = {**inputs, **kwargs}
+            values = {**call_values, "extras": dict(extras or {})}
             predictions = None
             if labels is None or return_logits:
-                output, calls = self._run(None, given, call_values)
+                output, calls = self._run(None, given, values)
             else:
-                output, calls, predictions = self._predict_targets(Targets(labels), given, call_values)
+                output, calls, predictions = self._predict_targets(Targets(labels), given, values)
             grafted = GraftedOutput(
                 **self._losses(calls, output, labels, {**inputs, **call_values}, predictions, num_items_in_batch),
                 logits=output.get("logits") if return_logits else None,
@@ -423,57 +437,21 @@ class GraftedModel(TrainerSupport):
             totals = torch.as_tensor(num_items_in_batch, device=self.model.device).reshape(1)
         if labels is None:
             return {}
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        lm_loss = self._lm_loss(output.get("logits"), labels, inputs, domain, totals, predictions)
+        distils = self._distils and self.training
+        if distils and domain is None:
+            self._refuse_auxiliary_loss("the batches have no `domain`")
+        if predictions is None and not distils:
+            lm_loss = language_modelling_loss(output["logits"], labels, totals)
+        else:
+            targets = Targets(labels)
+            predictions = predictions or Predictions(targets.take(output["logits"]))
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            teacher = Teacher(self.backbone, inputs, domain) if distils and domain is not None else None
+            lm_loss = loss_of_targets(predictions, targets, totals, teacher)
         losses = loss_parts(lm_loss, auxiliary_loss)
         if num_items_in_batch is not None:  # A trainer uses all other fields as predictions.
             losses = {"loss": losses["loss"]}
         return losses
-
-    def _lm_loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        inputs: Mapping[str, Tensor | None],
-        domain: Tensor | None,
-        totals: Tensor | None,
-        predictions: Predictions | None,
-    ) -> Tensor:
-        """Compute the loss of all targets. If the model distils, old rows follow the backbone's distributions.
-
-        Args:
-            logits: the model's logits of all tokens; not read if there are predictions.
-            labels: (B, T)
-            inputs: the inputs of the pass.
-            domain: (B,)
-            totals: see `forward`.
-            predictions: what was predicted before the targets.
-        """
-        distils = self._distils and self.training
-        if predictions is None and not distils:
-            return language_modelling_loss(logits, labels, totals)
-        targets = Targets(labels)
-        if predictions is None:
-            predictions = Predictions(targets.take(logits))
-        if totals is None:
-            totals = torch.full((1,), len(targets.labels), device=labels.device)
-        if not distils:
-            return language_loss(predictions, targets.labels, totals)
-        if domain is None:
-            self._refuse_auxiliary_loss("the batches have no `domain`")
-        assert domain is not None, "refused"
-
-        def teach(rows: Tensor) -> Predictions:
-            selected = {name: None if value is None else value[rows] for name, value in inputs.items()}
-            return self._teach(Targets(labels[rows]), selected)
-
-        return loss_with_distilled_rows(predictions, targets, domain, totals, teach)
-
-    def _teach(self, targets: Targets, inputs: Mapping[str, Tensor | None]) -> Predictions:
-        """Return what the bare backbone predicts before some targets."""
-        backbone = self.backbone
-        given = {**inputs, "use_cache": False}
-        return predict_targets(backbone.bare_model, backbone.bare_output_layer, targets, given)[1]
 
     def _auxiliary_loss(self, call: Call) -> Tensor | None:
         """Return the sum of the auxiliary losses of the grafts that train; None without one."""
@@ -576,8 +554,9 @@ class GraftedModel(TrainerSupport):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' own `generate` of `model`. Grafts see which tokens are the prompt.
 
-        If the tokenizer has a chat template, a text also ends with the tokens that end an answer; see
-        `answer_end_ids`.
+        On an accelerator the step of each token is compiled, see `compiled_decoding`; `disable_compile=True` or a
+        cache prevents it. If the tokenizer has a chat template, a text also ends with the tokens that end an answer;
+        see `answer_end_ids`.
 
         Args:
             inputs: (B, T) token ids of the prompts; padding is on the left.
@@ -592,6 +571,7 @@ class GraftedModel(TrainerSupport):
         has_ends = bool(args) or not {"eos_token_id", "generation_config"}.isdisjoint(kwargs)
         if not has_ends and tokenizer is not None and tokenizer.chat_template:
             kwargs["eos_token_id"] = sorted(answer_end_ids(self.model, tokenizer)) or None
+        kwargs |= compiled_decoding(self, kwargs)
         return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mix-in's method
 
     @torch.no_grad()

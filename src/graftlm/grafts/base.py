@@ -98,6 +98,8 @@ class Graft(nn.Module):
     Attributes:
         label: the method's name in tables and plots; by default the kind.
         observed_place: what the values of `observe` belong to, one each: by default layers of the backbone.
+        has_decode_state: whether a decode step reads tensors of the graft from the step before, other than keys and
+            values of the backbone.
         served_in_bfloat16: whether a server casts the graft to bfloat16 when the backbone is in bfloat16, which halves
             the memory traffic of the graft's weights.
     """
@@ -105,6 +107,7 @@ class Graft(nn.Module):
     Config: ClassVar[type[GraftConfig]]
     label: ClassVar[str] = ""
     observed_place: ClassVar[str] = "layer"
+    has_decode_state: ClassVar[bool] = False
     served_in_bfloat16: ClassVar[bool] = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
@@ -116,6 +119,11 @@ class Graft(nn.Module):
         cls.Config.graft_class = cls
         if "label" not in vars(cls.Config):
             cls.Config.label = cls.label or cls.Config.model_fields["kind"].default
+
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        """Whether a decode step with a static cache is one graph of torch.compile that reads no value on the host."""
+        return False
 
     def taps(self) -> list[Tap]:
         """Return the places where the graft reads and writes activations."""

@@ -47,6 +47,10 @@ class TrainsCopy(Graft, ReplacesModel, HasTensors):
     def changes_all_rows(self) -> bool:
         return bool(self._originals)
 
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        return True
+
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         if not self._originals:
             return model

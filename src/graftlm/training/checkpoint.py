@@ -34,6 +34,7 @@ from graftlm.files.writing import staged_folder
 from graftlm.training.config import FREE_ON_RESUME, TrainingConfig
 from graftlm.training.distributed import DistributedContext, graft_buffers
 from graftlm.training.sharding import full_tensor, shard_like
+from graftlm.training.upcoming import UpcomingBatches
 
 TENSORS = "tensors.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -101,6 +102,7 @@ class TrainingState:
         parameters: the trainable parameters by name.
         optimizer: the optimizer of these parameters.
         counts: the progress of the run.
+        upcoming: the batches in the order of steps.
     """
 
     context: DistributedContext
@@ -111,6 +113,9 @@ class TrainingState:
     parameters: dict[str, nn.Parameter]
     optimizer: AdamW
     counts: TrainingCounts = field(default_factory=TrainingCounts)
+
+    def __post_init__(self) -> None:
+        self.upcoming = UpcomingBatches(self.batches)
 
     @property
     def checkpoints(self) -> Path:
@@ -302,7 +307,7 @@ def save_checkpoint(
     if state.context.accelerator.is_main_process:
         try:
             if _read(target) is None:
-                read_position = position or state.batches.state_dict
+                read_position = position or state.upcoming.state_dict
                 _write(state, target, files, read_position())
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error

@@ -39,6 +39,7 @@ class TrainingConfig(Config):
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = Field(0, ge=0)
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time.")
+    compile: bool = Field(False, description="Compile the model with torch.compile: slower to start, faster on a GPU.")
     sharded: bool = Field(
         False,
         description="With several processes: FSDP2 shards weights and optimizer states instead of replicating them.",
@@ -66,6 +67,12 @@ class TrainingConfig(Config):
                 "or epochs to null"
             )
 
+        if self.compile and self.gradient_checkpointing:
+            yield (
+                "compile and gradient_checkpointing are true, but torch.compile can't trace these checkpoints, and "
+                "recomputes what it chooses itself: set one of them to false"
+            )
+
     @property
     def has_steps(self) -> bool:
         """Whether weights are trained."""
@@ -83,5 +90,6 @@ FREE_ON_RESUME = {
     # These change results by rounding only.
     "micro_batch_size",
     "gradient_checkpointing",
+    "compile",
     "sharded",
 }

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graftlm.errors import TrainingError, first_line
 from graftlm.processes import is_launched, on_cpu_only
+from graftlm.training.compiling import compiled
 from graftlm.training.config import TrainingConfig
 from graftlm.training.sharding import full_tensor, shard
 from graftlm.training.tracking import check_tracker
@@ -190,9 +191,9 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
         The processes and devices, with the wrapped model.
 
     Raises:
-        TrainingError: `batch_size` is not a multiple of the number of processes, the model can't be sharded as the
-            config asks, Accelerate rejects the precision or was already set up differently in this process, or it has
-            no such tracker or the tracker's package is not installed.
+        TrainingError: torch.compile fails, `batch_size` is not a multiple of the number of processes, the model can't
+            be sharded as the config asks, Accelerate rejects the precision or was already set up differently in this
+            process, or it has no such tracker or the tracker's package is not installed.
         MissingExtraError: the tracker is TensorBoard, which is not installed.
     """
     check_tracker(config.tracker)
@@ -214,7 +215,8 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
         try:
             if not sharded:
                 losses = accelerator.prepare_model(losses)
-            yield DistributedContext(accelerator, losses, model)
+            with compiled(model, wanted=config.compile):
+                yield DistributedContext(accelerator, losses, model)
             if undo is not None:
                 undo()
         finally:

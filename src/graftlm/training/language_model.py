@@ -27,7 +27,7 @@ from graftlm.backbone import OutputLayer, Sites, leading_bos, max_sequence_lengt
 from graftlm.data.boundaries import Boundaries, check_boundaries
 from graftlm.errors import BackboneError, GraftError, RecipeError, UnknownFamilyError, did_you_mean, first_line
 from graftlm.files.writing import staged_folder
-from graftlm.grafted.chunked_losses import language_loss, predict_targets
+from graftlm.grafted.chunked_losses import loss_of_targets, predict_targets
 from graftlm.grafted.losses import Targets, language_modelling_loss
 from graftlm.grafted.model import GraftedOutput
 from graftlm.models import register
@@ -53,6 +53,11 @@ class LanguageModel(nn.Module):
         self._output_layer = _output_layer(model)
         self._caches: dict[int, Any] = {}
         """By the first stream of a micro-batch."""
+
+    @property
+    def body(self) -> nn.Module:
+        """The model below its output layer."""
+        return self.model.base_model
 
     def forward(
         self,
@@ -99,12 +104,10 @@ class LanguageModel(nn.Module):
             loss = language_modelling_loss(logits, labels, totals)
         else:
             targets = Targets(labels)
-            if totals is None:
-                totals = torch.full((1,), len(targets.labels), device=labels.device)
             output, predictions = predict_targets(self.model, self._output_layer, targets, inputs)
-            loss = language_loss(predictions, targets.labels, totals)
+            loss = loss_of_targets(predictions, targets, totals)
         if key is not None:
-            self._caches[key] = output.past_key_values
+            self._caches[key] = output["past_key_values"]
         return GraftedOutput(loss=loss, logits=logits, lm_loss=loss.detach())
 
     def recurrent_state(self) -> dict[str, Tensor]:

@@ -206,8 +206,7 @@ def _step(state: TrainingState) -> tuple[int, dict[str, float]]:
     context = state.context
     step = state.counts.step
     _seed(state.config.seed, step, context.accelerator.process_index)
-    position = state.batches.snapshot()
-    batch = state.batches.batch(step)
+    position, batch = state.upcoming.take(step)
     _count_targets(state.counts, batch)
     rate = learning_rate(state.config, step)
     for group in state.optimizer.param_groups:
@@ -216,6 +215,8 @@ def _step(state: TrainingState) -> tuple[int, dict[str, float]]:
     recurrent = recurrent_state(context.model)
     losses = _accumulate(state, batch)
     gradient_norm = context.clip(state.config.clip)
+    if step + 1 < state.config.steps:
+        state.upcoming.prepare(step + 1)  # while the device computes
     # One transfer from the device for all values.
     loss, lm_loss, auxiliary_loss, norm = torch.cat([losses, gradient_norm.reshape(1)]).tolist()
     if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -79,6 +79,10 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
         self._live: list[PreTrainedModel] = []
         self._check_start(model, sites)
 
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        return True
+
     def _positions(self) -> list[int]:
         """Return the positions of the new blocks in the deeper model."""
         return [layer + number + 1 for number, layer in enumerate(self._copied)]

@@ -81,6 +81,10 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
     def _adapt(self, model: PreTrainedModel) -> AdaptedModel:
         return adapt(model, self._peft, self._label)
 
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        return True
+
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
             raise TapConflictError(

@@ -143,8 +143,8 @@ class AugmentingModel:
         self._has_positions = config.positions != "none"
         self._anchor_layers = anchor.sites.n_layers
         self._alignment = choose_alignment(name, backbone, anchor, config)
-        self._by_characters = isinstance(self._alignment, CharacterAlignment)
-        if config.readout != "none" and self._by_characters:
+        self.reads_characters = isinstance(self._alignment, CharacterAlignment)
+        if config.readout != "none" and self.reads_characters:
             raise GraftError(
                 f"The tokens of {name} are matched with the backbone's by characters, but readout {config.readout} "
                 "mixes probabilities of the same tokens: set readout to none, or name a model with the backbone's "
@@ -257,7 +257,7 @@ class AugmentingModel:
         layer_types = getattr(config, "layer_types", None)
         has_window = not layer_types or "sliding_attention" in layer_types
         window = getattr(config, "sliding_window", None)
-        if self._by_characters and has_window and window:
+        if self.reads_characters and has_window and window:
             # The mask of the tree replaces that of the window, so a longer text would be read without a window.
             limit = min(limit, window)
         return limit
@@ -270,12 +270,12 @@ class AugmentingModel:
         """
         if cache is None:
             return _CacheLayers()
-        is_croppable = not self._by_characters and not self._prompt_only
+        is_croppable = not self.reads_characters and not self._prompt_only
         layer_class = DynamicLayer if is_croppable else _UncroppableLayer
         own = self._own_layers
         attention_layers = own + len(self._layers)
         classes: list[type[CacheLayerMixin]] = [layer_class] * attention_layers
-        if self._by_characters:
+        if self.reads_characters:
             classes.append(StateLayer)
         remaining = iter(classes)
 
@@ -294,7 +294,7 @@ class AugmentingModel:
         return _CacheLayers(
             own=Cache(layers=layers[:own]) if own else None,
             pairs=layers[own:attention_layers],
-            state=layers[-1] if self._by_characters else None,
+            state=layers[-1] if self.reads_characters else None,
         )
 
 

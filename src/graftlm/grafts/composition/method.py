@@ -45,6 +45,7 @@ class Composition(Graft, ReadsModels):
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig
+    has_decode_state = True
     label = "composition"
     observed_place = "pair"
     config: CompositionConfig
@@ -113,6 +114,10 @@ class Composition(Graft, ReadsModels):
 
     def frozen_models(self) -> Mapping[str, Backbone]:
         return {name: model.backbone for name, model in self._models.items()}
+
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        return not any(model.reads_characters for model in self._models.values())
 
     def taps(self) -> list[Tap]:
         sources: dict[int, list[tuple[str, int]]] = {}  # anchor layer -> (augmenting model, number of its pair)

@@ -135,6 +135,10 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     # Taps
 
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        return False  # the tasks that a batch names are read on the host
+
     def taps(self) -> list[Tap]:
         taps: list[Tap] = []
         if self.alignment is not None:

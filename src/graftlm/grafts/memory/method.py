@@ -198,6 +198,7 @@ class WindowedMemory(Graft):
     """
 
     Config: ClassVar[type[GraftConfig]] = MemoryConfig
+    has_decode_state = True
     label = "memory"
     config: MemoryConfig
     mean: Tensor

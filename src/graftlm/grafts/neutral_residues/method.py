@@ -32,11 +32,11 @@ class _Pass(NamedTuple):
 
     Args:
         dtype: the dtype in which they compute.
-        old: (O,) the tokens of the old domain, for the local loss; None without it.
+        is_old: (N,) True for tokens of the old domain, for the local loss; None without it.
     """
 
     dtype: torch.dtype
-    old: Tensor | None
+    is_old: Tensor | None
 
 
 class NeutralResidues(Graft, Traceable, ExportsAdapter):
@@ -73,6 +73,10 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
     def _adapters(self) -> list[GatedAdapter]:
         return cast("list[GatedAdapter]", list(self.blocks))
 
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        return True
+
     def taps(self) -> list[Tap]:
         return [self._tap(layer, block) for layer, block in enumerate(self._adapters())]
 
@@ -86,17 +90,18 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
 
     def prepare(self, call: Call) -> None:
         has_l1_loss = self.config.has_auxiliary_loss and self.config.loss_kind() == "l1"
-        old_O = None
+        is_old_N = None
         if has_l1_loss and call.domain is not None:
             is_old_N = _tokens_of(call, 0)
-            old_O = is_old_N.nonzero().squeeze(-1)
-        call.scratch[self] = _Pass(call.working_dtype(self), old_O)
+            if may_read(is_old_N) and not is_old_N.any():
+                is_old_N = None
+        call.scratch[self] = _Pass(call.working_dtype(self), is_old_N)
 
     def _add(self, layer: int, block: GatedAdapter, call: Call, inputs: Tensor, outputs: Tensor) -> Tensor | None:
         """Return r(x) of one layer, in the shape of `outputs` (B, T, D); None if all gates are closed."""
         if self not in call.scratch:  # a layer that runs outside of a pass
             self.prepare(call)
-        dtype, old_O = call.scratch[self]
+        dtype, is_old_N = call.scratch[self]
         x_ND = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
         scores_N1 = block.scores(x_ND)
         call.scratch[self, layer] = scores_N1
@@ -105,10 +110,11 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
             return None
         select = readable or (inputs.shape[1] > 1 and not torch.compiler.is_compiling())
         out_ND = block.residue(x_ND, scores_N1, select=select)
-        if old_O is not None and len(old_O):
-            # |r(x)|_1 / D, summed over the old domain's tokens, for the local loss.
-            old_OD = out_ND.index_select(0, old_O).float()
-            call.scratch[self, "l1", layer] = old_OD.abs().sum() / out_ND.shape[-1]
+        if is_old_N is not None:
+            # |r(x)|_1 / D, summed over the old domain's tokens, for the local loss. A mask instead of indices keeps the
+            # number of these tokens on the device.
+            l1_N = out_ND.float().abs().sum(-1)
+            call.scratch[self, "l1", layer] = (l1_N * is_old_N).sum() / out_ND.shape[-1]
         return out_ND.view(outputs.shape).to(outputs.dtype)
 
     def auxiliary_loss(self, call: Call) -> Tensor | None:

@@ -75,6 +75,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
+    has_decode_state = True
     label = "token routing"
     several_adapters: ClassVar[str] = (
         "for several adapters: list each under experts, with examples of what it is for (texts or sources)"
@@ -158,6 +159,11 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         return {"kind": config.kind, **config.model_dump(mode="json", exclude_defaults=True)}
 
     # One pass
+
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        reads_no_text = self.config.reads == "prompt" or self.config.embedder.name == "backbone"
+        return reads_no_text and not self._uses_newest_weights
 
     def taps(self) -> list[Tap]:
         model = self._backbone[0].model
@@ -260,11 +266,15 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
         if may_read(updates_BT) and not updates_BT.any():
             return torch.zeros(*updates_BT.shape, experts + 1, device=updates_BT.device)
         if not len(self.centroids):
-            self.fit({})
+            self._fit_to_config()
         scores = self._need_embedder().scores(call, spans, running_sum, self._scores)
         if call.training:
             return nn.functional.one_hot(scores.argmax(-1), experts + 1).to(scores.dtype)
         return expert_weights(scores, self.config)
+
+    @torch.compiler.disable(recursive=True)
+    def _fit_to_config(self) -> None:
+        self.fit({})
 
     def _scores(self, vectors: Tensor) -> Tensor:
         """Return the score of each expert, (..., E), for vectors (..., d)."""
