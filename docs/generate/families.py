@@ -92,5 +92,5 @@ def _sentences() -> Iterator[str]:
 
 def _general(sentence: str) -> str:
     """Return a sentence with MODEL for the name of a model and N for the number of a layer."""
-    without_model = re.sub(r"\b(this|a|an) '?[\w.-]+'? model\b", r"\1 MODEL model", sentence)
+    without_model = re.sub(r"\b(this|This|a|an) '?[\w.-]+'? model\b", r"\1 MODEL model", sentence)
     return re.sub(r"\b(layer|Layer|attention|layers) \d+\b", r"\1 N", without_model)
