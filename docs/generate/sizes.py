@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate.markdown import table
+from graftlm.grafted.chunked_losses import OTHER_CHUNK_BYTES
 
 ROOT = Path(__file__).parents[2]
 GB = 1e9
@@ -35,15 +36,16 @@ class Shape:
         layer = attention + 3 * self.width * self.ffn_width + 2 * self.width
         return embeddings + self.layers * layer + self.width
 
-    def saved_activations(self, graft_parameters: int) -> tuple[float, float]:
-        """Return the numbers that are saved for the backward pass per token: in the layers, and in the logits.
+    def saved_activations(self, graft_parameters: int) -> float:
+        """Return the numbers that are saved for the backward pass per token.
 
         The backbone is frozen. Gated adapters act in parallel to the FFN of every layer, and all gates are open.
-        The attention and the FFN of the first layer need no gradient.
+        The attention and the FFN of the first layer need no gradient. Of the logits, the gradient of the last hidden
+        states is saved.
         """
         layer = 3 * self.ffn_width + 5 * self.width + 2 * self.kv_width
         adapters = 4 * graft_parameters / (3 * self.width)  # 4 w per layer; the graft has 3 d w parameters per layer
-        return (self.layers - 1) * layer + 2 * self.width + adapters, self.vocabulary
+        return (self.layers - 1) * layer + 3 * self.width + adapters
 
 
 SHAPES = (
@@ -91,15 +93,15 @@ def requirements(
         capacity: Parameters of the graft divided by those of the backbone.
         tokens: Tokens of one forward pass in training: rows of a micro-batch times their length.
         context: Tokens in the cache of one row in serving.
-        number: Bytes of a number of the backbone and of the layers' activations; logits and graft have 4.
+        number: Bytes of a number of the backbone and of the activations; the graft has 4.
     """
     backbone = shape.parameters
     graft = capacity * backbone
-    layers, logits = shape.saved_activations(int(graft))
+    chunk = 3 * OTHER_CHUNK_BYTES  # logits of a chunk, their logarithms and their gradient
     return Requirements(
         backbone=number * backbone,
         graft_training=16 * graft,  # float32: weight, gradient and two moments of AdamW
-        activations=tokens * (number * layers + 4 * logits),
+        activations=tokens * number * shape.saved_activations(int(graft)) + chunk,
         graft=4 * graft,
         cache=context * number * 2 * shape.layers * shape.kv_width,
         flops_per_token=4 * backbone + 6 * graft,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = {"cpu": 2**25}
 """Size of a chunk of float32 logits by the type of the device."""
-OTHER_CHUNK_BYTES = 2**28
-"""Size of a chunk on other devices, where few large operations are faster."""
+OTHER_CHUNK_BYTES = 2**27
+"""Size of a chunk on other devices, where few large operations are faster. It was not tuned on one yet."""
 
 LossOfChunk = Callable[[Tensor, slice], Tensor]
 """Takes the logits of a chunk, (n, V), and its place among the targets; returns a scalar."""

@@ -205,12 +205,12 @@ def distributed(model: nn.Module, config: TrainingConfig, out: Path) -> Iterator
                 f"A batch_size of {config.batch_size} can't be shared evenly by {processes} processes: use a multiple "
                 f"of {processes}."
             )
-        model.to(accelerator.device).train()
         launched_for_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         sharded = processes > 1 and (config.sharded or launched_for_fsdp)
-        losses: nn.Module = LossModule(model, tie=sharded)
         if sharded:
             _check_sharding(model)
+        model.to(accelerator.device).train()
+        losses: nn.Module = LossModule(model, tie=sharded)
         undo = shard(losses) if sharded else None
         try:
             if not sharded:
