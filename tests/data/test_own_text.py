@@ -49,7 +49,7 @@ def sample(path: Path, model: Backbone, **settings: Any) -> list[Any]:
 
 def test_samples_depend_on_their_seed_and_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
     model, length = backbone(), 12
-    sizes = {"tokens": 300, "length": length}
+    sizes = {"tokens": 300, "length": length, "batch_size": 4}
     whole = sample(tmp_path, model, **sizes)
     assert 300 <= sum(text.tokens for text in whole) < 300 + length
     assert all(len(text.ids) <= length for text in whole)

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_ACCELERATORS = ("cuda", "xpu")
+COMPILING_DEVICES = ("cuda", "xpu")
+"""Types of devices on which steps are compiled unless the user says otherwise: launching operations takes longer there
+than computing them."""
+
 _OTHER_WAYS = (
     "past_key_values",
     "cache_implementation",
@@ -48,7 +51,7 @@ def compiled_decoding(
     if wanted is None:
         wanted = getattr(model, "compiles_decoding", None)
     if wanted is None:
-        wanted = model.device.type in _ACCELERATORS
+        wanted = model.device.type in COMPILING_DEVICES
     if not wanted or any(options.get(name) is not None for name in _OTHER_WAYS):
         return {}
     if options.get("use_cache") is False or int(options.get("num_beams") or 1) > 1:  # type: ignore[call-overload]

@@ -11,6 +11,7 @@ a thing that the new text names (`graftlm.data.new_names`), or if the answer is 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -231,7 +232,7 @@ class NearTextSampler:
         self.name = backbone.name
         self._tokenizer = backbone.need_tokenizer()
         check_backbone(backbone, length)
-        self._sampler = TokenSampler(backbone, config.seed)
+        self._sampler = TokenSampler(backbone, config.seed, rows=config.batch_size)
         self._config = config
         self._length = length
         self._ends = end_ids(backbone.model, self._tokenizer)
@@ -291,7 +292,10 @@ class NearTextSampler:
         self._n_read = len(samples)
         self._in_batch = []
         generator = np.random.default_rng([self._config.seed, number])
-        openings = [self._openings.draw(generator) for _ in range(self._config.batch_size)]
+        # About half of the texts are left out or have short answers.
+        wanted = math.ceil(2 * needed / self._config.answer_tokens)
+        count = min(self._sampler.batch_texts, wanted)
+        openings = [self._openings.draw(generator) for _ in range(count)]
         with self._sampler.seeded(number):
             chats = self._conversations([opening for opening in openings if opening.kind == "chat"])
             prompted = self._free_texts([opening for opening in openings if opening.kind == "prompt"])

@@ -31,6 +31,7 @@ _CONTENT = "the-content-of-the-user"  # a placeholder for the user's turn, which
 _DEFAULT_CHAT_FRACTION = 0.5
 _BARREN_BATCHES = 3
 _MIN_TURN = 8
+_SURPLUS = 1.25
 _REAL_TEXT = "name real text under data.old, and set evaluation.own_tokens to 0"
 
 
@@ -189,7 +190,7 @@ class OwnTextSampler:
         self.name = backbone.name
         self._tokenizer = backbone.need_tokenizer()
         check_backbone(backbone, length)
-        self._sampler = TokenSampler(backbone, config.seed, model)
+        self._sampler = TokenSampler(backbone, config.seed, model, config.batch_size)
         self._config = config
         self._length = length
         self._ends = end_ids(backbone.model, self._tokenizer)
@@ -240,9 +241,17 @@ class OwnTextSampler:
         is_chat = missing_in_chats > missing_in_free_text
         missing = math.ceil(max(missing_in_chats, missing_in_free_text))
         tokens = min(needed, max(1, missing))
-        rows = min(self._config.batch_size, math.ceil(tokens / self._length) + 1)
-        texts = self._sample(number, rows, is_chat=is_chat)
+        count = min(self._sampler.batch_texts, self._texts_for(tokens, samples, is_chat=is_chat))
+        texts = self._sample(number, count, is_chat=is_chat)
         return first_samples(texts, tokens)
+
+    def _texts_for(self, tokens: int, samples: Sequence[OwnText], *, is_chat: bool) -> int:
+        """Return how many texts are sampled for a number of tokens, by the mean size of earlier texts of the kind."""
+        sizes = [sample.tokens for sample in samples if sample.is_chat == is_chat]
+        if not sizes:
+            return math.ceil(tokens / self._length) + 1
+        # A few more texts than are needed cost less than another batch.
+        return math.ceil(_SURPLUS * tokens * len(sizes) / sum(sizes)) + 1
 
     def _sample(self, number: int, rows: int, *, is_chat: bool) -> list[OwnText]:
         """Sample `rows` texts with the random numbers of a batch."""
@@ -288,15 +297,16 @@ class OwnTextSampler:
         else:
             problem = "only texts that end at once"
             remedy = "try a temperature of 1"
+        texts = self._sampler.batch_texts
         return DataError(
-            f"The backbone {self.name} samples {problem} ({barren} batches of at most {self._config.batch_size} texts "
+            f"The backbone {self.name} samples {problem} ({barren} batches of at most {texts} texts "
             f"of {self._length} tokens, after {_count_tokens(samples):,} of {self._config.tokens:,} tokens): {remedy}, "
             "or name real text under data.old; for own_kl, set evaluation.own_tokens to 0."
         )
 
     def _free_texts(self, rows: int, number: int) -> list[OwnText]:
         """Sample texts after the starts in turn, without those that end at once."""
-        first = number * self._config.batch_size
+        first = number * self._sampler.batch_texts
         starts = [self._starts[(first + row) % len(self._starts)] for row in range(rows)]
         ends = set(self._ends)
         if leading_bos(self._tokenizer) is None:

@@ -190,7 +190,12 @@ class SelfSourceConfig(Config):
     top_p: float = Field(
         1.0, gt=0, le=1, description="Total probability of the tokens to sample from. With near the default is 0.9."
     )
-    batch_size: int = Field(32, ge=1, description="Texts that are sampled together.")
+    batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Texts that are sampled at once; by default 32 on a CPU, and on a GPU as many as fit in half of "
+        "the free memory, at most 256.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the sampling.")
 
     @model_validator(mode="before")
