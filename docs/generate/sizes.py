@@ -14,6 +14,9 @@ from graftlm.grafted.chunked_losses import OTHER_CHUNK_BYTES
 
 ROOT = Path(__file__).parents[2]
 GB = 1e9
+# NVIDIA's data sheets: dense bfloat16 operations of either card, and bytes of memory traffic, per second.
+PEAK_FLOPS = 989e12
+BANDWIDTHS = {"H100 (SXM)": 3350 * GB, "H200": 4800 * GB}
 
 
 @dataclass(frozen=True)
@@ -126,38 +129,15 @@ def memory(arguments: str, page: Path) -> str:
     return table(head, rows)
 
 
-def _duration(hours: float) -> str:
-    if hours >= 10:
-        return f"{hours:,.0f} h"
-    if hours >= 1:
-        return f"{hours:.1f} h"
-    return f"{60 * hours:.0f} min"
-
-
 def time(arguments: str, page: Path) -> str:
-    """Return the time of training and decoding of each shape."""
-    head = [
-        "backbone",
-        "GFLOP per token",
-        "10M tokens at 0.1 TFLOP/s",
-        "at 100 TFLOP/s",
-        "decoding at 50 GB/s",
-        "at 1,000 GB/s",
-    ]
+    """Return upper bounds of the speeds of each shape on two accelerators, from counted operations and bytes."""
+    head = ["backbone", "training", *(f"decoding, {name}" for name in BANDWIDTHS)]
     rows = []
     for shape in SHAPES:
         needs = requirements(shape)
-        hours = 1e7 * needs.flops_per_token / 3600
-        rows.append(
-            [
-                shape.name,
-                f"{needs.flops_per_token / 1e9:.1f}",
-                _duration(hours / 1e11),
-                _duration(hours / 1e14),
-                f"{needs.decode_rate(50 * GB):,.0f} tokens/s",
-                f"{needs.decode_rate(1000 * GB):,.0f} tokens/s",
-            ]
-        )
+        rates = [PEAK_FLOPS / needs.flops_per_token]
+        rates += [needs.decode_rate(bandwidth) for bandwidth in BANDWIDTHS.values()]
+        rows.append([shape.name, *(f"{rate:,.0f}" for rate in rates)])
     return table(head, rows)
 
 
