@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from graftlm.backbone import compiled_decoding
 from graftlm.errors import DataError
 from graftlm.generation import generate as chat_module
 from graftlm.generation.generate import ChatSession, Decoding, generate_text, talk
@@ -59,6 +60,33 @@ def test_the_model_sees_what_was_said_before(pair: tuple[Any, Any]) -> None:
     session.reset()
     assert session.messages == said[:1]
     assert session.reply("where?") == first
+
+
+def test_compiled_answers_are_the_same_and_are_compiled_once_for_several_turns(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = pair
+    graphs: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    def with_backend(*arguments: Any, **options: Any) -> dict[str, Any]:
+        compiled: dict[str, Any] = compiled_decoding(*arguments, **options)
+        if compiled:
+            compiled["compile_config"].backend = backend
+            compiled["compile_config"].mode = None
+        return compiled
+
+    monkeypatch.setattr(chat_module, "compiled_decoding", with_backend)
+    replies = {}
+    for is_compiled in (False, True):
+        session = ChatSession(model, tokenizer, Decoding(max_new_tokens=6, compile=is_compiled))
+        replies[is_compiled] = [session.reply(text) for text in ("where?", "why is it there?", "when?")]
+    torch.compiler.reset()
+    assert replies[True] == replies[False]
+    assert len(graphs) == 1
 
 
 def test_an_interrupt_leaves_the_history_as_it_was(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

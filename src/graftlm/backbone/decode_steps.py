@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ COMPILING_DEVICES = ("cuda", "xpu")
 """Types of devices on which steps are compiled unless the user says otherwise: launching operations takes longer there
 than computing them."""
 
+_MIN_COLUMNS = 256
 _OTHER_WAYS = (
     "past_key_values",
     "cache_implementation",
@@ -32,6 +34,7 @@ def compiled_decoding(
     model: PreTrainedModel,
     options: Mapping[str, object],
     *,
+    prompt_tokens: int | None = None,
     wanted: bool | None = None,
 ) -> dict[str, object]:
     """Return options that make `generate` decode with a static cache and a compiled step.
@@ -42,6 +45,8 @@ def compiled_decoding(
     Args:
         model: a model of transformers, or a `GraftedModel`.
         options: the caller's options of `generate`.
+        prompt_tokens: number of tokens of the padded prompts. With it, the cache has a power of two of columns, so that
+            most longer prompts do not compile the step again.
         wanted: whether to compile; None takes the attribute `compiles_decoding` of the model. If that is None too,
             steps are compiled on accelerators only, where launching operations takes longer than computing them.
 
@@ -65,7 +70,18 @@ def compiled_decoding(
     mode = "default" if getattr(model, "has_decode_state", False) else "reduce-overhead"
     config = CompileConfig(mode=mode)
     config._compile_all_devices = True  # type: ignore[assignment]
-    return {"cache_implementation": "static", "compile_config": config}
+    compiled: dict[str, object] = {"cache_implementation": "static", "compile_config": config}
+    new_tokens = options.get("max_new_tokens")
+    if prompt_tokens is not None and isinstance(new_tokens, int):
+        compiled["max_cache_len"] = _columns(model, prompt_tokens + new_tokens)
+    return compiled
+
+
+def _columns(model: PreTrainedModel, tokens: int) -> int:
+    """Return the smallest power of two of at least 256 columns for a number of tokens, or the model's positions."""
+    columns = max(_MIN_COLUMNS, 2 ** math.ceil(math.log2(tokens)))
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return max(tokens, min(columns, limit)) if isinstance(limit, int) else columns
 
 
 def decodes_in_one_graph(model: PreTrainedModel) -> bool:

@@ -56,9 +56,9 @@ def generate_rows(
         `num_return_sequences` in `options`, each prompt has that many consecutive rows.
     """
     inputs = left_padded(prompts, padding_id(tokenizer), model.device)
-    options |= compiled_decoding(model, options)
-    output = model.generate(**inputs, eos_token_id=sorted(ends) or None, **options)
     prompt_length = inputs["input_ids"].shape[1]
+    options |= compiled_decoding(model, options, prompt_tokens=prompt_length)
+    output = model.generate(**inputs, eos_token_id=sorted(ends) or None, **options)
     rows: list[list[int]] = []
     for row in output[:, prompt_length:].tolist():
         stop = len(row)

@@ -15,6 +15,7 @@ from graftlm.cli.inputs import (
     BackboneName,
     Changes,
     Column,
+    CompileSteps,
     Device,
     DtypeName,
     GraftFolder,
@@ -213,9 +214,7 @@ def generate(
     top_p: Annotated[float | None, option("P", "With --sample: nucleus sampling; 1 by default.")] = None,
     num_beams: Annotated[int, option("N", "Number of beams of beam search.", min=1)] = 1,
     seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
-    compile_steps: Annotated[
-        bool, flag("--compile", "Compile the step of a token: a minute at first, then faster on a GPU.")
-    ] = False,
+    compile_steps: CompileSteps = False,
     bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
     trace: Annotated[
         bool,
@@ -285,6 +284,7 @@ def chat(
     temperature: Annotated[float | None, option("X", "With --sample: temperature; 1 by default.")] = None,
     top_p: Annotated[float | None, option("P", "With --sample: nucleus sampling; 1 by default.")] = None,
     seed: Annotated[int | None, option("N", "Random seed.", min=0)] = None,
+    compile_steps: CompileSteps = False,
     bare: Annotated[bool, flag("--bare", "Use the backbone without the graft.")] = False,
     backbone: BackboneName = None,
     changes: Changes = None,
@@ -300,6 +300,7 @@ def chat(
         "temperature": temperature,
         "top_p": top_p,
         "seed": seed,
+        "compile": compile_steps,
     }
     decoding = Decoding.parse(options, where="graft chat")
     model, tokenizer = load_model(

@@ -67,5 +67,8 @@ Device = Annotated[
 ]
 Trust = Annotated[bool, flag("--trust-remote-code", "Run model code that comes with the backbone.")]
 Column = Annotated[str, option("NAME", "Text column of JSON and parquet files.")]
+CompileSteps = Annotated[
+    bool, flag("--compile", "Compile the step of a token: a minute at first, then faster on a GPU.")
+]
 AsJson = Annotated[bool, flag("--json", "Print one JSON document to stdout.")]
 Quiet = Annotated[bool, flag("--quiet -q", "Print no progress and no notes.")]

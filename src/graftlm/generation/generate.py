@@ -276,7 +276,8 @@ def generate_text(
     if decoding.seed is not None:
         torch.manual_seed(decoding.seed)
     # The dynamic cache of eager steps keeps the trace.
-    compiled = compiled_decoding(model, options, wanted=decoding.compile and not trace)
+    wanted = decoding.compile and not trace
+    compiled = compiled_decoding(model, options, prompt_tokens=len(prompt_ids), wanted=wanted)
     options |= compiled or {"disable_compile": True}
     start = time.perf_counter()
     output = model.generate(  # type: ignore[operator]  # a method of GenerationMixin
@@ -347,6 +348,8 @@ def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
 
 class ChatSession:
     """A conversation with a model, which reads all messages again for each answer.
+
+    With `Decoding.compile`, the step of a token is compiled once for each doubling of the conversation's length.
 
     Args:
         model: a `GraftedModel` or any causal language model of transformers.
