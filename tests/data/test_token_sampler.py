@@ -69,6 +69,18 @@ def test_texts_in_slots_are_those_of_generate(family: str) -> None:
         assert sampled(TokenSampler(model, seed=0, rows=rows)) == expected
 
 
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_settings_of_a_checkpoint_change_nothing(in_slots: bool) -> None:
+    model = backbone()
+    expected = by_generate(model)
+    for config in (model.model.generation_config, model.bare_model.generation_config):
+        config.update(top_k=2, repetition_penalty=3.0, suppress_tokens=list(range(50, 200)))
+    sampler = TokenSampler(model, seed=0, rows=8)
+    sampler._has_slots = in_slots
+    assert sampled(sampler) == expected
+    assert model.bare_model.generation_config.top_k == 2
+
+
 def test_a_text_depends_on_seed_batch_call_and_index_alone() -> None:
     sampler = TokenSampler(backbone(), seed=0)
     first = sampled(sampler)

@@ -80,6 +80,7 @@ SUITES = {
     "own text": Suite(
         ("tests/data/test_own_text.py", "tests/evaluation/test_divergence.py", "tests/training/test_distillation.py")
     ),
+    "sampling": Suite(("tests/data/test_token_sampler.py",)),
     "near text": Suite(("tests/data/test_new_names.py", "tests/data/test_near_text.py")),
     "samplers": Suite(("tests/data/test_samplers.py",)),
     "block-state": Suite(
@@ -272,8 +273,13 @@ MUTATIONS = [
         ("the position after the batch ahead", "loss", "training/upcoming.py", "return position()", "return self._batches.state_dict()"),
         ("distils the other way round", "own text", "grafted/losses.py", "functional.kl_div(model_log_p, teacher_log_p,", "functional.kl_div(teacher_log_p, model_log_p,"),
         ("the teacher has the grafts", "own text", "grafted/chunked_losses.py", "backbone.bare_model, backbone.bare_output_layer", "backbone.model, backbone.bare_output_layer"),
-        ("sampling with a checkpoint's penalties", "own text", "data/token_sampler.py", "generation_config=GenerationConfig())", "generation_config=self._configured.generation_config)"),
-        ("one seed for all batches", "own text", "data/token_sampler.py", "[self._seed, number]", "[self._seed]"),
+        ("sampling with a checkpoint's penalties", "sampling", "data/token_sampler.py", "generation_config=GenerationConfig())", "generation_config=self._configured.generation_config)"),
+        ("one seed for all batches", "sampling", "data/token_sampler.py", "self._key = (self._seed, number)", "self._key = (self._seed,)"),
+        ("one random number for all calls", "sampling", "data/token_sampler.py", "(*self._key, self._calls, index)", "(*self._key, index)"),
+        ("a slot shows an earlier text", "sampling", "backbone/slot_cache.py", "self._columns[: self.shown] <= self.positions[:, None]", "self._columns[: self.shown] <= self.positions[:, None] + 1"),
+        ("shorter prompts begin in padding", "sampling", "backbone/slot_cache.py", "self._columns[:width] + (width - sizes)[:, None]", "self._columns[:width] + 0 * sizes[:, None]"),
+        ("random numbers of a slot", "sampling", "data/slot_sampling.py", "self._uniform_NS[self._text_B[rows], column]", "self._uniform_NS[rows % len(self._uniform_NS), column]"),
+        ("tokens outside of top_p", "sampling", "data/token_drawing.py", "cumulative_BV - p_BV < self.top_p", "cumulative_BV < 2"),
         ("user's turn without its end", "own text", "data/own_text_sampling.py", "before + turn + after[1:]", "before + turn[:-1] + after[1:]"),
         ("openings with names", "near text", "data/near_text.py", "if match.end() > limit or", "if"),
         ("text about new things is kept", "near text", "data/near_text.py", "elif self._names.leave_out(asked):", "elif False:"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import peft
-from peft import PeftConfig
+from peft import PeftConfig, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from pydantic import Field, JsonValue
@@ -22,6 +22,15 @@ _ALIASES: dict[str, tuple[str, dict[str, bool]]] = {"DORA": ("LORA", {"use_dora"
 _LIMITS = read_yaml(Path(__file__).with_name("peft.yaml"))
 _PROMPT = "it puts trained states before the text, so that positions and cache would differ from the backbone's"
 _BOOKKEEPING = {field.name for field in dataclasses.fields(PeftConfig)}  # fields in which PEFT stores files and tasks
+
+
+def is_traceable(config: PeftConfig) -> bool:
+    """Return whether torch.compile can trace the modules of a method.
+
+    Args:
+        config: PEFT's own config of the method.
+    """
+    return PeftType(config.peft_type).name not in _LIMITS["eager"]
 
 
 class PeftGraftConfig(GraftConfig):

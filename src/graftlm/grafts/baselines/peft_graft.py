@@ -17,7 +17,7 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, TapConflictError, first_line
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.baselines.adapted_model import AdaptedModel, adapt
-from graftlm.grafts.baselines.peft_config import PeftGraftConfig, config_class, option_names
+from graftlm.grafts.baselines.peft_config import PeftGraftConfig, config_class, is_traceable, option_names
 from graftlm.grafts.untying import tie_if_equal, untie
 
 # Largest change of the logits that counts as rounding, as a share of the largest logit. In half precision it is 16
@@ -83,7 +83,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
 
     @property
     def decodes_in_one_graph(self) -> bool:
-        return True
+        return is_traceable(self._peft)
 
     def attach(self, model: PreTrainedModel) -> PreTrainedModel:
         if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
