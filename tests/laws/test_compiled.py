@@ -231,6 +231,26 @@ def test_generate_with_compiled_steps_gives_the_tokens_of_eager_steps(example: E
     check_same_tokens(eager, compiled)
 
 
+def test_a_bare_model_that_is_compiled_while_a_graft_is_attached_lends_it_no_code() -> None:
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        return module.forward
+
+    def generated(model: Any) -> Any:
+        options = compiled_decoding(model, GENERATED, wanted=True)
+        options["compile_config"].backend = backend  # one for both, since code of another backend is never reused
+        options["compile_config"].mode = None
+        return model.generate(ids, attention_mask=mask, **GENERATED, **options)
+
+    with grafted(frozen("llama"), GATED) as model:
+        ids, mask = prompts()
+        eager = model.generate(ids, attention_mask=mask, **GENERATED)
+        bare = model.backbone.bare_model
+        eager_bare = bare.generate(ids, attention_mask=mask, **GENERATED)
+        check_same_tokens(eager_bare, generated(bare))
+        check_same_tokens(eager, generated(model))
+        check_same_tokens(eager_bare, generated(bare))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", [GATED, REPLACING, BY_PROMPT], ids=str)
 def test_a_model_that_is_asked_to_compiles_its_steps_to_machine_code(example: Example) -> None:

@@ -4,6 +4,7 @@ from graftlm.backbone.answer_ends import Stops, answer_end_ids, marker_ids, read
 from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, need_backbone
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.backbone.call import Call
+from graftlm.backbone.compiled_code import guard_hooks
 from graftlm.backbone.decode_steps import compiled_decoding, decodes_in_one_graph
 from graftlm.backbone.detokenizer import IncrementalDetokenizer, continuation_text
 from graftlm.backbone.families import FAMILIES, Family, Sublayer, register_family

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from graftlm.backbone.compiled_code import guard_hooks
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -66,6 +68,7 @@ def compiled_decoding(
         return {}
     from transformers import CompileConfig
 
+    guard_hooks()
     # CUDA graphs reuse the memory of their results, which grafts with a state of their own would read a step later.
     mode = "default" if getattr(model, "has_decode_state", False) else "reduce-overhead"
     config = CompileConfig(mode=mode)

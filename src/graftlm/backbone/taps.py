@@ -9,7 +9,6 @@ share no state.
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone.attention_bias import additive_mask, biased_mask, check_bias_site, static_columns
 from graftlm.backbone.call import Call
+from graftlm.backbone.compiled_code import forget_compiled
 from graftlm.backbone.generation_prompt import GenerationPrompt, PromptMarking
 from graftlm.backbone.masks import token_mask_of
 from graftlm.backbone.sites import Site, Sites
@@ -126,7 +126,7 @@ class TapHooks:
         except BaseException:
             self.remove()
             raise
-        _forget_compiled()
+        forget_compiled()
 
     def _register(self, sites: Sites, taps: Sequence[Tap]) -> None:
         self._watch_head(sites, taps)
@@ -144,7 +144,7 @@ class TapHooks:
             self._prompt_marking.remove()
             self._prompt_marking = None
         self._prepare = _prepare_nothing  # The owner's method would form a reference cycle that keeps copies alive.
-        _forget_compiled()
+        forget_compiled()
 
     def mark_prompts(self) -> None:
         """Mark the prompt in every generation of the live model until `remove`, also where a pipeline generates."""
@@ -450,9 +450,3 @@ def _newest_tokens(call: Call, length: int) -> Tensor | None:
 
 def _prepare_nothing(call: Call) -> None:
     """Replace `prepare` of removed hooks."""
-
-
-def _forget_compiled() -> None:
-    """Drop compiled code, because torch.compile does not guard on hooks and would go on with the old ones."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()

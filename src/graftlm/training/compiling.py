@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from graftlm.backbone import guard_hooks
 from graftlm.errors import TrainingError, first_line
 
 
@@ -28,6 +29,7 @@ def compiled(model: nn.Module, *, wanted: bool) -> Iterator[None]:
         return
     from torch._dynamo.exc import TorchDynamoException
 
+    guard_hooks()
     body = getattr(model, "body", model)
     body.compile()
     try:
