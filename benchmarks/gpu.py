@@ -62,8 +62,8 @@ AIMS = {  # (row, metric): least value
 }
 HOW = {
     "decode": "greedy, prompt included; ratio: over the bare model in the same round, both compiled; ratio_eager: "
-    "neither compiled. Neutral residues, adapters and LoRA have `capacity` of the backbone's weights. Grafts are in the "
-    "backbone's dtype, but routed experts, whose centroids stay in float32, are not",
+    "neither compiled. Neutral residues, adapters and LoRA have `capacity` of the backbone's weights. Grafts are in "
+    "its dtype, except routed experts, whose centroids stay in float32",
     "train": "an update without its data; ratio: over PEFT LoRA with the Trainer; mfu: see gpu_training.py; memory: "
     "what a training allocates, and the model's weights",
     "own_text": "the second call of sample_own_text; with compilation: the first. A bias makes each token the end with "

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from gpu_models import FFN, SEED, Measured, Sizes, expert_configs, random_ids, random_llama, shared_copy, wrap
 from peft import LoraConfig, get_peft_model
-from pydantic import JsonValue
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
@@ -98,7 +97,7 @@ class Decoding:
             raise built
         generate, graft = built
         problems: dict[str, str] = {}
-        details: dict[str, JsonValue] = {}
+        details: dict[str, Any] = {}
         speeds: dict[str, Turns] = {}
         for mode in self._modes:
             turns = {BARE: partial(self._speed, self._bare, mode)} | self._turns(variant, generate, graft, mode)
@@ -129,7 +128,7 @@ class Decoding:
         turns: Mapping[str, Turn],
         mode: str,
         problems: dict[str, str],
-        details: dict[str, JsonValue],
+        details: dict[str, Any],
     ) -> dict[str, Turn]:
         """Run each turn once, and return those that work."""
         ready = {}
@@ -228,12 +227,12 @@ class Decoding:
                 parameter.normal_(0, 0.02)
         return graft
 
-    def _open_shares(self, generate: Generate, graft: Graft) -> dict[str, JsonValue]:
+    def _open_shares(self, generate: Generate, graft: Graft) -> dict[str, Any]:
         """Return the share of open gates in each state, which shows that they are held."""
-        shares: dict[str, JsonValue] = {}
+        shares: dict[str, Any] = {}
         for state, bias in GATE_BIAS.items():
             hold(graft, bias)
-            shares[state] = open_share(generate.args[0], self._inputs["input_ids"])  # type: ignore[attr-defined]
+            shares[state] = open_share(generate.args[0], self._inputs["input_ids"])
         return shares
 
 
@@ -277,7 +276,7 @@ def peft_lora(model: PreTrainedModel, sizes: Sizes) -> Any:
     """Return a model with an untrained LoRA of PEFT on all Linears of its FFNs, of the benchmark's capacity."""
     rank = rank_for(sizes.capacity, wrap(model))
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(FFN), task_type="CAUSAL_LM")
-    peft: Any = get_peft_model(model, config)  # type: ignore[arg-type]
+    peft: Any = get_peft_model(model, config)
     return peft
 
 

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import JsonValue
 from routed import random_words, word_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -36,7 +35,7 @@ class Measured(NamedTuple):
 
     rows: list[Row]
     problems: dict[str, str]
-    details: dict[str, JsonValue]
+    details: dict[str, Any]
 
 
 @dataclass(frozen=True)

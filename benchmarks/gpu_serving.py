@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from gpu_decoding import alternate, seconds_of
 from gpu_models import SEED, Measured, Sizes, random_ids, random_llama, shared_copy, wrap
-from pydantic import JsonValue
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from turns import interval, seconds
@@ -56,7 +55,7 @@ class OwnText:
         metrics: dict[str, Metric] = {"tokens_per_s": warm, "tokens_with_compilation_per_s": cold}
         label = f"own text of SmolLM2's shape, {self._sizes.own_tokens:,} tokens"
         mean = sum(texts) / len(texts)
-        details: dict[str, JsonValue] = {"texts": len(texts), "mean_tokens_of_a_text": mean}
+        details: dict[str, Any] = {"texts": len(texts), "mean_tokens_of_a_text": mean}
         return Measured([Row(id="own_text", label=label, metrics=metrics)], {}, details)
 
     def _speed(self, seed: int, texts: list[int]) -> float:
@@ -142,7 +141,7 @@ class Serving:
             speeds = alternate(ready, self._sizes.server_rounds)
         label = f"server, {self._clients} client{'s' if self._clients > 1 else ''}, 1B; ratio: over a static batch"
         rows = [Row(id=self._id, label=label, metrics=self._metrics(speeds))] if speeds else []
-        details: dict[str, JsonValue] = {"tokens_per_s": dict(speeds), "seconds_to_first_text": list(self._waits)}
+        details: dict[str, Any] = {"tokens_per_s": dict(speeds), "seconds_to_first_text": list(self._waits)}
         return Measured(rows, problems, details)
 
     @property

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from gpu_decoding import alternate, parameter_count, peft_lora, seconds_of
 from gpu_models import SEED, Measured, Shape, Sizes, random_ids, random_llama, shared_copy, wrap
-from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
@@ -113,7 +112,7 @@ class Training:
             names: the rows to measure, one of which is that of PEFT.
         """
         problems: dict[str, str] = {}
-        details: dict[str, JsonValue] = {}
+        details: dict[str, Any] = {}
         ready: dict[str, Callable[[], float]] = {}
         for name in names:
             turn = partial(self._speed, name, self._step_runner(name))
