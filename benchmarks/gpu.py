@@ -374,8 +374,11 @@ def find_device(name: str) -> torch.device:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: 2 for wrong input, 130 after an interruption."""
+    threads = torch.get_num_threads()
     try:
         chosen = parse(arguments)
+        if chosen.cpu:
+            torch.set_num_threads(1)  # With more, tiny models wait for busy cores.
         device = torch.device("cpu") if chosen.cpu else find_device(chosen.device)
         sizes = CPU if chosen.cpu else FULL
         with tempfile.TemporaryDirectory() as folder:
@@ -393,6 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; run the same command to go on", file=sys.stderr)
         return 130
+    finally:
+        torch.set_num_threads(threads)
     print(f"written to {chosen.out}")
     return 0
 
