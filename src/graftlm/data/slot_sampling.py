@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from graftlm.backbone import left_padded
+from graftlm.backbone import guard_hooks, left_padded
 from graftlm.backbone.slot_cache import SlotCache
 from graftlm.data.token_drawing import Drawing, check_drawn
 from graftlm.errors import first_line
@@ -49,6 +49,7 @@ class SlotSampler:
         self._compiled = compiled
         self._step: DecodeStep = self._decode
         if compiled:
+            guard_hooks()
             mode = "reduce-overhead" if backend == "inductor" else None
             self._step = torch.compile(self._decode, fullgraph=True, dynamic=False, mode=mode, backend=backend)
         self._cache: SlotCache | None = None
