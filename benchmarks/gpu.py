@@ -92,8 +92,8 @@ class Item(NamedTuple):
 def plan(sizes: Sizes, device: torch.device, folder: Path) -> list[Item]:
     """Return all items, the most important ones first.
 
-    The estimates add up to four minutes for the items before the 3B model, to eight for those before the other
-    variants, and to a quarter of an hour for all.
+    The estimates add up to 4.5 minutes for the items before the 3B model, and to 9.5 for those before the other
+    variants.
     """
     trained = partial(Training, sizes, device, folder)
 
@@ -102,7 +102,7 @@ def plan(sizes: Sizes, device: torch.device, folder: Path) -> list[Item]:
         return [Item(row_id(name, rows, model), seconds, opened, partial(_decode, name)) for name in variants]
 
     def serve(clients: int) -> Item:
-        return Item(f"server_{clients}", 25, partial(Serving, sizes, clients, device), _measure)
+        return Item(f"server_{clients}", 40, partial(Serving, sizes, clients, device), _measure)
 
     items = [
         *decode(VARIANTS[:1], 1, "1b", 50),

@@ -18,11 +18,13 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from turns import interval, seconds
 
+from graftlm.backbone import compiled_decoding
 from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.data.sources import SelfSourceConfig
 from graftlm.evaluation import Metric, Row
 
 CLIENTS = (1, 8, 32, 64)
+RIVALS = ("static", "continuous", "static_compiled")
 SERVED = "backbone"
 CONTINUOUS_SECONDS = 60  # time limit of an answer of continuous batching
 CACHE_BLOCKS = 4  # for each request in the cache of continuous batching, each of 256 tokens
@@ -99,7 +101,7 @@ def end_texts(model: PreTrainedModel, end: int, mean: int) -> None:
 
 
 class Serving:
-    """Our server beside a static and a continuous batch of transformers, at one number of clients.
+    """Our server beside static batches, eager and compiled, and a continuous batch of transformers.
 
     Args:
         sizes: the sizes.
@@ -129,9 +131,11 @@ class Serving:
         with served(self._served, BatchingEngine(self._served, {}, SERVED, limits)) as url:
             turns: dict[str, Callable[[], float]] = {
                 "ours": partial(self._ours, url),
-                "static": self._run_static,
+                "static": partial(self._run_static, compiled=False),
                 "continuous": self._run_continuous,
             }
+            if self._sizes.compiles:
+                turns["static_compiled"] = partial(self._run_static, compiled=True)
             ready = {}
             for name, turn in turns.items():
                 problem_name = self._id if name == "ours" else f"{self._id}, transformers {name}"
@@ -150,14 +154,16 @@ class Serving:
 
     def _metrics(self, speeds: dict[str, list[float]]) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {}
-        for other, name in (("static", "ratio"), ("continuous", "ratio_continuous")):
+        for other in RIVALS:
             if "ours" in speeds and other in speeds:
                 pairs = zip(speeds["ours"], speeds[other], strict=True)
-                metrics[name] = interval([ours / others for ours, others in pairs])
+                metrics["ratio" if other == "static" else f"ratio_{other}"] = interval(
+                    [ours / others for ours, others in pairs]
+                )
         if "ours" in speeds:
             metrics["tokens_per_s"] = interval(speeds["ours"])
             metrics["ttft_p50"] = interval([wait["ttft_p50"] for wait in self._waits])
-        for other in ("static", "continuous"):
+        for other in RIVALS:
             if other in speeds:
                 metrics[f"{other}_tokens_per_s"] = interval(speeds[other])
         return metrics
@@ -185,17 +191,14 @@ class Serving:
         self._waits.append({name: value for name, value in figures.items() if name != "tokens_per_s"})
         return figures["tokens_per_s"]
 
-    def _run_static(self) -> float:
-        """Return the tokens per second of `generate` as it is called without further options."""
+    def _run_static(self, *, compiled: bool) -> float:
+        """Return the tokens per second of `generate` without further options, or with a compiled step."""
         ids = random_ids(self._shape, self._clients, self._sizes.prompt, self._device)
-        work = partial(
-            self._static.generate,
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self._sizes.new,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        options: dict[str, Any] = {"max_new_tokens": self._sizes.new, "do_sample": False, "pad_token_id": 0}
+        if compiled:
+            options |= compiled_decoding(self._static, options, prompt_tokens=self._sizes.prompt, wanted=True)
+        mask = torch.ones_like(ids)
+        work = partial(self._static.generate, input_ids=ids, attention_mask=mask, **options)
         return self._clients * self._sizes.new / seconds(work, self._device)
 
     def _run_continuous(self) -> float:
