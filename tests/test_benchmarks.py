@@ -17,6 +17,7 @@ ROWS = {
     "neutral_residues": ["train", "decode_closed", "decode_open"],
     "distillation": ["step", "memory"],
     "training": ["text", "conversations", "distil", "memory_text", "memory_distil", "memory_conversations"],
+    "own_text": ["free_text", "conversations"],
     "composition": [
         "decode_step",
         "generate_256_vs_recompute",
@@ -76,6 +77,7 @@ AIMS = {
     "neutral_residues": ["ratio", "ratio", "ratio"],
     "distillation": [],
     "training": ["ratio"],
+    "own_text": ["ratio", "ratio"],
     "composition": ["ratio", "ratio"],
     "token_routing": ["ratio", "ratio", "ratio", "ratio", "ratio_top2"],
     "operations": ["operations_ratio"] * 4,
