@@ -116,6 +116,7 @@ def _note(batch: MixedBatch, logits: Tensor, rows: Sequence[Row], found: list[li
     for row, n in enumerate(batch.tags):
         found[n].append(logits[row])
     batch.keep([row for row, n in enumerate(batch.tags) if len(found[n]) < rows[n].new])
+    assert batch.lengths == batch.mask.sum(1).tolist()
 
 
 def _tolerance(graft_set: GraftSet) -> float:

@@ -168,7 +168,8 @@ class MultiGraftModel:
             graft_sets = [graft_sets] * len(prompts)
         ids, mask = self._padded(prompts)
         batch = self._new_batch(graft_sets, tags, pasts)
-        logits = self._forward(batch, ids, mask).logits
+        new_B = [len(prompt) for prompt in prompts]
+        logits = self._forward(batch, ids, mask, new_B).logits
         assert logits is not None
         batch.separate = not is_joinable(batch.cache)
         for group in batch.groups:
@@ -194,7 +195,8 @@ class MultiGraftModel:
         ids, mask = self._padded(texts)
         owners = [graft_set] * len(texts)
         batch = self._new_batch(owners, tags=[None] * len(texts), pasts=())
-        output = self._forward(batch, ids, mask, output_hidden_states=True)
+        new_B = [len(text) for text in texts]
+        output = self._forward(batch, ids, mask, new_B, output_hidden_states=True)
         assert output.hidden_states is not None
         h_BTD = output.hidden_states[-1].float()
         return pooled(h_BTD, mask, "mean")
@@ -223,7 +225,7 @@ class MultiGraftModel:
         move_own_layers(shared, groups[0].cache, layers)
         known = [[0] * padding + [1] * length for padding, length in zip(paddings, lengths, strict=True)]
         mask = torch.tensor(known, dtype=torch.long, device=self._device)
-        return MixedBatch(cache=shared, mask=mask, groups=groups, tags=list(tags))
+        return MixedBatch(cache=shared, mask=mask, lengths=lengths, groups=groups, tags=list(tags))
 
     def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
         """Append a token to each row of a batch.
@@ -256,16 +258,33 @@ class MultiGraftModel:
         """
         ids = torch.tensor(tokens_BT, device=self._device)
         with _restored_on_failure(batch):
-            logits = self._forward(batch, ids, torch.ones_like(ids)).logits
+            new_B = [len(tokens) for tokens in tokens_BT]
+            logits = self._forward(batch, ids, torch.ones_like(ids), new_B).logits
         assert logits is not None
         return logits[:, -1]
 
-    def _forward(self, batch: MixedBatch, ids_BT: Tensor, mask_BT: Tensor, **options: bool) -> CausalLMOutputWithPast:
-        """Run a pass of a batch, whose mask and calls are updated; raise `RowGroupError` if it fails."""
+    def _forward(
+        self,
+        batch: MixedBatch,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        new_B: Sequence[int],
+        **options: bool,
+    ) -> CausalLMOutputWithPast:
+        """Run a pass of a batch, whose mask, lengths and calls are updated; raise `RowGroupError` if it fails.
+
+        Args:
+            batch: the batch.
+            ids_BT: new tokens, padded on the left.
+            mask_BT: 1 for real tokens.
+            new_B: number of real tokens of each row.
+            options: further arguments of the model.
+        """
         assert self._tap_hooks is not None, "prefill connects the taps"
         batch.mask = torch.cat([batch.mask, mask_BT], dim=1)
+        batch.lengths = [length + new for length, new in zip(batch.lengths, new_B, strict=True)]
         inputs: dict[str, object] = dict(options)
-        if not bool(batch.mask.all()):
+        if batch.has_padding:
             positions = self._sites.positions(batch.mask)
             inputs["attention_mask"] = batch.mask
             inputs["position_ids"] = None if positions is None else positions[:, -ids_BT.shape[1] :]
@@ -362,14 +381,14 @@ def _root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _restored_on_failure(batch: MixedBatch) -> Iterator[None]:
-    """Restore mask and caches of a batch if a pass fails."""
-    mask = batch.mask
+    """Restore mask, lengths and caches of a batch if a pass fails."""
+    mask, lengths = batch.mask, batch.lengths
     caches = [batch.cache, *(group.cache for group in batch.groups)]
     restores = [_snapshot(cache) for cache in caches]
     try:
         yield
     except RowGroupError:
-        batch.mask = mask
+        batch.mask, batch.lengths = mask, lengths
         for restore in restores:
             restore()
         raise

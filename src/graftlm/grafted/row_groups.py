@@ -233,7 +233,8 @@ class MixedBatch:
 
     Attributes:
         cache: the backbone's keys and values of all rows.
-        mask: (B, S), 1 for real tokens.
+        mask: (B, S), 1 for real tokens, which are the last columns of each row.
+        lengths: number of real tokens of each row. The host knows them, and so reads no mask on a device.
         groups: the row groups, in the order of the rows.
         tags: any object for each row, which moves with the row.
         separate: whether the backbone's layers can't be joined with those of another batch.
@@ -242,6 +243,7 @@ class MixedBatch:
 
     cache: Cache
     mask: Tensor
+    lengths: list[int]
     groups: list[RowGroup]
     tags: list[Any] = field(default_factory=list)
     separate: bool = False
@@ -252,6 +254,12 @@ class MixedBatch:
 
     def __len__(self) -> int:
         return len(self.tags)
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether a row has columns of padding."""
+        columns = self.mask.shape[1]
+        return any(length < columns for length in self.lengths)
 
     def join(self, other: MixedBatch) -> bool:
         """Append the rows of another batch, if the caches can be joined.
@@ -278,6 +286,7 @@ class MixedBatch:
         self._pad(padding)
         other._pad(other_padding)
         self.mask = torch.cat([self.mask, other.mask])
+        self.lengths += other.lengths
         self.tags += other.tags
         self._merge(other.groups)
         return True
@@ -321,6 +330,7 @@ class MixedBatch:
         if not rows:
             self.groups = []
             self.tags = []
+            self.lengths = []
             self.mask = self.mask[:0]
             return
         kept = set(rows)
@@ -365,6 +375,7 @@ class MixedBatch:
         if rows != list(range(len(self.tags))):
             self.cache.batch_select_indices(torch.tensor(rows))
             self.mask = self.mask[rows]
+            self.lengths = [self.lengths[row] for row in rows]
             self.tags = [self.tags[row] for row in rows]
         self._update_spans()
 
@@ -396,7 +407,7 @@ class MixedBatch:
 
     def _droppable_columns(self) -> int:
         """Return how many columns can be dropped; groups whose layers can't follow become separate."""
-        columns = int(self.mask.any(0).int().argmax())
+        columns = self.mask.shape[1] - max(self.lengths)
         for group in self.groups:
             if group.span.offset < columns and not is_joinable(group.cache):
                 group.separate = True

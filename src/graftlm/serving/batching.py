@@ -284,8 +284,7 @@ class BatchingEngine(ThreadedEngine):
         """Store the keys and values of a row for prompts with the same beginning."""
         request: ScheduledRequest = batch.tags[row]
         if request.graft_set in self._readable_in_parts:
-            read_tokens = int(batch.mask[row].sum())
-            text = (*request.request.prompt, *request.answer)[:read_tokens]
+            text = (*request.request.prompt, *request.answer)[: batch.lengths[row]]
             self._prefixes.add(request.graft_set, text, batch.layers_of(row))
 
     def _decode(self, batch: MixedBatch) -> None:
