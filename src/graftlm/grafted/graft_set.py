@@ -25,8 +25,11 @@ from graftlm.backbone.cache import move_own_layers
 from graftlm.backbone.cache_joining import is_joinable, join
 from graftlm.backbone.growing_layer import GrowingLayer, use_growing_layers
 from graftlm.backbone.row_hooks import RowScope, RowScopedHooks, RowScopeError
+from graftlm.backbone.slot_cache import has_slots
+from graftlm.backbone.step_buffers import Bucket, StepInputs
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
+from graftlm.grafted.compiled_steps import CompiledSteps
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
 from graftlm.grafted.traces import forward_traces, trace_values
@@ -81,6 +84,7 @@ class MultiGraftModel:
 
     Attributes:
         wired: the graft sets whose taps are connected.
+        steps: the compiled decode steps; None if every step is eager.
 
     Raises:
         BackboneError: `backbone` is not a `Backbone`.
@@ -94,6 +98,46 @@ class MultiGraftModel:
         self._device = backbone.device
         self._tap_hooks: RowScopedHooks | None = None
         self.wired: tuple[GraftSet, ...] = ()
+        self.steps: CompiledSteps | None = None
+
+    @property
+    def can_compile_steps(self) -> bool:
+        """Whether a decode step of the bare backbone is one graph, with a cache that keeps one column per token."""
+        return has_slots(self._model) and not self._sites.family.counts_positions
+
+    def compile_steps(self, rows: int, columns: int) -> None:
+        """Compile the decode steps of batches from now on, wherever all rows have the same grafts and they allow it.
+
+        Args:
+            rows: largest number of rows of such a batch.
+            columns: largest number of columns of such a batch.
+
+        Raises:
+            GraftError: `can_compile_steps` is false.
+        """
+        if not self.can_compile_steps:
+            raise GraftError(
+                f"The decode step of this {self._sites.model_type} model is no single graph with a column for each "
+                "token, so it can't be compiled: leave compilation of decode steps out."
+            )
+        self.steps = CompiledSteps(self._static_pass, _is_one_graph, Bucket(rows, columns))
+
+    def warm_up(self, graft_set: GraftSet) -> None:
+        """Compile the decode step of a graft set now, for one row and for several, if it can be compiled.
+
+        Args:
+            graft_set: the graft set, which is connected if it is not yet.
+
+        Raises:
+            RowGroupError: a pass failed.
+            TapConflictError: two grafts of the set replace the same activation.
+            GraftError: a graft acts on all rows of a batch.
+        """
+        if self.steps is None or not _is_one_graph(graft_set):
+            return
+        for rows in range(1, min(self.steps.most.rows, 2) + 1):
+            batch, _ = self.prefill(graft_set, prompts=[[0]] * rows, tags=[None] * rows)
+            self.decode(batch, [0] * rows)
 
     def wire(self, graft_sets: Sequence[GraftSet]) -> None:
         """Connect the taps of these graft sets, and disconnect all others. The grafts are put into evaluation mode.
@@ -130,10 +174,13 @@ class MultiGraftModel:
             self._tap_hooks.remove()
         self._tap_hooks = None
         self.wired = ()
+        if self.steps is not None:
+            self.steps.forget()
 
     def detach(self) -> Backbone:
         """Remove all taps and return the unchanged backbone."""
         self._unwire()
+        self.steps = None
         return self._bare.detach()
 
     @torch.inference_mode()
@@ -227,12 +274,14 @@ class MultiGraftModel:
         mask = torch.tensor(known, dtype=torch.long, device=self._device)
         return MixedBatch(cache=shared, mask=mask, lengths=lengths, groups=groups, tags=list(tags))
 
-    def decode(self, batch: MixedBatch, tokens_B: Sequence[int]) -> Tensor:
-        """Append a token to each row of a batch.
+    @torch.inference_mode()
+    def decode(self, batch: MixedBatch, tokens_B: Sequence[int], *, traced: bool = False) -> Tensor:
+        """Append a token to each row of a batch, by a compiled step where there is one.
 
         Args:
             batch: a batch of this model.
             tokens_B: the new token of each row.
+            traced: whether the caller reads `latest_traces`, which a compiled step does not record.
 
         Returns:
             The logits (B, V) of each row's next token.
@@ -240,6 +289,10 @@ class MultiGraftModel:
         Raises:
             RowGroupError: the pass failed; the batch is unchanged.
         """
+        if self.steps is not None and not traced:
+            logits = self.steps.decode(batch, tokens_B)
+            if logits is not None:
+                return logits
         return self.extend(batch, [[token] for token in tokens_B])
 
     @torch.inference_mode()
@@ -305,6 +358,30 @@ class MultiGraftModel:
         batch.calls = [call for _, call in self._tap_hooks.calls(calls[0])]
         return output
 
+    def _static_pass(self, owner: Hashable, inputs: StepInputs) -> Tensor:
+        """Run a decode step in static memory, in which the grafts of one set act on all rows; see `StaticPass`."""
+        assert self._tap_hooks is not None, "prefill connects the taps"
+        column = inputs.column.reshape(1)
+        inputs.mask.index_fill_(1, column, 1)
+        positions = self._sites.positions(inputs.mask)
+        assert positions is not None, "can_compile_steps excludes other models"
+        with self._tap_hooks.announce(row_scopes=(RowScope(owner),)):
+            output = self._model(
+                input_ids=inputs.ids,
+                attention_mask=inputs.mask,
+                position_ids=positions[:, -1:],  # later columns are not real, and don't count
+                past_key_values=inputs.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return output.logits[:, -1]
+
+
+def _is_one_graph(owner: Hashable) -> bool:
+    """Return whether a decode step with these grafts is one graph that reads nothing of the step before."""
+    assert isinstance(owner, GraftSet)
+    return all(graft.decodes_in_one_graph and not graft.has_decode_state for _, graft in owner.grafts)
+
 
 def _scope(group: RowGroup) -> RowScope:
     return RowScope(
@@ -334,13 +411,15 @@ def latest_traces(batch: MixedBatch, rows: Sequence[int]) -> dict[int, dict[str,
     """Return the trace values of the newest tokens of some rows.
 
     Args:
-        batch: a batch after a pass.
+        batch: a batch after a pass, which was not a compiled step.
         rows: the rows to read.
 
     Returns:
         A dict from row to label to value. Rows in groups without traces have an empty dict.
     """
     traces_by_row: dict[int, dict[str, float]] = {}
+    if not rows:
+        return traces_by_row
     for group, call in zip(batch.groups, batch.calls, strict=True):
         span = group.span.rows
         rows_of_group = [row for row in rows if span.start <= row < span.stop]
