@@ -238,6 +238,18 @@ def test_the_engine_learns_of_no_pack(home: Path, monkeypatch: pytest.MonkeyPatc
     assert f"pack is {pack}" in invoke("serve", "--backbone", str(home / "llama"), "--port", "0", *options).err
 
 
+@pytest.mark.parametrize(("options", "wanted"), [((), None), (("--compile",), True), (("--no-compile",), False)])
+def test_the_engine_learns_whether_to_compile(home: Path, monkeypatch: pytest.MonkeyPatch, options, wanted) -> None:
+    from cli.tools import invoke
+
+    def stop(*_: object, limits: EngineLimits, **__: object) -> None:
+        raise GraftError(f"compile is {limits.compile}")
+
+    monkeypatch.setattr("graftlm.serving.service.open_service", stop)
+    outcome = invoke("serve", "--backbone", str(home / "llama"), "--port", "0", *options)
+    assert f"compile is {wanted}" in outcome.err
+
+
 def test_without_the_extra_it_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cli.tools import invoke
 

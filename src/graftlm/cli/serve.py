@@ -71,6 +71,10 @@ def serve(
         bool,
         flag("--pack/--no-pack", "Prepack bfloat16 weights for faster CPU inference."),
     ] = True,
+    compile_steps: Annotated[
+        bool | None,
+        flag("--compile/--no-compile", "Compile decode steps; by default on GPUs only."),
+    ] = None,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
@@ -120,6 +124,7 @@ def serve(
         seconds=seconds,
         prefix_tokens=prefix_cache,
         pack=pack,
+        compile=compile_steps,
     )
     service = open_service(backbones, folders, grafts, settings=settings, limits=limits, keys=keys)
     if not settings.is_local and not keys:

@@ -9,6 +9,7 @@ A row is one continuation of one prompt. Shape suffixes: B rows of a batch, V to
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakSet
@@ -18,9 +19,10 @@ from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.cache import slots_of
+from graftlm.backbone.decode_steps import COMPILING_DEVICES
 from graftlm.backbone.prefix_blocks import BLOCK_TOKENS, Block, PrefixBlocks, as_cache
 from graftlm.backbone.prepack import pack_weights, unpack_weights
-from graftlm.errors import GraftError
+from graftlm.errors import GraftError, first_line
 from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, keeps_columns, latest_traces
 from graftlm.grafted.row_groups import MixedBatch
 from graftlm.grafts import Graft
@@ -29,6 +31,7 @@ from graftlm.serving.protocol import EngineError, EngineLimits, Finish, ServingE
 from graftlm.serving.sampling import sample
 from graftlm.serving.scheduler import ScheduledRequest, next_pass
 
+_WARM_UP_SECONDS = 120  # steps that are not compiled by then are compiled at their first use
 _PART_TOKENS = 256  # maximum tokens of a long prompt that are read in one step
 _log = logging.getLogger(__name__)
 
@@ -44,7 +47,8 @@ class BatchingEngine(ThreadedEngine):
 
     Raises:
         BackboneError: the backbone is not a causal language model, or has no tokenizer.
-        GraftError: a name can't be used, or a graft can't share a batch.
+        GraftError: a name can't be used, a graft can't share a batch, or `limits.compile` is true for a backbone whose
+            decode steps can't be compiled.
     """
 
     shares_batches = True
@@ -60,6 +64,11 @@ class BatchingEngine(ThreadedEngine):
         self._packed: WeakSet[nn.Module] | None = None  # set while the engine runs
         super().__init__(backbone, grafts, name, limits)
         self._model = MultiGraftModel(backbone)
+        try:
+            self._compile()
+        except BaseException:
+            self._model.detach()
+            raise
         self._packed = WeakSet()
         for module in (backbone.model, *self._grafts.values()):
             self._pack(module)
@@ -69,7 +78,33 @@ class BatchingEngine(ThreadedEngine):
         self._prefixes = PrefixBlocks(self.limits.prefix_tokens)
         # The graft sets whose prompts can be read in parts, with the cache layers of each graft.
         self._readable_in_parts: dict[GraftSet, dict[str, range]] = {}
+        self._warm_up()
         self._thread.start()
+
+    def _compile(self) -> None:
+        """Compile decode steps if that is wanted, or if it is worthwhile and possible."""
+        wanted = self.limits.compile
+        if wanted is None:
+            is_accelerator = self._backbone.model.device.type in COMPILING_DEVICES
+            wanted = is_accelerator and self._model.can_compile_steps
+        if wanted:
+            self._model.compile_steps(self.limits.batch_size, self._context)
+
+    def _warm_up(self) -> None:
+        """Compile the first steps of the backbone and its grafts, so that the first requests do not wait."""
+        if self._model.steps is None:
+            return
+        _log.info("%s: compiling decode steps", self.name)
+        started = time.monotonic()
+        graft_sets = [GraftSet(), *(GraftSet(((name, graft),)) for name, graft in self._grafts.items())]
+        try:
+            self._model.wire(graft_sets)  # together, because code is forgotten when grafts are connected
+            for graft_set in graft_sets:
+                if time.monotonic() - started < _WARM_UP_SECONDS:
+                    self._model.warm_up(graft_set)
+        except Exception as error:  # a request for this graft gets the error
+            _log.warning("%s: decode steps are compiled at their first use (%s)", self.name, first_line(error))
+        _log.info("%s: compiled decode steps in %.0f seconds", self.name, time.monotonic() - started)
 
     def replace(self, name: str, graft: object | None) -> None:
         """Use a graft for new requests, or remove its name if `graft` is None. Running requests keep their graft.
@@ -94,6 +129,7 @@ class BatchingEngine(ThreadedEngine):
 
     def _end_all(self) -> None:
         super()._end_all()
+        self._forget_rows()
         self._model.detach()
         packed = self._packed or ()
         self._packed = None
@@ -290,8 +326,10 @@ class BatchingEngine(ThreadedEngine):
     def _decode(self, batch: MixedBatch) -> None:
         """Generate one token of each row; a row whose grafts fail leaves, and the pass is repeated without it."""
         while len(batch):
+            tokens = [request.answer[-1] for request in batch.tags]
+            traced = any(request.request.trace for request in batch.tags)
             try:
-                logits = self._model.decode(batch, [request.answer[-1] for request in batch.tags])
+                logits = self._model.decode(batch, tokens, traced=traced)
             except RowGroupError as error:
                 self._remove_failed(batch, error)
             else:

@@ -16,7 +16,7 @@ from graftlm.config import Config
 from graftlm.data.labelled import TaskRows
 from graftlm.data.labelled_batches import batches_by_length
 from graftlm.data.row_encoder import RowEncoder
-from graftlm.errors import EvaluationError
+from graftlm.errors import EvaluationError, GraftError
 from graftlm.evaluation.label_predictions import decode_prediction
 from graftlm.generation.predict import TaskGraft, read_question
 from graftlm.grafted.model import GraftedModel
@@ -75,7 +75,7 @@ class PredictionEngine(ThreadedEngine):
 
     Raises:
         BackboneError: the backbone is not an encoder, or has no tokenizer.
-        GraftError: a name can't be used.
+        GraftError: a name can't be used, or `limits.compile` is true, though no tokens are generated.
     """
 
     kind = "encoder"
@@ -88,6 +88,11 @@ class PredictionEngine(ThreadedEngine):
         limits: EngineLimits | None = None,
     ) -> None:
         super().__init__(backbone, grafts, name, limits)
+        if self.limits.compile:
+            raise GraftError(
+                f"Decode steps are to be compiled (--compile), but the encoder {self.name} generates no tokens: leave "
+                "--compile out."
+            )
         self._model: GraftedModel | None = None
         self._tokenizing = threading.Lock()
         self._thread.start()

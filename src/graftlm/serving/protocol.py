@@ -112,6 +112,8 @@ class EngineLimits(Config):
         seconds: maximum duration of a request, including the time in the queue.
         prefix_tokens: maximum number of tokens whose keys and values are kept for prompts with the same beginning.
         pack: prepack bfloat16 weights for faster CPU inference, which needs memory for a second copy.
+        compile: compile the decode steps of batches in which all rows have the same grafts; None does so on
+            accelerators, where that is possible.
     """
 
     batch_size: int = Field(16, ge=1)
@@ -121,6 +123,7 @@ class EngineLimits(Config):
     seconds: float = Field(300.0, gt=0)
     prefix_tokens: int = Field(8192, ge=0)
     pack: bool = True
+    compile: bool | None = None
 
 
 class HeadInput(NamedTuple):
