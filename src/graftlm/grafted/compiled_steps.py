@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
+from graftlm.backbone import guard_hooks
 from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.backbone.step_buffers import Bucket, StepBuffers, StepInputs, bucket_of, layers_with_states
 from graftlm.errors import first_line
@@ -188,6 +189,7 @@ class CompiledSteps:
                 return self._compiled(self._forward, owner, inputs)
 
         if self._compiled is None:
+            guard_hooks()
             self._compiled = torch.compile(_run_forward, fullgraph=True, backend=self._compile)
         if inputs.ids.device.type not in RECORDING_DEVICES:
             return step()
