@@ -33,10 +33,11 @@ GATED = next(example for example in examples() if example.kind == "neutral-resid
 REPLACING = next(example for example in examples() if example.kind == "lora")  # it replaces modules
 DOMAIN = torch.tensor([0, 1])
 BY_PROMPT = Example("token-routing", {"experts": EXPERTS, "reads": "prompt"}, name="routed-by-prompt")
-# A memory's mask needs the number of tokens, which compiled code can't read from a static cache. Conditional tasks
-# compile as one graph, but read a value in it.
-NOT_WHOLE = ("conditional-tasks", "memory")
-WHOLE = [BY_PROMPT, *(e for e in examples() if e.kind == str(e) and e.kind not in NOT_WHOLE)]
+WINDOWED = Example("memory", {"state": "none", "window": 6, "sinks": 2}, name="windowed")
+NARROW = next(example for example in examples() if str(example) == "narrow-memory")  # tokens leave its window
+# Conditional tasks compile as one graph, but read a value in it.
+NOT_WHOLE = ("conditional-tasks",)
+WHOLE = [BY_PROMPT, WINDOWED, NARROW, *(e for e in examples() if e.kind == str(e) and e.kind not in NOT_WHOLE)]
 GENERATED = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 TOLERANCE = 1e-3
 READS = ("item", "tolist", "nonzero")
@@ -222,7 +223,7 @@ def test_generate_with_compiled_steps_gives_the_tokens_of_eager_steps(example: E
     with grafted(frozen("llama"), example) as model:
         ids, mask = prompts()
         eager = model.generate(ids, attention_mask=mask, **GENERATED)
-        options = compiled_decoding(model, GENERATED, wanted=True)
+        options = compiled_decoding(model, GENERATED, prompt_tokens=ids.shape[1], wanted=True)
         options["compile_config"].backend = backend
         options["compile_config"].mode = None  # type: ignore[assignment]  # as torch.compile takes it
         options["compile_config"].fullgraph = True

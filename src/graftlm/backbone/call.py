@@ -43,6 +43,8 @@ class Call:
     Attributes:
         input_ids: (B, T) token ids; None when the caller gave embeddings.
         attention_mask: (B, T_past + T), 1 for real tokens; None when all are real.
+        column_mask: bool (B, S) for the S columns of a static cache, True for real tokens so far. It is known without
+            the number of tokens. None for other caches, and where the caller's mask has no such form.
         position_ids: (B, T) or None.
         cache: the key-value cache of this generation, or None.
         domain: (B,) domain of each sequence, 0 = old, 1 = new; None when the batch has no domains.
@@ -62,6 +64,7 @@ class Call:
 
     input_ids: Tensor | None = None
     attention_mask: _Deferred = _Deferred()
+    column_mask: _Deferred = _Deferred()
     position_ids: Tensor | None = None
     cache: Cache | None = None
     domain: Tensor | None = None
@@ -77,10 +80,20 @@ class Call:
     model: PreTrainedModel | None = None
     selection: TokenSelection | None = None
 
+    @property
+    def past_is_known(self) -> bool:
+        """Whether `past` returns without a synchronization."""
+        return self.count is not None and self.count.is_known
+
     def past(self) -> int:
         """Return the number of tokens in the cache before this pass."""
         count = self.count or TokenCount(self.cache, 0)
         return count.read()
+
+    def padding(self) -> Tensor | None:
+        """Return the number of columns (B) before each row's first token; None without a mask."""
+        mask = self.attention_mask if self.column_mask is None else self.column_mask
+        return None if mask is None else (mask.cumsum(-1) == 0).sum(-1)
 
     def working_dtype(self, graft: nn.Module) -> torch.dtype:
         """Return the dtype in which a graft computes: autocast's, or that of its weights.
@@ -124,7 +137,7 @@ class Call:
             (B, T) number of each token's document in its row; None if each row is a single document.
         """
         positions = self.position_ids
-        if positions is None or self.attention_mask is not None or self.cache is not None:
+        if positions is None or self.cache is not None or self.attention_mask is not None:
             return None
         starts = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
         if not bool(starts.any()):

@@ -63,7 +63,10 @@ def compiled_decoding(
         return {}
     if options.get("use_cache") is False or int(options.get("num_beams") or 1) > 1:  # type: ignore[call-overload]
         return {}
-    if not decodes_in_one_graph(model):
+    tokens = _most_tokens(options, prompt_tokens)
+    limit = getattr(model, "max_static_columns", None)
+    may_exceed_limit = limit is not None and (tokens is None or tokens > limit)
+    if may_exceed_limit or not decodes_in_one_graph(model):
         _LOG.debug("The decode step of %s is not compiled: it is not one graph.", type(model).__name__)
         return {}
     from transformers import CompileConfig
@@ -74,17 +77,31 @@ def compiled_decoding(
     config = CompileConfig(mode=mode)
     config._compile_all_devices = True  # type: ignore[assignment]
     compiled: dict[str, object] = {"cache_implementation": "static", "compile_config": config}
-    new_tokens = options.get("max_new_tokens")
-    if prompt_tokens is not None and isinstance(new_tokens, int):
-        compiled["max_cache_len"] = _columns(model, prompt_tokens + new_tokens)
+    if tokens is not None:
+        compiled["max_cache_len"] = _columns(model, tokens, limit)
     return compiled
 
 
-def _columns(model: PreTrainedModel, tokens: int) -> int:
-    """Return the smallest power of two of at least 256 columns for a number of tokens, or the model's positions."""
+def _most_tokens(options: Mapping[str, object], prompt_tokens: int | None) -> int | None:
+    """Return the number of tokens of the longest text that `generate` may make; None if it is unknown."""
+    new_tokens = options.get("max_new_tokens")
+    if prompt_tokens is None or not isinstance(new_tokens, int):
+        return None
+    return prompt_tokens + new_tokens
+
+
+def _columns(model: PreTrainedModel, tokens: int, limit: int | None) -> int:
+    """Return the smallest power of two of at least 256 columns for a number of tokens, if it exceeds no limit.
+
+    Args:
+        model: the model, whose positions are a limit.
+        tokens: number of tokens, which are the least columns.
+        limit: a further limit.
+    """
     columns = max(_MIN_COLUMNS, 2 ** math.ceil(math.log2(tokens)))
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return max(tokens, min(columns, limit)) if isinstance(limit, int) else columns
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limits = [number for number in (positions, limit) if isinstance(number, int)]
+    return max(tokens, min([columns, *limits]))
 
 
 def decodes_in_one_graph(model: PreTrainedModel) -> bool:

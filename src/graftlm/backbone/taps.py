@@ -25,7 +25,7 @@ from graftlm.backbone.attention_bias import additive_mask, biased_mask, check_bi
 from graftlm.backbone.call import Call
 from graftlm.backbone.compiled_code import forget_compiled
 from graftlm.backbone.generation_prompt import GenerationPrompt, PromptMarking
-from graftlm.backbone.masks import token_mask_of
+from graftlm.backbone.masks import column_mask_of, newest_tokens_of, token_mask_of
 from graftlm.backbone.sites import Site, Sites
 from graftlm.backbone.token_count import TokenCount
 from graftlm.errors import TapConflictError, TapError
@@ -221,12 +221,14 @@ class TapHooks:
     def _open_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Push the call of a pass that begins."""
         values: dict[str, Any]
-        values, calls = self._stack.announced or ({}, [])
+        announced, calls = self._stack.announced or ({}, [])
+        values = dict(announced)
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values")
         inputs = ids if ids is not None else kwargs.get("inputs_embeds")
         length = 0 if inputs is None else inputs.shape[1]
         count = TokenCount(cache, length)
+        mask = values.pop("attention_mask", kwargs.get("attention_mask"))
         call = Call(
             input_ids=ids,
             position_ids=kwargs.get("position_ids"),
@@ -235,10 +237,10 @@ class TapHooks:
             model=self._model,
             **values,
         )
-        if "attention_mask" not in values:
-            call.attention_mask = partial(token_mask_of, kwargs.get("attention_mask"), call, length)
+        call.attention_mask = partial(token_mask_of, mask, call, length)
+        call.column_mask = partial(column_mask_of, mask, call)
         if values.get("token_mask") is None:
-            call.token_mask = partial(_newest_tokens, call, length)
+            call.token_mask = partial(newest_tokens_of, call, length)
         if count.is_known:  # With a static cache, the masks are read only when a graft needs them.
             _ = call.token_mask
         if inputs is not None:
@@ -440,12 +442,6 @@ def _in_rows(call: Call, hidden: Tensor) -> Tensor:
 def _in_shape(hidden: Tensor, like: Tensor) -> Tensor:
     """Return hidden states in the shape of those that they replace, from which `_in_rows` made rows."""
     return hidden if hidden.shape == like.shape else hidden.view_as(like)
-
-
-def _newest_tokens(call: Call, length: int) -> Tensor | None:
-    """Return (B, T), True for real tokens of a pass of `length` = T tokens; None when all are real."""
-    mask = call.attention_mask
-    return None if mask is None else mask[:, -length:].bool()
 
 
 def _prepare_nothing(call: Call) -> None:

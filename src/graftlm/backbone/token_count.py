@@ -65,6 +65,10 @@ class TokenCount:
         self._count = int(self._count)
         return self._count
 
+    def columns(self, device: torch.device) -> Tensor:
+        """Return the columns (T) of the new tokens in the cache, without a synchronization."""
+        return torch.arange(self._new, device=device) + self._count
+
     def keep(self) -> None:
         """Store the count in the cache at the end of the pass, if it is known."""
         if self._cache is None or torch.compiler.is_compiling():

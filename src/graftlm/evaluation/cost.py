@@ -86,7 +86,8 @@ def decode_speed(
     }
 
     live: Any = model  # `generate` comes from a mix-in.
-    compiled = compiled_decoding(live, settings)
+    longest = max(ids.shape[1] for ids in rows)
+    compiled = compiled_decoding(live, settings | {"max_new_tokens": new_tokens}, prompt_tokens=longest)
     settings |= compiled
 
     def decode(ids: Tensor, count: int) -> None:

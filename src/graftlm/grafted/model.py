@@ -157,6 +157,12 @@ class GraftedModel(TrainerSupport):
         return decodes_in_one_graph(self.model) and all(graft.decodes_in_one_graph for graft in self._by_name.values())
 
     @property
+    def max_static_columns(self) -> int | None:
+        """The largest number of columns of a static cache with which a decode step is one graph; None for any."""
+        limits = [graft.max_static_columns for graft in self._by_name.values()]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
     def has_decode_state(self) -> bool:
         """Whether a graft reads its own tensors from the decode step before."""
         return any(graft.has_decode_state for graft in self._by_name.values())

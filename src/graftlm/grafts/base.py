@@ -125,6 +125,11 @@ class Graft(nn.Module):
         """Whether a decode step with a static cache is one graph of torch.compile that reads no value on the host."""
         return False
 
+    @property
+    def max_static_columns(self) -> int | None:
+        """The largest number of columns of a static cache for which `decodes_in_one_graph` holds; None for any."""
+        return None
+
     def taps(self) -> list[Tap]:
         """Return the places where the graft reads and writes activations."""
         return []

@@ -27,12 +27,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graftlm.backbone import Backbone, Call, Site, Tap, max_sequence_length
+from graftlm.backbone.attention_bias import static_columns
 from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import GraftError, RecipeError
 from graftlm.grafts.base import Graft, GraftConfig
 from graftlm.grafts.memory.requirements import check_backbone, is_plain, output_embeddings
-from graftlm.grafts.memory.window import WindowLayer, WindowShape, hidden_keys, window_layers
+from graftlm.grafts.memory.window import WindowLayer, WindowShape, hidden_columns, hidden_keys, window_layers
 from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
+
+_FIRST = Site("attention", 0)
 
 SCALE = 30.0
 """Factor of the update, chosen so that trained gains are some hundredths, about the size of Adam's steps."""
@@ -240,6 +243,14 @@ class WindowedMemory(Graft):
         self.register_buffer("rows", copied_rows, persistent=False)
         self.register_buffer("mean", mean, persistent=False)
 
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        return True
+
+    @property
+    def max_static_columns(self) -> int | None:
+        return self.shape.reach if self.config.sinks else None
+
     def taps(self) -> list[Tap]:
         assert isinstance(self.config.layers, list)
         taps = [Tap(Site("attention", layer), "before", "bias", self._window) for layer in range(self._n_layers)]
@@ -276,13 +287,14 @@ class WindowedMemory(Graft):
         Raises:
             GraftError: the pass has more tokens.
         """
-        count_is_unknown = call.count is not None and not call.count.is_known
-        if not self.config.sinks or count_is_unknown:
-            return
         assert call.input_ids is not None
         length = call.input_ids.shape[1]
-        total = call.past() + length
         reach = self.shape.reach
+        columns = static_columns(call, _FIRST, length)
+        ends_within_reach = columns is not None and columns <= reach
+        if not self.config.sinks or ends_within_reach:
+            return
+        total = call.past() + length
         if total > reach and call.document_numbers() is not None:
             positions = call.positions_in_documents()
             total = length if positions is None else int(positions.max()) + 1
@@ -296,21 +308,29 @@ class WindowedMemory(Graft):
     def _window(self, call: Call, x_BTD: Tensor) -> Tensor | None:
         """Return the addend (B or 1, 1, T, S) of the scores, which masks hidden keys; None if every key is visible."""
         layers = call.scratch[self, "layers"]
-        past = call.past()
         length = x_BTD.shape[1]
         decodes_in_window = bool(layers) and length == 1
-        if past + length <= self.shape.window or decodes_in_window:
+        if decodes_in_window or (call.past_is_known and call.past() + length <= self.shape.window):
             return None
         if (self, "bias") not in call.scratch:
-            positions = call.positions_in_documents()
-            if positions is None:
-                positions = torch.arange(past, past + length, device=x_BTD.device)[None]
-            layer = layers[0] if layers else None
-            hidden = hidden_keys(layer, self.shape, past, positions, _padding(call))
+            hidden = self._hidden(call, length, x_BTD.device)
             bias = torch.zeros_like(hidden, dtype=x_BTD.dtype)
             bias = bias.masked_fill(hidden, torch.finfo(x_BTD.dtype).min)
             call.scratch[self, "bias"] = bias[:, None]
         return call.scratch[self, "bias"]
+
+    def _hidden(self, call: Call, length: int, device: torch.device) -> Tensor:
+        """Return bool (B or 1, T, S), True at the keys that are hidden from the T = `length` tokens of a pass."""
+        columns = static_columns(call, _FIRST, length)
+        if columns is not None and call.count is not None:
+            return hidden_columns(self.shape, columns, call.count.columns(device), call.padding())
+        past = call.past()
+        positions = call.positions_in_documents()
+        if positions is None:
+            positions = torch.arange(past, past + length, device=device)[None]
+        layers = call.scratch[self, "layers"]
+        layer = layers[0] if layers else None
+        return hidden_keys(layer, self.shape, past, positions, call.padding())
 
     def _read(
         self,
@@ -382,10 +402,10 @@ def _check_inputs(call: Call) -> None:
     """Raise `GraftError` without token ids, or if there is a cache and a token after a row's first one is hidden."""
     if call.input_ids is None:
         raise GraftError("The pass has embeddings as inputs, but a memory reads token ids: pass input_ids.")
-    mask = call.attention_mask
-    if mask is None or call.cache is None or call.input_ids.shape[1] == 1 or torch.compiler.is_compiling():
+    if call.cache is None or call.input_ids.shape[1] == 1 or torch.compiler.is_compiling():
         return
-    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+    mask = call.attention_mask
+    if mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise GraftError(
             "The attention mask hides tokens after a row's first token, but a window counts all columns of a cache: "
             "pad on the left, without gaps."
@@ -398,20 +418,12 @@ def _normed(x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     return x_BTD / size, size
 
 
-def _padding(call: Call) -> Tensor | None:
-    """Return the number of columns (B) before each row's first token; None without a mask."""
-    mask = call.attention_mask
-    if mask is None:
-        return None
-    return (mask.cumsum(-1) == 0).sum(-1)
-
-
 def _cached_padding(call: Call, layer: WindowLayer) -> Tensor | None:
-    """Return `_padding`, or None if there is no padding.
+    """Return `Call.padding`, or None if there is no padding.
 
     A decode step uses the result of the passes before, as reading the tensor would wait for the device.
     """
-    padding = _padding(call)
+    padding = call.padding()
     if padding is None or torch.compiler.is_compiling():
         return padding
     if call.input_ids is not None and call.input_ids.shape[1] == 1:

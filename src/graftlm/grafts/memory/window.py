@@ -312,6 +312,32 @@ def _is_unused(layer: object) -> bool:
     return isinstance(layer, DynamicLayer) and type(layer) in (DynamicLayer, GrowingLayer) and not layer.is_initialized
 
 
+def hidden_columns(
+    shape: WindowShape,
+    columns: int,
+    query_T: Tensor,
+    padding_B: Tensor | None,
+) -> Tensor:
+    """Mark the columns of a static cache that are hidden from new tokens.
+
+    It needs no number of tokens on the host. The sinks don't move, so the cache must not exceed the reach.
+
+    Args:
+        shape: sizes of the window.
+        columns: number S of columns of the cache.
+        query_T: columns (T) of the new tokens.
+        padding_B: number of columns before each row's first token (B); None for no padding.
+
+    Returns:
+        Bool (B or 1, T, S), True at hidden columns, which include those of later tokens.
+    """
+    column = torch.arange(columns, device=query_T.device)
+    distance = query_T[:, None] - column
+    position = column[None] if padding_B is None else column - padding_B[:, None]
+    is_sink = (position < shape.sinks)[:, None]
+    return (distance < 0) | ((distance >= shape.window) & ~is_sink)
+
+
 def hidden_keys(
     layer: WindowLayer | None,
     shape: WindowShape,
