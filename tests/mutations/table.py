@@ -308,7 +308,7 @@ MUTATIONS = [
         ("banded scores by the whole width", "block-state", _WINDOWS, "math.sqrt(q_BGd.shape[-1] / self.num_heads)", "math.sqrt(q_BGd.shape[-1])"),
         ("states see one token ahead", "block-state", _MULTI_HEAD, "position <= position[:, None]", "position <= position[:, None] + 1"),
         ("span one token wider", "block-state", _WINDOWS, "visible = (distance < self.span)", "visible = (distance <= self.span)"),
-        ("a step sees an empty buffer", "block-state", _WINDOWS, "present = distance <= grid.per_row(grid.past_lengths)[:, None]", "present = distance <= grid.per_row(grid.past_lengths)[:, None] + self.span"),
+        ("a step sees an empty buffer", "block-state", _WINDOWS, "present = distance <= grid.past_counts[:, None]", "present = distance <= grid.past_counts[:, None] + self.span"),
         ("recurrent gate reversed", "block-state", "models/block_state/context.py", "gate = torch.sigmoid(self.gate)", "gate = 1 - torch.sigmoid(self.gate)"),
         ("weights of variance 1", "block-state", "models/block_state/model.py", "normal_(std=self.config.initializer_range)", "normal_(std=1.0)"),
         ("a quarter of the buckets exact", "block-state", _WINDOWS, "exact = buckets // 2", "exact = buckets // 4"),

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 def has_slots(model: PreTrainedModel) -> bool:
     """Return whether a model can decode with a `SlotCache`.
 
-    Its layers must attend to all earlier tokens, and its decode step must be one graph.
+    Its layers must attend to all earlier tokens and keep no other state, and its decode step must be one graph.
 
     Args:
         model: a causal language model without grafts.
     """
-    if not decodes_in_one_graph(model):
+    if not decodes_in_one_graph(model) or getattr(model, "has_decode_state", False):
         return False
     layers = DynamicCache(config=model.config).layers
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)

@@ -164,8 +164,9 @@ class GraftedModel(TrainerSupport):
 
     @property
     def has_decode_state(self) -> bool:
-        """Whether a graft reads its own tensors from the decode step before."""
-        return any(graft.has_decode_state for graft in self._by_name.values())
+        """Whether the live model or a graft reads its own tensors from the decode step before."""
+        of_model: bool = getattr(self.model, "has_decode_state", False)
+        return of_model or any(graft.has_decode_state for graft in self._by_name.values())
 
     @property
     def body(self) -> nn.Module:

@@ -19,6 +19,7 @@ from transformers.masking_utils import create_masks_for_generate
 from graftlm.backbone import GenerationPrompt
 from graftlm.backbone.token_count import COUNT_KEY
 from graftlm.grafted.model import GraftedModel
+from graftlm.models.state_layer import RecurrentCacheLayer
 from graftlm.testing.passes import pad_rows, positions_of, rows_of
 
 DEVICE = torch.device("cuda", 0)
@@ -92,6 +93,8 @@ def pretended_accelerator(model: nn.Module, cache: Cache) -> Iterator[Callable[[
 def _move_cache(cache: Cache, move: Callable[[Tensor], Tensor]) -> None:
     tokens = int(cache.get_seq_length())
     for layer in cache.layers:
+        if isinstance(layer, RecurrentCacheLayer):
+            layer._apply(move)
         for name, value in list(vars(layer).items()):
             if isinstance(value, Tensor):
                 setattr(layer, name, move(value))

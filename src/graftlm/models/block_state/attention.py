@@ -16,7 +16,7 @@ from torch.nn import functional
 from graftlm.models.block_state.banded import BandedAttention
 from graftlm.models.block_state.cache import LayerCache, SlidingBuffer
 from graftlm.models.block_state.config import BlockStateConfig
-from graftlm.models.block_state.grid import WindowGrid
+from graftlm.models.block_state.grid import Grid, StepGrid, WindowGrid
 from graftlm.models.block_state.layout import (
     ChunkedTensor,
     merge_heads,
@@ -110,7 +110,7 @@ class WindowAttention(nn.Module):
         self.buffer = SlidingBuffer("tokens", config.span)
         self.bias = RelativePositionBias(config)
 
-    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> tuple[ChunkedTensor, Tensor]:
+    def forward(self, x_BTd: Tensor, grid: Grid, cache: LayerCache | None) -> tuple[ChunkedTensor, Tensor]:
         """Attend to the windows of a pass.
 
         Args:
@@ -123,8 +123,9 @@ class WindowAttention(nn.Module):
         """
         q = grid.to_grid(self.q(x_BTd))
         kv = grid.to_grid(self.kv(x_BTd))
-        if grid.decoding and cache is not None:
-            keys = self.buffer.append(kv, cache)
+        if isinstance(grid, StepGrid):
+            assert cache is not None, "a decode step continues a text"
+            keys = self.buffer.append(kv, grid, cache)
             return self._step(q, keys, grid), keys[:, -grid.window :]
         past, current = self.buffer.extend(kv, grid, cache)
         far = current
@@ -133,10 +134,10 @@ class WindowAttention(nn.Module):
         keys = _WindowKeys(past, current, far)
         return self._attend_windows(q, keys, grid), current
 
-    def _step(self, q_B1d: Tensor, kv: Tensor, grid: WindowGrid) -> ChunkedTensor:
+    def _step(self, q_B1d: Tensor, kv: Tensor, grid: StepGrid) -> ChunkedTensor:
         """Attend from one token to the keys and values (B, span, 2d) of the last tokens; returns (B, 1, 1, d)."""
         distance = torch.arange(self.span - 1, -1, -1, device=q_B1d.device)
-        present = distance <= grid.per_row(grid.past_lengths)[:, None]  # (B, span)
+        present = distance <= grid.past_counts[:, None]  # (B, span)
         mask = torch.where(present, 0.0, MASKED)
         bias = self.bias(distance)[None, :, None] + mask[:, None, None]
         out = multi_head_attention(q_B1d, kv, self.num_heads, bias)

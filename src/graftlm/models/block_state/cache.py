@@ -16,12 +16,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from graftlm.errors import GraftError
-from graftlm.models.block_state.grid import WindowGrid, slice_rows, write_rows
+from graftlm.models.block_state.grid import StepGrid, WindowGrid, slice_rows, write_rows
 from graftlm.models.state_layer import RecurrentCacheLayer
 
 
 class LayerCache(RecurrentCacheLayer):
     """The cache of one layer.
+
+    Args:
+        compileable: whether `generate` may compile decode steps with this layer.
 
     Attributes:
         tensors: named tensors (B, ...).
@@ -29,8 +32,9 @@ class LayerCache(RecurrentCacheLayer):
         detach: whether tensors are detached from the graph when they are stored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compileable: bool = False) -> None:
         super().__init__()
+        self.is_compileable = compileable
         self.tensors: dict[str, Tensor] = {}
         self.num_columns = 0
         self.detach = False
@@ -114,15 +118,16 @@ class SlidingBuffer:
         cache.store(self.name, slice_rows(entries, grid.ends, self.span))
         return entries[:, : self.span], entries[:, self.span :]
 
-    def append(self, new_B1: Tensor, cache: LayerCache) -> Tensor:
+    def append(self, new_B1: Tensor, grid: StepGrid, cache: LayerCache) -> Tensor:
         """Add the entries of a decode step, and return the last entries (B, span, ...).
 
         Args:
             new_B1: new entries (B, 1, ...).
+            grid: grid of the step.
             cache: the layer's cache, which has entries of earlier passes and is updated.
         """
         cached = cache.tensors[self.name]
-        entries = torch.cat([cached[:, 1:], new_B1], dim=1)
+        entries = grid.kept(torch.cat([cached[:, 1:], new_B1], dim=1), cached)
         cache.store(self.name, entries)
         return entries
 
@@ -151,6 +156,15 @@ def cache_layers(cache: Cache, count: int, detach: bool) -> list[LayerCache]:
     for layer in layers:
         layer.detach = detach
     return layers
+
+
+def compileable_cache(count: int) -> Cache:
+    """Return an empty cache with which `generate` compiles decode steps, as with a static cache.
+
+    Args:
+        count: number of the model's layers.
+    """
+    return Cache(layers=[LayerCache(compileable=True) for _ in range(count)])
 
 
 def cache_tensors(cache: Cache) -> dict[str, Tensor]:

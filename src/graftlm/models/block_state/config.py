@@ -148,6 +148,12 @@ class BlockStateConfig(PreTrainedConfig):
         yield from self._invalid_sizes()
         yield from self._conflicts()
 
+    @property
+    def has_unstructured_kernels(self) -> bool:
+        """Whether the model has state-space models, and their kernels are unstructured."""
+        has_kernels = bool(self.state_space_layers) or self.mixer in ("block-state", "state-space")
+        return has_kernels and self.kernel == "unstructured"
+
     def _invalid_values(self) -> Iterator[str]:
         for name in _SIZES:
             value = getattr(self, name)

@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from graftlm.models.block_state.cache import LayerCache, SlidingBuffer
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.delta_ssm import DeltaSSM
-from graftlm.models.block_state.grid import WindowGrid
+from graftlm.models.block_state.grid import Grid, StepGrid, WindowGrid
 from graftlm.models.block_state.layout import ChunkedTensor, merge_heads, split_heads, split_windows
 from graftlm.models.block_state.multi_head import MASKED, causal_attention, multi_head_attention, scaled_attention
 from graftlm.models.block_state.norm import RMSNorm
 from graftlm.models.block_state.sequence_ssm import TokenSSM, WindowEndSSM
+
+_NO_STEP = "a bidirectional model has no cache, so it has no decode steps"
 
 
 class TokenStates(nn.Module):
@@ -49,7 +51,7 @@ class TokenStates(nn.Module):
         self.backward_ssm = _token_ssm(config, outputs, "back") if config.bidirectional else None
         self.norm = RMSNorm(config.state_width, config)
 
-    def outputs(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def outputs(self, u_BTE: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Compute the outputs (B, T, E, C).
 
         Args:
@@ -60,6 +62,7 @@ class TokenStates(nn.Module):
         u = grid.to_grid(u_BTE)
         y = self.ssm(u, grid, cache)
         if self.backward_ssm is not None:
+            assert isinstance(grid, WindowGrid), _NO_STEP
             backward = self.backward_ssm(u.flip(1), grid.reversed(), None)
             y = y + backward.flip(1)
         # Taps expect that a Linear of tokens reads columns.
@@ -90,7 +93,7 @@ class TokenStateReadout(TokenStates):
         self,
         x_BTd: Tensor,
         kv_BG: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
         """Compute the projected outputs (B, I, w, d). The module's docstring has the arguments."""
@@ -127,14 +130,15 @@ class TokenStateAttention(TokenStates):
         self,
         x_BTd: Tensor,
         kv_BG: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
         """Compute the attention outputs (B, I, w, d). The module's docstring has the arguments."""
         q = grid.to_grid(self.q(x_BTd))
         kv = self._state_keys(x_BTd, grid, cache)
-        if grid.decoding and cache is not None:
-            return self._step(q, self.buffer.append(kv, cache), grid)
+        if isinstance(grid, StepGrid):
+            assert cache is not None, "a decode step continues a text"
+            return self._step(q, self.buffer.append(kv, grid, cache), grid)
         _, current = self.buffer.extend(kv, grid, cache)
         k, v = current.chunk(2, dim=-1)
         width = min(self.window, grid.slots)
@@ -151,16 +155,16 @@ class TokenStateAttention(TokenStates):
         """Split (B, G, d) into windows and heads (B, I, H, w, K)."""
         return split_heads(split_windows(x_BGd, width), self.num_heads)
 
-    def _step(self, q_B1d: Tensor, kv: Tensor, grid: WindowGrid) -> ChunkedTensor:
+    def _step(self, q_B1d: Tensor, kv: Tensor, grid: StepGrid) -> ChunkedTensor:
         """Attend to the states of the token's window among the last W states (B, W, 2d); returns (B, 1, 1, d)."""
-        offset = grid.per_row([n % self.window for n in grid.past_lengths])
+        offset = grid.past_counts % self.window
         distance = torch.arange(self.window - 1, -1, -1, device=q_B1d.device)
         visible = distance <= offset[:, None]
         bias = torch.where(visible, 0.0, MASKED)[:, None, None]
         out = multi_head_attention(q_B1d, kv, self.num_heads, bias)
         return ChunkedTensor([out[:, None]])
 
-    def _state_keys(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def _state_keys(self, x_BTd: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Return keys and values (B, G, 2d) of the context states."""
         y = self.outputs(self.in_proj(x_BTd), grid, cache)
         if not self.multi_head:
@@ -205,7 +209,7 @@ class FilterStateAttention(nn.Module):
         self,
         x_BTd: Tensor,
         kv_BG: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
         """Compute the attention outputs (B, I, w, d). The module's docstring has the arguments."""
@@ -213,6 +217,7 @@ class FilterStateAttention(nn.Module):
         ends_BISE = self.ssm(u, grid, cache).to(x_BTd.dtype)
         states = previous_window_states(ends_BISE, self.initial_states, grid, cache, "context")
         if self.backward_ssm is not None and self.final_states is not None:
+            assert isinstance(grid, WindowGrid), _NO_STEP
             after = _next_window_states(self.backward_ssm, u, self.final_states, grid)
             states = torch.cat([states, after], dim=2)
         contexts = self.norm(self.out_proj(states)) + self.context_ids
@@ -241,8 +246,7 @@ def _next_window_states(
     next_starts = torch.cat([starts[:, 1:], starts[:, :1]], dim=1)
     width = min(ssm.window, grid.slots)
     next_slot = torch.arange(width, grid.slots + 1, width, device=u.device)
-    lengths_B = grid.per_row(grid.new_lengths)
-    is_inside = next_slot < lengths_B[:, None]
+    is_inside = next_slot < grid.new_counts[:, None]
     return torch.where(is_inside[..., None, None], next_starts, final)
 
 
@@ -276,20 +280,23 @@ class RecurrentStateAttention(nn.Module):
         self,
         x_BTd: Tensor,
         kv_BG: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> ChunkedTensor:
         """Compute the attention outputs (B, I, w, d). The module's docstring has the arguments."""
         states = self._states(kv_BG, grid, cache).to(x_BTd.dtype)
         return self.cross_attention(x_BTd, self._normed(states), grid)
 
-    def _states(self, kv_BG: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def _states(self, kv_BG: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Return the states (B, I, S, d) before each window of the grid."""
         state = _state_before(self.initial_states, kv_BG.shape[0], cache, "states")
         windows: tuple[Tensor, ...] = (kv_BG,)
-        if not grid.decoding and grid.slots >= self.window:
-            windows = split_windows(kv_BG, self.window).unbind(1)
-        completed = max(grid.completed_windows)
+        if isinstance(grid, StepGrid):
+            completed = int(grid.may_complete_windows)
+        else:
+            completed = max(grid.completed_windows)
+            if grid.slots >= self.window:
+                windows = split_windows(kv_BG, self.window).unbind(1)
         ends: list[Tensor] = []
         for number, kv in enumerate(windows):
             if number < completed:
@@ -325,7 +332,7 @@ class StateCrossAttention(nn.Module):
         self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
 
-    def forward(self, x_BTd: Tensor, states_BISd: Tensor, grid: WindowGrid) -> ChunkedTensor:
+    def forward(self, x_BTd: Tensor, states_BISd: Tensor, grid: Grid) -> ChunkedTensor:
         """Attend to the states of each window.
 
         Args:
@@ -344,7 +351,7 @@ class StateCrossAttention(nn.Module):
 def previous_window_states(
     ends_BI: Tensor,
     initial: Tensor,
-    grid: WindowGrid,
+    grid: Grid,
     cache: LayerCache | None,
     name: str,
 ) -> Tensor:
@@ -366,9 +373,8 @@ def previous_window_states(
         before = before.to(ends_BI.dtype)
     states = torch.cat([before[:, None], ends_BI], dim=1)
     if cache is not None:
-        completed = grid.per_row(grid.completed_windows)
         row = torch.arange(len(states), device=states.device)
-        cache.store(name, states[row, completed])
+        cache.store(name, states[row, grid.completed_counts])
     return states[:, :-1]
 
 

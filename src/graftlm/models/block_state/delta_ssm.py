@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from graftlm.models.block_state.cache import LayerCache
 from graftlm.models.block_state.config import BlockStateConfig
-from graftlm.models.block_state.grid import WindowGrid, slice_rows
+from graftlm.models.block_state.grid import Grid, StepGrid, slice_rows
 from graftlm.models.block_state.sequence_ssm import without_autocast
 from graftlm.models.block_state.state_space import at_least_float32
 from graftlm.models.delta_rule import delta_rule, mixed_tokens, unit_length
@@ -64,7 +64,7 @@ class DeltaSSM(nn.Module):
         decay_bias = math.log(math.expm1(1 / self.kernel_length))
         self.rate_bias.copy_(torch.tensor([decay_bias, 0.0]))
 
-    def forward(self, u_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def forward(self, u_BGE: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Compute the state's output for each token.
 
         Args:
@@ -75,16 +75,12 @@ class DeltaSSM(nn.Module):
         Returns:
             Outputs (B, G, E, 1), at least in float32; values of empty slots are arbitrary.
         """
-        offsets = grid.offsets
-        u = at_least_float32(u_BGE)
-        aligned = slice_rows(u, offsets, grid.slots - min(offsets))
+        aligned = grid.aligned(at_least_float32(u_BGE))
         with without_autocast(u_BGE.device):
             y_BTE = self._outputs(aligned, grid, cache)
-        shifts = tuple(-offset for offset in offsets)
-        y_BGE = slice_rows(y_BTE, shifts, grid.slots)
-        return y_BGE[..., None]
+        return grid.unaligned(y_BTE)[..., None]
 
-    def _outputs(self, u_BTE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def _outputs(self, u_BTE: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Compute the outputs (B, T, E) for left-aligned inputs."""
         inputs_name = f"{self.name} inputs"
         z = functional.linear(u_BTE, self.qkv.weight.to(u_BTE.dtype))
@@ -119,32 +115,34 @@ class DeltaSSM(nn.Module):
         if cache is not None:
             cache.store(self.name, state)
             inputs = torch.cat([before, z], dim=1)
-            last_inputs = slice_rows(inputs, grid.new_lengths, _MIXED - 1)
+            if isinstance(grid, StepGrid):
+                last_inputs = grid.kept(inputs[:, 1:], before)
+            else:
+                last_inputs = slice_rows(inputs, grid.new_lengths, _MIXED - 1)
             cache.store(inputs_name, last_inputs)
         return y[:, 0]
 
-    def _rates(self, u_BTE: Tensor, grid: WindowGrid) -> tuple[Tensor, Tensor]:
+    def _rates(self, u_BTE: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         """Compute log a and b, both (B, 1, T); they are zero in columns without a token, which keep the state."""
         weight = self.rate_weight.to(u_BTE.dtype)
         bias = self.rate_bias.to(u_BTE.dtype)
         rates_BT2 = functional.linear(u_BTE, weight, bias)
         rates_B2T = rates_BT2.transpose(1, 2)
         column = torch.arange(u_BTE.shape[1], device=u_BTE.device)
-        lengths = grid.per_row(grid.new_lengths)[:, None]
-        inside_B1T = (column < lengths)[:, None]
+        inside_B1T = (column < grid.new_counts[:, None])[:, None]
         log_a = -functional.softplus(rates_B2T[:, :1]) * inside_B1T
         b = rates_B2T[:, 1:].sigmoid() * inside_B1T
         return log_a, b
 
-    def _windows(self, length: int, grid: WindowGrid) -> tuple[Tensor, Tensor]:
+    def _windows(self, length: int, grid: Grid) -> tuple[Tensor, Tensor]:
         """Number the windows, at whose boundaries states are reset.
 
         Returns:
             The window (B, T) of each column; and whether the first one continues a window of the previous pass (B, 1).
         """
-        past = grid.per_row(grid.past_lengths)[:, None]
-        last = grid.per_row(grid.new_lengths)[:, None] - 1
-        column = torch.arange(length, device=grid.device)
+        past = grid.past_counts[:, None]
+        last = grid.new_counts[:, None] - 1
+        column = torch.arange(length, device=past.device)
         window = (past + torch.minimum(column, last)) // grid.window
         continues = past % grid.window > 0
         return window, continues

@@ -9,6 +9,9 @@ tokens of every row on a grid of whole windows. The grid begins with the window 
 
 On the grid, every layer performs the same operations for all rows, and padding on either side has no effect.
 
+A decode step has one column, so its `StepGrid` has a single slot. Its numbers of tokens are tensors, which only
+unstructured kernels read on the host, so the decode step of other models compiles as one graph.
+
 Shape suffixes: B rows, T tokens of the pass, G slots of the grid, M slots of a slice.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,8 +36,7 @@ class WindowGrid:
         past_lengths: number of tokens n that each row had before the pass.
         new_lengths: number of new tokens of each row.
         slots: number of slots G, a whole number of windows; fewer than W slots if all new tokens fall into their first
-            window; 1 in a decode step.
-        decoding: whether this is a decode step: each row has one new token, in the only slot.
+            window.
         columns: input column of each slot (B, G), arbitrary for empty slots; None if slots equal columns.
         device: device of the pass's tensors.
     """
@@ -42,7 +45,6 @@ class WindowGrid:
     past_lengths: tuple[int, ...]
     new_lengths: tuple[int, ...]
     slots: int
-    decoding: bool
     columns: Tensor | None
     device: torch.device
 
@@ -70,22 +72,16 @@ class WindowGrid:
         if mask is not None:
             starts = mask.int().argmax(-1).tolist()
             new_lengths = mask.sum(-1).tolist()
-        decoding = length == 1 and any(past_lengths) and all(new_lengths)
-        if decoding:
-            slots = 1
-            columns = None
-        else:
-            offsets = [n % window for n in past_lengths]
-            slots = _count_slots(offsets, new_lengths, window)
-            columns = None
-            if slots != length or any(offsets) or any(starts):
-                columns = _slot_columns(starts, offsets, slots, length, device)
+        offsets = [n % window for n in past_lengths]
+        slots = _count_slots(offsets, new_lengths, window)
+        columns = None
+        if slots != length or any(offsets) or any(starts):
+            columns = _slot_columns(starts, offsets, slots, length, device)
         return cls(
             window=window,
             past_lengths=past_lengths,
             new_lengths=tuple(new_lengths),
             slots=max(1, slots),
-            decoding=decoding,
             columns=columns,
             device=device,
         )
@@ -93,8 +89,6 @@ class WindowGrid:
     @property
     def offsets(self) -> tuple[int, ...]:
         """The slot of each row's first new token."""
-        if self.decoding:
-            return (0,) * len(self.past_lengths)
         return tuple(n % self.window for n in self.past_lengths)
 
     @property
@@ -114,6 +108,26 @@ class WindowGrid:
         """The number of tokens of each row after this pass."""
         pairs = zip(self.past_lengths, self.new_lengths, strict=True)
         return tuple(past + count for past, count in pairs)
+
+    @property
+    def past_counts(self) -> Tensor:
+        """The number of tokens (B) that each row had before the pass."""
+        return self.per_row(self.past_lengths)
+
+    @property
+    def new_counts(self) -> Tensor:
+        """The number of new tokens (B) of each row."""
+        return self.per_row(self.new_lengths)
+
+    @property
+    def total_counts(self) -> Tensor:
+        """The number of tokens (B) of each row after this pass."""
+        return self.per_row(self.total_lengths)
+
+    @property
+    def completed_counts(self) -> Tensor:
+        """The number of windows (B) that end in this pass, for each row."""
+        return self.per_row(self.completed_windows)
 
     @property
     def is_full(self) -> bool:
@@ -142,7 +156,6 @@ class WindowGrid:
             past_lengths=(0,) * rows,
             new_lengths=(self.slots,) * rows,
             slots=self.slots,
-            decoding=False,
             columns=None,
             device=self.device,
         )
@@ -173,6 +186,111 @@ class WindowGrid:
         row, slot = self.occupied.nonzero(as_tuple=True)
         column = self.columns[row, slot]
         return out.index_put((row, column), values_BG[row, slot])
+
+    def aligned(self, values_BG: Tensor) -> Tensor:
+        """Move the new tokens of each row to the left: slots (B, G, ...) to (B, T, ...)."""
+        offsets = self.offsets
+        return slice_rows(values_BG, offsets, self.slots - min(offsets))
+
+    def unaligned(self, values_BT: Tensor) -> Tensor:
+        """Move left-aligned values (B, T, ...) back to slots (B, G, ...)."""
+        starts = tuple(-offset for offset in self.offsets)
+        return slice_rows(values_BT, starts, self.slots)
+
+
+@dataclass(frozen=True)
+class StepGrid:
+    """The grid of a decode step, which has one column for each row.
+
+    Args:
+        window: window length W.
+        past_counts: number of tokens (B) that each row had before the pass.
+        is_token: bool (B), True where the column is a token; None if it is one in every row.
+    """
+
+    window: int
+    past_counts: Tensor
+    is_token: Tensor | None
+    slots: ClassVar[int] = 1
+
+    @property
+    def past_lengths(self) -> tuple[int, ...]:
+        """`past_counts`, read on the host."""
+        return tuple(self.past_counts.tolist())
+
+    @property
+    def new_lengths(self) -> tuple[int, ...]:
+        """`new_counts`, read on the host."""
+        return tuple(self.new_counts.tolist())
+
+    @property
+    def completed_windows(self) -> tuple[int, ...]:
+        """`completed_counts`, read on the host."""
+        return tuple(self.completed_counts.tolist())
+
+    @classmethod
+    def build(cls, mask_B1: Tensor | None, past_counts: Tensor, window: int) -> StepGrid:
+        """Build the grid of a decode step.
+
+        Args:
+            mask_B1: bool (B, 1), True at tokens; None if all columns are tokens.
+            past_counts: number of tokens (B) that each row had before the pass.
+            window: window length W.
+        """
+        if mask_B1 is None or (_is_readable(mask_B1) and bool(mask_B1.all())):
+            return cls(window, past_counts, is_token=None)
+        return cls(window, past_counts, is_token=mask_B1[:, 0])
+
+    @property
+    def new_counts(self) -> Tensor:
+        """The number of new tokens (B) of each row, 0 or 1."""
+        return torch.ones_like(self.past_counts) if self.is_token is None else self.is_token.long()
+
+    @property
+    def total_counts(self) -> Tensor:
+        """The number of tokens (B) of each row after this pass."""
+        return self.past_counts + self.new_counts
+
+    @property
+    def completed_counts(self) -> Tensor:
+        """The number of windows (B) that end in this pass, for each row, 0 or 1."""
+        return self.total_counts // self.window - self.past_counts // self.window
+
+    @property
+    def may_complete_windows(self) -> bool:
+        """Whether a window may end in this step; the host doesn't wait for an accelerator to know it."""
+        return not _is_readable(self.past_counts) or bool(self.completed_counts.any())
+
+    def kept(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return (B, ...): `new` in rows with a token, `old` in the others."""
+        if self.is_token is None:
+            return new
+        trailing = [1] * (new.dim() - 1)
+        return torch.where(self.is_token.view(-1, *trailing), new, old)
+
+    def to_grid(self, values_B1: Tensor) -> Tensor:
+        """Return the values (B, 1, ...), as the column is the slot."""
+        return values_B1
+
+    def from_grid(self, values_B1: Tensor, length: int) -> Tensor:
+        """Return the values (B, 1, ...), as the slot is the column, whose number is `length`."""
+        return values_B1
+
+    def aligned(self, values_B1: Tensor) -> Tensor:
+        """Return the values (B, 1, ...), as there is a single slot."""
+        return values_B1
+
+    def unaligned(self, values_B1: Tensor) -> Tensor:
+        """Return the values (B, 1, ...), as there is a single slot."""
+        return values_B1
+
+
+Grid: TypeAlias = WindowGrid | StepGrid
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Return whether the host may branch on a tensor: on a CPU, outside compiled code."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _count_slots(offsets: Sequence[int], new_lengths: Sequence[int], window: int) -> int:

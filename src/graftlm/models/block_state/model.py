@@ -24,7 +24,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from graftlm.errors import GraftError, RecipeError
 from graftlm.models.block_state.attention import WindowAttention
-from graftlm.models.block_state.cache import LayerCache, cache_from_tensors, cache_layers, cache_tensors
+from graftlm.models.block_state.cache import (
+    LayerCache,
+    cache_from_tensors,
+    cache_layers,
+    cache_tensors,
+    compileable_cache,
+)
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.context import (
     FilterStateAttention,
@@ -34,7 +40,7 @@ from graftlm.models.block_state.context import (
     TokenStates,
 )
 from graftlm.models.block_state.delta_ssm import DeltaSSM
-from graftlm.models.block_state.grid import WindowGrid, check_not_packed
+from graftlm.models.block_state.grid import Grid, StepGrid, WindowGrid, check_not_packed
 from graftlm.models.block_state.layout import concat_features
 from graftlm.models.block_state.norm import RMSNorm
 from graftlm.models.block_state.sequence_ssm import TokenSSM
@@ -56,7 +62,7 @@ class BlockStateMixer(nn.Module):
         parts = 1 if self.context is None else 2
         self.out = nn.Linear(parts * config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Mix the tokens of a pass.
 
         Args:
@@ -100,7 +106,7 @@ class GatedStateSpaceMixer(TokenStates):
         self.gate = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Mix the tokens of a pass, with the arguments and the result of `BlockStateMixer.forward`."""
         u = functional.gelu(self.in_proj(x_BTd))
         y = self.outputs(u, grid, cache)[..., 0]
@@ -148,7 +154,7 @@ class BlockStateLayer(GradientCheckpointingLayer):
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Apply the layer, with the arguments and the result of `BlockStateMixer.forward`."""
         mixed = self.mixer(self.mixer_norm(x_BTd), grid, cache)
         x_BTd = x_BTd + self.dropout(mixed)
@@ -173,7 +179,7 @@ class PositionalSSM(nn.Module):
         self.ssm = TokenSSM(config, outputs=1, name="positions")
         self.out_proj = ZeroInitLinear(config.state_width, config.hidden_size, bias=False)
 
-    def forward(self, x_BTd: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Add positions to embeddings, with the arguments and the result of `BlockStateMixer.forward`."""
         u_BGE = grid.to_grid(self.in_proj(self.norm(x_BTd)))
         y_BGE = self.ssm(u_BGE, grid, cache)[..., 0]
@@ -200,7 +206,6 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["BlockStateLayer"]
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["kernels"]
-    _can_compile_fullgraph = False
     _builds_own_masks = True  # the model accepts no additive attention bias
     cache_tensors = staticmethod(cache_tensors)
     cache_from_tensors = staticmethod(cache_from_tensors)
@@ -227,8 +232,7 @@ class BlockStatePreTrainedModel(PreTrainedModel):
                 f"data.length gives rows of {trained:,} tokens, which is not more than the model's window of "
                 f"{config.window:,}, so no window has a context: raise data.length, or lower the window."
             )
-        has_kernels = bool(config.state_space_layers) or config.mixer in ("block-state", "state-space")
-        if has_kernels and config.kernel == "unstructured" and longest > config.kernel_limit:
+        if config.has_unstructured_kernels and longest > config.kernel_limit:
             raise RecipeError(
                 f"A text has {longest:,} tokens, but kernel_limit allows unstructured kernels of at most "
                 f"{config.kernel_limit:,}: raise it, lower evaluation.lengths, or set kernel to s4d."
@@ -312,7 +316,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
         if caches:
             for layer_cache in caches:
                 layer_cache.num_columns += x.shape[1]
-            caches[0].store("past", torch.tensor(grid.total_lengths))
+            caches[0].store("past", grid.total_counts)
         out = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=out,
@@ -323,7 +327,7 @@ class BlockStateModel(BlockStatePreTrainedModel):
     def _apply_layers(
         self,
         x_BTd: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         caches: Sequence[LayerCache],
         *,
         keep_hidden: bool,
@@ -373,7 +377,7 @@ def _build_grid(
     mask: Tensor | None,
     cache: LayerCache | None,
     window: int,
-) -> WindowGrid:
+) -> Grid:
     """Build the grid of a pass.
 
     Args:
@@ -385,22 +389,24 @@ def _build_grid(
     rows, length = x.shape[:2]
     if mask is not None:
         mask = _token_mask(mask, length, x.device)
-    past = None
-    if cache is not None and cache.tensors:
-        past = tuple(cache.tensors["past"].tolist())
-        if len(past) != rows:
-            raise GraftError(
-                f"The number of rows is {len(past)} in past_key_values, but {rows} in the input: pass the same rows."
-            )
-    return WindowGrid.build(x, mask, past, window)
+    if cache is None or not cache.tensors:
+        return WindowGrid.build(x, mask, None, window)
+    past_counts = cache.tensors["past"].to(x.device)
+    if len(past_counts) != rows:
+        raise GraftError(
+            f"The number of rows is {len(past_counts)} in past_key_values, but {rows} in the input: pass the same rows."
+        )
+    if length == 1:
+        return StepGrid.build(mask, past_counts, window)
+    return WindowGrid.build(x, mask, tuple(past_counts.tolist()), window)
 
 
 def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
     """Return the attention mask (B, T), bool, of the T = `length` columns of a pass, without gaps between tokens."""
     if mask.dim() != 2:
         raise GraftError(
-            f"attention_mask has the shape {tuple(mask.shape)}, but (rows, tokens) is expected: use a dynamic cache "
-            "for decoding, and put each document in a row of its own."
+            f"attention_mask has the shape {tuple(mask.shape)}, but (rows, tokens) is expected: pass a mask of "
+            "tokens, and put each document in a row of its own."
         )
     mask = mask[:, -length:].bool().to(device)
     if length > 1:
@@ -422,6 +428,7 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         GraftError: the config is bidirectional.
     """
 
+    has_decode_state = True  # read by `compiled_decoding`
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: BlockStateConfig) -> None:
@@ -435,6 +442,25 @@ class BlockStateForCausalLM(BlockStatePreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @property
+    def decodes_in_one_graph(self) -> bool:
+        """Whether a decode step compiles as one graph; the inputs that unstructured kernels keep grow with the text."""
+        return not self.config.has_unstructured_kernels
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **kwargs: object) -> Tensor | None:
+        """Return the attention mask (B, past + T) as it is, where `generate` would make one for a static cache.
+
+        Args:
+            attention_mask: (B, past + T), nonzero at tokens; None if all columns are tokens.
+            **kwargs: not used.
+        """
+        return attention_mask
+
+    def _prepare_static_cache(self, *args: object, **kwargs: object) -> Cache:
+        """Return what `generate` uses as a static cache: this model's own cache, whose size is constant anyway."""
+        return compileable_cache(self.config.num_hidden_layers)
 
     def forward(
         self,

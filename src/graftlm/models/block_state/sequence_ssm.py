@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graftlm.models.block_state.cache import LayerCache
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.models.block_state.convolution import fft_convolution, last_output, states_after_chunks, window_end_outputs
-from graftlm.models.block_state.grid import WindowGrid, slice_rows
+from graftlm.models.block_state.grid import Grid, StepGrid, WindowGrid, slice_rows
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel, at_least_float32
 
 
@@ -32,7 +32,7 @@ class TokenSSM(nn.Module):
         self.name = name
         self.kernels = _kernels(config, outputs, systems=1)
 
-    def forward(self, u_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def forward(self, u_BGE: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Compute the outputs at each token.
 
         Args:
@@ -43,34 +43,35 @@ class TokenSSM(nn.Module):
         Returns:
             Outputs (B, G, E, C), at least in float32; values of empty slots are arbitrary.
         """
-        offsets = grid.offsets
-        aligned = slice_rows(at_least_float32(u_BGE), offsets, grid.slots - min(offsets))
+        aligned = grid.aligned(at_least_float32(u_BGE))
         with without_autocast(u_BGE.device):
             if isinstance(self.kernels, S4DKernel):
                 y = self._structured(self.kernels, aligned, grid, cache)
             else:
                 y = self._unstructured(self.kernels, aligned, grid, cache)
-        return slice_rows(y, tuple(-offset for offset in offsets), grid.slots)
+        return grid.unaligned(y)
 
     def _structured(
         self,
         kernels: S4DKernel,
         u_BTE: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> Tensor:
         """Compute the outputs (B, T, E, C) for left-aligned inputs from a state."""
         if cache is None:
             return kernels.outputs(u_BTE, None)
         state = _cached_state(cache, self.name)
-        if grid.decoding and state is not None:
+        if isinstance(grid, StepGrid):
+            assert state is not None, "a decode step continues a text"
             y, after = kernels.step(u_BTE[:, 0], state)
+            after = grid.kept(after, state)
         else:
             initial = None if state is None else state[:, 0]
             y = kernels.outputs(u_BTE, initial)
             length = u_BTE.shape[1]
             right_aligned = slice_rows(u_BTE, tuple(count - length for count in grid.new_lengths), length)
-            after = kernels.final_state(right_aligned, state, grid.per_row(grid.new_lengths))
+            after = kernels.final_state(right_aligned, state, grid.new_counts)
         cache.store(self.name, torch.view_as_real(after))
         return y
 
@@ -78,7 +79,7 @@ class TokenSSM(nn.Module):
         self,
         kernels: UnstructuredKernel,
         u_BTE: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> Tensor:
         """Compute the outputs (B, T, E, C) for left-aligned inputs by a convolution over all inputs so far."""
@@ -107,7 +108,7 @@ class WindowEndSSM(nn.Module):
         self.systems = config.filters
         self.kernels = _kernels(config, outputs=1, systems=config.filters)
 
-    def forward(self, u_BGE: Tensor, grid: WindowGrid, cache: LayerCache | None) -> Tensor:
+    def forward(self, u_BGE: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Compute the outputs at the end of each window.
 
         Args:
@@ -128,14 +129,16 @@ class WindowEndSSM(nn.Module):
         self,
         kernels: S4DKernel,
         u_BGE: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> Tensor:
         """Compute the outputs (B, I, M, E) from the states at window ends, and none between them."""
         initial = _cached_state(cache, self.name)
-        if grid.decoding and cache is not None and initial is not None:
+        if isinstance(grid, StepGrid):
+            assert cache is not None
+            assert initial is not None, "a decode step continues a text"
             y, state = kernels.step(u_BGE[:, 0], initial)
-            cache.store(self.name, torch.view_as_real(state))
+            cache.store(self.name, torch.view_as_real(grid.kept(state, initial)))
             return y[:, None, ..., 0]
         u = u_BGE
         if not grid.is_full:
@@ -178,7 +181,7 @@ class WindowEndSSM(nn.Module):
         slot = torch.arange(self.window, device=u.device)
         is_after_end = slot >= self.window - since_end[:, None]
         rest = rest * is_after_end[..., None]
-        completed = grid.per_row(grid.completed_windows)
+        completed = grid.completed_counts
         row = torch.arange(len(completed), device=u.device)
         start = states[row, completed]
         before = torch.zeros_like(start) if initial is None else initial
@@ -189,13 +192,12 @@ class WindowEndSSM(nn.Module):
         self,
         kernels: UnstructuredKernel,
         u_BGE: Tensor,
-        grid: WindowGrid,
+        grid: Grid,
         cache: LayerCache | None,
     ) -> Tensor:
         """Compute the outputs (B, I, M, E) by convolutions over all inputs so far."""
         window = self.window
-        offsets = grid.offsets
-        aligned = slice_rows(u_BGE, offsets, grid.slots - min(offsets))
+        aligned = grid.aligned(u_BGE)
         inputs = _with_cached_inputs(aligned, grid, cache, self.name)
         if not any(grid.completed_windows):
             windows = grid.slots // min(window, grid.slots)
@@ -263,7 +265,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def _with_cached_inputs(
     aligned_BTE: Tensor,
-    grid: WindowGrid,
+    grid: Grid,
     cache: LayerCache | None,
     name: str,
 ) -> Tensor:
