@@ -106,6 +106,7 @@ def test_a_row_without_a_token_in_a_step_continues_later_as_if_nothing_were(vari
     model = tools.model(variant)
     ids = tools.ids(2, 14)
     mask = torch.ones(2, 14, dtype=torch.long)
+    mask[0, 9] = 0
     mask[1, 7:9] = 0  # in two decode steps, the first of which would end a window
     cache = DynamicCache()
     actual = []

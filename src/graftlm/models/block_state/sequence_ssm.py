@@ -203,7 +203,7 @@ class WindowEndSSM(nn.Module):
             windows = grid.slots // min(window, grid.slots)
             return u_BGE.new_zeros(u_BGE.shape[0], windows, self.systems, u_BGE.shape[-1])
         # Cached inputs are right-aligned. Windows begin at each row's first token, so rows are left-aligned here.
-        longest = max(grid.past_lengths)
+        longest = inputs.shape[1] - aligned.shape[1]
         count = -(-inputs.shape[1] // window)
         inputs = slice_rows(inputs, tuple(longest - n for n in grid.past_lengths), count * window)
         kernel = kernels.kernel(count * window)
