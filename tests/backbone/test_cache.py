@@ -232,3 +232,39 @@ def test_tokens_of_a_static_cache_are_known_until_something_else_changes_it(monk
     assert not read(1).is_known, "a count that nobody read is not kept"
     cache.reset()
     assert (TokenCount(cache, 1).is_known, TokenCount(cache, 1).read()) == (False, 0)
+
+
+class Seen(Graft):
+    """Keeps the calls of its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def prepare(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def taps(self) -> list[Tap]:
+        return [Tap(Site("ffn", 0), "after", "add", lambda call, inputs, outputs: None)]
+
+
+def test_masks_of_a_static_cache_are_known_without_its_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = tiny_model("llama")
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    mask[1, 5] = 0  # the new token of a row that has ended
+    found = []
+    for is_known in (True, False):
+        cache = StaticCache(config=live.config, max_cache_len=9)
+        with GraftedModel(Backbone.wrap(live), {"seen": (graft := Seen())}) as model, torch.no_grad():
+            model(tiny_ids(2, 5), mask[:, :5], past_key_values=cache, use_cache=True)
+            columns = torch.nn.functional.pad(mask, (0, 3)).bool()[:, None, None]
+            if not is_known:
+                monkeypatch.setattr(token_count, "may_read", lambda tensor: False)  # as on an accelerator
+                vars(cache).pop(token_count.COUNT_KEY)
+            model(tiny_ids(2, 1), columns, past_key_values=cache, use_cache=True)
+        call = graft.calls[-1]
+        assert call.token_mask is not None
+        found.append((call.token_mask.tolist(), call.padding().tolist()))
+        assert call.past_is_known == is_known
+    assert found == [([[True], [False]], [2, 0])] * 2

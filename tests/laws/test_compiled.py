@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import StaticCache
 
 from graftlm.backbone import Backbone, compiled_decoding
+from graftlm.errors import GraftError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.testing.laws import (
@@ -211,16 +212,20 @@ def check_same_tokens(eager: Any, compiled: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(e, id=str(e), marks=[] if e is GATED else pytest.mark.slow) for e in WHOLE]
+    ("example", "family"),
+    [
+        *(pytest.param(e, "llama", id=str(e), marks=[] if e is GATED else pytest.mark.slow) for e in WHOLE),
+        pytest.param(GATED, "block-state", id="block-state", marks=pytest.mark.slow),
+    ],
 )
-def test_generate_with_compiled_steps_gives_the_tokens_of_eager_steps(example: Example) -> None:
+def test_generate_with_compiled_steps_gives_the_tokens_of_eager_steps(example: Example, family: str) -> None:
     graphs: list[Any] = []
 
     def backend(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         graphs.append(module)
         return module.forward
 
-    with grafted(frozen("llama"), example) as model:
+    with grafted(frozen(family), example) as model:
         ids, mask = prompts()
         eager = model.generate(ids, attention_mask=mask, **GENERATED)
         options = compiled_decoding(model, GENERATED, prompt_tokens=ids.shape[1], wanted=True)
@@ -253,7 +258,7 @@ def test_a_bare_model_that_is_compiled_while_a_graft_is_attached_lends_it_no_cod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [GATED, REPLACING, BY_PROMPT], ids=str)
+@pytest.mark.parametrize("example", [GATED, REPLACING, BY_PROMPT, NARROW], ids=str)
 def test_a_model_that_is_asked_to_compiles_its_steps_to_machine_code(example: Example) -> None:
     with grafted(frozen("llama"), example) as model:
         ids, mask = prompts()
@@ -273,6 +278,35 @@ def test_other_ways_to_decode_stay_as_they_are(options: dict[str, Any]) -> None:
     with grafted(frozen("llama"), GATED) as model:
         assert compiled_decoding(model, options, wanted=True) == {}
         assert compiled_decoding(model, {}) == {}, "on a CPU, steps are eager"
+
+
+def test_a_memory_compiles_steps_only_where_its_sinks_stay_within_reach() -> None:
+    def columns(tokens: int | None, **config: Any) -> object:
+        example = Example("memory", {**NARROW.config, "reach": 40, **config})
+        with graft_onto(Backbone.wrap(frozen("llama")), example) as model:
+            options = compiled_decoding(model, {"max_new_tokens": 10}, prompt_tokens=tokens, wanted=True)
+        return options.get("max_cache_len", bool(options))
+
+    assert columns(30) == 40, "no more columns than the sinks may reach over"
+    assert columns(31) is False, "with a growing cache, the sinks would move"
+    assert columns(None) is False, "nobody knows how long the text becomes"
+    assert columns(31, sinks=0) == 256
+    assert columns(None, sinks=0) is True
+
+
+@pytest.mark.slow
+def test_a_static_cache_that_exceeds_the_reach_is_checked_in_compiled_steps() -> None:
+    example = Example("memory", {**NARROW.config, "reach": 12})
+    ids = tiny_ids(1, 9)
+    with grafted(frozen("llama"), example) as model:
+        options = {**compiled_decoding(model, {"max_new_tokens": 3}, prompt_tokens=9, wanted=True), "max_cache_len": 24}
+        options["compile_config"].backend = "eager"
+        options["compile_config"].mode = None  # type: ignore[assignment]  # as torch.compile takes it
+        eager = model.generate(ids, **GENERATED | {"max_new_tokens": 4})
+        check_same_tokens(eager, model.generate(ids, **GENERATED | {"max_new_tokens": 4}, **options))
+        with pytest.raises(GraftError) as error:
+            model.generate(ids, **GENERATED | {"max_new_tokens": 5}, **options)
+    assert "13 tokens" in str(error.value)
 
 
 @torch.no_grad()
