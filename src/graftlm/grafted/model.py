@@ -579,7 +579,7 @@ class GraftedModel(TrainerSupport):
         if not has_ends and tokenizer is not None and tokenizer.chat_template:
             kwargs["eos_token_id"] = sorted(answer_end_ids(self.model, tokenizer)) or None
         ids = kwargs.get("input_ids") if inputs is None else inputs
-        prompt_tokens = ids.shape[1] if isinstance(ids, Tensor) else None
+        prompt_tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else None
         kwargs |= compiled_decoding(self, kwargs, prompt_tokens=prompt_tokens)
         return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mix-in's method
 
