@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftType
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional
 from transformers import StaticCache
 
 from graftlm.backbone import Backbone, compiled_decoding
-from graftlm.errors import GraftError
+from graftlm.errors import BackboneError, GraftError, RecipeError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.testing.laws import (
@@ -182,6 +184,26 @@ def test_decode_steps_compile_as_one_graph_that_reads_nothing(example: Example) 
     torch.testing.assert_close(actual, expected, **CLOSE)  # closed gates are computed, and not skipped
     assert graphs == [[]] * len(graphs), "the host would wait for an accelerator"
     assert len(graphs) <= 2, "the second is for lengths that change"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(method.name for method in PeftType))
+def test_methods_of_peft_compile_as_one_graph_or_say_that_they_do_not(method: str) -> None:
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        return module.forward
+
+    try:
+        model = grafted(frozen("llama"), Example("peft", {"method": method}, name=method))
+    except (RecipeError, BackboneError) as error:
+        pytest.skip(f"no graft on this model: {error}")
+    with model:
+        expected = decode(model, model)
+        if not model.decodes_in_one_graph:
+            with pytest.raises(TorchDynamoException):
+                decode(model, torch.compile(model, backend=backend, fullgraph=True))
+            return
+        actual = decode(model, torch.compile(model, backend=backend, fullgraph=True))
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.slow
