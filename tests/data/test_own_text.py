@@ -122,6 +122,18 @@ def test_openings_begin_free_texts_in_turn(tmp_path: Path) -> None:
     assert starts == {"the garden", "a house"}
 
 
+def test_a_token_budget_prefers_no_opening(tmp_path: Path) -> None:
+    """What exceeds the budget is dropped in the order of the texts, and not by the length of their openings."""
+    openings = ["the garden", "a house by the old sea", "a"]
+    texts = sample(tmp_path, backbone(), openings=openings, tokens=250, batch_size=64)
+    lengths = [text.turns[0][0] for text in texts]
+    order = [lengths.index(length) for length in lengths]
+    assert len(set(lengths)) == 3
+    counts = np.bincount([sorted(set(lengths)).index(length) for length in lengths])
+    assert counts.max() - counts.min() <= 4, "some texts end at once"
+    assert order != sorted(order)
+
+
 def test_own_text_trains_as_old_text(tmp_path: Path) -> None:
     model = backbone()
     texts = sample(tmp_path, model)

@@ -201,6 +201,43 @@ def test_a_step_that_cannot_be_compiled_runs_eagerly(caplog: pytest.LogCaptureFi
     assert sum("compiled" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.usefixtures("_forget")
+def test_many_sizes_are_compiled() -> None:
+    """More than torch.compile accepts by default, which would be an error or slow steps without a word."""
+    graphs: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    model = backbone().bare_model
+    uniform = uniform_numbers([(0, 0)], 3, torch.device("cpu"))
+    for slots in range(1, 11):
+        sampler = SlotSampler(model, slots, compiled=True, backend=backend)
+        sampler.sample([[5, 6]], uniform, sorted(ENDS), DRAWING)
+    assert len(graphs) == 10
+
+
+def test_idle_slots_stay_inside_of_the_cache() -> None:
+    """Texts that have ended are computed on, off the CPU until the next look and in compiled slots until the end."""
+    model = backbone()
+    sampler = SlotSampler(model.bare_model, 3)
+    sampler._is_watched = False
+    positions: list[int] = []
+    step = sampler._decode
+
+    def recorded(cache: Any, token: Tensor) -> Tensor:
+        positions.append(int(cache.positions.max()))
+        return step(cache, token)
+
+    sampler._step = recorded
+    lengths = [2, 60]
+    uniform = uniform_numbers([(0, 0), (0, 1)], max(lengths), torch.device("cpu"))
+    texts = sampler.sample([[5], [6, 7]], uniform, [], DRAWING)
+    assert [len(text) for text in texts] == [60, 60]
+    assert max(positions) < 2 + 60
+
+
 def test_unwatched_texts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Off the CPU, ended texts stay in their slots for some steps, since looking at them makes the host wait."""
     model = backbone()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 
 import torch
+
+_VERSIONS = 4096
 
 
 def guard_hooks() -> None:
@@ -22,3 +25,8 @@ def forget_compiled() -> None:
     if "torch._dynamo" in sys.modules:
         guard_hooks()
         torch.compiler.reset()
+
+
+def many_versions() -> AbstractContextManager[None]:
+    """Let torch.compile keep more versions of one function than by default: of a step for several models and sizes."""
+    return torch._dynamo.config.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=_VERSIONS)

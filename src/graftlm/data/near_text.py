@@ -296,11 +296,16 @@ class NearTextSampler:
         wanted = math.ceil(2 * needed / self._config.answer_tokens)
         count = min(self._sampler.batch_texts, wanted)
         openings = [self._openings.draw(generator) for _ in range(count)]
+        rows_by_kind: dict[str, list[int]] = {"chat": [], "prompt": [], "document": []}
+        for row, opening in enumerate(openings):
+            rows_by_kind[opening.kind].append(row)
+        texts: dict[int, OwnText] = {}
         with self._sampler.seeded(number):
-            chats = self._conversations([opening for opening in openings if opening.kind == "chat"])
-            prompted = self._free_texts([opening for opening in openings if opening.kind == "prompt"])
-            documents = self._free_texts([opening for opening in openings if opening.kind == "document"])
-        return first_samples([*chats, *prompted, *documents], needed)
+            for kind, rows in rows_by_kind.items():
+                sample = self._conversations if kind == "chat" else self._free_texts
+                texts.update(zip(rows, sample([openings[row] for row in rows]), strict=True))
+        # The last texts of a batch may be dropped, which must not depend on their kind.
+        return first_samples([texts[row] for row in sorted(texts)], needed)
 
     def check_yield(self, batches: Sequence[Sequence[OwnText]]) -> bool:
         """Return whether sampling goes on: False if at most 2 % of the latest 128 texts are used.

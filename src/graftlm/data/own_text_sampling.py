@@ -312,16 +312,18 @@ class OwnTextSampler:
         if leading_bos(self._tokenizer) is None:
             ends.add(starts[0][0])
         # Texts with starts of one length are sampled together, so that each can have the full length.
-        by_length: dict[int, list[list[int]]] = {}
-        for start in starts:
-            by_length.setdefault(len(start), []).append(start)
-        texts = []
-        for length in sorted(by_length):
-            group = by_length[length]
-            for start, new in zip(group, self._continue(group, ends, self._length), strict=True):
+        rows_by_length: dict[int, list[int]] = {}
+        for row, start in enumerate(starts):
+            rows_by_length.setdefault(len(start), []).append(row)
+        texts: dict[int, OwnText] = {}
+        for length in sorted(rows_by_length):
+            group = rows_by_length[length]
+            continued = self._continue([starts[row] for row in group], ends, self._length)
+            for row, new in zip(group, continued, strict=True):
                 if new and new[0] not in ends:
-                    texts.append(OwnText(start + new, [(length, length + len(new))]))
-        return texts
+                    texts[row] = OwnText(starts[row] + new, [(length, length + len(new))])
+        # The last texts of a batch may be dropped, which must not depend on the starts.
+        return [texts[row] for row in sorted(texts)]
 
     def _conversations(self, rows: int) -> list[OwnText]:
         """Sample users' turns and answers to them, without conversations whose user's turn does not end."""

@@ -6,6 +6,7 @@ Shape suffixes: B slots, N prompts, S new tokens, V tokens of the vocabulary.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from graftlm.backbone import guard_hooks, left_padded
+from graftlm.backbone.compiled_code import many_versions
 from graftlm.backbone.slot_cache import SlotCache
 from graftlm.data.token_drawing import Drawing, check_drawn
 from graftlm.errors import first_line
@@ -110,14 +112,15 @@ class SlotSampler:
         """Run a decode step, from now on eagerly if it can't be compiled."""
         if not self._compiled:
             return self._step(cache, token_B)
-        from torch._dynamo.exc import TorchDynamoException  # takes a second, and only compiled steps need it
-
         try:
-            return self._step(cache, token_B)
-        except TorchDynamoException as error:
+            with many_versions():
+                return self._step(cache, token_B)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler raises; an error of the model is raised again below
             _LOG.warning("The decode step can't be compiled (%s): sampling is slower without.", first_line(error))
-            self._step = self._decode
-            return self._step(cache, token_B)
+        self._step = self._decode
+        return self._step(cache, token_B)
 
     def _replace_ended(self, texts: _Texts, columns: int) -> None:
         """Take the texts that have ended, and give their slots to the next prompts, or drop many free slots."""
@@ -145,15 +148,18 @@ class SlotSampler:
         )
         cache = self._cache
         if cache is None or len(cache.rows) != texts.slots or cache.columns < columns:
-            cache = SlotCache(filled, texts.slots, _rounded(columns), compiled=self._compiled)
+            rounded = _rounded(columns, compiled=self._compiled)
+            cache = SlotCache(filled, texts.slots, rounded, compiled=self._compiled)
             self._cache = cache
         cache.place(filled, [len(prompt) for prompt in prompts], slots)
         texts.begin(slots, output.logits[:, -1])
         return cache
 
 
-def _rounded(columns: int) -> int:
-    """Return a number of columns that serves similar calls, too, so that they need no new tensors."""
+def _rounded(columns: int, *, compiled: bool) -> int:
+    """Return a number of columns that serves similar calls, too: each number needs new tensors and a compiled step."""
+    if compiled:
+        return 2 ** math.ceil(math.log2(max(columns, _COLUMN_MULTIPLE)))
     return -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
 

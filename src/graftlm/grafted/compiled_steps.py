@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 
-from graftlm.backbone import guard_hooks
+from graftlm.backbone.compiled_code import guard_hooks, many_versions
 from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.backbone.step_buffers import Bucket, StepBuffers, StepInputs, bucket_of, layers_with_states
 from graftlm.errors import first_line
@@ -32,7 +31,6 @@ BACKEND = "inductor"
 RECORDING_DEVICES = ("cuda",)
 """Types of devices on which the step of each bucket is recorded, so that no operation is launched by itself."""
 
-_VERSIONS = 4096  # of the code of a step: two for each graft set, by default torch.compile accepts 8
 _LOG = logging.getLogger(__name__)
 
 
@@ -185,7 +183,7 @@ class CompiledSteps:
 
         def step() -> Tensor:
             assert self._compiled is not None
-            with _many_versions():
+            with many_versions():
                 return self._compiled(self._forward, owner, inputs)
 
         if self._compiled is None:
@@ -293,8 +291,3 @@ def _has_plain_columns(batch: MixedBatch) -> bool:
 
 def _run_forward(forward: StaticPass, owner: Hashable, inputs: StepInputs) -> Tensor:
     return forward(owner, inputs)
-
-
-def _many_versions() -> AbstractContextManager[None]:
-    """Let torch.compile keep the code of more graft sets than its limit for one function allows."""
-    return torch._dynamo.config.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=_VERSIONS)

@@ -405,15 +405,16 @@ def _token_mask(mask: Tensor, length: int, device: torch.device) -> Tensor:
     """Return the attention mask (B, T), bool, of the T = `length` columns of a pass, without gaps between tokens."""
     if mask.dim() != 2:
         raise GraftError(
-            f"The argument attention_mask has the shape {tuple(mask.shape)}, but (rows, tokens) is expected: pass a mask of "
-            "tokens, and put each document in a row of its own."
+            f"The argument attention_mask has the shape {tuple(mask.shape)}, but (rows, tokens) is expected: pass a "
+            "mask of tokens, and put each document in a row of its own."
         )
     mask = mask[:, -length:].bool().to(device)
     if length > 1:
         starts = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0]
         if bool((starts > 1).any()):
             raise GraftError(
-                "The argument attention_mask has a gap between the tokens of a row: put padding before or after all tokens."
+                "The argument attention_mask has a gap between the tokens of a row: put padding before or after all "
+                "tokens."
             )
     return mask
 
