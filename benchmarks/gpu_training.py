@@ -50,11 +50,13 @@ PEAKS = {
 BOUND = "train_bound"
 LORA = "train_lora"
 NEUTRAL = "train_neutral"
+OURS_LORA = "train_lora_ours"
 COMPILED = "train_neutral_compiled"
 LABELS = {
     BOUND: "forward and backward of the bare frozen model, without anything that trains",
     LORA: "LoRA of PEFT with the Trainer of transformers",
     NEUTRAL: "neutral residues with our training loop",
+    OURS_LORA: "LoRA with our training loop",
     COMPILED: "neutral residues with our training loop and training.compile",
 }
 
@@ -161,7 +163,10 @@ class Training:
             self._trained[name] = parameter_count(peft)
             return partial(self._run_trainer, peft)
         backbone = wrap(shared_copy(self._base))
-        config = graft_config({"kind": "neutral-residues", "capacity": self._sizes.capacity, "gate_init": "random"})
+        values = {"kind": "lora", "capacity": self._sizes.capacity}
+        if name != OURS_LORA:
+            values = {"kind": "neutral-residues", "capacity": self._sizes.capacity, "gate_init": "random"}
+        config = graft_config(values)
         model = GraftedModel(backbone, {"graft": build_graft(config, backbone)})
         self._trained[name] = parameter_count(model)
         return partial(self._run_ours, model, name == COMPILED)

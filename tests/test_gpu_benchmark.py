@@ -81,6 +81,7 @@ def test_items_are_measured_and_written(gpu: ModuleType, tmp_path: Path) -> None
         "decode_neutral_open_1",
         "train_lora",
         "train_neutral",
+        "train_lora_ours",
         "train_bound",
         "own_text",
         "decode_lora_1",
@@ -101,7 +102,7 @@ def test_the_whole_small_form_needs_few_packages(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = Results.read(tmp_path)
-    expected = {"own_text", "train_lora", "train_neutral", "train_bound"}
+    expected = {"own_text", "train_lora", "train_neutral", "train_lora_ours", "train_bound"}
     expected |= {f"server_{clients}" for clients in (1, 8, 32, 64)}
     expected |= {f"decode_{variant}_{rows}" for variant in DECODED for rows in (1, 8, 32)}
     expected |= {f"decode_{variant}_{rows}_3b" for variant in DECODED[:3] for rows in (1, 32)}

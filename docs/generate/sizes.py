@@ -69,6 +69,7 @@ class Requirements:
     activations: float
     graft: float
     cache: float
+    products: float
     flops_per_token: float
 
     @property
@@ -82,8 +83,8 @@ class Requirements:
         return self.backbone + self.graft + self.cache
 
     def decode_rate(self, bandwidth: float) -> float:
-        """Return the upper bound of tokens per second of one row: each token reads all weights once."""
-        return bandwidth / (self.backbone + self.graft)
+        """Return the upper bound of tokens per second of one row: each token reads the weights of all products once."""
+        return bandwidth / (self.products + self.graft)
 
 
 def requirements(
@@ -96,18 +97,20 @@ def requirements(
         capacity: Parameters of the graft divided by those of the backbone.
         tokens: Tokens of one forward pass in training: rows of a micro-batch times their length.
         context: Tokens in the cache of one row in serving.
-        number: Bytes of a number of the backbone and of the activations; the graft has 4.
+        number: Bytes of a number of the backbone and of the activations; in training the graft has 4.
     """
     backbone = shape.parameters
     graft = capacity * backbone
+    products = backbone if shape.tied else backbone - shape.vocabulary * shape.width  # without the lookup of embeddings
     chunk = 3 * OTHER_CHUNK_BYTES  # logits of a chunk, their logarithms and their gradient
     return Requirements(
         backbone=number * backbone,
         graft_training=16 * graft,  # float32: weight, gradient and two moments of AdamW
         activations=tokens * number * shape.saved_activations(int(graft)) + chunk,
-        graft=4 * graft,
+        graft=number * graft,  # as it is served
         cache=context * number * 2 * shape.layers * shape.kv_width,
-        flops_per_token=4 * backbone + 6 * graft,
+        products=number * products,
+        flops_per_token=4 * products + 6 * graft,
     )
 
 
@@ -131,14 +134,18 @@ def memory(arguments: str, page: Path) -> str:
 
 def time(arguments: str, page: Path) -> str:
     """Return upper bounds of the speeds of each shape on two accelerators, from counted operations and bytes."""
-    head = ["backbone", "training", *(f"decoding, {name}" for name in BANDWIDTHS)]
+    head = ["backbone", "training, either card", *(f"decoding a row, {name}" for name in BANDWIDTHS)]
     rows = []
     for shape in SHAPES:
         needs = requirements(shape)
         rates = [PEAK_FLOPS / needs.flops_per_token]
         rates += [needs.decode_rate(bandwidth) for bandwidth in BANDWIDTHS.values()]
-        rows.append([shape.name, *(f"{rate:,.0f}" for rate in rates)])
+        rows.append([shape.name, *(f"{_two_digits(rate):,}" for rate in rates)])
     return table(head, rows)
+
+
+def _two_digits(number: float) -> int:
+    return int(float(f"{number:.1e}"))
 
 
 @dataclass(frozen=True)

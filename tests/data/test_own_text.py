@@ -134,6 +134,19 @@ def test_a_token_budget_prefers_no_opening(tmp_path: Path) -> None:
     assert order != sorted(order)
 
 
+def test_a_text_does_not_end_with_a_token_of_its_opening(tmp_path: Path) -> None:
+    """Also where the tokenizer has no token that begins or ends a text."""
+    model = backbone()
+    tokenizer: Any = model.tokenizer
+    for name in ("bos_token", "eos_token"):
+        setattr(tokenizer, name, None)
+    model.model.generation_config.eos_token_id = None
+    texts = sample(tmp_path, model, openings=["the"], tokens=2000)
+    first = texts[0].ids[0]
+    assert any(first in text.ids[1:] for text in texts)
+    assert {len(text.ids) for text in texts} == {LENGTH}
+
+
 def test_own_text_trains_as_old_text(tmp_path: Path) -> None:
     model = backbone()
     texts = sample(tmp_path, model)

@@ -81,6 +81,16 @@ def test_settings_of_a_checkpoint_change_nothing(in_slots: bool) -> None:
     assert model.bare_model.generation_config.top_k == 2
 
 
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_models_that_rotate_by_the_longest_text_have_no_slots(rope: str) -> None:
+    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 10_000.0}
+    if rope == "longrope":
+        half = tiny_model("llama").config.head_dim // 2
+        parameters |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
+        parameters |= {"original_max_position_embeddings": 32}
+    assert not has_slots(tiny_model("llama", rope_parameters=parameters))
+
+
 def test_a_text_depends_on_seed_batch_call_and_index_alone() -> None:
     sampler = TokenSampler(backbone(), seed=0)
     first = sampled(sampler)

@@ -10,7 +10,7 @@ import torch
 from peft import PeftType
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 
 from graftlm.backbone import Backbone, compiled_decoding
 from graftlm.errors import BackboneError, GraftError, RecipeError
@@ -293,7 +293,14 @@ def test_a_model_that_is_asked_to_compiles_its_steps_to_machine_code(example: Ex
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "dynamic"}, {"disable_compile": True}],
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"cache_implementation": "dynamic"},
+        {"disable_compile": True},
+        {"assistant_early_exit": 1},
+        {"output_attentions": True},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_other_ways_to_decode_stay_as_they_are(options: dict[str, Any]) -> None:
@@ -329,6 +336,21 @@ def test_a_static_cache_that_exceeds_the_reach_is_checked_in_compiled_steps() ->
         with pytest.raises(GraftError) as error:
             model.generate(ids, **GENERATED | {"max_new_tokens": 5}, **options)
     assert "13 tokens" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["cache_implementation", "prompt_lookup_num_tokens"])
+def test_other_ways_of_a_generation_config_stay_as_they_are(name: str) -> None:
+    value = "quantized" if name == "cache_implementation" else 3
+    with grafted(frozen("llama"), GATED) as model:
+        model.compiles_decoding = True
+        ids, mask = prompts()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.model, "generate", lambda *_, **options: options)
+            positional = model.generate(ids, GenerationConfig(max_new_tokens=4, **{name: value}))
+            assert "cache_implementation" not in positional
+            assert "cache_implementation" in model.generate(ids, attention_mask=mask, max_new_tokens=4)
+        setattr(model.model.generation_config, name, value)
+        assert compiled_decoding(model, {"max_new_tokens": 4}) == {}
 
 
 @torch.no_grad()

@@ -26,10 +26,15 @@ _OTHER_WAYS = (
     "disable_compile",
     "generation_config",
     "assistant_model",
+    "assistant_early_exit",
+    "output_attentions",
     "prompt_lookup_num_tokens",
     "custom_generate",
 )
 """Options with which a caller decodes in another way, which stays as it is."""
+
+_OTHER_WAYS_OF_CONFIGS = ("cache_implementation", "prompt_lookup_num_tokens", "assistant_early_exit")
+"""Those of `_OTHER_WAYS` that the generation config of a model may have."""
 
 
 def compiled_decoding(
@@ -60,6 +65,9 @@ def compiled_decoding(
     if wanted is None:
         wanted = model.device.type in COMPILING_DEVICES
     if not wanted or any(options.get(name) is not None for name in _OTHER_WAYS):
+        return {}
+    configured = getattr(model, "generation_config", None)
+    if any(getattr(configured, name, None) is not None for name in _OTHER_WAYS_OF_CONFIGS):
         return {}
     if options.get("use_cache") is False or int(options.get("num_beams") or 1) > 1:  # type: ignore[call-overload]
         return {}

@@ -23,15 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_ROPE_OF_LONGEST_TEXT = ("dynamic", "longrope")
+
+
 def has_slots(model: PreTrainedModel) -> bool:
     """Return whether a model can decode with a `SlotCache`.
 
-    Its layers must attend to all earlier tokens and keep no other state, and its decode step must be one graph.
+    Its layers must attend to all earlier tokens and keep no other state, its decode step must be one graph, and its
+    rotary positions must not depend on the longest text of a batch.
 
     Args:
         model: a causal language model without grafts.
     """
     if not decodes_in_one_graph(model) or getattr(model, "has_decode_state", False):
+        return False
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if rope.get("rope_type") in _ROPE_OF_LONGEST_TEXT:
         return False
     layers = DynamicCache(config=model.config).layers
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)

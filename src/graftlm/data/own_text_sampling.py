@@ -310,7 +310,7 @@ class OwnTextSampler:
         starts = [self._starts[(first + row) % len(self._starts)] for row in range(rows)]
         ends = set(self._ends)
         if leading_bos(self._tokenizer) is None:
-            ends.add(starts[0][0])
+            ends.update(document_start(self._tokenizer))  # it separates documents, so it also ends them
         # Texts with starts of one length are sampled together, so that each can have the full length.
         rows_by_length: dict[int, list[int]] = {}
         for row, start in enumerate(starts):
@@ -404,13 +404,7 @@ def free_starts(
     Raises:
         DataError: a list would be empty, or leaves no room for another token in `length` tokens.
     """
-    candidates = (
-        leading_bos(tokenizer),
-        tokenizer.get_vocab().get(_DOCUMENT_SEPARATOR),
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-    )
-    start = [token for token in candidates if isinstance(token, int)][:1]
+    start = document_start(tokenizer)
     encoded: list[list[int]] = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in openings]
     if not encoded:
         encoded = [[]]
@@ -427,6 +421,17 @@ def free_starts(
                 f"most {length}: shorten the opening, or raise the length."
             )
     return [start + opening for opening in encoded]
+
+
+def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the id of the token with which a document begins, or an empty list if the tokenizer has none."""
+    candidates = (
+        leading_bos(tokenizer),
+        tokenizer.get_vocab().get(_DOCUMENT_SEPARATOR),
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+    )
+    return [token for token in candidates if isinstance(token, int)][:1]
 
 
 def split_template(

@@ -193,8 +193,8 @@ class SelfSourceConfig(Config):
     batch_size: int | None = Field(
         None,
         ge=1,
-        description="Texts that are sampled at once; by default 32 on a CPU, and on a GPU what fits in half of the "
-        "free memory, at most 256.",
+        description="Texts that are sampled at once; another number gives other texts. By default 32 on a CPU, and on "
+        "a GPU what fits in half of the free memory, at most 256.",
     )
     seed: int = Field(0, ge=0, description="Seed of the sampling.")
 

@@ -561,9 +561,9 @@ class GraftedModel(TrainerSupport):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' own `generate` of `model`. Grafts see which tokens are the prompt.
 
-        On an accelerator the step of each token is compiled, see `compiled_decoding`; `disable_compile=True` or a
-        cache prevents it. If the tokenizer has a chat template, a text also ends with the tokens that end an answer;
-        see `answer_end_ids`.
+        On an accelerator the step of each token is compiled, see `compiled_decoding`, and a returned cache has a fixed
+        number of columns; `disable_compile=True` or a cache of the caller prevents it. If the tokenizer has a chat
+        template, a text also ends with the tokens that end an answer; see `answer_end_ids`.
 
         Args:
             inputs: (B, T) token ids of the prompts; padding is on the left.
@@ -578,9 +578,10 @@ class GraftedModel(TrainerSupport):
         has_ends = bool(args) or not {"eos_token_id", "generation_config"}.isdisjoint(kwargs)
         if not has_ends and tokenizer is not None and tokenizer.chat_template:
             kwargs["eos_token_id"] = sorted(answer_end_ids(self.model, tokenizer)) or None
-        ids = kwargs.get("input_ids") if inputs is None else inputs
-        prompt_tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else None
-        kwargs |= compiled_decoding(self, kwargs, prompt_tokens=prompt_tokens)
+        if not args:  # A generation config may be among them.
+            ids = kwargs.get("input_ids") if inputs is None else inputs
+            prompt_tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else None
+            kwargs |= compiled_decoding(self, kwargs, prompt_tokens=prompt_tokens)
         return self.model.generate(inputs, *args, **kwargs)  # type: ignore[operator]  # a mix-in's method
 
     @torch.no_grad()
