@@ -44,15 +44,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[ModuleType]:
-    """The command, whose modules are imported as from its own folder."""
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
+    """The command, whose modules are imported as from its own folder, where folders of tests have the same names."""
+    folder = ROOT / "benchmarks"
+    names = [file.stem for file in folder.glob("*.py")]
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, str(folder))
     try:
         import gpu
 
         yield gpu
     finally:
-        sys.path.remove(folder)
+        sys.path.remove(str(folder))
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(others)
 
 
 @pytest.fixture
