@@ -25,6 +25,7 @@ from graftlm.grafted.compiled_steps import CompiledSteps
 from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, supports_row_groups
 from graftlm.grafted.row_groups import MixedBatch
 from graftlm.grafts import Graft
+from graftlm.serving import batching
 from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.prediction import PredictionEngine
 from graftlm.serving.protocol import EngineError, EngineLimits, GenerationRequest
@@ -543,7 +544,7 @@ def test_a_cpu_compiles_only_if_it_is_asked_to(static: None) -> None:
 
 
 def test_an_accelerator_compiles_unless_it_is_asked_not_to(static: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlm.serving.batching.COMPILING_DEVICES", ("cpu",))
+    monkeypatch.setattr(batching, "COMPILING_DEVICES", ("cpu",))
     for wanted in (None, False, True):
         engine = engine_of({}, compile=wanted)
         assert (engine._model.steps is not None) == (wanted is not False)
