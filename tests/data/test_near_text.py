@@ -20,7 +20,7 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import DataConfig, Document, SelfSourceConfig
 from graftlm.data.conversations import read_chat
 from graftlm.data.marked_ids import IGNORED
-from graftlm.data.near_text import LEFT_OUT, sample_near_text
+from graftlm.data.near_text import LEFT_OUT, NearTextSampler, sample_near_text
 from graftlm.data.new_names import normalized
 from graftlm.data.own_text import OwnText, marked_ids, read_own_text
 from graftlm.data.rows import collate
@@ -191,6 +191,16 @@ def test_repeated_questions_are_the_same_after_an_interruption(tmp_path: Path, m
     for count in range(1, len(lines)):
         file.write_bytes(b"".join(lines[:count]))
         assert sample(tmp_path, model, TAUGHT, tokens=200) == whole
+
+
+def test_a_token_budget_prefers_no_kind_of_text(model: Backbone) -> None:
+    """Its last texts are dropped, so that a batch must not have all conversations first."""
+    config = SelfSourceConfig.model_validate({"self": True, "near": "new", "tokens": 2000, "batch_size": 16})
+    documents = [*TAUGHT, *(Document(f"The house in the city was built by the sea, {n}.") for n in range(4))]
+    texts = NearTextSampler(model, config, documents, LENGTH).batch(0, [], 2000)
+    is_chat = [text.question is not None for text in texts]
+    assert set(is_chat) == {True, False}
+    assert is_chat not in (sorted(is_chat), sorted(is_chat, reverse=True))
 
 
 def test_conversations_begin_with_one_to_four_words_of_a_new_question(

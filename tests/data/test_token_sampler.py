@@ -241,8 +241,7 @@ def test_idle_slots_stay_inside_of_the_cache() -> None:
         return step(cache, token)
 
     sampler._step = recorded
-    lengths = [2, 60]
-    uniform = uniform_numbers([(0, 0), (0, 1)], max(lengths), torch.device("cpu"))
+    uniform = uniform_numbers([(0, 0), (0, 1)], 60, torch.device("cpu"))
     texts = sampler.sample([[5], [6, 7]], uniform, [], DRAWING)
     assert [len(text) for text in texts] == [60, 60]
     assert max(positions) < 2 + 60

@@ -119,6 +119,7 @@ class SlotSampler:
             raise
         except Exception as error:  # whatever a compiler raises; an error of the model is raised again below
             _LOG.warning("The decode step can't be compiled (%s): sampling is slower without.", first_line(error))
+        self._compiled = False
         self._step = self._decode
         return self._step(cache, token_B)
 

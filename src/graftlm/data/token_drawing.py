@@ -80,19 +80,24 @@ class DrawnTokens(LogitsProcessor):
         drawing: draws the tokens.
         uniform_BS: the random numbers of each row.
         prompt_length: number of tokens of the padded prompts.
+
+    Attributes:
+        token_B: the latest tokens; -1 stays where one could not be drawn.
     """
 
     def __init__(self, drawing: Drawing, uniform_BS: Tensor, prompt_length: int) -> None:
         self._drawing = drawing
         self._uniform_BS = uniform_BS
         self._prompt_length = prompt_length
+        self.token_B = torch.zeros(len(uniform_BS), dtype=torch.long, device=uniform_BS.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores (B, V) that are 0 for the drawn tokens and minus infinity for all others."""
         step = input_ids.shape[1] - self._prompt_length
         token_B = self._drawing.tokens(scores, self._uniform_BS[:, step])
-        check_drawn(token_B)
-        return torch.full_like(scores, -torch.inf).scatter(1, token_B[:, None], 0.0)
+        # The caller checks at the end, because a look at a token waits for an accelerator.
+        self.token_B = torch.where(self.token_B < 0, -1, token_B)
+        return torch.full_like(scores, -torch.inf).scatter(1, self.token_B.clamp(min=0)[:, None], 0.0)
 
 
 def check_drawn(token_B: Tensor) -> None:

@@ -16,13 +16,13 @@ from graftlm.backbone.decode_steps import COMPILING_DEVICES
 from graftlm.backbone.patching import replaced_attributes
 from graftlm.backbone.slot_cache import has_slots
 from graftlm.data.slot_sampling import SlotSampler
-from graftlm.data.token_drawing import Drawing, DrawnTokens, uniform_numbers
+from graftlm.data.token_drawing import Drawing, DrawnTokens, check_drawn, uniform_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LOG = logging.getLogger(__name__)
-_CPU_ROWS = 32
+_ROWS = 32
 _MAX_ROWS = 256
 _BATCH_TEXTS = 1024
 _MEMORY_SHARE = 0.5
@@ -36,8 +36,7 @@ class TokenSampler:
         backbone: the backbone; grafts that are attached to it are not active.
         seed: the seed of all batches.
         model: a model that samples instead of the bare backbone, such as a `GraftedModel` on it.
-        rows: number of texts that are sampled at once; by default 32 on a CPU, and elsewhere as many as fit in half of
-            the free memory, at most 256.
+        rows: number of texts that are sampled at once; None chooses it by `rows_at_once`.
 
     Attributes:
         batch_texts: maximum number of texts of a batch. It exceeds the number of texts that are sampled at once, so
@@ -61,7 +60,7 @@ class TokenSampler:
         self._seed = seed
         self._rows = rows
         on_cpu = self._model.device.type == "cpu"
-        self.batch_texts = 2 * (rows or _CPU_ROWS) if rows or on_cpu else _BATCH_TEXTS
+        self.batch_texts = 2 * (rows or _ROWS) if rows or on_cpu else _BATCH_TEXTS
         self._has_slots = model is None and has_slots(self._model)
         self._slots: SlotSampler | None = None
         self._key: tuple[int, ...] = ()
@@ -167,7 +166,7 @@ class TokenSampler:
 
         prompt_length = max(len(prompt) for prompt in prompts)
         drawn = DrawnTokens(drawing, uniform_BS, prompt_length)
-        return generate_rows(
+        texts = generate_rows(
             self._model,
             self._tokenizer,
             prompts,
@@ -176,6 +175,8 @@ class TokenSampler:
             do_sample=False,
             logits_processor=LogitsProcessorList([drawn]),
         )
+        check_drawn(drawn.token_B)
+        return texts
 
 
 def rows_at_once(model: PreTrainedModel, columns: int) -> int:
@@ -186,11 +187,11 @@ def rows_at_once(model: PreTrainedModel, columns: int) -> int:
         columns: maximum number of tokens of a text, with its prompt.
 
     Returns:
-        32 on a CPU; elsewhere the largest power of two of at most 256 whose keys, values and logits fit in half of the
-        free memory.
+        With CUDA, the largest power of two of at most 256 whose keys, values and logits fit in half of the free memory;
+        elsewhere 32.
     """
     if model.device.type != "cuda":
-        return _CPU_ROWS
+        return _ROWS
     free, _ = torch.cuda.mem_get_info(model.device)
     free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     rows = _MEMORY_SHARE * free / row_bytes(model, columns)
