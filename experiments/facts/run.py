@@ -61,6 +61,8 @@ SEARCH_SEED = 100
 ROW_TOKENS = 112
 """Tokens of a row of training, into which two conversations fit."""
 ROWS_PER_STEP = 4
+PRECISION = "bf16"
+"""All rows train under autocast to bfloat16, as users train; answers and losses are computed in float32."""
 EPOCHS = 3.0
 """How often each taught conversation is read, in all rows alike."""
 CONSTANT_OF_BACKBONE = ("locality_", "unchanged", "spill")
@@ -237,7 +239,13 @@ class FactsStudy(Study):
 
     def _training(self, name: str, rate: float, size: Size, seed: int) -> TrainingConfig:
         """Return the training of a row. The row `routed` has the batches and passes of the default recipe."""
-        common = {"learning_rate": rate, "seed": seed, "checkpoint_every": 40, "keep_checkpoints": 1}
+        common = {
+            "learning_rate": rate,
+            "seed": seed,
+            "precision": PRECISION,
+            "checkpoint_every": 40,
+            "keep_checkpoints": 1,
+        }
         if name == "routed":
             default = DEFAULT.training.model_dump() | common
             if size.max_steps is not None:
