@@ -9,13 +9,15 @@ Shape suffixes: B rows and C columns of a bucket, of which b rows and S columns 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+from graftlm.backbone.cache import set_slots
 
 _MIN_COLUMNS = 256
 
@@ -101,6 +103,14 @@ class BucketLayer(StaticLayer):
         return self.keys.shape[-2], 0  # read from the tensor, because a number would be a constant of compiled code
 
 
+class _StepCache(Cache):
+    """The cache of a compiled step."""
+
+    @property
+    def is_compileable(self) -> bool:
+        return True  # layers of grafts don't change how the backbone makes its masks
+
+
 @dataclass
 class StepInputs:
     """What a compiled step reads, in static memory.
@@ -109,7 +119,7 @@ class StepInputs:
         ids: (B, 1), the new token of each row.
         mask: (B, C), 1 for real tokens.
         column: (), index of the column of the new tokens.
-        cache: the keys and values, in layers of the type `BucketLayer`.
+        cache: the keys and values, in layers of the type `BucketLayer`, and after them the layers of grafts.
     """
 
     ids: Tensor
@@ -119,8 +129,36 @@ class StepInputs:
 
     @property
     def layers(self) -> list[BucketLayer]:
-        """The layers of the cache."""
+        """The layers of the backbone."""
         return [layer for layer in self.cache.layers if isinstance(layer, BucketLayer)]
+
+    @property
+    def own_layers(self) -> list[CacheLayerMixin]:
+        """The layers of grafts, which lie in memory of their own."""
+        return self.cache.layers[len(self.layers) :]
+
+    def add_layers(self, layers: Sequence[CacheLayerMixin], slots_by_owner: Mapping[str, range]) -> None:
+        """Append the layers of grafts to the cache.
+
+        Args:
+            layers: layers with states (B, ...). A step may make them longer, or replace their states.
+            slots_by_owner: the indices of each owner's layers in the cache.
+        """
+        for layer in layers:
+            if layer.keys is not None and layer.values is not None:
+                # Code is compiled for strides, too. Tensors that are contiguous stay the same objects.
+                layer.keys = layer.keys.contiguous()
+                layer.values = layer.values.contiguous()
+        self.cache.layers += layers
+        set_slots(self.cache, slots_by_owner)
+
+    def mark_own_layers(self) -> None:
+        """Mark the sizes of the layers of grafts that change, so that code for one size is compiled for others too."""
+        for layer in self.own_layers:
+            dims = (0, 2) if isinstance(layer, DynamicLayer) else (0,)
+            for states in (layer.keys, layer.values):
+                if states is not None:
+                    _marked(states, *dims)
 
 
 class StepBuffers:
@@ -157,7 +195,7 @@ class StepBuffers:
         ids = self._view(self._ids, (bucket.rows, 1), mask).zero_()
         mask_BC = _filled(self._view(self._mask, bucket, mask), mask, dim=1)
         return StepInputs(
-            ids=_marked(ids, 0), mask=_marked(mask_BC, 0, 1), column=column, cache=Cache(layers=list(layers))
+            ids=_marked(ids, 0), mask=_marked(mask_BC, 0, 1), column=column, cache=_StepCache(layers=list(layers))
         )
 
     def holds(self, cache: Cache) -> bool:

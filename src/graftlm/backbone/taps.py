@@ -238,7 +238,8 @@ class TapHooks:
             **values,
         )
         call.attention_mask = partial(token_mask_of, mask, call, length)
-        call.column_mask = partial(column_mask_of, mask, call)
+        if values.get("column_mask") is None:
+            call.column_mask = partial(column_mask_of, mask, call)
         if values.get("token_mask") is None:
             call.token_mask = partial(newest_tokens_of, call, length)
         if count.is_known:  # With a static cache, the masks are read only when a graft needs them.

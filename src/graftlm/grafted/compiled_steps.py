@@ -4,6 +4,10 @@ A batch is copied to static memory when its rows change, and its layers become v
 and leave as in any other batch. Compiled code holds for every bucket of rows and columns, except that a single row has
 its own. On CUDA, the step of each bucket is recorded as a CUDA graph at its first use.
 
+Grafts with layers of their own in the cache, such as the keys and values of a second model, keep them where they are: a
+step makes them longer, or replaces their state. Their code is compiled for any number of rows and columns, their
+buckets have no rows of padding, and their steps are not recorded.
+
 Shape suffixes: b rows of the batch, B rows of its bucket, V tokens of the vocabulary.
 """
 
@@ -17,12 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from graftlm.backbone.cache import slots_of
 from graftlm.backbone.compiled_code import guard_hooks, many_versions
 from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.backbone.step_buffers import Bucket, StepBuffers, StepInputs, bucket_of, layers_with_states
 from graftlm.errors import first_line
+from graftlm.grafted.cache_snapshots import snapshot
 from graftlm.grafted.row_groups import MixedBatch
 
 BACKEND = "inductor"
@@ -52,7 +58,7 @@ class CompiledSteps:
 
     Args:
         forward: the pass of a step, which is compiled.
-        is_one_graph: whether a pass with these grafts can be compiled as one graph.
+        most_columns: the largest number of columns with which a pass with these grafts is one graph; 0 if it never is.
         most: the largest bucket; larger batches are left to the caller.
 
     Attributes:
@@ -60,10 +66,10 @@ class CompiledSteps:
         most: the largest bucket.
     """
 
-    def __init__(self, forward: StaticPass, is_one_graph: Callable[[Hashable], bool], most: Bucket) -> None:
+    def __init__(self, forward: StaticPass, most_columns: Callable[[Hashable], int], most: Bucket) -> None:
         self.graphs = 0
         self._forward = forward
-        self._is_one_graph = is_one_graph
+        self._most_columns = most_columns
         self.most = most
         self._buffers = StepBuffers()
         self._loaded: _Loaded | None = None
@@ -101,11 +107,9 @@ class CompiledSteps:
             The logits (b, V) of each row's next token; None if the step is not compiled, and the caller has to run it.
         """
         problem = self._problem(batch)
-        bucket = bucket_of(len(batch), batch.mask.shape[1] + 1, self.most)
-        if problem is None and bucket is None:
-            problem = "it is larger than the largest bucket"
-        if problem is not None or bucket is None:
-            self._say(f"A decode step is not compiled: {problem}.")
+        bucket = None if problem is not None else self._bucket(batch)
+        if bucket is None:
+            self._say(f"A decode step is not compiled: {problem or 'it is larger than the largest bucket'}.")
             return None
         owner = batch.groups[0].owner
         owner = self._owners.setdefault(owner, owner)
@@ -124,16 +128,25 @@ class CompiledSteps:
         if len(batch.groups) != 1:
             return "rows of the batch have different grafts"
         (group,) = batch.groups
-        if not self._is_one_graph(group.owner):
+        if not self._most_columns(group.owner):
             return f"{group.owner} is not one graph"
-        if len(group.cache.layers) > len(batch.cache.layers):
-            return f"{group.owner} keeps keys, values or a state of its own"
+        if group.span.offset:
+            return f"{group.owner} does not see the first columns of the batch"
         if not _has_plain_columns(batch):
             return "a layer of the backbone does not keep one column for each token"
         user = self._user()
         if user is not None and user is not batch and len(user) > 0 and self._buffers.holds(user.cache):
             return "another batch uses the memory"
         return None
+
+    def _bucket(self, batch: MixedBatch) -> Bucket | None:
+        """Return the bucket of a batch whose rows have the same grafts; None if there is none that is large enough."""
+        (group,) = batch.groups
+        most = self.most._replace(columns=min(self.most.columns, self._most_columns(group.owner)))
+        bucket = bucket_of(len(batch), batch.mask.shape[1] + 1, most)
+        if bucket is not None and _own_layers(batch):
+            return bucket._replace(rows=len(batch))
+        return bucket
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -161,7 +174,14 @@ class CompiledSteps:
         new = torch.tensor(list(tokens_b), dtype=torch.long)
         inputs.ids[: len(batch), 0].copy_(new, non_blocking=True)
         inputs.column.fill_(batch.mask.shape[1])
-        logits_BV = self._step(owner, bucket, inputs)
+        inputs.mark_own_layers()
+        restore = snapshot(batch.groups[0].cache) if inputs.own_layers else None
+        try:
+            logits_BV = self._step(owner, bucket, inputs)
+        except Exception:
+            if restore is not None:
+                restore()
+            raise
         loaded.advance(batch)
         return logits_BV[: len(batch)].clone()  # the next step writes to the same memory
 
@@ -170,6 +190,7 @@ class CompiledSteps:
         self._loaded = None
         self._user = weakref.ref(batch)
         inputs = self._buffers.load(bucket, batch.cache, batch.mask)
+        inputs.add_layers(_own_layers(batch), slots_of(batch.groups[0].cache))
         if self._buffers.moves != self._recorded_moves:  # since this load, or one that failed
             self._forget_recorded()
         self._loaded = _Loaded(batch, bucket, inputs)
@@ -189,7 +210,7 @@ class CompiledSteps:
         if self._compiled is None:
             guard_hooks()
             self._compiled = torch.compile(_run_forward, fullgraph=True, backend=self._compile)
-        if inputs.ids.device.type not in RECORDING_DEVICES:
+        if inputs.own_layers or inputs.ids.device.type not in RECORDING_DEVICES:
             return step()
         self._recorded[key] = self._record(step, inputs.ids.device)
         return self._recorded[key]()
@@ -247,12 +268,15 @@ class _Loaded:
         self._cache = batch.cache
         self._mask = batch.mask
         self._states = _states(batch.cache)
+        self._own_layers = _own_layers(batch)
 
     def holds(self, batch: MixedBatch) -> bool:
         """Return whether a batch has not changed since its layers became views of this memory."""
         if self._batch() is not batch or batch.cache is not self._cache or batch.mask is not self._mask:
             return False
-        return all(one is other for one, other in zip(_states(batch.cache), self._states, strict=True))
+        if len(batch.groups) != 1:  # a group was split, because its grafts failed
+            return False
+        return _are_same(_states(batch.cache), self._states) and _are_same(_own_layers(batch), self._own_layers)
 
     def advance(self, batch: MixedBatch) -> None:
         """Let the batch see the column that a step has written."""
@@ -260,6 +284,8 @@ class _Loaded:
         for layer, source in zip(layers_with_states(batch.cache), self.inputs.layers, strict=True):
             layer.keys = _first(source.keys, rows, columns + 1)
             layer.values = _first(source.values, rows, columns + 1)
+        (group,) = batch.groups
+        group.cache.layers[len(batch.cache.layers) :] = self.inputs.own_layers  # a graft may have replaced them
         batch.mask = functional.pad(batch.mask, (0, 1), value=1)
         batch.lengths = [length + 1 for length in batch.lengths]
         batch.calls = []
@@ -268,6 +294,17 @@ class _Loaded:
 
 def _nobody() -> None:
     return None
+
+
+def _own_layers(batch: MixedBatch) -> list[CacheLayerMixin]:
+    """Return the layers that the grafts of a batch's group have in its cache."""
+    (group,) = batch.groups
+    return group.cache.layers[len(batch.cache.layers) :]
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether two sequences have the same objects, in the same order."""
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _states(cache: Cache) -> list[object]:

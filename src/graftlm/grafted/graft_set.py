@@ -7,8 +7,8 @@ Shape suffixes: B rows, T tokens of this pass, V in the vocabulary.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import sys
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,6 +29,7 @@ from graftlm.backbone.slot_cache import has_slots
 from graftlm.backbone.step_buffers import Bucket, StepInputs
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import GraftError
+from graftlm.grafted.cache_snapshots import snapshot
 from graftlm.grafted.compiled_steps import CompiledSteps
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.row_groups import LayerView, MixedBatch, RowGroup, RowGroupCache
@@ -120,10 +121,12 @@ class MultiGraftModel:
                 f"The decode step of this {self._sites.model_type} model is no single graph with a column for each "
                 "token, so it can't be compiled: leave compilation of decode steps out."
             )
-        self.steps = CompiledSteps(self._static_pass, _is_one_graph, Bucket(rows, columns))
+        self.steps = CompiledSteps(self._static_pass, _most_columns, Bucket(rows, columns))
 
     def warm_up(self, graft_set: GraftSet) -> None:
         """Compile the decode step of a graft set now, for one row and for several, if it can be compiled.
+
+        A row comes and leaves, because code for layers of grafts depends on whether rows have changed.
 
         Args:
             graft_set: the graft set, which is connected if it is not yet.
@@ -133,11 +136,20 @@ class MultiGraftModel:
             TapConflictError: two grafts of the set replace the same activation.
             GraftError: a graft acts on all rows of a batch.
         """
-        if self.steps is None or not _is_one_graph(graft_set):
+        if self.steps is None or not _most_columns(graft_set):
             return
-        for rows in range(1, min(self.steps.most.rows, 2) + 1):
-            batch, _ = self.prefill(graft_set, prompts=[[0]] * rows, tags=[None] * rows)
-            self.decode(batch, [0] * rows)
+        batch, _ = self.prefill(graft_set, prompts=[[0]], tags=[None])
+        self._decode_twice(batch)
+        if self.steps.most.rows > 1:
+            second, _ = self.prefill(graft_set, prompts=[[0, 0]], tags=[None])
+            batch.join(second)
+            self._decode_twice(batch)
+            batch.keep([0])
+            self._decode_twice(batch)
+
+    def _decode_twice(self, batch: MixedBatch) -> None:
+        for _ in range(2):
+            self.decode(batch, [0] * len(batch))
 
     def wire(self, graft_sets: Sequence[GraftSet]) -> None:
         """Connect the taps of these graft sets, and disconnect all others. The grafts are put into evaluation mode.
@@ -365,7 +377,7 @@ class MultiGraftModel:
         inputs.mask.index_fill_(1, column, 1)
         positions = self._sites.positions(inputs.mask)
         assert positions is not None, "can_compile_steps excludes other models"
-        with self._tap_hooks.announce(row_scopes=(RowScope(owner),)):
+        with self._tap_hooks.announce(row_scopes=(RowScope(owner),), column_mask=inputs.mask.bool()):
             output = self._model(
                 input_ids=inputs.ids,
                 attention_mask=inputs.mask,
@@ -377,10 +389,15 @@ class MultiGraftModel:
         return output.logits[:, -1]
 
 
-def _is_one_graph(owner: Hashable) -> bool:
-    """Return whether a decode step with these grafts is one graph that reads nothing of the step before."""
+def _most_columns(owner: Hashable) -> int:
+    """Return the largest number of columns with which a decode step of these grafts is one graph; 0 for none."""
     assert isinstance(owner, GraftSet)
-    return all(graft.decodes_in_one_graph and not graft.has_decode_state for _, graft in owner.grafts)
+    most = sys.maxsize
+    for _, graft in owner.grafts:
+        if not graft.decodes_in_one_graph:
+            return 0
+        most = min(most, graft.max_static_columns or most)
+    return most
 
 
 def _scope(group: RowGroup) -> RowScope:
@@ -463,7 +480,7 @@ def _restored_on_failure(batch: MixedBatch) -> Iterator[None]:
     """Restore mask, lengths and caches of a batch if a pass fails."""
     mask, lengths = batch.mask, batch.lengths
     caches = [batch.cache, *(group.cache for group in batch.groups)]
-    restores = [_snapshot(cache) for cache in caches]
+    restores = [snapshot(cache) for cache in caches]
     try:
         yield
     except RowGroupError:
@@ -471,23 +488,3 @@ def _restored_on_failure(batch: MixedBatch) -> Iterator[None]:
         for restore in restores:
             restore()
         raise
-
-
-def _snapshot(cache: Cache) -> Callable[[], None]:
-    """Return a function that restores the current state of a cache, whose tensors are never written in place."""
-    own = {name: copy.copy(value) for name, value in vars(cache).items()}
-    states = [(layer, _state(layer)) for layer in cache.layers if not isinstance(layer, LayerView)]
-
-    def restore() -> None:
-        vars(cache).clear()
-        vars(cache).update(own)
-        for layer, values in states:
-            vars(layer).clear()
-            vars(layer).update(values)
-
-    return restore
-
-
-def _state(layer: object) -> dict[str, object]:
-    """Return the attributes of a cache layer; everything except tensors is copied."""
-    return {name: value if isinstance(value, Tensor) else copy.copy(value) for name, value in vars(layer).items()}

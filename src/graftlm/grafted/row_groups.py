@@ -261,6 +261,7 @@ class MixedBatch:
         columns = self.mask.shape[1]
         return any(length < columns for length in self.lengths)
 
+    @torch.inference_mode()
     def join(self, other: MixedBatch) -> bool:
         """Append the rows of another batch, if the caches can be joined.
 
@@ -319,6 +320,7 @@ class MixedBatch:
                 return number
         return None
 
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only some rows in their present order, and drop the columns that are padding in all of them.
 

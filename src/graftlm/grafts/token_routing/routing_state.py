@@ -121,7 +121,19 @@ class RoutingCacheLayer(DynamicLayer):
         Returns:
             The layer of all rows.
         """
-        return join_columns(layers, paddings)
+        joined = join_columns(layers, paddings)
+        assert isinstance(joined, RoutingCacheLayer)
+        joined._summed_keys = None
+        return joined
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows.
+
+        Args:
+            indices: the rows.
+        """
+        super().batch_select_indices(indices)
+        self._summed_keys = None
 
 
 def cache_owner(graft: object) -> str:
