@@ -5,8 +5,8 @@
 
 Models have the shapes of Llama-3.2-1B and 3B, and of SmolLM2-135M for own text, with random weights that are made on
 the device: nothing is downloaded. The most important items come first, and results are written after each. An item
-that would not end in time is left out and named; the same command goes on with it. An item that fails is written with
-its error, and is measured again by the same command.
+that would not end in time is left out and named; the same command goes on with it. An item of which a part fails is
+written with the error, and is measured again by the same command, after those that were left out.
 
 It imports torch, transformers, peft and what these need; matplotlib, pydantic, rich, typer, ruamel.yaml and psutil; and
 for the server fastapi, uvicorn, openai, llguidance and prometheus-client. Beside the first three these are 26 MB of
@@ -175,14 +175,14 @@ class Bench:
             self._rows[name] = [earlier.row(row) for row in record["rows"]]
 
     def run(self, names: Sequence[str], minutes: float) -> None:
-        """Measure items that have no rows yet, as long as they will probably end in time.
+        """Measure items that are not complete, as long as they will probably end in time.
 
         Args:
             names: the items, in order.
             minutes: the time limit of this call.
         """
         end = time.monotonic() + 60 * minutes
-        left = [name for name in names if not self._rows.get(name)]
+        left = sorted((name for name in names if not self._is_complete(name)), key=self._failed)
         taken = expected = 0.0
         try:
             for name in list(left):
@@ -203,6 +203,12 @@ class Bench:
         if left:
             print(f"not measured for lack of time: {', '.join(left)}; run the same command to go on", flush=True)
 
+    def _failed(self, name: str) -> bool:
+        return bool(self._records.get(name, {}).get("problems"))
+
+    def _is_complete(self, name: str) -> bool:
+        return bool(self._rows.get(name)) and not self._failed(name)
+
     def _measure(self, item: Item) -> None:
         start = time.monotonic()
         try:
@@ -211,9 +217,10 @@ class Bench:
             measured = Measured([], {item.name: sentence(error)}, {})
             self._close()
         duration = time.monotonic() - start
-        self._rows[item.name] = measured.rows
+        rows = measured.rows or self._rows.get(item.name, [])  # those of an earlier run, if all have failed now
+        self._rows[item.name] = rows
         self._records[item.name] = {
-            "rows": [row.id for row in measured.rows],
+            "rows": [row.id for row in rows],
             "seconds": duration,
             "estimate": item.seconds,
             "problems": measured.problems,

@@ -153,6 +153,29 @@ def test_an_item_that_fails_is_named_and_measured_again(bench: Any, tmp_path: Pa
     assert [row.id for row in Results.read(tmp_path).rows] == ["failing", "after"]
 
 
+def test_an_item_of_which_a_part_failed_is_measured_again_last(gpu: ModuleType, tmp_path: Path) -> None:
+    measured: list[str] = []
+    problems = {"partly": "no memory is left"}
+
+    def measure(name: str, rows: int, _models: object) -> Any:
+        measured.append(name)
+        ratio = Interval(mean=1.0, low=1.0, high=1.0)
+        found = [Row(id=f"{name}{number}", label=name, metrics={"ratio": ratio}) for number in range(rows)]
+        return gpu.Measured(found, {name: problems[name]} if name in problems else {}, {})
+
+    def run(rows: dict[str, int]) -> None:
+        items = [gpu.Item(name, 1.0, dict, partial(measure, name, count)) for name, count in rows.items()]
+        gpu.Bench(items, gpu.CPU, torch.device("cpu"), tmp_path).run(list(rows), 1)
+
+    run({"partly": 1, "done": 1})
+    run({"partly": 0, "done": 1, "new": 1})
+    assert measured == ["partly", "done", "new", "partly"]
+    assert [row.id for row in Results.read(tmp_path).rows] == ["partly0", "done0", "new0"], "as before, if all failed"
+    problems.clear()
+    run({"partly": 2, "done": 1})
+    assert [row.id for row in Results.read(tmp_path).rows][:2] == ["partly0", "partly1"]
+
+
 def test_items_that_would_not_end_in_time_are_named(bench: Any, tmp_path: Path) -> None:
     def slow() -> float:
         time.sleep(0.2)
