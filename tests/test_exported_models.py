@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -240,7 +241,7 @@ class TestRequirementsOfVLLM:
         x = torch.randn(3, adapter.w_o.out_features)
         expected, parts = adapter(x), []
         weights = {name: module.weight.detach().clone() for name, module in adapter.named_children() if "w_" in name}
-        for half in (slice(0, 4), slice(4, None)):
+        for half in (slice(0, 32), slice(32, None)):  # the second half is padding
             for name, weight in weights.items():
                 getattr(adapter, name).weight.data = weight[:, half] if name == "w_o" else weight[half]
             parts.append(adapter(x))
@@ -322,7 +323,54 @@ def test_without_trust_nothing_is_loaded_in_its_place(tmp_path: Path) -> None:
     own = exported(KINDS["neutral-residues"], tiny("llama"), tmp_path / "own")
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(own.folder, trust_remote_code=False)
-    assert AutoConfig.from_pretrained(own.folder, trust_remote_code=True).adapter_width == 7
+    assert AutoConfig.from_pretrained(own.folder, trust_remote_code=True).adapter_width == 64, "7, and padding"
+
+
+def test_another_major_version_of_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In transformers 4, seven of 40 tiny families silently computed something else."""
+    code = (
+        exported(KINDS["neutral-residues"], tiny("llama"), tmp_path / "own").folder / "modeling_grafted.py"
+    ).read_text()
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(ImportError):
+        exec(compile(code, "modeling_grafted.py", "exec"), {"__name__": "modeling_grafted"})
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama", {"rope_theta": 10000.0}),
+        ("phi", {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+        ("gemma3", {}),
+        ("gpt2", {}),
+    ],
+)
+def test_configs_have_the_keys_of_rotary_positions_that_transformers_4_reads(
+    family: str, keys: dict[str, float], tmp_path: Path
+) -> None:
+    folder = exported(KINDS["lora"], tiny(family), tmp_path / "own").folder
+    config = json.loads((folder / "config.json").read_text())
+    assert {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config} == keys
+
+
+def test_scaled_rotary_positions_have_the_keys_of_both_versions(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
+    folder = exported(KINDS["lora"], tiny("llama", rope_parameters=rope), tmp_path / "own").folder
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == 5000.0
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert AutoConfig.from_pretrained(folder).rope_parameters == rope
+
+
+def test_vllm_does_not_pack_the_matrices_of_an_adapter(tmp_path: Path) -> None:
+    """It packs act(A x) * B x under the name that the FFN's packed matrices have, if the product is one expression."""
+    code = (
+        exported(KINDS["neutral-residues"], tiny("llama"), tmp_path / "own").folder / "modeling_grafted.py"
+    ).read_text()
+    (adapter,) = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == "Adapter"]
+    products = [node for node in ast.walk(adapter) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)]
+    assert products
+    assert not any("self.act" in ast.unparse(product) for product in products)
 
 
 def test_the_file_is_readable_code_without_hooks(tmp_path: Path) -> None:

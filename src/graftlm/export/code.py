@@ -91,6 +91,28 @@ def copy_module(module: str, folder: Path) -> str:
     return name
 
 
+def add_older_rope_keys(folder: Path) -> None:
+    """Add the keys of rotary positions that transformers 4 reads to `config.json`; without them it takes defaults.
+
+    Nothing is added where layers differ in their rotary positions, for which transformers 4 has no common keys.
+
+    Args:
+        folder: the model's folder, with a `config.json`.
+    """
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    for config in (values, values.get("text_config")):
+        rope = config.get("rope_parameters") if isinstance(config, dict) else None
+        if not isinstance(rope, dict) or "rope_theta" not in rope:
+            continue
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in rope:
+                config[key] = rope[key]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def write_config(folder: Path, classes: Sequence[str], **changes: object) -> None:
     """Change `config.json`: name the classes that the Auto classes load, and set further keys.
 

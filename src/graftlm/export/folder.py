@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import save_with_adapters
-from graftlm.export.code import copy_code, is_own, save_unchanged
+from graftlm.export.code import add_older_rope_keys, copy_code, is_own, save_unchanged
 from graftlm.export.turn_ends import add_turn_ends
 from graftlm.export.verifying import verify_model, verify_unchanged
 from graftlm.files.model_files import names_gguf_file
@@ -57,6 +57,7 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
             _save_merged(graft, backbone, draft)
         else:
             save_with_adapters(graft, backbone, draft)
+        add_older_rope_keys(draft)
         verify_model(draft, graft, backbone)
     return Path(folder)
 
@@ -93,6 +94,7 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
     with _new_model(Path(folder), backbone, content) as draft:
         save_unchanged(backbone.model, draft)
         copy_code(backbone.model, draft)
+        add_older_rope_keys(draft)
         verify_unchanged(draft, backbone)
     return Path(folder)
 

@@ -6,9 +6,13 @@ code, so that linters and type checkers read it; it must not import graftlm.
 """
 
 from torch import nn
+from transformers import __version__ as transformers_version
 from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+
+if int(transformers_version.partition(".")[0]) < 5:  # which names weights and rotary positions in other ways
+    raise ImportError(f"This model needs transformers 5 or later, but found {transformers_version}: upgrade it.")
 
 
 class GraftedLlamaConfig(LlamaConfig):
@@ -54,12 +58,13 @@ class GraftedLlamaModel(LlamaModel):
     """`LlamaModel` with adapters, which keep the float32 in which they were trained."""
 
     config_class = GraftedLlamaConfig
-    _keep_in_fp32_modules_strict = [*(LlamaModel._keep_in_fp32_modules_strict or ()), "adapter"]
 
     def __init__(self, config):
         super().__init__(config)
         for layer in self.layers:
             layer.mlp = FFNWithAdapter(layer.mlp, config)
+        # Of the instance, since transformers 4 refuses names of modules that do not exist yet.
+        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "adapter"}
         self.post_init()
 
 
@@ -73,4 +78,5 @@ class GraftedLlamaForCausalLM(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model = GraftedLlamaModel(config)
+        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "adapter"}
         self.post_init()

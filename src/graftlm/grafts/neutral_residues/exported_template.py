@@ -20,6 +20,7 @@ class Adapter(nn.Module):
     def forward(self, hidden_states):
         """Return the adapter's output for the FFN's input."""
         x = hidden_states.to(self.w_o.weight.dtype)
-        adapted = self.w_o(self.act(self.w_g(x)) * self.w_i(x))
+        hidden = self.act(self.w_g(x))  # apart from the product, or vLLM would pack these matrices like the FFN's
+        adapted = self.w_o(hidden * self.w_i(x))
         adapted = self.gate(x).relu() * adapted
         return adapted.to(hidden_states.dtype)

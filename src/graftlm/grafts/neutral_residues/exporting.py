@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+
+from torch import Tensor
+from torch.nn import functional
 
 from graftlm.grafts.base import ExportedAdapter
 from graftlm.grafts.neutral_residues.adapter import GatedAdapter
 
 _TEMPLATE = Path(__file__).with_name("exported_template.py")
 _EQUATION = "relu(w . x + b) W_o (act(W_g x) * W_i x)"
+_WIDTH_MULTIPLE = 64
+"""Inner widths are padded to a multiple of it, so that tensor parallelism over up to 64 devices can split them."""
 
 
 def exported_blocks(blocks: Sequence[GatedAdapter], activation: str) -> ExportedAdapter:
     """Return the code and the tensors of gated adapters for an exported model.
 
     The code runs the adapter on all tokens, including those whose gate is closed, because a model that selects tokens
-    by their values can't be compiled as a whole.
+    by their values can't be compiled as a whole. Its inner width is padded with zeros, which change no output.
 
     Args:
         blocks: the adapter of each layer, at least one; all have the same form.
         activation: the name of the adapters' activation in transformers' ACT2FN.
     """
     first = blocks[0]
+    width = _WIDTH_MULTIPLE * math.ceil(first.w_i.out_features / _WIDTH_MULTIPLE)
     return ExportedAdapter(
         source=_source(first, activation),
-        width=first.w_i.out_features,
-        tensors=[block.state_dict() for block in blocks],
+        width=width,
+        tensors=[_padded(block, width) for block in blocks],
         parallel=_parallel_plan(first),
     )
+
+
+def _padded(block: GatedAdapter, width: int) -> dict[str, Tensor]:
+    """Return the tensors of an adapter whose inner width is padded with zeros: act(0) has the weight 0 in W_o."""
+    missing = width - block.w_i.out_features
+    padding = {"w_i.weight": (0, 0, 0, missing), "w_g.weight": (0, 0, 0, missing), "w_o.weight": (0, missing)}
+    tensors = {}
+    for name, tensor in block.state_dict().items():
+        tensors[name] = functional.pad(tensor, padding[name]) if name in padding else tensor
+    return tensors
 
 
 def _parallel_plan(block: GatedAdapter) -> dict[str, str]:
@@ -48,7 +65,8 @@ def _source(block: GatedAdapter, activation: str) -> str:
     code = code.replace('ACT2FN["silu"]', f'ACT2FN["{activation}"]')
     if block.w_g is None:
         code = _without_line(code, "self.w_g = ")
-        code = code.replace("self.act(self.w_g(x)) * self.w_i(x)", "self.act(self.w_i(x))")
+        code = code.replace("self.act(self.w_g(x))", "self.act(self.w_i(x))")
+        code = code.replace("hidden * self.w_i(x)", "hidden")
     if block.gate is None:
         code = _without_line(code, "self.gate = ")
         code = _without_line(code, "self.gate(x)")
