@@ -26,6 +26,7 @@ from graftlm.grafted.compiled_steps import CompiledSteps
 from graftlm.grafted.graft_set import GraftSet, MultiGraftModel, RowGroupError, supports_row_groups
 from graftlm.grafted.row_groups import MixedBatch
 from graftlm.grafts import Graft
+from graftlm.models.block_state.cache import LayerCache
 from graftlm.serving import batching
 from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.prediction import PredictionEngine
@@ -125,6 +126,10 @@ class Pair:
         assert torch.equal(one.mask, other.mask)
         for row in range(len(one)):
             for (layer, index), (like, place) in zip(one.layers_of(row), other.layers_of(row), strict=True):
+                if isinstance(layer, LayerCache):
+                    for name, states in layer.tensors.items():
+                        torch.testing.assert_close(states[index], like.tensors[name][place], **CLOSE)
+                    continue
                 for states, expected in ((layer.keys, like.keys), (layer.values, like.values)):
                     known = min(states.shape[-2], expected.shape[-2])  # an eager step may leave tokens to a later one
                     torch.testing.assert_close(states[index, ..., :known, :], expected[place, ..., :known, :], **CLOSE)
@@ -271,6 +276,43 @@ def test_rows_of_grafts_with_layers_of_their_own_come_and_leave(
     served = Served([example])
     play(served, served.sets[1])
     assert not recorded, "a recorded step would read the layers of the step before"
+    served.close()
+
+
+def play_states(served: Served, graft_set: GraftSet) -> None:
+    """Two batches take turns, which can't become one, and a row leaves."""
+    pair = Pair(served, graft_set, [prompt(7), prompt(3)])
+    other = Pair(served, graft_set, [prompt(12)])
+    for _ in range(3):
+        pair.decode(4)
+        other.decode(4)
+    pair.keep([1])
+    pair.decode(4)
+    assert {bucket.rows for bucket in ran} == {1, 2}
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["bare", "gated"])
+def test_rows_of_a_backbone_with_states_come_and_leave(static: None, recorded: list[int], number: int) -> None:
+    served = Served(family="block-state")
+    play_states(served, served.sets[number])
+    assert not recorded
+    served.close()
+
+
+def test_a_backbone_with_states_is_as_before_after_a_step_that_failed(
+    static: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served([], family="block-state")
+    pair = Pair(served, BARE, [prompt(5)])
+    pair.decode()
+    run = MultiGraftModel._static_pass
+
+    def failing(self: MultiGraftModel, owner: Any, inputs: Any) -> Tensor:
+        run(self, owner, inputs)
+        raise ValueError("broken, when the states have the token")
+
+    monkeypatch.setattr(served.steps, "_forward", functools.partial(failing, served.model))
+    pair.decode(2, compiled=False)
     served.close()
 
 
@@ -506,8 +548,8 @@ def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> 
             assert [p for _, p in output.top] == pytest.approx([p for _, p in like.top], abs=1e-5)
 
 
-def engine_of(served: dict[str, Graft], **limits: Any) -> BatchingEngine:
-    return BatchingEngine(backbone("llama"), served, "llama", EngineLimits(batch_size=6, **limits))
+def engine_of(served: dict[str, Graft], family: str = "llama", **limits: Any) -> BatchingEngine:
+    return BatchingEngine(backbone(family), served, "llama", EngineLimits(batch_size=6, **limits))
 
 
 def steps_of(engine: BatchingEngine) -> CompiledSteps:
@@ -534,6 +576,17 @@ def test_answers_are_those_of_eager_steps(static: None) -> None:
     both({"a": grafts("llama")["a"]}, REQUESTS)
     assert {bucket.columns for bucket in ran} == {256, 512}
     assert len({bucket.rows for bucket in ran}) > 2
+
+
+def test_answers_of_a_backbone_with_states_are_those_of_eager_steps(static: None) -> None:
+    served = {"a": grafts("block-state")["a"]}
+    found = []
+    for compiled in (False, True):
+        engine = engine_of(served, "block-state", compile=compiled)
+        found.append(answers(engine, REQUESTS[:5]))
+        assert engine.close(10)
+    assert_same(found[1], found[0])
+    assert ran
 
 
 def test_answers_of_several_models_are_those_of_eager_steps(static: None) -> None:
@@ -661,6 +714,18 @@ def test_steps_of_grafts_with_layers_of_their_own_are_one_graph(traced: None, ex
     graphs = served.steps.graphs
     ran.clear()
     play(served, served.sets[1])
+    assert served.steps.graphs == graphs
+    served.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [[], [GATED]], ids=["bare", "gated"])
+def test_steps_of_a_backbone_with_states_are_one_graph(traced: None, chosen: list[Example]) -> None:
+    served = Served(chosen, "block-state")
+    play_states(served, served.sets[-1])
+    graphs = served.steps.graphs
+    assert graphs <= 4, "for one row and several, in the first step and in later ones"
+    play_states(served, served.sets[-1])
     assert served.steps.graphs == graphs
     served.close()
 

@@ -111,30 +111,53 @@ class _StepCache(Cache):
         return True  # layers of grafts don't change how the backbone makes its masks
 
 
+class StaticColumns(NamedTuple):
+    """The columns of a bucket, in static memory.
+
+    Attributes:
+        mask: (B, C), 1 for real tokens.
+        newest: (), index of the column of the new tokens.
+    """
+
+    mask: Tensor
+    newest: Tensor
+
+
 @dataclass
 class StepInputs:
-    """What a compiled step reads, in static memory.
+    """What a compiled step reads.
 
     Attributes:
         ids: (B, 1), the new token of each row.
-        mask: (B, C), 1 for real tokens.
-        column: (), index of the column of the new tokens.
-        cache: the keys and values, in layers of the type `BucketLayer`, and after them the layers of grafts.
+        columns: the columns of the cache; None if the backbone's layers have a state instead, and stay where they are.
+        cache: the backbone's keys and values, in layers of the type `BucketLayer`, and after them the layers of grafts.
+            Without `columns`, the backbone's own layers.
     """
 
     ids: Tensor
-    mask: Tensor
-    column: Tensor
+    columns: StaticColumns | None
     cache: Cache
+
+    @classmethod
+    def in_place(cls, rows: int, cache: Cache, device: torch.device) -> StepInputs:
+        """Return inputs with the layers of a cache as they are.
+
+        Args:
+            rows: number of rows of the cache.
+            cache: the cache of the backbone.
+            device: device of the model.
+        """
+        ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        return cls(ids=_marked(ids, 0), columns=None, cache=_StepCache(layers=list(cache.layers)))
 
     @property
     def layers(self) -> list[BucketLayer]:
-        """The layers of the backbone."""
+        """The layers of the backbone in static memory."""
         return [layer for layer in self.cache.layers if isinstance(layer, BucketLayer)]
 
     @property
     def own_layers(self) -> list[CacheLayerMixin]:
-        """The layers of grafts, which lie in memory of their own."""
+        """The layers that stay where they are: those of grafts, and without `columns` the backbone's."""
         return self.cache.layers[len(self.layers) :]
 
     def add_layers(self, layers: Sequence[CacheLayerMixin], slots_by_owner: Mapping[str, range]) -> None:
@@ -195,7 +218,9 @@ class StepBuffers:
         ids = self._view(self._ids, (bucket.rows, 1), mask).zero_()
         mask_BC = _filled(self._view(self._mask, bucket, mask), mask, dim=1)
         return StepInputs(
-            ids=_marked(ids, 0), mask=_marked(mask_BC, 0, 1), column=column, cache=_StepCache(layers=list(layers))
+            ids=_marked(ids, 0),
+            columns=StaticColumns(mask=_marked(mask_BC, 0, 1), newest=column),
+            cache=_StepCache(layers=list(layers)),
         )
 
     def holds(self, cache: Cache) -> bool:

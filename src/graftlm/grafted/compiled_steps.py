@@ -6,7 +6,8 @@ its own. On CUDA, the step of each bucket is recorded as a CUDA graph at its fir
 
 Grafts with layers of their own in the cache, such as the keys and values of a second model, keep them where they are: a
 step makes them longer, or replaces their state. Their code is compiled for any number of rows and columns, their
-buckets have no rows of padding, and their steps are not recorded.
+buckets have no rows of padding, and their steps are not recorded. The same holds for all layers of a backbone that
+keeps a state instead of columns.
 
 Shape suffixes: b rows of the batch, B rows of its bucket, V tokens of the vocabulary.
 """
@@ -48,7 +49,7 @@ class StaticPass(Protocol):
 
         Args:
             owner: the grafts.
-            inputs: the static memory. The pass writes the column of the new tokens, always with the same values.
+            inputs: its inputs. In static memory, a pass writes the column of the new tokens, always the same values.
         """
         ...
 
@@ -60,14 +61,18 @@ class CompiledSteps:
         forward: the pass of a step, which is compiled.
         most_columns: the largest number of columns with which a pass with these grafts is one graph; 0 if it never is.
         most: the largest bucket; larger batches are left to the caller.
+        in_place: whether the backbone's layers have a state instead of columns, and stay where they are.
 
     Attributes:
         graphs: number of graphs that were compiled since the start.
         most: the largest bucket.
     """
 
-    def __init__(self, forward: StaticPass, most_columns: Callable[[Hashable], int], most: Bucket) -> None:
+    def __init__(
+        self, forward: StaticPass, most_columns: Callable[[Hashable], int], most: Bucket, *, in_place: bool = False
+    ) -> None:
         self.graphs = 0
+        self._in_place = in_place
         self._forward = forward
         self._most_columns = most_columns
         self.most = most
@@ -132,6 +137,8 @@ class CompiledSteps:
             return f"{group.owner} is not one graph"
         if group.span.offset:
             return f"{group.owner} does not see the first columns of the batch"
+        if self._in_place:
+            return None
         if not _has_plain_columns(batch):
             return "a layer of the backbone does not keep one column for each token"
         user = self._user()
@@ -144,7 +151,7 @@ class CompiledSteps:
         (group,) = batch.groups
         most = self.most._replace(columns=min(self.most.columns, self._most_columns(group.owner)))
         bucket = bucket_of(len(batch), batch.mask.shape[1] + 1, most)
-        if bucket is not None and _own_layers(batch):
+        if bucket is not None and (self._in_place or _own_layers(batch)):
             return bucket._replace(rows=len(batch))
         return bucket
 
@@ -173,9 +180,10 @@ class CompiledSteps:
         inputs = loaded.inputs
         new = torch.tensor(list(tokens_b), dtype=torch.long)
         inputs.ids[: len(batch), 0].copy_(new, non_blocking=True)
-        inputs.column.fill_(batch.mask.shape[1])
+        if inputs.columns is not None:
+            inputs.columns.newest.fill_(batch.mask.shape[1])
         inputs.mark_own_layers()
-        restore = snapshot(batch.groups[0].cache) if inputs.own_layers else None
+        restore = snapshot(inputs.cache) if inputs.own_layers else None
         try:
             logits_BV = self._step(owner, bucket, inputs)
         except Exception:
@@ -186,10 +194,13 @@ class CompiledSteps:
         return logits_BV[: len(batch)].clone()  # the next step writes to the same memory
 
     def _load(self, batch: MixedBatch, bucket: Bucket) -> _Loaded:
-        """Copy a batch to the static memory, of which its layers become views."""
+        """Copy a batch to the static memory, of which its layers become views, unless they stay where they are."""
         self._loaded = None
-        self._user = weakref.ref(batch)
-        inputs = self._buffers.load(bucket, batch.cache, batch.mask)
+        if self._in_place:
+            inputs = StepInputs.in_place(len(batch), batch.cache, batch.mask.device)
+        else:
+            self._user = weakref.ref(batch)
+            inputs = self._buffers.load(bucket, batch.cache, batch.mask)
         inputs.add_layers(_own_layers(batch), slots_of(batch.groups[0].cache))
         if self._buffers.moves != self._recorded_moves:  # since this load, or one that failed
             self._forget_recorded()
@@ -281,11 +292,13 @@ class _Loaded:
     def advance(self, batch: MixedBatch) -> None:
         """Let the batch see the column that a step has written."""
         rows, columns = batch.mask.shape
-        for layer, source in zip(layers_with_states(batch.cache), self.inputs.layers, strict=True):
-            layer.keys = _first(source.keys, rows, columns + 1)
-            layer.values = _first(source.values, rows, columns + 1)
+        if self.inputs.columns is not None:
+            for layer, source in zip(layers_with_states(batch.cache), self.inputs.layers, strict=True):
+                layer.keys = _first(source.keys, rows, columns + 1)
+                layer.values = _first(source.values, rows, columns + 1)
         (group,) = batch.groups
-        group.cache.layers[len(batch.cache.layers) :] = self.inputs.own_layers  # a graft may have replaced them
+        first = len(batch.cache.layers)
+        group.cache.layers[first:] = self.inputs.cache.layers[first:]  # a graft may have replaced them
         batch.mask = functional.pad(batch.mask, (0, 1), value=1)
         batch.lengths = [length + 1 for length in batch.lengths]
         batch.calls = []

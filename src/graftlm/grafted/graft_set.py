@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from graftlm.backbone import Backbone, Call, Tap, left_padded
+from graftlm.backbone import Backbone, Call, Tap, decodes_in_one_graph, left_padded
 from graftlm.backbone.cache import move_own_layers
 from graftlm.backbone.cache_joining import is_joinable, join
 from graftlm.backbone.growing_layer import GrowingLayer, use_growing_layers
@@ -103,8 +103,14 @@ class MultiGraftModel:
 
     @property
     def can_compile_steps(self) -> bool:
-        """Whether a decode step of the bare backbone is one graph, with a cache that keeps one column per token."""
+        """Whether a step of the bare backbone is one graph, with a column for each token or a state of its own."""
+        if self._has_state:
+            return decodes_in_one_graph(self._model)
         return has_slots(self._model) and not self._sites.family.counts_positions
+
+    @property
+    def _has_state(self) -> bool:
+        return bool(getattr(self._model, "has_decode_state", False))
 
     def compile_steps(self, rows: int, columns: int) -> None:
         """Compile the decode steps of batches from now on, wherever all rows have the same grafts and they allow it.
@@ -121,7 +127,7 @@ class MultiGraftModel:
                 f"The decode step of this {self._sites.model_type} model is no single graph with a column for each "
                 "token, so it can't be compiled: leave compilation of decode steps out."
             )
-        self.steps = CompiledSteps(self._static_pass, _most_columns, Bucket(rows, columns))
+        self.steps = CompiledSteps(self._static_pass, _most_columns, Bucket(rows, columns), in_place=self._has_state)
 
     def warm_up(self, graft_set: GraftSet) -> None:
         """Compile the decode step of a graft set now, for one row and for several, if it can be compiled.
@@ -371,20 +377,25 @@ class MultiGraftModel:
         return output
 
     def _static_pass(self, owner: Hashable, inputs: StepInputs) -> Tensor:
-        """Run a decode step in static memory, in which the grafts of one set act on all rows; see `StaticPass`."""
+        """Run a decode step in which the grafts of one set act on all rows; see `StaticPass`."""
         assert self._tap_hooks is not None, "prefill connects the taps"
-        column = inputs.column.reshape(1)
-        inputs.mask.index_fill_(1, column, 1)
-        positions = self._sites.positions(inputs.mask)
-        assert positions is not None, "can_compile_steps excludes other models"
-        with self._tap_hooks.announce(row_scopes=(RowScope(owner),), column_mask=inputs.mask.bool()):
+        given: dict[str, Tensor] = {}
+        announced: dict[str, object] = {"row_scopes": (RowScope(owner),)}
+        if inputs.columns is not None:
+            mask = inputs.columns.mask
+            mask.index_fill_(1, inputs.columns.newest.reshape(1), 1)
+            positions = self._sites.positions(mask)
+            assert positions is not None, "can_compile_steps excludes other models"
+            # Later columns are not real, and don't count.
+            given = {"attention_mask": mask, "position_ids": positions[:, -1:]}
+            announced["column_mask"] = mask.bool()
+        with self._tap_hooks.announce(**announced):
             output = self._model(
                 input_ids=inputs.ids,
-                attention_mask=inputs.mask,
-                position_ids=positions[:, -1:],  # later columns are not real, and don't count
                 past_key_values=inputs.cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **given,
             )
         return output.logits[:, -1]
 
