@@ -158,7 +158,7 @@ class StepInputs:
     @property
     def own_layers(self) -> list[CacheLayerMixin]:
         """The layers that stay where they are: those of grafts, and without `columns` the backbone's."""
-        return self.cache.layers[len(self.layers) :]
+        return cast("list[CacheLayerMixin]", self.cache.layers[len(self.layers) :])
 
     def add_layers(self, layers: Sequence[CacheLayerMixin], slots_by_owner: Mapping[str, range]) -> None:
         """Append the layers of grafts to the cache.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -312,7 +312,7 @@ def _nobody() -> None:
 def _own_layers(batch: MixedBatch) -> list[CacheLayerMixin]:
     """Return the layers that the grafts of a batch's group have in its cache."""
     (group,) = batch.groups
-    return group.cache.layers[len(batch.cache.layers) :]
+    return cast("list[CacheLayerMixin]", group.cache.layers[len(batch.cache.layers) :])
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
