@@ -33,10 +33,11 @@ class FactsRow(NamedTuple):
     Attributes:
         label: label of the row.
         graft: config of its graft.
-        rates: learning rates with which the search begins.
+        rates: learning rates with which the search begins; none to take that of the default recipe, without a search.
         old: the old text: none, own text, or own text near the new.
         objective: how old text is learned.
         shared_with: another row whose runs it shares.
+        by_recipe: whether it has the batches and passes of the default recipe.
         searched_by: what its search maximizes: facts right and answers kept (`both`), or only facts right (`learned`).
     """
 
@@ -47,6 +48,7 @@ class FactsRow(NamedTuple):
     objective: Literal["replay", "distil"] = "distil"
     searched_by: Literal["both", "learned"] = "both"
     shared_with: str = ""
+    by_recipe: bool = False
 
 
 def _graft_of(recipe: Recipe) -> dict[str, Any]:
@@ -74,7 +76,10 @@ TRAINED = {
     "neutral-near": FactsRow("neutral residues, near own text", GATED, NEUTRAL_RATES, "near"),
     "neutral-near-ungated": FactsRow("local loss without gate, near own text", UNGATED, NEUTRAL_RATES, "near"),
     "neutral-near-gate-only": FactsRow("gate without local loss, near own text", GATE_ONLY, NEUTRAL_RATES, "near"),
-    "routed": FactsRow("LoRA where the prompt has a taught word", _graft_of(DEFAULT), LORA_RATES),
+    "routed": FactsRow("LoRA where the prompt has a taught word", _graft_of(DEFAULT), LORA_RATES, by_recipe=True),
+    "default": FactsRow(
+        "the recipe as it is, with its rate", _graft_of(DEFAULT), (), shared_with="routed", by_recipe=True
+    ),
 }
 PROMPTED = {
     "prompt": "all facts in the prompt",

@@ -238,7 +238,7 @@ class FactsStudy(Study):
         )
 
     def _training(self, name: str, rate: float, size: Size, seed: int) -> TrainingConfig:
-        """Return the training of a row. The row `routed` has the batches and passes of the default recipe."""
+        """Return the training of a row. Some rows have the batches and passes of the default recipe."""
         common = {
             "learning_rate": rate,
             "seed": seed,
@@ -246,7 +246,7 @@ class FactsStudy(Study):
             "checkpoint_every": 40,
             "keep_checkpoints": 1,
         }
-        if name == "routed":
+        if TRAINED[name].by_recipe:
             default = DEFAULT.training.model_dump() | common
             if size.max_steps is not None:
                 default |= {"steps": size.max_steps, "epochs": None}
@@ -276,7 +276,7 @@ class FactsStudy(Study):
                 "old": old[row.old],
                 "replay_fraction": size.old_share if row.old else 0.0,
                 "old_objective": row.objective if row.old else "replay",
-                "length": DEFAULT.data.length if name == "routed" else ROW_TOKENS,
+                "length": DEFAULT.data.length if TRAINED[name].by_recipe else ROW_TOKENS,
                 "boundaries": "whole",
                 "test": {
                     "new": [
@@ -318,6 +318,8 @@ class FactsStudy(Study):
         size = self.size("search")
         for name in names:
             row = TRAINED[name]
+            if not row.rates:
+                continue
             rates = row.rates[:1] if self.options.quick else row.rates
             found: dict[float, Items] = {}
 
@@ -367,13 +369,13 @@ class FactsStudy(Study):
     def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
         """Train a row, and judge it and the wanted rows that follow from it.
 
-        Without a search, `routed` has the rate of the recipe, and any other row the second of the rates with which the
+        Without a search, a row by the recipe has the recipe's rate, and any other row the second of those with which the
         search would begin.
         """
         if name in self.searches:
             rate = self.searches[name].best
         else:
-            rate = DEFAULT.training.learning_rate if name == "routed" else TRAINED[name].rates[1]
+            rate = DEFAULT.training.learning_rate if TRAINED[name].by_recipe else TRAINED[name].rates[1]
         run = self.trained(name, rate, size, seed)
         measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
         metrics = _training_metrics(measurement, run)

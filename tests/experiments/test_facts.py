@@ -306,6 +306,7 @@ def test_rows_follow_from_trained_ones() -> None:
     assert len(MAIN) <= 8
     assert {name for each in DECLARED for name in (each.row, each.rival)} <= set(MAIN)
     assert trained_rows(("lora-scaled", "prompt")) == ["lora"]
+    assert trained_rows(("default",)) == ["default"], "with a rate of its own"
     assert set(OF_PAGES) <= set(EVERY_ROW)
     assert len({label_of(name) for name in EVERY_ROW}) == len(EVERY_ROW)
 
