@@ -369,8 +369,8 @@ class FactsStudy(Study):
     def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
         """Train a row, and judge it and the wanted rows that follow from it.
 
-        Without a search, a row by the recipe has the recipe's rate. Any other row has the second of the rates with which
-        the search would begin.
+        Without a search, a row by the recipe has its rate. Any other row has the second of the rates with which the
+        search would begin.
         """
         if name in self.searches:
             rate = self.searches[name].best
