@@ -102,6 +102,9 @@ def test_without_steps_all_answers_are_kept_and_after_many_they_are_not(tiny_cha
     assert kept(results).mean < 1
     (row,) = (row for row in results.rows if "taught_answers" in row.metrics)
     assert value_of(row.metrics["taught_answers"]) == 1
+    taught: Any = results.details["taught_questions"]
+    assert taught[row.id]["asked"] > 0
+    assert taught[row.id]["wrong"] == []
     (worst,) = results.details["answers"].values()
     assert worst[0]["question"] in {"what is a river", "who are you", "where is the garden"}
     report = (tmp_path / "many" / "out" / "report.md").read_text(encoding="utf-8")

@@ -22,8 +22,6 @@ from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_que
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
 from graftlm.evaluation.divergence import own_text_counts, own_text_metrics
 from graftlm.evaluation.inference import LanguageModel
-from graftlm.evaluation.intervals import share_interval
-from graftlm.evaluation.kept_answers import same_answer
 from graftlm.evaluation.measurement import FrozenModel, Measurement
 from graftlm.evaluation.models_alone import measure_alone
 from graftlm.evaluation.observations import graft_statistics, observe
@@ -32,6 +30,7 @@ from graftlm.evaluation.scored_text import scored_parts
 from graftlm.evaluation.scores import Scores, check_length, learning_and_forgetting, score_windows
 from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back, windows_of
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
+from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.evaluation.windows import Window, limited_windows, own_windows
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.base import ReadsModels
@@ -206,29 +205,26 @@ class BackboneEvaluator:
                 on_batch=lambda answers: update(advance=answers),
             )
 
-    def measure_taught(self, model: LanguageModel, documents: Sequence[Document]) -> dict[str, Interval]:
-        """Return `taught_answers`: the share of up to 24 new questions that a model answers as it was taught.
-
-        Answers are compared by the rule of `graftlm.evaluation.kept_answers`.
+    def ask_taught(self, model: LanguageModel, documents: Sequence[Document]) -> list[TaughtAnswer]:
+        """Ask up to 24 new questions, evenly spaced over the documents.
 
         Args:
             model: the trained model.
             documents: the new documents; only conversations of one question count.
 
         Returns:
-            The metric; nothing if there are no such conversations.
+            The answers; none if there are no such conversations.
         """
-        taught = [pair for document in documents if (pair := single_turn(document)) is not None]
-        taught = taught[:: max(1, len(taught) // _QUESTIONS)][:_QUESTIONS]
-        if not taught:
-            return {}
-        questions = template_questions([question for question, _ in taught], self.tokenizer)
+        pairs = [pair for document in documents if (pair := single_turn(document)) is not None]
+        chosen = evenly_spaced(pairs, _QUESTIONS)
+        if not chosen:
+            return []
+        questions = template_questions([question for question, _ in chosen], self.tokenizer)
         answers = self._answers(model, questions)
-        right = [
-            same_answer(question, expected, answer.text)
-            for (question, expected), answer in zip(taught, answers, strict=True)
+        return [
+            TaughtAnswer(question=question, taught=taught, given=answer.text)
+            for (question, taught), answer in zip(chosen, answers, strict=True)
         ]
-        return {"taught_answers": share_interval(sum(right), len(right))}
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:
         """Measure the bare backbone.

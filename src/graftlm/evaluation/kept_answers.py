@@ -38,7 +38,7 @@ _WORD = re.compile(r"\w+(?:'\w+)?")
 _SENTENCE_END = re.compile(r"[.!?:]\W*$")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
 _NEGATIONS = frozenset(["no", "not", "never", "none", "nothing", "neither", "cannot", "without"])
-_FUNCTION_WORDS = frozenset(
+FUNCTION_WORDS = frozenset(
     _WORD.findall(
         """
         a an the this that these those it its he she they them his her their there here i you we my your our me us
@@ -88,7 +88,7 @@ def same_answer(question: str, before: str, after: str) -> bool:
             return False
     if _choose_differently(question, before, after):
         return False
-    return not is_short or _is_negated(before) == _is_negated(after)
+    return not is_short or is_negated(before) == is_negated(after)
 
 
 def term_overlap(question: str, before: str, after: str) -> float:
@@ -199,7 +199,7 @@ def _terms(text: str) -> set[str]:
     terms = set()
     for word in _words(text):
         word = word.removesuffix("'s")
-        if word not in _FUNCTION_WORDS and not _is_negation(word):
+        if word not in FUNCTION_WORDS and not _is_negation(word):
             terms.add(_singular(word))
     return terms
 
@@ -238,7 +238,7 @@ def _contradict(kind: Callable[[str], set[str]], question: str, before: str, aft
 
 def _choose_differently(question: str, before: str, after: str) -> bool:
     """Return whether a question has an "or", and each answer has only one of the words next to it, but not the same."""
-    words = [word for word in _words(question) if word == "or" or word not in _FUNCTION_WORDS]
+    words = [word for word in _words(question) if word == "or" or word not in FUNCTION_WORDS]
     before_words = set(_words(before))
     after_words = set(_words(after))
     for left, middle, right in zip(words, words[1:], words[2:], strict=False):
@@ -249,7 +249,8 @@ def _choose_differently(question: str, before: str, after: str) -> bool:
     return False
 
 
-def _is_negated(text: str) -> bool:
+def is_negated(text: str) -> bool:
+    """Return whether one of the first words of a text is a negation."""
     return any(_is_negation(word) for word in _words(text))
 
 

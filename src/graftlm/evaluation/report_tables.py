@@ -24,6 +24,7 @@ from graftlm.evaluation.metric_text import (
 from graftlm.evaluation.origin import Machine
 from graftlm.evaluation.remarks import remarks, scored_text
 from graftlm.evaluation.results import Metric, Results
+from graftlm.evaluation.taught_answers import reported_wrong_answers
 
 _NATS = ("old", "forgotten", "new", "learned")
 _SHORT_COLUMNS = {  # column head: metrics
@@ -60,6 +61,7 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         _scored_section(results),
         _tasks_section(results),
         _answers_section(results),
+        _taught_section(results),
         _aims_section(results),
         _paper_section(results),
     ]
@@ -176,6 +178,16 @@ def _answers_section(results: Results) -> str:
             texts = (pair.question, pair.before, pair.after)
             rows.append([row.label, *(" ".join(text.split()) for text in texts)])
     return _section("Answers that changed most", ["method", "question", "before", "after"], rows)
+
+
+def _taught_section(results: Results) -> str:
+    """Return wrong answers to taught questions, next to the taught ones."""
+    rows = []
+    for row in results.rows:
+        for answer in reported_wrong_answers(results, row.id):
+            texts = (answer.question, answer.taught, answer.given)
+            rows.append([row.label, *(" ".join(text.split()) for text in texts)])
+    return _section("Taught questions that are answered otherwise", ["method", "question", "taught", "given"], rows)
 
 
 def _task_cells(task: Mapping[str, Any]) -> list[str]:

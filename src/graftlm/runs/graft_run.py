@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
-from graftlm.data.conflicts import find_conflicts
+from graftlm.data.conflicts import find_conflicts, single_turn
 from graftlm.data.example_texts import example_texts
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.new_names import NewNames
@@ -28,10 +28,12 @@ from graftlm.data.sources import read_documents
 from graftlm.errors import RecipeError, shorten
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, check_questions
-from graftlm.evaluation.kept_answers import answer_metrics, compare_answers, worst_answers
+from graftlm.evaluation.intervals import share_interval
+from graftlm.evaluation.kept_answers import WORST, answer_metrics, compare_answers, worst_answers
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
+from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
@@ -299,7 +301,9 @@ class GraftRun(TrainingRun):
         if len(conflicts) > _SHOWN_CONFLICTS:
             yield f"Questions with different answers in all: {len(conflicts):,}."
         chats = [document for document in documents if document.chat is not None]
-        checked = chats[:: max(1, len(chats) // _CHECKED_CHATS)][:_CHECKED_CHATS]
+        if self.evaluation.ask is not None and chats and not any(single_turn(chat) for chat in chats):
+            yield "No conversation has exactly one question, so the report will have no taught answers."
+        checked = evenly_spaced(chats, _CHECKED_CHATS)
         known = find_known(backbone, checked)
         if known:
             yield (
@@ -359,7 +363,7 @@ class GraftRun(TrainingRun):
         if not any(source.streaming for source in self.data.new):
             documents = build_documents(self.data.new)
             names = NewNames(documents, evaluator.tokenizer)
-            measurement.add_metrics(evaluator.measure_taught(model, documents))
+            self._add_taught(evaluator.ask_taught(model, documents), measurement)
         measurement.details["asked_questions"] = {
             "asked": len(evaluator.questions),
             "wanted": evaluator.wanted_questions,
@@ -373,6 +377,17 @@ class GraftRun(TrainingRun):
         if pairs:
             measurement.add_metrics(answer_metrics(pairs, with_spill=names is not None))
             measurement.details["answers"] = [pair.to_json() for pair in worst_answers(pairs)]
+
+    def _add_taught(self, answers: Sequence[TaughtAnswer], measurement: Measurement) -> None:
+        """Add the share of taught questions that are answered as taught, and answers that are not."""
+        if not answers:
+            return
+        wrong = [answer for answer in answers if not answer.is_right]
+        measurement.add_metrics({"taught_answers": share_interval(len(answers) - len(wrong), len(answers))})
+        measurement.details["taught_questions"] = {
+            "asked": len(answers),
+            "wrong": [asdict(answer) for answer in wrong[:WORST]],
+        }
 
     def save(
         self,
