@@ -336,6 +336,7 @@ class Evidence:
         declared: the comparisons that the README declared before the run.
         decisions: the comparisons that were decided.
         seeds: number of seeds.
+        amended: why the declaration does not count, if it was changed after results of the same seeds; else empty.
     """
 
     nats: Mapping[str, float]
@@ -346,6 +347,7 @@ class Evidence:
     declared: Sequence[Comparison] = ()
     decisions: Sequence[Decision] = ()
     seeds: int = 0
+    amended: str = ""
 
 
 def conditions(evidence: Evidence) -> list[Condition]:
@@ -385,11 +387,18 @@ def _searched(evidence: Evidence) -> Condition:
     name = "every row has its own rate, not at an edge of its search"
     if not evidence.searches:
         return Condition(name, None, "no rate was searched")
+    unsearched = sorted(_compared_rows(evidence) & evidence.nats.keys() - evidence.searches.keys())
+    if unsearched:
+        return Condition(name, False, f"not searched: {', '.join(unsearched)}")
     at_edge = sorted(row for row, search in evidence.searches.items() if not search.is_interior)
     if at_edge:
         return Condition(name, False, f"at an edge: {', '.join(at_edge)}")
     rates = [f"{row} {search.best:g}" for row, search in evidence.searches.items()]
     return Condition(name, True, ", ".join(rates))
+
+
+def _compared_rows(evidence: Evidence) -> set[str]:
+    return {name for each in evidence.declared for name in (each.row, each.rival)}
 
 
 def _declared(evidence: Evidence) -> Condition:
@@ -405,4 +414,7 @@ def _declared(evidence: Evidence) -> Condition:
         return Condition(name, False, f"declared and not measured: {'; '.join(missing)}")
     if evidence.seeds < LEAST_SEEDS:
         return Condition(name, False, f"{evidence.seeds} of {LEAST_SEEDS} seeds")
-    return Condition(name, True, f"{len(evidence.declared)} comparisons, {evidence.seeds} seeds")
+    figures = f"{len(evidence.declared)} comparisons, {evidence.seeds} seeds"
+    if evidence.amended:
+        return Condition(name, False, f"{figures}; {evidence.amended}")
+    return Condition(name, True, figures)

@@ -65,6 +65,8 @@ PRECISION = "bf16"
 """All rows train under autocast to bfloat16, as users train; answers and losses are computed in float32."""
 EPOCHS = 3.0
 """How often each taught conversation is read, in all rows alike."""
+AMENDED = "comparisons and the router were changed after results of these seeds"
+"""Why the declared comparisons decide nothing; the README says what was changed."""
 CONSTANT_OF_BACKBONE = ("locality_", "unchanged", "spill")
 """How the names of metrics begin that compare the backbone with itself."""
 
@@ -459,6 +461,7 @@ class FactsStudy(Study):
             declared=declared,
             decisions=decide(declared, items),
             seeds=min((len(by_seed) for by_seed in items.values()), default=0),
+            amended="" if size.of_pages else AMENDED,
         )
 
     def write_so_far(self) -> Results:
