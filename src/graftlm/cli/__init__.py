@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from graftlm.cli import grafts, pipelines, serve, training
+from graftlm.cli import exporting, grafts, pipelines, serve, training
 from graftlm.cli.common import configure_logging, log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
@@ -96,7 +96,7 @@ app.command(cls=_Verb)(grafts.generate)
 app.command(cls=_Verb)(grafts.chat)
 app.command(cls=_Verb)(grafts.predict)
 app.command(cls=_Verb)(grafts.inspect)
-app.command(cls=_Verb)(grafts.export)
+app.command(cls=_Verb)(exporting.export)
 app.command(cls=_Verb)(grafts.push)
 app.command(cls=_Verb)(grafts.import_peft)
 app.command(cls=_Verb)(pipelines.summarize)

@@ -1,4 +1,4 @@
-"""Verbs of grafts: measure, audit, generate, chat, predict, inspect, export and upload them, and list the methods."""
+"""Verbs of grafts: measure, audit, generate, chat, predict, inspect and upload them, and list the methods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graftlm.cli.inputs import (
     flag,
     option,
 )
-from graftlm.errors import ArtifactError, DataError
+from graftlm.errors import DataError
 from graftlm.files.hub import has_report
 
 
@@ -392,36 +392,6 @@ def inspect(
         trust_remote_code=trust_remote_code,
     )
     print_result(inspection.model_dump(mode="json"), as_json=as_json, show=lambda: print_inspection(inspection))
-
-
-def export(
-    graft: Annotated[Path, argument("GRAFT", "Folder of a graft, or a model trained from scratch or in a GGUF file.")],
-    to: Annotated[Path, option("FOLDER", "New or empty folder for the model.", show_default=False)],
-    backbone: BackboneName = None,
-    changes: Changes = None,
-    device: Device = None,
-    trust_remote_code: Trust = False,
-    as_json: AsJson = False,
-) -> None:
-    """Write backbone and graft as one model for transformers."""
-    from graftlm.export import check_model, export_graft, export_model
-    from graftlm.store.artifact import backbone_of, is_model, load_graft
-    from graftlm.store.manifest import read_manifest
-
-    is_graft = not is_model(graft)
-    if is_graft:
-        read_manifest(graft).check_alone(graft, "an export")
-    elif backbone or changes:
-        given = " and ".join(name for name, value in (("--backbone", backbone), ("--set", changes)) if value)
-        raise ArtifactError(f"{graft} is a complete model, but {given} was given, which is for grafts: leave it out.")
-    else:
-        check_model(str(graft), trust_remote_code=trust_remote_code)
-    loaded = backbone_of(graft, backbone, device=device, trust_remote_code=trust_remote_code)
-    if is_graft:
-        folder = export_graft(load_graft(graft, loaded, changes or ()), loaded, to)
-    else:
-        folder = export_model(loaded, to)
-    print_result({"folder": str(folder)}, as_json=as_json, show=lambda: typer.echo(f"wrote {folder}"))
 
 
 def push(

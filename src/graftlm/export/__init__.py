@@ -5,5 +5,6 @@ transformers.
 """
 
 from graftlm.export.folder import check_model, export_graft, export_model
+from graftlm.export.many import export_many, export_peft
 
-__all__ = ["check_model", "export_graft", "export_model"]
+__all__ = ["check_model", "export_graft", "export_many", "export_model", "export_peft"]

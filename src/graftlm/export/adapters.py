@@ -13,7 +13,7 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.families import Family
 from graftlm.errors import ArtifactError
 from graftlm.export.code import copy_module, is_own, model_classes, save_unchanged, write_config
-from graftlm.grafts import ExportedAdapter, ExportsAdapter, Graft
+from graftlm.grafts import ExportedAdapter
 from graftlm.version import __version__
 
 TEMPLATE_MODULE = "modeling_grafted"
@@ -23,12 +23,12 @@ _TEMPLATE = Path(__file__).with_name("model_template.py")
 _REMEDY = "load it with graftlm, or serve it with graft serve."
 
 
-def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
-    """Write the backbone with a graft's adapters as weights, config and code.
+def save_with_adapters(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -> None:
+    """Write the backbone with adapters as weights, config and code.
 
     Args:
-        graft: a detached graft of a kind that is `ExportsAdapter`.
-        backbone: the backbone that it was trained on.
+        adapter: the module that is parallel to each FFN.
+        backbone: the backbone.
         folder: an existing folder.
 
     Raises:
@@ -36,8 +36,6 @@ def save_with_adapters(graft: Graft, backbone: Backbone, folder: Path) -> None:
             unknown code.
         OSError: the folder can't be written.
     """
-    assert isinstance(graft, ExportsAdapter)
-    adapter = graft.exported_adapter(backbone)
     model = backbone.model
     _check_backbone(backbone)
     state = _state_with_adapters(adapter, backbone)
@@ -75,14 +73,21 @@ def _state_with_adapters(adapter: ExportedAdapter, backbone: Backbone) -> dict[s
     """Return the weights of the backbone, with those of its FFNs under their new names, and of the adapters."""
     family = backbone.sites.family
     layers = f"{backbone.model.base_model_prefix}.{family.layers}"
-    ffn_prefix = re.compile(rf"^{re.escape(layers)}\.\d+\.{re.escape(family.ffn.entry)}\.")
     state: dict[str, Tensor] = {}
     for name, tensor in backbone.model.state_dict().items():
-        state[ffn_prefix.sub(r"\g<0>ffn.", name)] = tensor
+        state[moved_path(name, backbone)] = tensor
     for layer, tensors in enumerate(adapter.tensors):
         for name, tensor in tensors.items():
             state[f"{layers}.{layer}.{family.ffn.entry}.adapter.{name}"] = tensor
     return state
+
+
+def moved_path(path: str, backbone: Backbone) -> str:
+    """Return the path that a module or weight of a backbone has in the exported model with adapters."""
+    family = backbone.sites.family
+    layers = f"{backbone.model.base_model_prefix}.{family.layers}"
+    ffn_prefix = rf"^{re.escape(layers)}\.\d+\.{re.escape(family.ffn.entry)}\."
+    return re.sub(ffn_prefix, r"\g<0>ffn.", path)
 
 
 def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -> str:

@@ -51,12 +51,12 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
             f"A graft of the kind {graft.config.kind} adds modules that {type(backbone.model).__name__} of transformers"
             " lacks: load it with graftlm, or serve it with graft serve."
         )
-    _check_weights(backbone)
-    with _new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
+    check_weights(backbone)
+    with new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
         if isinstance(graft, Exportable):
             _save_merged(graft, backbone, draft)
         else:
-            save_with_adapters(graft, backbone, draft)
+            save_with_adapters(graft.exported_adapter(backbone), backbone, draft)
         add_older_rope_keys(draft)
         verify_model(draft, graft, backbone)
     return Path(folder)
@@ -91,7 +91,7 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
     if not is_gguf:
         _check_own(backbone.name, backbone.config)
     content = "its dequantized weights" if is_gguf else "the code of its architecture"
-    with _new_model(Path(folder), backbone, content) as draft:
+    with new_model(Path(folder), backbone, content) as draft:
         save_unchanged(backbone.model, draft)
         copy_code(backbone.model, draft)
         add_older_rope_keys(draft)
@@ -129,7 +129,7 @@ def _check_own(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def _check_weights(backbone: Backbone) -> None:
+def check_weights(backbone: Backbone) -> None:
     """Raise `ArtifactError` if a backbone's weights are not plain tensors of its own modules."""
     is_packed = getattr(backbone.model, "is_quantized", False)
     if any(isinstance(module, BaseTunerLayer) for module in backbone.model.modules()):
@@ -144,10 +144,14 @@ def _check_weights(backbone: Backbone) -> None:
             )
 
 
-def _check_target(folder: Path, backbone: Backbone) -> None:
-    """Raise `ArtifactError` if the folder is in use, or the head of a model of our own was not loaded."""
+def check_new_folder(folder: Path) -> None:
+    """Raise `ArtifactError` if a folder is in use."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} exists and is not an empty folder, so it is left unchanged: name a new folder.")
+
+
+def _check_head(backbone: Backbone) -> None:
+    """Raise `ArtifactError` if the head of a model of our own was not loaded."""
     model = type(backbone.model)
     if not is_own(model):
         return
@@ -160,7 +164,7 @@ def _check_target(folder: Path, backbone: Backbone) -> None:
 
 
 @contextmanager
-def _new_model(folder: Path, backbone: Backbone, content: str) -> Iterator[Path]:
+def new_model(folder: Path, backbone: Backbone, content: str) -> Iterator[Path]:
     """Yield the draft of a model's folder; tokenizer and card are added when the block has succeeded.
 
     Args:
@@ -168,7 +172,8 @@ def _new_model(folder: Path, backbone: Backbone, content: str) -> Iterator[Path]
         backbone: the backbone, for its tokenizer and names.
         content: content of the folder in addition to the backbone's weights, for the card.
     """
-    _check_target(folder, backbone)
+    check_new_folder(folder)
+    _check_head(backbone)
     try:
         with staged_folder(folder) as draft:
             draft.mkdir()

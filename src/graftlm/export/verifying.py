@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 from graftlm.backbone import Backbone
@@ -26,6 +30,11 @@ _RELATIVE_ERROR = 1e-4
 """Largest difference of outputs, relative to the largest output, that counts as rounding in float32."""
 _SHARE_ERROR = 0.5
 """Largest error of the share of a graft's effect that is in a model in half precision."""
+
+_NO_EFFECT = (
+    "The graft of the kind %s changed nothing in %d rows of %d tokens from the whole vocabulary, so that its effect in "
+    "the export could not be checked: compare both on text that the graft was trained for."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -65,20 +74,51 @@ def verify_model(folder: Path, graft: Graft, backbone: Backbone) -> None:
         ArtifactError: the model can't be loaded, or computes something else than the grafted model.
     """
     probe = _probe_of_graft(graft, backbone)
-    difference = _difference(folder, probe, backbone)
+    difference = _difference(lambda: _loaded(folder, backbone), probe)
     if difference:
         raise ArtifactError(
             f"The exported {backbone.sites.model_type} model does not reproduce the grafted model ({difference}): "
             "load the graft with graftlm, or serve it with graft serve."
         )
     if not probe.has_effect:
-        _log.warning(
-            "The graft of the kind %s changed nothing in %d rows of %d tokens from the whole vocabulary, so that its "
-            "effect in the export could not be checked: compare both on text that the graft was trained for.",
-            graft.config.kind,
-            _ROWS,
-            _TOKENS,
-        )
+        _log.warning(_NO_EFFECT, graft.config.kind, _ROWS, _TOKENS)
+
+
+@torch.no_grad()
+def verify_adapters(folder: Path, carrier: Path | None, grafts: Mapping[str, Graft], backbone: Backbone) -> None:
+    """Load adapters of PEFT that were written, and compare the output of each with that of its graft.
+
+    Args:
+        folder: the folder with the adapters' folders.
+        carrier: the folder of the model to which they are added; None for the backbone.
+        grafts: the graft of each adapter by the name of the adapter's folder.
+        backbone: the backbone that the grafts were trained on; it is left unchanged.
+
+    Raises:
+        ArtifactError: PEFT can't load an adapter, or the model computes something else than its graft.
+    """
+    probes = {name: _probe_of_graft(graft, backbone) for name, graft in grafts.items()}
+    model = copy.deepcopy(backbone.model) if carrier is None else _load_saved(carrier, backbone)
+    model = _ready(model, backbone)
+    for name, probe in probes.items():
+        difference = _difference(lambda name=name: _with_adapter(model, folder / name), probe)
+        if difference:
+            raise ArtifactError(
+                f"PEFT's adapter of the graft {name} does not reproduce it ({difference}): export the graft alone "
+                "(graft export GRAFT --to FOLDER), or serve it with graft serve."
+            )
+        if not probe.has_effect:
+            _log.warning(_NO_EFFECT, grafts[name].config.kind, _ROWS, _TOKENS)
+
+
+@contextmanager
+def _with_adapter(model: nn.Module, folder: Path) -> Iterator[nn.Module]:
+    """Yield a model with an adapter of PEFT, which is removed afterwards."""
+    adapted = PeftModel.from_pretrained(model, str(folder))
+    try:
+        yield adapted.eval()
+    finally:
+        adapted.unload()
 
 
 @torch.no_grad()
@@ -94,7 +134,7 @@ def verify_unchanged(folder: Path, backbone: Backbone) -> None:
     """
     ids = _rows(backbone)[:1]
     bare = _output(backbone.bare_model, ids)
-    difference = _difference(folder, _Probe(ids=ids, bare=bare, expected=bare), backbone)
+    difference = _difference(lambda: _loaded(folder, backbone), _Probe(ids=ids, bare=bare, expected=bare))
     if difference:
         raise ArtifactError(
             f"The exported {backbone.sites.model_type} model does not reproduce {backbone.name} ({difference}): load "
@@ -124,8 +164,12 @@ def _rows(backbone: Backbone) -> Tensor:
 
 
 @torch.no_grad()
-def _difference(folder: Path, probe: _Probe, backbone: Backbone) -> str:
-    """Describe the difference between the outputs of the saved and the expected model, or the error at loading.
+def _difference(load: Callable[[], AbstractContextManager[nn.Module]], probe: _Probe) -> str:
+    """Describe the difference between the outputs of a saved and the expected model, or the error at loading.
+
+    Args:
+        load: loads the saved model.
+        probe: the text, and the outputs of the expected model.
 
     Returns:
         A clause; empty if the outputs are equal except for rounding.
@@ -133,8 +177,8 @@ def _difference(folder: Path, probe: _Probe, backbone: Backbone) -> str:
     expected = probe.expected
     precision = torch.finfo(expected.dtype).eps
     try:
-        saved = _load_saved(folder, backbone).to(backbone.device)
-        found = _output(saved.eval(), probe.ids)
+        with load() as saved:
+            found = _output(saved, probe.ids)
     except Exception as error:  # The code of a model may raise anything.
         return first_line(error)
     gap = (found - expected).abs().max()
@@ -161,6 +205,17 @@ def _output(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits of a model, or its hidden states if it has no head."""
     output: Any = model(input_ids=ids)
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+@contextmanager
+def _loaded(folder: Path, backbone: Backbone) -> Iterator[nn.Module]:
+    """Yield an exported model on the backbone's device."""
+    yield _ready(_load_saved(folder, backbone), backbone)
+
+
+def _ready(model: nn.Module, backbone: Backbone) -> nn.Module:
+    """Return a model in evaluation mode on the backbone's device."""
+    return model.to(backbone.device).eval()
 
 
 def _load_saved(folder: Path, backbone: Backbone) -> nn.Module:

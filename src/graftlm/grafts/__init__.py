@@ -1,14 +1,17 @@
 """Grafts: the contract, the grafted model, the registry, and one package for each method."""
 
 from graftlm.grafts.base import (
+    AdapterForm,
     Exportable,
     ExportedAdapter,
     ExportsAdapter,
+    ExportsLowRank,
     FitsOnText,
     Graft,
     GraftConfig,
     HasHeads,
     HasTensors,
+    LowRankUpdate,
     ReadsModels,
     ReplacesModel,
     Trace,

@@ -10,6 +10,7 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
     ReplacesModel    runs a changed or copied model
     Exportable       can be merged into the backbone's architecture
     ExportsAdapter   can be exported as a module in parallel to each FFN
+    ExportsLowRank   can be exported as LoRA factors of the backbone's modules
     ReadsPeft        accepts PEFT adapters without conversion
     HasTensors       saves tensors that differ from its `state_dict`
 """
@@ -389,6 +390,24 @@ class ReadsPeft(ABC):
 
 
 @dataclass(frozen=True)
+class AdapterForm:
+    """A function of an FFN's input x that several kinds of adapters have in common.
+
+        gate(w . x + b) W_o (act(W_g x) * W_i x)
+
+    The tensors are named `gate.weight` (w), `gate.bias` (b, or absent), `w_g.weight`, `w_i.weight` and `w_o.weight`.
+    Without `w_g.weight` the function is gate(w . x + b) W_o act(W_i x).
+
+    Attributes:
+        activation: the name of `act` in transformers' ACT2FN.
+        gate: the name of `gate` in ACT2FN; empty for an adapter without a gate.
+    """
+
+    activation: str
+    gate: str
+
+
+@dataclass(frozen=True)
 class ExportedAdapter:
     """A module in parallel to each FFN of an exported model: adapter(x) is added to the output of the FFN that reads x.
 
@@ -398,12 +417,14 @@ class ExportedAdapter:
         width: the value of `adapter_width`.
         tensors: the `state_dict` of the module in each layer, in the order of the layers.
         parallel: how tensor parallelism splits the Linears: `colwise` or `rowwise`, by the name of the Linear.
+        form: the function that the tensors compute; None if it is not one of the `AdapterForm`s.
     """
 
     source: str
     width: int
     tensors: Sequence[Mapping[str, Tensor]]
     parallel: Mapping[str, str] = field(default_factory=dict)
+    form: AdapterForm | None = None
 
 
 class ExportsAdapter(ABC):
@@ -417,6 +438,36 @@ class ExportsAdapter(ABC):
 
         Args:
             backbone: the backbone that the graft was built for.
+        """
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """The factors of an update B A x of the output W x of a linear module.
+
+    Attributes:
+        a: A, (rank, inputs).
+        b: B, (outputs, rank).
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+class ExportsLowRank(ABC):
+    """A graft whose effect is an update of low rank of linear modules of the backbone, the same for all tokens."""
+
+    @abstractmethod
+    def low_rank_updates(self, backbone: Backbone) -> dict[str, LowRankUpdate]:
+        """Return the update of each module, by the path of the module in the backbone's model.
+
+        The graft must be detached.
+
+        Args:
+            backbone: the backbone that the graft was built for.
+
+        Raises:
+            ArtifactError: with its config, the graft has another effect.
         """
 
 

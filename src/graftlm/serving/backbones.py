@@ -11,8 +11,8 @@ from graftlm.backbone.formats import quantize_weights
 from graftlm.backbone.load import inspect_model, served_kind
 from graftlm.backbone.memory import check_memory
 from graftlm.errors import GraftError
-from graftlm.serving.store import NAME
 from graftlm.store.manifest import BackboneRecord, read_manifest
+from graftlm.store.names import GRAFT_NAME
 
 
 def load_backbones(
@@ -155,7 +155,7 @@ def checked_name(name: str) -> str:
         GraftError: a part of the name between slashes has other characters than letters, digits, dots, dashes and
             underscores, does not begin with a letter or digit, or has more than 64 characters.
     """
-    if not all(NAME.fullmatch(part) for part in name.split("/")):
+    if not all(GRAFT_NAME.fullmatch(part) for part in name.split("/")):
         raise GraftError(
             f"The name {name[:200]!r} of the backbone is not usable in requests: choose a name of at most 64 letters, "
             "digits, dots, dashes and underscores (--name, or --backbone NAME=MODEL)."

@@ -6,7 +6,6 @@ A name from a client never becomes a path: it is looked up among the known names
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import tempfile
 import threading
@@ -21,8 +20,8 @@ from graftlm.errors import ArtifactError, GraftError
 from graftlm.grafts import Graft
 from graftlm.store.artifact import load_graft
 from graftlm.store.manifest import JSON_NAME, TENSORS_NAME, Manifest, read_manifest
+from graftlm.store.names import GRAFT_NAME, NAME_RULE
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LOG = logging.getLogger("graftlm.serving")
 
 FileSignature = tuple[tuple[int, ...] | None, ...]
@@ -156,7 +155,7 @@ class GraftStore:
                         on_outcome(name, outcome)
 
     def _is_usable(self, name: str) -> bool:
-        return NAME.fullmatch(name) is not None and name not in self.backbones
+        return GRAFT_NAME.fullmatch(name) is not None and name not in self.backbones
 
     def _search(self) -> None:
         """Watch all folders that were given or that are in `folder` now."""
@@ -278,7 +277,4 @@ def read_signature(folder: Path) -> FileSignature | None:
 def _bad_name(name: str, backbones: Collection[str]) -> str:
     if name in backbones:
         return f"The graft's name {name} is the name of a backbone: choose another name."
-    return (
-        f"The graft's name {name[:80]!r} is not usable in requests: choose at most 64 letters, digits, dots, dashes "
-        "and underscores, with a letter or digit at the beginning."
-    )
+    return f"The graft's name {name[:80]!r} is not usable in requests: choose {NAME_RULE}."

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +16,16 @@ from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, TapConflictError, first_line
-from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
+from graftlm.grafts.base import (
+    Exportable,
+    ExportsLowRank,
+    Graft,
+    GraftConfig,
+    HasTensors,
+    LowRankUpdate,
+    ReplacesModel,
+    check_tensors,
+)
 from graftlm.grafts.baselines.adapted_model import AdaptedModel, adapt
 from graftlm.grafts.baselines.peft_config import PeftGraftConfig, config_class, is_traceable, option_names
 from graftlm.grafts.untying import tie_if_equal, untie
@@ -23,9 +33,10 @@ from graftlm.grafts.untying import tie_if_equal, untie
 # Largest change of the logits that counts as rounding, as a share of the largest logit. In half precision it is 16
 # roundings.
 _START_TOLERANCE = 1e-4
+_ALONE = "graft export GRAFT --to FOLDER"
 
 
-class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
+class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors):
     """A method of PEFT on Linears of the live model. PEFT adds its modules, and unloads them again.
 
     Args:
@@ -149,6 +160,43 @@ class PeftGraft(Graft, ReplacesModel, Exportable, HasTensors):
         if is_untied:
             tie_if_equal(model)
         return model
+
+    def low_rank_updates(self, backbone: Backbone) -> dict[str, LowRankUpdate]:
+        self._check_low_rank()
+        scales = self._scales(backbone.model)
+        remaining = self.tensors()
+        updates = {}
+        for path, scale in scales.items():
+            a = remaining.pop(f"model.{path}.lora_A.weight", None)
+            b = remaining.pop(f"model.{path}.lora_B.weight", None)
+            if a is not None and b is not None:
+                updates[path] = LowRankUpdate(a, scale * b)
+        if remaining:
+            raise ArtifactError(
+                f"{self._label} has the tensor {min(remaining)}, but an adapter of factors A and B of linear modules "
+                f"is expected: export the graft alone, without sharing the backbone ({_ALONE})."
+            )
+        return updates
+
+    def _check_low_rank(self) -> None:
+        """Raise `ArtifactError` unless PEFT's method is plain LoRA."""
+        if not isinstance(self._peft, LoraConfig) or self._peft.use_dora:
+            raise ArtifactError(
+                f"{self._label} computes something else than B A x, but plain LoRA is expected: export the graft "
+                f"alone, without sharing the backbone ({_ALONE})."
+            )
+
+    def _scales(self, model: PreTrainedModel) -> dict[str, float]:
+        """Return the factor of B A x of each module that the adapter changes, by the path of the module."""
+        with torch.device("meta"):
+            without_storage = type(model)(copy.deepcopy(model.config))
+        adapted = self._adapt(without_storage)
+        scales = {}
+        for path, module in adapted.base_model.model.named_modules():
+            if isinstance(module, LoraLayer):
+                (scale,) = module.scaling.values()
+                scales[path] = float(scale)
+        return scales
 
     def tensors(self) -> dict[str, Tensor]:
         if self._live:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn import functional
 
-from graftlm.grafts.base import ExportedAdapter
+from graftlm.grafts.base import AdapterForm, ExportedAdapter
 from graftlm.grafts.neutral_residues.adapter import GatedAdapter
 
 _TEMPLATE = Path(__file__).with_name("exported_template.py")
@@ -35,6 +35,7 @@ def exported_blocks(blocks: Sequence[GatedAdapter], activation: str) -> Exported
         width=width,
         tensors=[_padded(block, width) for block in blocks],
         parallel=_parallel_plan(first),
+        form=AdapterForm(activation=activation, gate="" if first.gate is None else first.kind),
     )
 
 

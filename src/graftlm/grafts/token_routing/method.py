@@ -27,10 +27,12 @@ from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.base import (
     Exportable,
+    ExportsLowRank,
     FitsOnText,
     Graft,
     GraftConfig,
     HasTensors,
+    LowRankUpdate,
     ReadsPeft,
     Trace,
     Traceable,
@@ -58,7 +60,7 @@ BARE = "none"
 """The label of the bare backbone in traces."""
 
 
-class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPeft):
+class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, HasTensors, ReadsPeft):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
@@ -428,6 +430,26 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
     # The artifact and the exported model
 
     def merged(self, backbone: Backbone) -> PreTrainedModel:
+        return merge_experts(backbone, self._mixtures_by_path(), self._need_fixed_weights())
+
+    def low_rank_updates(self, backbone: Backbone) -> dict[str, LowRankUpdate]:
+        weights = self._need_fixed_weights()
+        updates = {}
+        for path, mixture in self._mixtures_by_path():
+            if mixture.target.is_embedding:
+                raise ArtifactError(
+                    f"An expert changes the embedding {path}, but updates of linear modules are expected: export the "
+                    "graft alone (graft export GRAFT --to FOLDER)."
+                )
+            updates[path] = mixture.low_rank_update(weights)
+        return updates
+
+    def _need_fixed_weights(self) -> list[float]:
+        """Return the weights of the experts.
+
+        Raises:
+            ArtifactError: they are not the same for all texts.
+        """
         weights = self._fixed_weights()
         if weights is None:
             equal = f"{1 / len(self.names):.2g}"
@@ -436,7 +458,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, HasTensors, ReadsPe
                 "The weights of the experts change with the text, but those of a plain model can't: fix them "
                 f"(--set 'fixed={{{example}}}'), or serve the graft with graft serve."
             )
-        return merge_experts(backbone, self._mixtures_by_path(), weights)
+        return weights
 
     def factors(self, name: str) -> dict[str, Factors]:
         """Return the factors of one expert by module path.

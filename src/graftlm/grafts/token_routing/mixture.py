@@ -13,7 +13,8 @@ Shape suffixes: B rows, T tokens, N = B*T tokens, E experts, R sum of ranks, d i
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from graftlm.grafts.base import LowRankUpdate
 from graftlm.grafts.token_routing.config import Combination
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 
@@ -179,6 +181,28 @@ class MixedProjection(nn.Module):
         """
         index = self.layout.experts.index(expert)
         return Factors(self.a[index], self.b[index], self.layout.scales[index])
+
+    @torch.no_grad()
+    def low_rank_update(self, weights: Sequence[float]) -> LowRankUpdate:
+        """Return the weighted sum of the updates as one update.
+
+        Args:
+            weights: the weight of each expert of the graft, by the expert's number.
+        """
+        a_parts = []
+        b_parts = []
+        for expert in self.layout.experts:
+            factors = self.factors(expert)
+            weight = weights[expert] * factors.scale
+            if self.combination == "linear":
+                a_parts.append(math.sqrt(weight) * factors.a)
+                b_parts.append(math.sqrt(weight) * factors.b.T)
+            else:
+                a_parts.append(factors.a)
+                b_parts.append(weight * factors.b.T)
+        if self.combination == "linear":
+            return LowRankUpdate(torch.stack(a_parts).sum(0), torch.stack(b_parts).sum(0))
+        return LowRankUpdate(torch.cat(a_parts), torch.cat(b_parts, dim=1))
 
     def forward(self, x: Tensor, routes: RouteWeights) -> Tensor | None:
         """Compute the weighted sum of the updates.

@@ -1,0 +1,203 @@
+"""The verb that writes grafts as models, or as adapters of PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graftlm.cli.common import print_result
+from graftlm.cli.inputs import AsJson, BackboneName, Changes, Device, Trust, argument, flag, option
+from graftlm.errors import ArtifactError, GraftError
+
+if TYPE_CHECKING:
+    from graftlm.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the backbone of grafts comes from.
+
+    Attributes:
+        name: name or folder of the backbone; None for the one that a graft records.
+        device: torch device.
+        trust_remote_code: run model code that comes with the backbone.
+    """
+
+    name: str | None
+    device: str | None
+    trust_remote_code: bool
+
+    def load(self, graft: Path) -> Backbone:
+        """Return the backbone of a graft, or the model in its place."""
+        from graftlm.store.artifact import backbone_of
+
+        return backbone_of(graft, self.name, device=self.device, trust_remote_code=self.trust_remote_code)
+
+
+def export(
+    graft: Annotated[
+        list[str],
+        argument("[NAME=]GRAFT...", "Folder of a graft, or a model of GraftLM or in a GGUF file."),
+    ],
+    to: Annotated[Path, option("FOLDER", "New or empty folder for the model.", show_default=False)],
+    many: Annotated[
+        bool,
+        flag("--many", "Write adapters that one vLLM server holds together."),
+    ] = False,
+    mix: Annotated[
+        list[str] | None,
+        option("NAME=A:X+B:Y", "With --many: also this sum of grafts. Repeatable."),
+    ] = None,
+    to_peft: Annotated[bool, flag("--to-peft", "Write LoRA as an adapter of PEFT.")] = False,
+    backbone: BackboneName = None,
+    changes: Changes = None,
+    device: Device = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write grafts as models for transformers and vLLM, or for PEFT."""
+    _check_options(graft, changes, mix, many=many, to_peft=to_peft)
+    source = _Source(backbone, device, trust_remote_code)
+    if many:
+        written = _export_many(graft, to, mix or (), changes or (), source)
+    else:
+        written = _export_one(Path(graft[0]), to, changes or (), source, to_peft=to_peft)
+    print_result({"folder": str(written)}, as_json=as_json, show=lambda: typer.echo(f"wrote {written}"))
+
+
+def _check_options(
+    grafts: Sequence[str],
+    changes: Sequence[str] | None,
+    mix: Sequence[str] | None,
+    *,
+    many: bool,
+    to_peft: bool,
+) -> None:
+    """Raise `GraftError` if options don't go together."""
+    if many and to_peft:
+        raise GraftError("--many and --to-peft were given, but one form is written: leave out one of them.")
+    if mix and not many:
+        raise GraftError("--mix adds to the adapters of --many, which was not given: add it, or leave --mix out.")
+    if len(grafts) > 1 and not many:
+        raise GraftError(
+            f"{len(grafts)} grafts were given, but one is written as a model: add --many, or export them one by one."
+        )
+    if len(grafts) > 1 and changes:
+        raise GraftError(
+            "--set was given with several grafts, but it changes the config of one: export that graft alone, or train "
+            "it with these keys."
+        )
+
+
+def _export_one(
+    graft: Path,
+    to: Path,
+    changes: Sequence[str],
+    source: _Source,
+    *,
+    to_peft: bool,
+) -> Path:
+    """Write a graft, or a model that transformers can't load otherwise. Return the folder."""
+    from graftlm.export import check_model, export_graft, export_model, export_peft
+    from graftlm.store.artifact import is_model, load_graft
+    from graftlm.store.manifest import read_manifest
+
+    is_graft = not is_model(graft)
+    if is_graft:
+        read_manifest(graft).check_alone(graft, "an export")
+    elif source.name or changes or to_peft:
+        values = (("--backbone", source.name), ("--set", changes), ("--to-peft", to_peft))
+        given = " and ".join(name for name, value in values if value)
+        raise ArtifactError(f"{graft} is a complete model, but {given} was given, which is for grafts: leave it out.")
+    else:
+        check_model(str(graft), trust_remote_code=source.trust_remote_code)
+    loaded = source.load(graft)
+    if not is_graft:
+        return export_model(loaded, to)
+    own = load_graft(graft, loaded, changes)
+    return export_peft(own, loaded, to) if to_peft else export_graft(own, loaded, to)
+
+
+def _export_many(
+    grafts: Sequence[str],
+    to: Path,
+    mix: Sequence[str],
+    changes: Sequence[str],
+    source: _Source,
+) -> Path:
+    """Write grafts of one backbone as adapters. Return the folder."""
+    from graftlm.export import export_many
+    from graftlm.store.artifact import is_model, load_graft
+    from graftlm.store.manifest import read_manifest
+
+    folders = named_grafts(grafts)
+    mixtures = read_mixtures(mix)
+    for folder in folders.values():
+        if is_model(folder):
+            raise ArtifactError(f"{folder} is a complete model, but --many writes grafts: name the folder of a graft.")
+        read_manifest(folder).check_alone(folder, "an export")
+    first = next(iter(folders.values()))
+    loaded = source.load(first)
+    own = {name: load_graft(folder, loaded, changes) for name, folder in folders.items()}
+    return export_many(own, loaded, to, mixtures)
+
+
+def named_grafts(texts: Sequence[str]) -> dict[str, Path]:
+    """Return folders of grafts by name, from `[NAME=]DIR`. Without a name it is that of the folder or of its run.
+
+    Raises:
+        GraftError: two folders have the same name.
+    """
+    folders: dict[str, Path] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals or Path(text).exists():
+            name, folder = _name_of(Path(text)), text
+        if name in folders:
+            raise GraftError(
+                f"Both {folders[name]} and {folder} have the name {name}: give one another name, as in "
+                f"{name}2={folder}."
+            )
+        folders[name] = Path(folder)
+    return folders
+
+
+def _name_of(folder: Path) -> str:
+    """Return the name of a folder; of a folder named graft, as runs write it, the name of the run."""
+    resolved = folder.resolve()
+    return resolved.parent.name if resolved.name == "graft" else resolved.name
+
+
+def read_mixtures(texts: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
+    """Return the weights of each mixture's grafts, from `NAME=A:X+B:Y`. A weight that is left out is 1.
+
+    Raises:
+        GraftError: a text has another form, or a name is not unique.
+    """
+    mixtures: dict[str, dict[str, float]] = {}
+    for text in texts:
+        name, _, sum_of_grafts = text.partition("=")
+        weights: dict[str, float] = {}
+        for part in sum_of_grafts.split("+"):
+            graft, colon, number = part.partition(":")
+            weight = _read_weight(number) if colon else 1.0
+            if not name or not graft or weight is None:
+                raise GraftError(f"--mix is {text!r}, but NAME=A:X+B:Y is expected, as in both=da:0.7+law:0.3.")
+            if graft in weights:
+                raise GraftError(f"--mix {text} names {graft} twice: add up its weights.")
+            weights[graft] = weight
+        if name in mixtures:
+            raise GraftError(f"--mix has the name {name} twice: give the mixtures different names.")
+        mixtures[name] = weights
+    return mixtures
+
+
+def _read_weight(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

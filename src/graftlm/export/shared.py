@@ -1,0 +1,122 @@
+"""Grafts that share one backbone: each one as the updates that a LoRA adapter adds to a carrier or to the backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graftlm.backbone import Backbone
+from graftlm.errors import ArtifactError
+from graftlm.export.adapters import moved_path
+from graftlm.export.carrier import MAX_RANK, Carrier, Piece, pieces_of
+from graftlm.export.low_rank import joined, largest_rank, weighted
+from graftlm.grafts import ExportedAdapter, ExportsAdapter, ExportsLowRank, Graft, LowRankUpdate
+
+
+@dataclass(frozen=True)
+class SharedGraft:
+    """What a graft adds to a shared backbone.
+
+    Attributes:
+        name: its name.
+        adapter: the adapter that it puts next to each FFN, if it does so.
+        updates: the updates of the backbone's modules, by their paths in the backbone.
+    """
+
+    name: str
+    adapter: ExportedAdapter | None = None
+    updates: Mapping[str, LowRankUpdate] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, graft: Graft, backbone: Backbone) -> SharedGraft:
+        """Return what a graft adds.
+
+        Args:
+            name: its name, for messages.
+            graft: the graft, detached.
+            backbone: the backbone that it was built for.
+
+        Raises:
+            ArtifactError: the graft does something else than to add adapters or updates of low rank.
+            WrongBackboneError: it was built for another backbone.
+        """
+        backbone.check_graft(graft.config.kind, graft._fingerprint)
+        if isinstance(graft, ExportsAdapter):
+            adapter = graft.exported_adapter(backbone)
+            if adapter.form is not None:
+                return cls(name, adapter=adapter)
+        elif isinstance(graft, ExportsLowRank):
+            try:
+                return cls(name, updates=graft.low_rank_updates(backbone))
+            except ArtifactError as error:
+                raise ArtifactError(f"The graft {name} can't share a backbone. {error}") from None
+        raise ArtifactError(
+            f"The graft {name} is of the kind {graft.config.kind}, but only gated adapters and LoRA can share a "
+            "backbone: serve it with graft serve, or export it alone if graft export can."
+        )
+
+
+def carrier_for(entries: Sequence[Mapping[str, float]], grafts: Mapping[str, SharedGraft]) -> Carrier | None:
+    """Return the smallest carrier for some mixtures; None if no graft has adapters.
+
+    Args:
+        entries: mixtures: the weight of each graft by name. A graft alone is a mixture, too.
+        grafts: the grafts by name.
+    """
+    pieces = [_pieces(weights, grafts) for weights in entries]
+    if not any(pieces):
+        return None
+    return Carrier.of(pieces)
+
+
+def updates_of(
+    weights: Mapping[str, float],
+    grafts: Mapping[str, SharedGraft],
+    carrier: Carrier | None,
+    backbone: Backbone,
+) -> dict[str, LowRankUpdate]:
+    """Return the updates of a mixture.
+
+    Args:
+        weights: the weight of each graft by name.
+        grafts: the grafts by name.
+        carrier: the carrier; None for a backbone without blank adapters.
+        backbone: the backbone.
+
+    Raises:
+        ArtifactError: the carrier has too few blanks, or they are too narrow; or an update has a rank that no server
+            takes.
+    """
+    name = "+".join(weights)
+    parts: list[Mapping[str, LowRankUpdate]] = []
+    for member, weight in weights.items():
+        updates = weighted(grafts[member].updates, weight)
+        if carrier is not None:
+            updates = {moved_path(path, backbone): update for path, update in updates.items()}
+        parts.append(updates)
+    pieces = _pieces(weights, grafts)
+    if pieces:
+        if carrier is None or not carrier.fits(pieces):
+            raise ArtifactError(
+                f"The adapters of {name} don't fit into the blank adapters of the carrier: export all grafts together, "
+                "or restart the server with them."
+            )
+        parts.append(carrier.filled(pieces, backbone))
+    result = joined(parts)
+    if not result:
+        raise ArtifactError(f"The graft {name} changes no module, but at least one is expected: leave it out.")
+    if largest_rank(result) > MAX_RANK:
+        raise ArtifactError(
+            f"The updates of {name} have the rank {largest_rank(result)}, but vLLM takes at most {MAX_RANK}: export "
+            "the graft alone (graft export GRAFT --to FOLDER), or train it with a lower rank."
+        )
+    return result
+
+
+def _pieces(weights: Mapping[str, float], grafts: Mapping[str, SharedGraft]) -> list[Piece]:
+    pieces = []
+    for name, weight in weights.items():
+        adapter = grafts[name].adapter
+        if adapter is not None:
+            pieces += pieces_of(adapter, weight)
+    return pieces
