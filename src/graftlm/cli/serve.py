@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from graftlm.cli.common import configure_logging, log
+from graftlm.cli.exporting import read_mixtures
 from graftlm.cli.inputs import Device, DtypeName, Quantization, Quiet, Trust, flag, option
-from graftlm.errors import GraftError, MissingExtraError
+from graftlm.errors import GraftError, MissingExtraError, first_line
 from graftlm.files.model_files import find_model
 
+if TYPE_CHECKING:
+    from graftlm.serving.vllm.serving import VllmOptions
+
+EngineName = Literal["own", "vllm"]
+_VLLM_SIZES = {"context": "--max-model-len", "batch_size": "--max-num-seqs"}
+"""vLLM's arguments for options of both engines."""
+_VLLM_ENGINE = {"vllm_python", "vllm_args", "mix", "slots"}
+"""Parameters that only the engine vllm has."""
+_OWN_ENGINE = {"queue", "max_tokens", "prefix_cache", "seconds", "device", "quantize", "pack", "compile_steps"}
+"""Parameters that only GraftLM's own engine has."""
 _PACKAGES = ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn")
 
 
 def serve(
+    context_of_command: typer.Context,
     backbone: Annotated[
         list[str],
         option("[NAME=]MODEL", "Name or folder of a model; may be repeated.", show_default=False),
@@ -75,10 +90,20 @@ def serve(
         bool | None,
         flag("--compile/--no-compile", "Compile decode steps; by default on GPUs only."),
     ] = None,
+    engine: Annotated[EngineName, option("NAME", "GraftLM's own engine, or vLLM with the grafts as LoRA.")] = "own",
+    vllm_python: Annotated[
+        str | None,
+        option("PYTHON", "Python with vLLM; by default $GRAFTLM_VLLM_PYTHON, or this one."),
+    ] = None,
+    vllm_args: Annotated[str, option("ARGS", "Arguments of vLLM, as in '--tensor-parallel-size 2'.")] = "",
+    mix: Annotated[list[str] | None, option("NAME=A:X+B:Y", "With vLLM: a sum of grafts. Repeatable.")] = None,
+    slots: Annotated[int | None, option("N", "With vLLM: number of adapters that fit.", min=1)] = None,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:
     """Serve backbones and their grafts to clients of OpenAI's API."""
+    given = _given_options(context_of_command)
+    _check_engine(engine, given, len(backbone))
     from graftlm.serving.settings import KEYS_VARIABLE, LOOPBACK, ServerSettings, read_keys
 
     pairs = [split_model(text) for text in backbone]
@@ -97,6 +122,12 @@ def serve(
     settings.check_address()  # before the models are loaded, which takes long
     keys = read_keys(api_keys)
     _check_packages()
+    options = None
+    if engine == "vllm":
+        sizes = {"context": context, "batch_size": batch_size if "batch_size" in given else None}
+        arguments = [*_vllm_arguments(sizes, trust_remote_code), *_split_arguments(vllm_args)]
+        options = _vllm_options(vllm_python, arguments, slots, mix or [])
+        device = "cpu"  # vLLM needs the accelerator
     log(f"loading {', '.join(model for _, model in pairs)}", quiet=quiet)
     with _without_garbage_collection():
         configure_logging()
@@ -116,6 +147,23 @@ def serve(
             quantize=quantize,
         )
     server.log_to_stderr(quiet)
+    if not settings.is_local and not keys:
+        log(f"everyone who reaches {host} can use this server: require a key with --api-keys or {KEYS_VARIABLE}.")
+    if options is not None:
+        from graftlm.serving.vllm.serving import serve_with_vllm
+
+        ((served_name, served),) = backbones.items()
+        serve_with_vllm(
+            served,
+            served_name,
+            folders,
+            grafts,
+            options,
+            settings=settings,
+            keys=keys,
+            on_ready=lambda address: log(f"serving {served_name} and its grafts by vLLM at {address}"),
+        )
+        return
     limits = EngineLimits(
         batch_size=batch_size,
         queue=queue,
@@ -127,8 +175,6 @@ def serve(
         compile=compile_steps,
     )
     service = open_service(backbones, folders, grafts, settings=settings, limits=limits, keys=keys)
-    if not settings.is_local and not keys:
-        log(f"everyone who reaches {host} can use this server: require a key with --api-keys or {KEYS_VARIABLE}.")
     for member in service.members.values() or [service]:
         if member.tokenizer.describes_tools:
             log(
@@ -137,6 +183,68 @@ def serve(
                 quiet=quiet,
             )
     server.serve(service, lambda address: log(f"serving {', '.join(service.engine.names)} at {address}"))
+
+
+def _given_options(context: typer.Context) -> set[str]:
+    """Return the names of the parameters that the command line sets."""
+    names = set()
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            names.add(name)
+    return names
+
+
+def _check_engine(engine: EngineName, given: set[str], backbones: int) -> None:
+    """Check that the given options belong to the engine.
+
+    Raises:
+        GraftError: an option does not, or vLLM was asked for several backbones.
+    """
+    foreign = _OWN_ENGINE if engine == "vllm" else _VLLM_ENGINE
+    misplaced = sorted(given & foreign)
+    if misplaced:
+        name = f"--{misplaced[0].replace('_', '-')}"
+        remedy = "leave it out, or set vLLM's own option (--vllm-args)" if engine == "vllm" else "add --engine vllm"
+        raise GraftError(f"{name} was given, which the engine {engine} does not have: {remedy}.")
+    if engine == "vllm" and backbones > 1:
+        raise GraftError(
+            f"--engine vllm was given with {backbones} backbones, but vLLM holds one: start a server for each."
+        )
+
+
+def _vllm_arguments(sizes: Mapping[str, int | None], trust_remote_code: bool) -> list[str]:
+    """Return the arguments of vLLM that options of `graft serve` stand for."""
+    arguments = []
+    for name, value in sizes.items():
+        if value is not None:
+            arguments += [_VLLM_SIZES[name], str(value)]
+    if trust_remote_code:
+        arguments.append("--trust-remote-code")
+    return arguments
+
+
+def _split_arguments(text: str) -> list[str]:
+    """Return arguments as a shell would split them.
+
+    Raises:
+        GraftError: a quotation mark has no partner.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise GraftError(
+            f"--vllm-args can't be split into arguments ({first_line(error)}): quote as in a shell."
+        ) from None
+
+
+def _vllm_options(python: str | None, arguments: list[str], slots: int | None, mix: list[str]) -> VllmOptions:
+    """Return how vLLM is started, after a check that it is there."""
+    from graftlm.serving.vllm.installation import find_vllm
+    from graftlm.serving.vllm.serving import VllmOptions
+
+    mixtures = read_mixtures(mix)
+    return VllmOptions(find_vllm(python), slots=slots, mixtures=mixtures, arguments=arguments)
 
 
 def _check_backbones(

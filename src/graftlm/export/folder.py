@@ -99,6 +99,22 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
     return Path(folder)
 
 
+def export_plain(backbone: Backbone, folder: Path) -> None:
+    """Write a backbone as it was loaded, in the format of transformers.
+
+    Args:
+        backbone: the backbone.
+        folder: a new folder.
+
+    Raises:
+        ArtifactError: the folder can't be written.
+    """
+    with new_model(folder, backbone, "its weights as they were loaded") as draft:
+        save_unchanged(backbone.model, draft)
+        copy_code(backbone.model, draft)
+        add_older_rope_keys(draft)
+
+
 def check_model(name: str, *, trust_remote_code: bool = False) -> None:
     """Check that `export_model` can write a model, before its weights are loaded.
 

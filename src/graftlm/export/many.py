@@ -29,7 +29,7 @@ CARRIER = "carrier"
 """Name of the folder of the carrier, and so of no graft."""
 SETTINGS = "vllm.json"
 """Name of the file with vLLM's settings for the folder."""
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks that vLLM can be started with."""
 _CARD = Path(__file__).with_name("many_card.md")
 
@@ -57,7 +57,7 @@ class VllmSettings(NamedTuple):
         rank = max(largest_rank(updates) for updates in entries.values())
         paths = {path for updates in entries.values() for path in updates}
         return cls(
-            max_lora_rank=next(allowed for allowed in _RANKS if allowed >= rank),
+            max_lora_rank=next(allowed for allowed in RANKS if allowed >= rank),
             max_loras=len(entries) + 1,
             target_modules=sorted({path.rpartition(".")[2] for path in paths}),
         )
@@ -94,7 +94,7 @@ def export_many(
         WrongBackboneError: a graft was built for another backbone.
     """
     folder = Path(folder)
-    chosen = _entries(grafts, mixtures or {})
+    chosen = checked_entries(grafts, mixtures or {})
     check_weights(backbone)
     check_new_folder(folder)
     shared = {name: SharedGraft.of(name, graft, backbone) for name, graft in grafts.items()}
@@ -172,7 +172,7 @@ def export_peft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     return folder
 
 
-def _entries(grafts: Mapping[str, Graft], mixtures: Mixtures) -> dict[str, dict[str, float]]:
+def checked_entries(grafts: Mapping[str, Graft], mixtures: Mixtures) -> dict[str, dict[str, float]]:
     """Return the weights of the grafts of each adapter to write: of the grafts alone, and of the mixtures."""
     if not grafts:
         raise GraftError("No graft was given, but at least one is expected: name the folders of grafts.")

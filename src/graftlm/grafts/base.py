@@ -11,6 +11,7 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
     Exportable       can be merged into the backbone's architecture
     ExportsAdapter   can be exported as a module in parallel to each FFN
     ExportsLowRank   can be exported as LoRA factors of the backbone's modules
+    ChoosesByPrompt  acts as one of several LoRA adapters, which the prompt determines
     ReadsPeft        accepts PEFT adapters without conversion
     HasTensors       saves tensors that differ from its `state_dict`
 """
@@ -468,6 +469,31 @@ class ExportsLowRank(ABC):
 
         Raises:
             ArtifactError: with its config, the graft has another effect.
+        """
+
+
+class ChoosesByPrompt(ABC):
+    """A graft that may act, for each prompt, as one of several updates of low rank, or not at all."""
+
+    @abstractmethod
+    def choices(self, backbone: Backbone) -> dict[str, dict[str, LowRankUpdate]]:
+        """Return the updates by the name of the choice, each as `ExportsLowRank.low_rank_updates` returns them.
+
+        The graft must be detached.
+
+        Args:
+            backbone: the backbone that the graft was built for.
+
+        Raises:
+            ArtifactError: with its config, the graft acts in other ways as well, or needs the backbone for its choice.
+        """
+
+    @abstractmethod
+    def choose(self, prompt: Sequence[int]) -> str | None:
+        """Return the name of the choice for a prompt; None if the bare backbone answers it.
+
+        Args:
+            prompt: the token ids of the prompt, at least one.
         """
 
 

@@ -28,6 +28,8 @@ FileSignature = tuple[tuple[int, ...] | None, ...]
 """Inode, size and times of each of a graft's files; None for a missing file."""
 Replace = Callable[[str, Graft | None], object]
 """Puts a graft into service, or removes its name."""
+Check = Callable[[str, Graft], object]
+"""Raises an error for a graft that can't be served."""
 OnOutcome = Callable[[str, str], object]
 """Called with a graft's name and the outcome of its new files: loaded, refused or withdrawn."""
 
@@ -98,11 +100,12 @@ class GraftStore:
         """
         return dict(self._problems)
 
-    def open(self, on_outcome: OnOutcome | None = None) -> dict[str, Graft]:
+    def open(self, on_outcome: OnOutcome | None = None, check: Check | None = None) -> dict[str, Graft]:
         """Load all grafts for the first time. A broken graft of `folder` is left out, and reported by `problems`.
 
         Args:
             on_outcome: called for each graft that was loaded or refused.
+            check: raises an error for a graft that the server can't serve.
 
         Returns:
             The loaded grafts by name.
@@ -120,6 +123,8 @@ class GraftStore:
 
         def add(name: str, graft: Graft | None) -> None:
             assert graft is not None, "nothing is removed at the first load"
+            if check is not None:
+                check(name, graft)
             grafts[name] = graft
 
         self.refresh(add, on_outcome, now=True)

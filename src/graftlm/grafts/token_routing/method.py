@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.base import (
+    ChoosesByPrompt,
     Exportable,
     ExportsLowRank,
     FitsOnText,
@@ -60,7 +61,7 @@ BARE = "none"
 """The label of the bare backbone in traces."""
 
 
-class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, HasTensors, ReadsPeft):
+class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, ChoosesByPrompt, HasTensors, ReadsPeft):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
@@ -433,7 +434,34 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Has
         return merge_experts(backbone, self._mixtures_by_path(), self._need_fixed_weights())
 
     def low_rank_updates(self, backbone: Backbone) -> dict[str, LowRankUpdate]:
-        weights = self._need_fixed_weights()
+        return self._updates(self._need_fixed_weights())
+
+    def choices(self, backbone: Backbone) -> dict[str, dict[str, LowRankUpdate]]:
+        config = self.config
+        if config.reads != "prompt":
+            problem = "its route follows the text (reads: all)"
+        elif len(self.names) > 1 and config.top != 1:
+            problem = "it mixes its experts (top is not 1)"
+        elif config.embedder.name == "backbone":
+            problem = "the backbone's states embed the prompt (embedder.name: backbone)"
+        else:
+            return {name: self._updates([float(own == name) for own in self.names]) for name in self.names}
+        raise ArtifactError(
+            f"The graft does not choose one expert for a whole prompt by its text, since {problem}: serve it with "
+            "GraftLM's own engine (graft serve without --engine)."
+        )
+
+    @torch.no_grad()
+    def choose(self, prompt: Sequence[int]) -> str | None:
+        ids = torch.tensor([list(prompt)], device=self._backbone[0].device)
+        call = Call(input_ids=ids, prompt=torch.ones_like(ids, dtype=torch.bool))
+        self.prepare(call)
+        weights = call.scratch[self, "weights"][0, -1].tolist()
+        best = max(range(len(weights)), key=weights.__getitem__)
+        return self.names[best] if best < len(self.names) else None
+
+    def _updates(self, weights: Sequence[float]) -> dict[str, LowRankUpdate]:
+        """Return the updates of the experts with the same weights for all texts."""
         updates = {}
         for path, mixture in self._mixtures_by_path():
             if mixture.target.is_embedding:
@@ -441,7 +469,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Has
                     f"An expert changes the embedding {path}, but updates of linear modules are expected: export the "
                     "graft alone (graft export GRAFT --to FOLDER)."
                 )
-            updates[path] = mixture.low_rank_update(weights)
+            update = mixture.low_rank_update(weights)
+            if update is not None:
+                updates[path] = update
         return updates
 
     def _need_fixed_weights(self) -> list[float]:

@@ -183,8 +183,8 @@ class MixedProjection(nn.Module):
         return Factors(self.a[index], self.b[index], self.layout.scales[index])
 
     @torch.no_grad()
-    def low_rank_update(self, weights: Sequence[float]) -> LowRankUpdate:
-        """Return the weighted sum of the updates as one update.
+    def low_rank_update(self, weights: Sequence[float]) -> LowRankUpdate | None:
+        """Return the weighted sum of the updates as one update; None if no expert with a weight changes this module.
 
         Args:
             weights: the weight of each expert of the graft, by the expert's number.
@@ -194,12 +194,16 @@ class MixedProjection(nn.Module):
         for expert in self.layout.experts:
             factors = self.factors(expert)
             weight = weights[expert] * factors.scale
+            if not weight:
+                continue
             if self.combination == "linear":
                 a_parts.append(math.sqrt(weight) * factors.a)
                 b_parts.append(math.sqrt(weight) * factors.b.T)
             else:
                 a_parts.append(factors.a)
                 b_parts.append(weight * factors.b.T)
+        if not a_parts:
+            return None
         if self.combination == "linear":
             return LowRankUpdate(torch.stack(a_parts).sum(0), torch.stack(b_parts).sum(0))
         return LowRankUpdate(torch.cat(a_parts), torch.cat(b_parts, dim=1))

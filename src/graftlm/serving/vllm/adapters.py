@@ -1,0 +1,211 @@
+"""The grafts of a vLLM server as LoRA adapters, and which of them answers a request.
+
+vLLM keeps the keys and values of prompts by the name of the adapter, so that an adapter's name must never stand for
+other weights. Each version of a graft therefore has an adapter name of its own, such as danish@3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from graftlm.backbone import Backbone
+from graftlm.errors import ArtifactError
+from graftlm.export.carrier import Carrier
+from graftlm.export.folder import export_plain
+from graftlm.export.low_rank import largest_rank, write_peft
+from graftlm.export.many import RANKS, write_carrier
+from graftlm.export.shared import SharedGraft, carrier_for, updates_of
+from graftlm.files.model_files import names_gguf_file
+from graftlm.grafts import ChoosesByPrompt, Graft, LowRankUpdate
+from graftlm.version import __version__
+
+CACHE_VARIABLE = "GRAFTLM_CACHE"
+
+
+@dataclass(frozen=True)
+class ServedGraft:
+    """A graft as adapters of vLLM.
+
+    Attributes:
+        name: its name in requests.
+        adapters: the name in vLLM of each adapter, by the name of the choice; the only choice of most grafts is empty.
+        chooser: the graft, if it chooses by the prompt.
+    """
+
+    name: str
+    adapters: Mapping[str, str]
+    chooser: ChoosesByPrompt | None = None
+
+    def adapter_for(self, prompt: Sequence[int]) -> str | None:
+        """Return the adapter that answers a prompt of token ids; None for the bare backbone."""
+        if self.chooser is None:
+            return self.adapters[""]
+        choice = self.chooser.choose(prompt)
+        return None if choice is None else self.adapters[choice]
+
+
+@dataclass
+class AdapterWriter:
+    """Writes grafts as adapters for one carrier.
+
+    Args:
+        backbone: the backbone.
+        carrier: the carrier; None if no graft had adapters next to FFNs when the server started.
+        folder: where the adapters are written.
+        rank: the largest rank that vLLM was started with.
+        modules: the last parts of the names of modules that vLLM lets adapters change.
+    """
+
+    backbone: Backbone
+    carrier: Carrier | None
+    folder: Path
+    rank: int
+    modules: frozenset[str]
+    _versions: int = field(default=0)
+
+    def write(self, name: str, graft: Graft) -> ServedGraft:
+        """Write the adapters of a graft.
+
+        Raises:
+            ArtifactError: vLLM can't serve the graft, or can't without a restart.
+        """
+        parts = parts_of(name, graft, self.backbone)
+        self._versions += 1
+        adapters = {}
+        for choice, part in parts.items():
+            updates = updates_of({name: 1.0}, {name: part}, self.carrier, self.backbone)
+            self._check(name, updates)
+            adapter = f"{name}@{self._versions}" + (f".{choice}" if choice else "")
+            write_peft(updates, self.folder / adapter, self.backbone.name)
+            adapters[choice] = adapter
+        return ServedGraft(name, adapters, graft if "" not in parts and isinstance(graft, ChoosesByPrompt) else None)
+
+    def write_mixture(self, name: str, weights: Mapping[str, float], grafts: Mapping[str, Graft]) -> ServedGraft:
+        """Write the adapter of a weighted sum of grafts."""
+        shared = {member: SharedGraft.of(member, grafts[member], self.backbone) for member in weights}
+        updates = updates_of(weights, shared, self.carrier, self.backbone)
+        self._versions += 1
+        adapter = f"{name}@{self._versions}"
+        write_peft(updates, self.folder / adapter, self.backbone.name)
+        return ServedGraft(name, {"": adapter})
+
+    def remove(self, adapter: str) -> None:
+        """Remove the folder of an adapter that vLLM does not use any more."""
+        shutil.rmtree(self.folder / adapter, ignore_errors=True)
+
+    def _check(self, name: str, updates: Mapping[str, LowRankUpdate]) -> None:
+        rank = largest_rank(updates)
+        if rank > self.rank:
+            raise ArtifactError(
+                f"The updates of {name} have the rank {rank}, but vLLM was started for at most {self.rank}: restart "
+                "the server with this graft."
+            )
+        further = sorted({path.rpartition(".")[2] for path in updates} - self.modules)
+        if further:
+            raise ArtifactError(
+                f"The graft {name} changes modules named {further[0]}, but vLLM was started for "
+                f"{', '.join(sorted(self.modules))}: restart the server with this graft."
+            )
+
+
+def parts_of(name: str, graft: Graft, backbone: Backbone) -> dict[str, SharedGraft]:
+    """Return what a graft adds, by the name of the choice; the only choice of most grafts is empty.
+
+    Raises:
+        ArtifactError: LoRA adapters can't express the graft.
+    """
+    if isinstance(graft, ChoosesByPrompt) and not _is_fixed(graft, backbone):
+        backbone.check_graft(graft.config.kind, graft._fingerprint)
+        choices = graft.choices(backbone)
+        return {choice: SharedGraft(name, updates=updates) for choice, updates in choices.items()}
+    return {"": SharedGraft.of(name, graft, backbone)}
+
+
+def _is_fixed(graft: Graft, backbone: Backbone) -> bool:
+    """Return whether a graft that may choose by the prompt acts in the same way on all prompts."""
+    try:
+        SharedGraft.of("graft", graft, backbone)
+    except ArtifactError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What vLLM must be started with, so that it can hold some grafts.
+
+    Attributes:
+        carrier: the carrier, if one is needed.
+        rank: the largest rank of an adapter.
+        modules: the last parts of the names of the modules that adapters change.
+        adapters: number of adapters.
+    """
+
+    carrier: Carrier | None
+    rank: int
+    modules: frozenset[str]
+    adapters: int
+
+    @classmethod
+    def of(cls, grafts: Mapping[str, Graft], mixtures: Mapping[str, Mapping[str, float]], backbone: Backbone) -> Needs:
+        """Return the needs of grafts, and of weighted sums of them.
+
+        Raises:
+            ArtifactError: LoRA adapters can't express a graft.
+        """
+        parts: dict[str, SharedGraft] = {}
+        entries: list[Mapping[str, float]] = []
+        for name, graft in grafts.items():
+            for choice, part in parts_of(name, graft, backbone).items():
+                key = f"{name}.{choice}" if choice else name
+                parts[key] = part
+                entries.append({key: 1.0})
+        entries += mixtures.values()
+        carrier = carrier_for(entries, parts)
+        ranks = [1]
+        modules: set[str] = set()
+        for weights in entries:
+            updates = updates_of(weights, parts, carrier, backbone)
+            ranks.append(largest_rank(updates))
+            modules.update(path.rpartition(".")[2] for path in updates)
+        rank = next(allowed for allowed in RANKS if allowed >= max(ranks))
+        return cls(carrier, rank, frozenset(modules), len(entries))
+
+
+def model_for_vllm(carrier: Carrier | None, backbone: Backbone) -> str:
+    """Return the name or folder of the model that vLLM loads.
+
+    That is the backbone itself, if no adapters are needed next to its FFNs and it is in the format of transformers.
+    Otherwise it is a folder that is written once, whose name is a digest of the backbone's weights, of the blank
+    adapters and of GraftLM's version.
+
+    Raises:
+        ArtifactError: the model can't be written.
+    """
+    if carrier is None and not names_gguf_file(backbone.name):
+        return backbone.name
+    blanks = None if carrier is None else [carrier.width, *((form.activation, form.gate) for form in carrier.blanks)]
+    content = [backbone.fingerprint.id, str(backbone.model.dtype), blanks, __version__]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    folder = cache_folder() / "vllm" / digest
+    if not folder.exists():
+        if carrier is None:
+            export_plain(backbone, folder)
+        else:
+            write_carrier(carrier, backbone, folder)
+    return str(folder)
+
+
+def cache_folder() -> Path:
+    """Return the folder for files that can be made again: $GRAFTLM_CACHE, or graftlm in the user's cache."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "graftlm"

