@@ -366,7 +366,7 @@ def _constant_p(value: float, items: int, bound: float, side: int) -> float:
 
 
 def _student_p(differences: np.ndarray, margin: float | None) -> float:
-    """Return the p-value of Student's t-test of the seeds' means; 0 where it is undefined, so that it decides nothing."""
+    """Return the p-value of Student's t-test of the seeds' means, or 0 where it is undefined."""
     from scipy.special import stdtr
 
     means = np.nanmean(differences, axis=1)

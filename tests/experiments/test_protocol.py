@@ -191,10 +191,10 @@ def noise_of_seeds(mean: float, spread: float, tables: int = 400) -> list[np.nda
 def test_noise_between_seeds_is_seldom_taken_for_an_effect(mean: float, margin: float | None) -> None:
     """At the null hypothesis 5% of tables may reject it; the bootstrap alone rejects it far more often."""
     tables = noise_of_seeds(mean, spread=0.01)
-    rejected = [p_value(table, margin, resamples=200) < 0.05 for table in tables]
-    by_bootstrap = [bootstrap_p(table, margin, resamples=200) < 0.05 for table in tables]
+    rejected = [p_value(table, margin, resamples=100) < 0.05 for table in tables]
+    by_bootstrap = [bootstrap_p(table, margin, resamples=100) < 0.05 for table in tables]
     assert np.mean(rejected) <= 0.08
-    assert np.mean(by_bootstrap) > 0.1
+    assert np.mean(by_bootstrap) > 0.15
 
 
 def test_the_interval_of_a_difference_covers_noise_between_seeds() -> None:
