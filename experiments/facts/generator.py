@@ -295,13 +295,13 @@ class FactSet:
     def near(self) -> list[Question]:
         """Return a question about each second thing that exists, in the phrasings of the taught relations.
 
-        The search asks about the first thing of each pair of neighbors, and the test about the second one. Both use the
+        The test asks about the first thing of each pair of neighbors, and the search about the second one. Both use the
         trained phrasings, and the held-out one of their part.
         """
         things = []
         for relation in self.relations.values():
             things += [(relation, number, thing) for number, thing in enumerate(relation.real)]
-        chosen = things[0::2] if self._part == "search" else things[1::2]
+        chosen = things[0::2] if self._part == "test" else things[1::2]
         phrasings = [*range(TRAINED_PHRASINGS), _HELD_OUT_OF[self._part]]
         questions = []
         for position, (relation, number, thing) in enumerate(chosen):
