@@ -372,7 +372,7 @@ def _student_p(differences: np.ndarray, margin: float | None) -> float:
     means = np.nanmean(differences, axis=1)
     count = len(means)
     if count < 2 or np.ptp(means) < _SAME:
-        return 0.0
+        return 0.0  # the bootstrap's p-value is the larger one
     error = float(np.std(means, ddof=1)) / math.sqrt(count)
     mean = float(np.mean(means))
     return _combined(margin, lambda bound, side: float(stdtr(count - 1, -side * (mean - bound) / error)))

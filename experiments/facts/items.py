@@ -14,6 +14,7 @@ from pathlib import Path
 
 from experiments.facts.metrics import RULES, Items
 from experiments.facts.precision import Precision
+from experiments.facts.rows import SEARCH_SEED
 from experiments.protocol import RateSearch
 from graftlm.config import Config
 from graftlm.errors import EvaluationError
@@ -34,7 +35,7 @@ class JudgedRows:
     Attributes:
         items: for each row and seed, the values of the items by metric.
         metrics: for each row and seed, further metrics of the row's run.
-        precisions: the precision of training of each seed.
+        precisions: the precision of training of each seed, and of the seed of the searches.
         searches: the search of each row that was searched.
     """
 
@@ -45,8 +46,8 @@ class JudgedRows:
 
     @property
     def seeds(self) -> list[int]:
-        """All seeds, in order."""
-        return sorted(self.precisions)
+        """The seeds of all rows, in order."""
+        return sorted({seed for by_seed in self.items.values() for seed in by_seed})
 
     def has(self, row: str, seed: int) -> bool:
         """Return whether a row was judged for a seed."""
@@ -76,6 +77,21 @@ class JudgedRows:
         self.items.setdefault(row, {})[seed] = items
         self.metrics.setdefault(row, {})[seed] = dict(metrics)
 
+    def add_search(self, row: str, search: RateSearch, precision: Precision) -> None:
+        """Add the search of a row's rate.
+
+        Args:
+            row: id of the row.
+            search: the search.
+            precision: precision of the training of all searches.
+
+        Raises:
+            EvaluationError: other searches have another precision.
+        """
+        self.check_precision(SEARCH_SEED, precision)
+        self.precisions[SEARCH_SEED] = precision
+        self.searches[row] = search
+
     def check_precision(self, seed: int, precision: Precision) -> None:
         """Check that rows of a precision may be added to a seed.
 
@@ -102,7 +118,8 @@ class JudgedRows:
         for row, by_seed in others.items.items():
             for seed in sorted(by_seed.keys() & set(seeds)):
                 self.add(row, seed, by_seed[seed], others.metrics[row][seed], others.precisions[seed])
-        self.searches |= others.searches
+        for row, search in others.searches.items():
+            self.add_search(row, search, others.precisions[SEARCH_SEED])
 
 
 class _RowOfSeed(Config):
@@ -127,6 +144,8 @@ class _ItemsFile(Config):
         for metric, ids in self.ids.items():
             if len(set(ids)) < len(ids):
                 yield f"ids.{metric} has an id twice, but each question has one: measure the rows again"
+        if self.searches and SEARCH_SEED not in self.precisions:
+            yield f"precisions lacks seed {SEARCH_SEED}, which the searches have: search the rates again"
         for row, by_seed in self.rows.items():
             for seed, of_seed in by_seed.items():
                 if seed not in self.precisions:
@@ -203,7 +222,9 @@ def read_items(path: Path) -> JudgedRows:
     except (UnicodeDecodeError, json.JSONDecodeError):
         raise EvaluationError(f"{path} is not JSON, but an {ITEMS_FILE} is expected: restore or remove it.") from None
     file = _ItemsFile.parse(content, where=str(path))
-    rows = JudgedRows(searches={name: RateSearch(scores) for name, scores in file.searches.items()})
+    rows = JudgedRows()
+    for name, scores in file.searches.items():
+        rows.add_search(name, RateSearch(scores), file.precisions[SEARCH_SEED])
     for name, by_seed in file.rows.items():
         for seed, of_seed in by_seed.items():
             items = {metric: _as_items(file.ids[metric], text) for metric, text in of_seed.values.items()}

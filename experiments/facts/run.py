@@ -40,6 +40,7 @@ from experiments.facts.rows import (
     OF_PAGES,
     PROMPTED,
     SCALED,
+    SEARCH_SEED,
     STRENGTHS,
     TRAINED,
     UNTRAINED,
@@ -78,7 +79,6 @@ MODEL = "smollm2-135m-instruct"
 SEEDS = CONFIRMATION_SEEDS
 """The seeds if the options name none."""
 TABLES = ("search", "main", "large", PAGES)
-SEARCH_SEED = 100
 ROW_TOKENS = 112
 """Tokens of a row of training, into which two conversations fit."""
 ROWS_PER_STEP = 4
@@ -356,13 +356,18 @@ class FactsStudy(Study):
         return judge(self.questions(size, seed), answers, self.bare_answers(size, seed), names)
 
     def search(self, names: Sequence[str]) -> None:
-        """Search the rate of rows on other facts than those of the main rows, unless an earlier search is known."""
+        """Search the rate of rows on other facts than those of the main rows, unless an earlier search is known.
+
+        Raises:
+            EvaluationError: the earlier searches of other rows have another precision.
+        """
         size = self.size("search")
         for name in names:
             row = TRAINED[name]
             is_known = name in self.judged_rows.searches and name not in self.scaled
             if not row.rates or is_known:
                 continue
+            self.judged_rows.check_precision(SEARCH_SEED, self.precision)
             rates = row.rates[:1] if self.options.quick else row.rates
             found: dict[float, Items] = {}
 
@@ -377,7 +382,7 @@ class FactsStudy(Study):
                 return search_score(found[rate], TRAINED[name].searched_by)
 
             search = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
-            self.judged_rows.searches[name] = search
+            self.judged_rows.add_search(name, search, self.precision)
             if name in self.scaled:
                 self._search_strength(name, search.best, size)
 

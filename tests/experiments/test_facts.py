@@ -27,6 +27,7 @@ from experiments.facts.rows import (
     EVERY_ROW,
     MAIN,
     OF_PAGES,
+    SEARCH_SEED,
     SEEN_SEEDS,
     TRAINED,
     amended,
@@ -559,6 +560,7 @@ def test_rows_of_an_earlier_run_are_not_measured_again(data: Path, tiny_chat_mod
     named = ("routed-lookup", "lora")
     more = {"quick": True, "backbone": str(tiny_chat_model)}
     first = study(data, tmp_path / "first", **more)
+    first.search(["lora"])
     first.answer_far()
     first.measure(named, "main", 3)
     first.write_so_far()
@@ -567,6 +569,8 @@ def test_rows_of_an_earlier_run_are_not_measured_again(data: Path, tiny_chat_mod
 
     second = study(data, tmp_path / "second", **more)
     second.read_earlier(earlier)
+    second.search(["lora"])
+    assert not second.measured, "the rate is known"
     second.seeds = (3, 4)
     second.answer_far()
     second.measure(named, "main", 3)
@@ -612,7 +616,8 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, tiny_chat_model: Path, tm
     comparisons: Any = results.details["comparisons"]
     assert {each["name"] for each in comparisons} >= {"generalization: routed less routed-retrieval"}
     assert [each["decided"] for each in comparisons] == [False] * len(comparisons)
-    assert results.details["precisions"] == {"3": "bf16" if training_precision(default_device()) == "bf16" else "fp32"}
+    precision = training_precision(default_device())
+    assert results.details["precisions"] == {"3": precision, str(SEARCH_SEED): precision}
     assert (tmp_path / "out" / "results.json").exists()
     assert read_items(tmp_path / "out" / "items.json").items.keys() == {"backbone", *names}
 

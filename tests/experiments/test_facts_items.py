@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.facts.items import ITEMS_FILE, RATE, JudgedRows, read_items, write_items
+from experiments.facts.rows import SEARCH_SEED
 from experiments.protocol import RateSearch
 from graftlm.errors import EvaluationError, GraftError, RecipeError
 
@@ -19,7 +20,8 @@ BARE_3 = {"generalization": {"a": 0.0, "b": 0.0, "c": 0.0}, "locality_near": {"f
 
 
 def judged() -> JudgedRows:
-    rows = JudgedRows(searches={"lora": RateSearch({5e-4: 0.5, 1e-3: 1.25, 2e-3: 1.0})})
+    rows = JudgedRows()
+    rows.add_search("lora", RateSearch({5e-4: 0.5, 1e-3: 1.25, 2e-3: 1.0}), "bf16")
     rows.add("backbone", 3, BARE_3, {}, "bf16")
     rows.add("lora", 3, LORA_3, {"new": 0.07, RATE: 1e-3}, "bf16")
     rows.add("lora", 4, LORA_4, {"new": 0.08, RATE: 1e-3}, "fp32")
@@ -40,7 +42,7 @@ def test_values_are_one_character_each_and_ids_are_written_once(tmp_path: Path) 
     assert content["ids"] == {"generalization": ["a", "b", "c", "e"], "locality_near": ["f"], "spill": ["d"]}
     assert content["rows"]["lora"]["3"]["values"] == {"generalization": "101-", "spill": "0"}
     assert content["rows"]["lora"]["4"]["values"] == {"generalization": "0-11"}
-    assert content["precisions"] == {"3": "bf16", "4": "fp32"}
+    assert content["precisions"] == {"3": "bf16", "4": "fp32", "100": "bf16"}
 
 
 def test_seeds_of_two_files_are_pooled() -> None:
@@ -48,7 +50,7 @@ def test_seeds_of_two_files_are_pooled() -> None:
     rows.add("lora", 5, LORA_4, {RATE: 1e-3}, "bf16")
     rows.pool(judged(), seeds=[4, 5])
     assert rows.items == {"lora": {4: LORA_4, 5: LORA_4}}
-    assert rows.precisions == {4: "fp32", 5: "bf16"}
+    assert rows.precisions == {4: "fp32", 5: "bf16", SEARCH_SEED: "bf16"}
     assert rows.searches["lora"].best == 1e-3
 
 
@@ -60,6 +62,13 @@ def test_two_precisions_within_a_seed_are_refused() -> None:
     with pytest.raises(EvaluationError, match="Seed 3"):
         rows.add("lora", 3, LORA_3, {RATE: 1e-3}, "bf16")
     rows.pool(judged(), seeds=[4])
+
+
+def test_two_precisions_of_searches_are_refused() -> None:
+    rows = JudgedRows()
+    rows.add_search("routed", RateSearch({1e-3: 1.0}), "fp32")
+    with pytest.raises(EvaluationError, match=f"Seed {SEARCH_SEED}"):
+        rows.pool(judged(), seeds=[])
 
 
 def test_two_rates_within_a_row_are_refused() -> None:
@@ -94,6 +103,10 @@ def drop_a_precision(content: Any) -> None:
     del content["precisions"]["4"]
 
 
+def drop_the_precision_of_searches(content: Any) -> None:
+    del content["precisions"]["100"]
+
+
 def change_a_precision(content: Any) -> None:
     content["precisions"]["4"] = "fp8"
 
@@ -118,6 +131,7 @@ def drop_the_ids(content: Any) -> None:
         (name_another_metric, RecipeError, "rows.lora.3.values.other"),
         (repeat_an_id, RecipeError, "ids.generalization"),
         (drop_a_precision, RecipeError, "seed 4"),
+        (drop_the_precision_of_searches, RecipeError, "seed 100"),
         (change_a_precision, RecipeError, "precisions.4"),
         (change_the_rules, RecipeError, "rules"),
         (change_a_rate, EvaluationError, RATE),
