@@ -28,7 +28,7 @@ from experiments.facts.lookup import behind_router, lookup_answers, opened
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.page_facts import PageFacts, TaughtFacts
 from experiments.facts.page_tables import opened_shares, rows_of_pages, worst_answers
-from experiments.facts.precision import training_precision
+from experiments.facts.precision import Precision, training_precision
 from experiments.facts.rows import (
     COMPARED_ON_PAGES,
     CONFIRMATION_SEEDS,
@@ -115,7 +115,7 @@ class FactsStudy(Study):
         self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="float32", device=options.device)
         self.scaled = {SCALED[row] for row in named if row in SCALED}
         device = default_device() if options.device is None else torch.device(options.device)
-        self.precision = training_precision(device)
+        self.precision: Precision = training_precision(device)
         self.strength = STRENGTHS[0]
         self.judged_rows = JudgedRows()
         self.search_rows: dict[str, dict[str, float]] = {}
