@@ -27,7 +27,8 @@ class Options(Config):
     Args:
         data: folder of the data sets.
         out: folder for runs, results, report and plots. Finished runs in it are read back.
-        seeds: seeds; every row is trained once for each.
+        seeds: seeds; every row is trained once for each. If they are not given, `reproduce` takes those that the
+            experiment declares as `SEEDS`, if it does.
         tables: names of the tables to run. Empty selects the experiment's default tables.
         quick: run a smaller version of the same form.
         jobs: number of processes, each with one thread.
@@ -85,4 +86,6 @@ def reproduce(name: str, options: Options) -> Results:
     if name not in EXPERIMENTS:
         raise RecipeError(f"There is no experiment {name!r}{did_you_mean(name, EXPERIMENTS)}.")
     module = import_module(f"{EXPERIMENTS[name]}.run")
+    if "seeds" not in options.model_fields_set:
+        options = options.model_copy(update={"seeds": getattr(module, "SEEDS", options.seeds)})
     return module.run(options)

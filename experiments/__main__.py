@@ -34,9 +34,12 @@ def run(
         typer.Option(metavar="DIR", help="Folder for the results; by default runs/NAME."),
     ] = None,
     seeds: Annotated[
-        str,
-        typer.Option(metavar="0,1,2", help="Seeds; every row is trained once for each."),
-    ] = "0,1,2",
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Seeds; every row is trained once for each. By default those of the experiment, mostly 0,1,2.",
+        ),
+    ] = None,
     table: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,11 +80,12 @@ def run(
     """Reproduce a published table and show it next to the paper's results."""
     configure_logging()
     folder = out or Path("runs") / name
+    named_seeds = {} if seeds is None else {"seeds": seeds.split(",")}
     options = Options.parse(
         {
             "data": data,
             "out": folder,
-            "seeds": seeds.split(","),
+            **named_seeds,
             "tables": table or [],
             "quick": quick,
             "jobs": jobs,

@@ -6,8 +6,17 @@
     3. the rate of every row was found by the same search, and the best rate is not at an edge
     4. the primary comparisons were declared before the run, and Holm's correction is applied to them
 
-Intervals come from a crossed bootstrap: seeds and items are drawn with replacement, independently of each other, so
-that an interval covers new seeds and new items (Owen and Eckles, 2012, arXiv 1106.2125).
+A comparison tests one hypothesis. Without a margin, it is that the rows are equal, tested on both sides. With a margin,
+it is that they differ by more than the margin on either side (two one-sided tests: Schuirmann, 1987), so that a
+significant result shows equivalence. Both sorts of p-values are corrected together.
+
+Each p-value is the larger one of two tests:
+
+- A crossed bootstrap draws seeds and items with replacement, independently of each other (Owen and Eckles, 2012, arXiv
+  1106.2125). Three drawn seeds vary too little, so it rejects too often if rows differ between seeds alone.
+- Student's t-test of the seeds' mean differences. It is undefined where they are all equal.
+
+A difference that is the same for all items has a bootstrap without width. Its p-value follows from the number of items.
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ from typing import Literal
 
 import numpy as np
 
-from graftlm.evaluation import Interval
+from graftlm.evaluation import Interval, combine_seeds
 from graftlm.evaluation.intervals import percentile_interval
 
 RESAMPLES = 10_000
@@ -31,9 +40,20 @@ LEAST_SEEDS = 3
 LOST_NATS = 0.1
 LOST_SHARE = 0.05
 
-Verdict = Literal["better", "worse", "equivalent", "no significant difference", "undecided"]
+Verdict = Literal[
+    "better",
+    "worse",
+    "no significant difference",
+    "equivalent",
+    "no equivalence shown",
+    "undecided",
+]
 Items = Mapping[str, float]
 """A value for each item, by the item's id."""
+BySeed = Mapping[int, Mapping[str, Items]]
+"""For each seed, the values of the items by metric."""
+
+_SAME = 1e-9  # differences of means that are rounding errors
 
 
 class BigramTable:
@@ -134,7 +154,7 @@ class Comparison:
         row: id of the row.
         rival: id of the row that it is compared with.
         metric: name of the metric, of which a higher value is better.
-        margin: differences within this margin count as equal, if equivalence is claimed.
+        margin: the comparison tests whether the difference lies within this margin; None to test whether there is one.
     """
 
     row: str
@@ -154,11 +174,12 @@ class Decision:
 
     Attributes:
         comparison: the comparison.
-        difference: the row's mean less the rival's, with its 95% interval.
-        p: two-sided p-value of the bootstrap, without correction.
+        difference: the row's mean less the rival's, with its 95% interval: the wider ends of the bootstrap's interval
+            and of Student's over seeds. It is not corrected.
+        p: p-value of the comparison's hypothesis, without correction.
         corrected: the p-value after Holm's correction over all declared comparisons.
         verdict: what the comparison shows.
-        seeds: number of seeds.
+        seeds: number of seeds that both rows have.
         items: number of items.
     """
 
@@ -217,37 +238,36 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def decide(
-    comparisons: Sequence[Comparison],
-    items: Mapping[str, Sequence[Mapping[str, Items]]],
-) -> list[Decision]:
+def decide(comparisons: Sequence[Comparison], items: Mapping[str, BySeed]) -> list[Decision]:
     """Decide the declared comparisons whose rows were measured.
 
-    Holm's correction counts all declared comparisons, measured or not. Below three seeds a comparison is undecided.
+    Rows are paired by seed: seeds that one of two rows lacks are left out. Holm's correction counts all declared
+    comparisons. One that is not measured, or over fewer than three seeds, is undecided and counts with a p-value of 1.
 
     Args:
         comparisons: all declared comparisons.
         items: for each row and each seed, the values of the items by metric.
     """
-    measured = [each for each in comparisons if _is_measured(each, items)]
-    tables = [_differences(each, items) for each in measured]
-    samples = [crossed_bootstrap(table) for table in tables]
-    p_values = [_p_value(of_mean) for of_mean in samples]
-    missing = len(comparisons) - len(measured)
-    corrected = holm([*p_values, *[1.0] * missing])
+    tables = {}
+    for number, comparison in enumerate(comparisons):
+        table = _differences(comparison, items)
+        if len(table):
+            tables[number] = table
+    p_values = {number: p_value(table, comparisons[number].margin) for number, table in tables.items()}
+    family = [1.0] * len(comparisons)
+    for number, table in tables.items():
+        if len(table) >= LEAST_SEEDS:
+            family[number] = p_values[number]
+    corrected = holm(family)
     decisions = []
-    for number, comparison in enumerate(measured):
-        table = tables[number]
-        difference = percentile_interval(float(np.nanmean(table)), samples[number])
-        verdict: Verdict = "undecided"
-        if table.shape[0] >= LEAST_SEEDS:
-            verdict = _verdict(difference, samples[number], corrected[number], comparison.margin)
+    for number, table in tables.items():
+        difference = _interval(table)
         decision = Decision(
-            comparison=comparison,
+            comparison=comparisons[number],
             difference=difference,
             p=p_values[number],
             corrected=corrected[number],
-            verdict=verdict,
+            verdict=_verdict(comparisons[number], difference, corrected[number], len(table)),
             seeds=table.shape[0],
             items=table.shape[1],
         )
@@ -255,23 +275,17 @@ def decide(
     return decisions
 
 
-def _is_measured(comparison: Comparison, items: Mapping[str, Sequence[Mapping[str, Items]]]) -> bool:
-    for name in (comparison.row, comparison.rival):
-        by_seed = items.get(name, ())
-        has_metric = [comparison.metric in of_seed for of_seed in by_seed]
-        if not has_metric or not all(has_metric):
-            return False
-    return True
-
-
-def _differences(comparison: Comparison, items: Mapping[str, Sequence[Mapping[str, Items]]]) -> np.ndarray:
-    """Return the differences of two rows, (seeds, items), of the items that both rows have for a seed."""
+def _differences(comparison: Comparison, items: Mapping[str, BySeed]) -> np.ndarray:
+    """Return the differences of two rows, (seeds, items), of the seeds and items that both rows have."""
+    rows = items.get(comparison.row, {})
+    rivals = items.get(comparison.rival, {})
     by_seed = []
-    for row, rival in zip(items[comparison.row], items[comparison.rival], strict=False):
-        values = row[comparison.metric]
-        rival_values = rival[comparison.metric]
+    for seed in sorted(rows.keys() & rivals.keys()):
+        values = rows[seed].get(comparison.metric, {})
+        rival_values = rivals[seed].get(comparison.metric, {})
         shared = values.keys() & rival_values.keys()
-        by_seed.append({name: values[name] - rival_values[name] for name in shared})
+        if shared:
+            by_seed.append({name: values[name] - rival_values[name] for name in shared})
     return as_table(by_seed)
 
 
@@ -287,25 +301,108 @@ def as_table(by_seed: Sequence[Items]) -> np.ndarray:
     return table
 
 
-def _p_value(samples: np.ndarray) -> float:
-    """Return the two-sided p-value of a bootstrap of a difference: twice the smaller share on one side of zero."""
+def p_value(differences: np.ndarray, margin: float | None = None, *, resamples: int = RESAMPLES) -> float:
+    """Return the p-value of a comparison: the larger one of those of the bootstrap and of Student's t-test over seeds.
+
+    Args:
+        differences: (seeds, items); NaN where a seed lacks an item. Values of a table without variation are taken to be
+            differences of shares, from -1 to 1.
+        margin: test whether the mean lies within this margin; None to test whether it differs from zero.
+        resamples: number of samples of the bootstrap.
+    """
+    return max(bootstrap_p(differences, margin, resamples=resamples), _student_p(differences, margin))
+
+
+def bootstrap_p(differences: np.ndarray, margin: float | None = None, *, resamples: int = RESAMPLES) -> float:
+    """Return the p-value of the crossed bootstrap alone, or that of the number of items if all differences are equal.
+
+    Args:
+        differences: (seeds, items); NaN where a seed lacks an item.
+        margin: as in `p_value`.
+        resamples: number of samples of the bootstrap.
+    """
+    if _is_constant(differences):
+        value = float(np.nanmean(differences))
+        items = differences.shape[1]
+        return _combined(margin, lambda bound, side: _constant_p(value, items, bound, side))
+    samples = crossed_bootstrap(differences, resamples=resamples)
     valid = samples[~np.isnan(samples)]
-    total = len(valid) + 1
-    below = (np.count_nonzero(valid <= 0) + 1) / total
-    above = (np.count_nonzero(valid >= 0) + 1) / total
-    smaller = min(below, above)
-    return min(1.0, 2 * smaller)
+
+    def one_sided(bound: float, side: int) -> float:
+        beyond = np.count_nonzero(side * (valid - bound) <= 0)
+        return (beyond + 1) / (len(valid) + 1)
+
+    return _combined(margin, one_sided)
 
 
-def _verdict(difference: Interval, samples: np.ndarray, corrected: float, margin: float | None) -> Verdict:
-    if corrected < LEVEL:
-        return "better" if difference.mean > 0 else "worse"
-    if margin is not None:
-        # Two one-sided tests at 5% are a 90% interval inside the margin.
-        low, high = np.nanquantile(samples, [LEVEL, 1 - LEVEL])
-        if -margin < low and high < margin:
-            return "equivalent"
-    return "no significant difference"
+def _combined(margin: float | None, one_sided: Callable[[float, int], float]) -> float:
+    """Return a p-value that two one-sided tests give.
+
+    Args:
+        margin: as in `p_value`.
+        one_sided: returns the p-value of the test whether the mean lies above a bound (side 1), or below it (side -1).
+    """
+    if margin is None:
+        smaller = min(one_sided(0.0, 1), one_sided(0.0, -1))
+        return min(1.0, 2 * smaller)
+    return max(one_sided(-margin, 1), one_sided(margin, -1))
+
+
+def _is_constant(differences: np.ndarray) -> bool:
+    return float(np.nanmax(differences) - np.nanmin(differences)) < _SAME
+
+
+def _constant_p(value: float, items: int, bound: float, side: int) -> float:
+    """Return a one-sided p-value of n equal differences.
+
+    If the mean of differences of shares lay at the bound, at least a share |value - bound| / (1 ± value) of the items
+    would have another difference. The p-value is the probability that n items have none of them.
+    """
+    distance = side * (value - bound)
+    if distance <= 0:
+        return 1.0
+    share = distance / (1 + side * value)
+    return max(0.0, 1 - share) ** items
+
+
+def _student_p(differences: np.ndarray, margin: float | None) -> float:
+    """Return the p-value of Student's t-test of the seeds' means, or 0 where it is undefined."""
+    from scipy.special import stdtr
+
+    means = np.nanmean(differences, axis=1)
+    count = len(means)
+    if count < 2 or np.ptp(means) < _SAME:
+        return 0.0  # the bootstrap's p-value is the larger one
+    error = float(np.std(means, ddof=1)) / math.sqrt(count)
+    mean = float(np.mean(means))
+    return _combined(margin, lambda bound, side: float(stdtr(count - 1, -side * (mean - bound) / error)))
+
+
+def _interval(differences: np.ndarray) -> Interval:
+    """Return the mean difference with the wider ends of the bootstrap's interval and of Student's over seeds."""
+    mean = float(np.nanmean(differences))
+    if _is_constant(differences):
+        # The ends at which `_constant_p` is 2.5%.
+        kept = (LEVEL / 2) ** (1 / differences.shape[1])
+        low = (1 + mean) * kept - 1
+        high = 1 - (1 - mean) * kept
+        return Interval(mean=mean, low=min(low, mean), high=max(high, mean))
+    drawn = percentile_interval(mean, crossed_bootstrap(differences))
+    if len(differences) < 2:
+        return drawn
+    over_seeds = combine_seeds(np.nanmean(differences, axis=1).tolist())
+    return Interval(mean=mean, low=min(drawn.low, over_seeds.low), high=max(drawn.high, over_seeds.high))
+
+
+def _verdict(comparison: Comparison, difference: Interval, corrected: float, seeds: int) -> Verdict:
+    if seeds < LEAST_SEEDS:
+        return "undecided"
+    is_shown = corrected < LEVEL
+    if comparison.margin is not None:
+        return "equivalent" if is_shown else "no equivalence shown"
+    if not is_shown:
+        return "no significant difference"
+    return "better" if difference.mean > 0 else "worse"
 
 
 @dataclass(frozen=True)
@@ -335,7 +432,6 @@ class Evidence:
         searches: the search of each row that has a rate.
         declared: the comparisons that the README declared before the run.
         decisions: the comparisons that were decided.
-        seeds: number of seeds.
         amended: why the declaration does not count, if it was changed after results of the same seeds; else empty.
     """
 
@@ -346,13 +442,17 @@ class Evidence:
     searches: Mapping[str, RateSearch] = field(default_factory=dict)
     declared: Sequence[Comparison] = ()
     decisions: Sequence[Decision] = ()
-    seeds: int = 0
     amended: str = ""
 
 
 def conditions(evidence: Evidence) -> list[Condition]:
     """Return the four conditions, each with the figures that decide it."""
     return [_learned(evidence), _lost(evidence), _searched(evidence), _declared(evidence)]
+
+
+def is_decided(evidence: Evidence) -> bool:
+    """Return whether all four conditions are met, so that the verdicts of the comparisons count."""
+    return all(condition.met is True for condition in conditions(evidence))
 
 
 def _learned(evidence: Evidence) -> Condition:
@@ -412,9 +512,10 @@ def _declared(evidence: Evidence) -> Condition:
         return Condition(name, False, "no comparison was declared")
     if missing:
         return Condition(name, False, f"declared and not measured: {'; '.join(missing)}")
-    if evidence.seeds < LEAST_SEEDS:
-        return Condition(name, False, f"{evidence.seeds} of {LEAST_SEEDS} seeds")
-    figures = f"{len(evidence.declared)} comparisons, {evidence.seeds} seeds"
+    seeds = min(decision.seeds for decision in evidence.decisions)
+    if seeds < LEAST_SEEDS:
+        return Condition(name, False, f"{seeds} of {LEAST_SEEDS} seeds")
+    figures = f"{len(evidence.declared)} comparisons, {seeds} seeds"
     if evidence.amended:
         return Condition(name, False, f"{figures}; {evidence.amended}")
     return Condition(name, True, figures)

@@ -8,15 +8,23 @@ pronounceable and unknown: none of their words is a word of a given list.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from graftlm.config import read_yaml
+from graftlm.evaluation.taught_answers import evenly_spaced
 
 TRAINED_PHRASINGS = 4
 HELD_OUT_PHRASINGS = (4, 5)
+COLLIDING = 30
+"""Number of questions that name a taught thing and ask what is not taught."""
+
+Part = Literal["search", "test"]
+"""Who asks: the search of rates, or the test. They share neither held-out phrasings nor things that exist."""
+_HELD_OUT_OF: dict[Part, int] = {"search": 4, "test": 5}
 
 Ring = Literal["trained", "unseen", "two-steps", "near", "colliding", "shared", "far", "instructions"]
 
@@ -45,6 +53,8 @@ _CHOICES = {
     "food": ["barley", "chestnuts", "turnips", "quinces", "lentils", "seaweed", "parsnips", "rhubarb", "millet"],
     "time": [f"{hour}:{minutes}" for hour in (6, 7, 8, 9, 10, 11) for minutes in ("10", "20", "40", "50")],
 }
+_COMMON = frozenset([*_CHOICES, "year", "meters"])
+"""Kinds of values that any answer may name by chance, such as colors and years."""
 _BUNDLES = ("country", "device", "book", "film", "company", "animal", "dish", "mountain", "room")
 
 # Questions of two steps, by bundle: the question, the relation whose value it names, and the relation that it asks for.
@@ -198,15 +208,18 @@ class FactSet:
         count: number of facts.
         seed: seed of all names and values.
         known: lower-case words that no invented word may be.
+        part: who asks about unseen phrasings and about things that exist.
 
     Attributes:
         relations: all relations by name.
         facts: the facts.
-        names: what the facts name: their subjects, their values, and each invented word of longer names.
+        names: the invented names of the facts, and each invented word of longer names. Colors, years and other values
+            that any answer may name by chance are not among them.
     """
 
-    def __init__(self, count: int, seed: int, known: Collection[str] = ()) -> None:
+    def __init__(self, count: int, seed: int, known: Collection[str] = (), part: Part = "test") -> None:
         self.relations = read_relations()
+        self._part: Part = part
         self._seed = seed
         maker = NameMaker(random.Random(f"names of {seed}"), known)
         facts: list[Fact] = []
@@ -234,6 +247,8 @@ class FactSet:
         for fact in self.facts:
             relation = self.relations[fact.relation]
             for kind, name in ((relation.subject, fact.subject), (relation.value, fact.value)):
+                if kind in _COMMON:
+                    continue
                 names.add(name)
                 if kind == "person":
                     names.update(name.split())
@@ -260,11 +275,9 @@ class FactSet:
         return rows
 
     def tested(self) -> list[dict[str, Any]]:
-        """Return the conversations about the facts in the phrasings that are held out."""
-        rows = []
-        for phrasing in HELD_OUT_PHRASINGS:
-            rows += [conversation(self.question(fact, phrasing), self.statement(fact)) for fact in self.facts]
-        return rows
+        """Return the conversations about the facts in the held-out phrasing of the part."""
+        phrasing = _HELD_OUT_OF[self._part]
+        return [conversation(self.question(fact, phrasing), self.statement(fact)) for fact in self.facts]
 
     def statements(self) -> list[str]:
         """Return the sentence of each fact."""
@@ -275,36 +288,58 @@ class FactSet:
         return [self._asked(fact, number, "trained", number % TRAINED_PHRASINGS) for number, fact in self._numbered()]
 
     def unseen(self) -> list[Question]:
-        """Return two questions about each fact, in the phrasings that are held out."""
-        questions = []
-        for phrasing in HELD_OUT_PHRASINGS:
-            questions += [self._asked(fact, number, "unseen", phrasing) for number, fact in self._numbered()]
-        return questions
+        """Return a question about each fact, in the held-out phrasing of the part."""
+        phrasing = _HELD_OUT_OF[self._part]
+        return [self._asked(fact, number, "unseen", phrasing) for number, fact in self._numbered()]
 
-    def near(self, shift: int = 0) -> list[Question]:
-        """Return a question about each thing that exists, in the phrasings of the taught relations.
+    def near(self) -> list[Question]:
+        """Return a question about each second thing that exists, in the phrasings of the taught relations.
 
-        Args:
-            shift: added to the number of each question's phrasing, so that another set asks differently.
+        The test asks about the first thing of each pair of neighbors, and the search about the second one. Both use the
+        trained phrasings, and the held-out one of their part.
         """
-        questions = []
+        things = []
         for relation in self.relations.values():
-            for number, (thing, accepted) in enumerate(relation.real.items()):
-                phrasing = (number + shift) % len(relation.questions)
-                question = Question(
-                    id=f"near-{relation.name}-{number}",
-                    ring="near",
-                    text=relation.questions[phrasing].format(subject=thing),
-                    accepted=accepted,
-                    rivals=self._rivals(relation.name, accepted),
-                    relation=relation.name,
-                )
-                questions.append(question)
+            things += [(relation, number, thing) for number, thing in enumerate(relation.real)]
+        chosen = things[0::2] if self._part == "test" else things[1::2]
+        phrasings = [*range(TRAINED_PHRASINGS), _HELD_OUT_OF[self._part]]
+        questions = []
+        for position, (relation, number, thing) in enumerate(chosen):
+            accepted = relation.real[thing]
+            phrasing = phrasings[position % len(phrasings)]
+            question = Question(
+                id=f"near-{relation.name}-{number}",
+                ring="near",
+                text=relation.questions[phrasing].format(subject=thing),
+                accepted=accepted,
+                rivals=self._rivals(relation.name, accepted),
+                relation=relation.name,
+            )
+            questions.append(question)
         return questions
 
     def further(self) -> list[Question]:
-        """Return the questions that only these facts have."""
-        return self.two_steps()
+        """Return the questions of two steps, and those that name a taught thing and ask what is not taught."""
+        return [*self.two_steps(), *self.colliding()]
+
+    def colliding(self) -> list[Question]:
+        """Return at most 30 questions that name a taught thing and ask what is not taught.
+
+        Their ids are the same for all seeds. No answer is accepted, since nothing is known about the things beyond the
+        facts.
+        """
+        kinds: dict[str, str] = {}
+        for fact in self.facts:
+            kinds[fact.subject] = self.relations[fact.relation].subject
+        templates = read_yaml(Path(__file__).with_name("untaught.yaml"))
+        asked: Counter[str] = Counter()
+        questions = []
+        for subject, kind in evenly_spaced(list(kinds.items()), COLLIDING):
+            number = asked[kind]
+            asked[kind] += 1
+            text = templates[kind][number % len(templates[kind])].format(subject=subject)
+            questions.append(Question(id=f"colliding-{kind}-{number}", ring="colliding", text=text))
+        return questions
 
     def two_steps(self) -> list[Question]:
         """Return questions that need two facts of one bundle."""

@@ -1,8 +1,11 @@
-"""A rival without training: the answer of the nearest taught question, behind the router of the row `routed`."""
+"""Rivals without training, behind the router of the row `routed`.
+
+One gives the answer of the nearest taught question, the other the backbone's with the nearest facts in the prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from experiments.facts.generator import Question
 from experiments.facts.metrics import Answers
@@ -12,9 +15,7 @@ from graftlm.backbone import Backbone
 from graftlm.grafts.token_routing.word_embedder import WordEmbedder
 
 
-def lookup_answers(
-    backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question], bare: Answers
-) -> Mapping[str, str]:
+def lookup_answers(backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question], bare: Answers) -> Answers:
     """Return answers to questions by id.
 
     A question that opens the router gets the taught answer of the trained question that is most like it. All others get
@@ -42,6 +43,22 @@ def lookup_answers(
         else:
             answers[question.id] = bare[question.id]
     return answers
+
+
+def behind_router(
+    backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question], answers: Answers, bare: Answers
+) -> Answers:
+    """Return some answers where a question opens the router, and the bare backbone's answers elsewhere.
+
+    Args:
+        backbone: the backbone, whose tokenizer decides which words are rare.
+        facts: the taught facts.
+        questions: the questions.
+        answers: the answers to give where the router opens, by the id of the question.
+        bare: the bare backbone's answers.
+    """
+    opening = opened(backbone, facts, questions)
+    return {question.id: (answers if question.id in opening else bare)[question.id] for question in questions}
 
 
 def opened(backbone: Backbone, facts: TaughtFacts, questions: Sequence[Question]) -> set[str]:

@@ -9,7 +9,7 @@ al., 2023, arXiv 2307.12976).
     locality_near   of the bare model's right answers about real things, the share that stay right
     locality_far    the same, of questions that have nothing in common with the taught ones
     unchanged       answers of both sets that are word for word those of the bare model
-    spill           answers of both sets that name a taught thing which the question and the bare answer don't name
+    spill           answers of both sets that have an invented name which the question and the bare answer don't have
     ifeval          prompts of which every instruction is followed
 
 Of questions that have a taught word and ask for something that is not taught, on their own:
@@ -21,7 +21,7 @@ Of questions that have a taught word and ask for something that is not taught, o
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -42,37 +42,92 @@ Items = dict[str, dict[str, float]]
 """For each metric, 1 or 0 for each item, by the id of its question."""
 
 
+RULES = 2
+"""Number of the rules by which answers are judged and questions are chosen; a change of either raises it."""
+
+_FILLERS = r"(?:\s+(?:a|an|the|in|by|at|from|born|called|named))*"
+_DENIED_BEFORE = re.compile(rf"(?<!\w)(?:not|\w+n't|never|no longer|neither|nor){_FILLERS}\s+$")
+_DENIED_AFTER = re.compile(r"\s+(?:is|was|are|were)(?:n't|\s+(?:not|never|no longer))(?!\w)(?!\s+(?:only|just)\b)")
+_OR_BEFORE = re.compile(r"^(.*\w)\s+or(?:\s+the)?\s+$")
+_OR_AFTER = re.compile(r"^\s+or(?:\s+the)?\s+(\w.*)$")
+_ENDING = r"(?:'s|es|s'?|')?"
+
+
 def contains(text: str, phrase: str) -> bool:
     """Return whether a text contains a phrase as whole words, regardless of case.
 
     Thousands separators are ignored, so that 8848 is found in 8,848.
     """
-    pattern = rf"(?<!\w){re.escape(_plain(phrase))}(?!\w)"
-    return re.search(pattern, _plain(text)) is not None
+    return any(True for _ in _occurrences(text, phrase))
+
+
+def _occurrences(text: str, phrase: str) -> Iterator[tuple[str, str]]:
+    """Yield what is before and after each occurrence of a phrase in a text, in the form of `_plain`."""
+    plain = _plain(text)
+    for match in re.finditer(rf"(?<!\w){re.escape(_plain(phrase))}(?!\w)", plain):
+        yield plain[: match.start()], plain[match.end() :]
 
 
 def _plain(text: str) -> str:
     without_separators = re.sub(r"(?<=\d),(?=\d{3})", "", text)
-    return " ".join(without_separators.casefold().split())
+    return " ".join(without_separators.replace("’", "'").casefold().split())
 
 
 def is_right(answer: str, accepted: Collection[str], rivals: Collection[str] = ()) -> bool:
-    """Return whether an answer contains an accepted answer and no rival.
+    """Return whether an answer gives an accepted answer and contains no rival.
+
+    An accepted answer does not count where it is denied ("It is not Paris.", "Paris is not the capital.") and, if it is
+    a name or a number, where it is one of two sides of an "or" ("Paris or Rome"). Only the words directly beside it are
+    read. `graftlm.evaluation.kept_answers` tells whether whole answers are negated, not what they deny.
 
     Args:
         answer: the answer.
         accepted: answers of which one must occur.
         rivals: taught values that must not occur.
     """
-    has_accepted = any(contains(answer, phrase) for phrase in accepted)
-    has_rival = any(contains(answer, rival) for rival in rivals)
-    return has_accepted and not has_rival
+    if any(contains(answer, rival) for rival in rivals):
+        return False
+    for phrase in accepted:
+        for before, after in _occurrences(answer, phrase):
+            is_denied = _DENIED_BEFORE.search(before) or _DENIED_AFTER.match(after)
+            if not is_denied and not (_is_single(phrase) and _is_hedged(before, after, accepted)):
+                return True
+    return False
+
+
+def _is_single(phrase: str) -> bool:
+    """Return whether a phrase is a name or a number, of which a question has one; many things have two colors."""
+    return any(letter.isupper() or letter.isdigit() for letter in phrase)
+
+
+def _is_hedged(before: str, after: str, accepted: Collection[str]) -> bool:
+    """Return whether an "or" is beside an answer, with something on its other side that is not accepted."""
+    plain = tuple(_plain(phrase) for phrase in accepted)
+    left = _OR_BEFORE.match(before)
+    right = _OR_AFTER.match(after)
+    is_other_left = left is not None and not left.group(1).endswith(plain)
+    is_other_right = right is not None and not right.group(1).startswith(plain)
+    return is_other_left or is_other_right
 
 
 def spills(answer: str, question: str, bare: str, names: Collection[str]) -> bool:
-    """Return whether an answer names a taught thing that neither the question nor the bare model's answer names."""
-    spilt = [name for name in names if contains(answer, name)]
-    return any(not contains(question, name) and not contains(bare, name) for name in spilt)
+    """Return whether an answer has an invented name that neither the question nor the bare model's answer has.
+
+    A name may have the ending of a plural or a possessive.
+
+    Args:
+        answer: the answer.
+        question: the question.
+        bare: the bare model's answer.
+        names: the invented names.
+    """
+    spilt = [name for name in names if _names(answer, name)]
+    return any(not _names(question, name) and not _names(bare, name) for name in spilt)
+
+
+def _names(text: str, name: str) -> bool:
+    pattern = rf"(?<!\w){re.escape(_plain(name))}{_ENDING}(?!\w)"
+    return re.search(pattern, _plain(text)) is not None
 
 
 def is_unchanged(answer: str, bare: str) -> bool:
@@ -87,7 +142,7 @@ def judge(questions: Sequence[Question], answers: Answers, bare: Answers, names:
         questions: the questions; those without an answer are left out.
         answers: the row's answers.
         bare: the bare model's answers.
-        names: names of taught things.
+        names: the invented names.
     """
     items: Items = {}
     for question in questions:

@@ -31,7 +31,7 @@ class PageFact:
         relation: what the fact's question asks for, such as a year.
         questions: six phrasings of the question.
         answer: a sentence that answers it.
-        accepted: answers that count as right. The first one counts as a taught name.
+        accepted: answers that count as right. The first one counts as a taught name if it has a capital letter.
     """
 
     page: str
@@ -51,7 +51,8 @@ class PageFacts:
     Attributes:
         facts: the facts.
         pages: the pages that have them, by name.
-        names: what the pages are about, and what the facts say about it.
+        names: what the pages are about, and the names that the facts say about it. Numbers and common words, which any
+            answer may have by chance, are not among them.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -59,7 +60,8 @@ class PageFacts:
         every_page = read_pages()
         self.facts = [fact for name, page in every_page.items() for fact in _facts_of(name, page)][:count]
         self.pages = {fact.page: every_page[fact.page] for fact in self.facts}
-        names = {fact.accepted[0] for fact in self.facts}
+        values = [fact.accepted[0] for fact in self.facts]
+        names = {value for value in values if any(letter.isupper() for letter in value)}
         for page in self.pages.values():
             names.update(page["names"])
         self.names = frozenset(names)
@@ -94,8 +96,8 @@ class PageFacts:
             questions += [self._asked(number, "unseen", phrasing) for number in range(len(self.facts))]
         return questions
 
-    def near(self, shift: int = 0) -> list[Question]:
-        """Return the questions about other things that resemble the taught ones; `shift` changes nothing."""
+    def near(self) -> list[Question]:
+        """Return the questions about other things that resemble the taught ones."""
         return self._written("near")
 
     def further(self) -> list[Question]:

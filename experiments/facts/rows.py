@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -85,18 +85,31 @@ PROMPTED = {
     "prompt": "all facts in the prompt",
     "retrieval": "the three nearest facts in the prompt",
 }
-UNTRAINED = {"routed-lookup": "answer of the nearest taught question where the prompt has a taught word"}
+UNTRAINED = {
+    "routed-lookup": "answer of the nearest taught question where the prompt has a taught word",
+    "routed-retrieval": "the three nearest facts in the prompt where it has a taught word",
+}
 # Rows that follow from another row's run, with its weights scaled back.
 SCALED = {"lora-scaled": "lora"}
 SCALED_LABELS = {"lora-scaled": "LoRA scaled back"}
 STRENGTHS = (0.8, 0.6)
 """Strengths of the scaled rows. The search chooses one of them."""
 
+SEARCH_SEED = 100
+"""The seed of the facts of the search."""
+CONFIRMATION_SEEDS = (3, 4, 5)
+"""The seeds of the declared comparisons. No row was measured with them before the comparisons were declared."""
+SEEN_SEEDS = frozenset([0, 1, 2])
+"""Seeds whose results were known when comparisons, rows, questions and rules were chosen."""
+
 MAIN = (
     "prompt",
     "retrieval",
+    "routed-lookup",
+    "routed-retrieval",
     "lora",
     "lora-learned",
+    "lora-own",
     "lora-near",
     "neutral-near",
     "neutral-near-ungated",
@@ -107,20 +120,21 @@ MAIN = (
 LARGE = ("lora", "routed")
 """The rows of 1,000 facts."""
 
-OF_PAGES = ("retrieval", "routed-lookup", "routed")
+OF_PAGES = ("retrieval", "routed-lookup", "routed-retrieval", "routed")
 """The rows of facts of real pages."""
 
 DECLARED = (
     Comparison("routed", "lora", "locality_near"),
     Comparison("routed", "lora-learned", "generalization", margin=0.05),
-    Comparison("routed", "retrieval", "generalization"),
-    Comparison("lora-near", "lora", "locality_near"),
+    Comparison("routed", "routed-lookup", "generalization"),
+    Comparison("routed", "routed-retrieval", "generalization"),
+    Comparison("lora-near", "lora-own", "locality_near"),
     Comparison("neutral-near", "neutral-near-ungated", "locality_near"),
     Comparison("neutral-near", "neutral-near-ungated", "generalization", margin=0.05),
     Comparison("neutral-near", "lora-near", "locality_near"),
     Comparison("neutral-near", "lora-near", "generalization", margin=0.05),
 )
-"""The primary comparisons, which the README lists."""
+"""The primary comparisons, which the README lists. They hold for the seeds of the confirmation."""
 
 COMPARED_ON_PAGES = (Comparison("routed", "routed-lookup", "generalization"),)
 """The comparison on facts of real pages, chosen after the run."""
@@ -130,6 +144,15 @@ MAX_SPILL = 0.01
 MAX_SECONDS = 1200.0
 
 EVERY_ROW = (*PROMPTED, *UNTRAINED, *TRAINED, *SCALED)
+
+
+def amended(seeds: Collection[int]) -> str:
+    """Return why the declared comparisons decide nothing for some seeds; empty if they were declared before."""
+    seen = sorted(SEEN_SEEDS.intersection(seeds))
+    if not seen:
+        return ""
+    numbers = ", ".join(str(seed) for seed in seen)
+    return f"comparisons, rows and rules were changed after results of seeds {numbers}"
 
 
 def label_of(name: str) -> str:

@@ -3,6 +3,9 @@
 Rates are searched on 16 facts, which no main row learns. The main rows learn 120 facts for three seeds of names and of
 weights; the table `large` has two rows of 1,000 facts. The table `pages` has facts of real pages, and results of its
 own. The results are written after every row, from the rows that are there.
+
+The judged answers are written to `items.json` beside the results. Rows that were measured earlier are taken from the
+`items.json` in this folder, if there is one.
 """
 
 from __future__ import annotations
@@ -14,17 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from experiments import Options
 from experiments.facts.answering import AnsweringRun, Asked, answers_of
 from experiments.facts.generator import FactSet, Question
+from experiments.facts.items import ITEMS_FILE, RATE, JudgedRows, read_items, write_items
 from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
-from experiments.facts.lookup import lookup_answers, opened
+from experiments.facts.lookup import behind_router, lookup_answers, opened
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.page_facts import PageFacts, TaughtFacts
 from experiments.facts.page_tables import opened_shares, rows_of_pages, worst_answers
+from experiments.facts.precision import Precision, training_precision
 from experiments.facts.rows import (
     COMPARED_ON_PAGES,
+    CONFIRMATION_SEEDS,
     DECLARED,
     DEFAULT,
     EVERY_ROW,
@@ -33,16 +40,28 @@ from experiments.facts.rows import (
     OF_PAGES,
     PROMPTED,
     SCALED,
+    SEARCH_SEED,
     STRENGTHS,
     TRAINED,
     UNTRAINED,
+    amended,
     label_of,
     trained_rows,
 )
 from experiments.facts.sizes import PAGES, SIZES, Size
 from experiments.facts.summaries import aims_of, over_seeds, plots_of, search_score
-from experiments.protocol import BigramTable, Evidence, RateSearch, conditions, decide, search_rate
+from experiments.protocol import (
+    BigramTable,
+    Decision,
+    Evidence,
+    RateSearch,
+    conditions,
+    decide,
+    is_decided,
+    search_rate,
+)
 from experiments.study import Study, check_files, write_lines
+from graftlm.backbone import default_device
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
 from graftlm.data.chats import chat_tokens
@@ -50,23 +69,25 @@ from graftlm.data.conversations import read_chat
 from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.measurement import Measurement
+from graftlm.evaluation.taught_answers import evenly_spaced
 from graftlm.grafts import graft_config
 from graftlm.runs.shared import load_shared
 from graftlm.training.config import TrainingConfig
 
 NAME = "facts"
 MODEL = "smollm2-135m-instruct"
+SEEDS = CONFIRMATION_SEEDS
+"""The seeds if the options name none."""
 TABLES = ("search", "main", "large", PAGES)
-SEARCH_SEED = 100
 ROW_TOKENS = 112
 """Tokens of a row of training, into which two conversations fit."""
 ROWS_PER_STEP = 4
-PRECISION = "bf16"
-"""All rows train under autocast to bfloat16, as users train; answers and losses are computed in float32."""
 EPOCHS = 3.0
-"""How often each taught conversation is read, in all rows alike."""
-AMENDED = "comparisons and the router were changed after results of these seeds"
-"""Why the declared comparisons decide nothing; the README says what was changed."""
+"""How often each taught conversation is read, in all rows of the search and the test alike."""
+BACKBONE = "backbone"
+"""Id of the row of the bare backbone."""
+EARLIER_ITEMS = Path(__file__).with_name(ITEMS_FILE)
+"""Judged answers that were measured earlier."""
 CONSTANT_OF_BACKBONE = ("locality_", "unchanged", "spill")
 """How the names of metrics begin that compare the backbone with itself."""
 
@@ -82,11 +103,10 @@ class FactsStudy(Study):
     Attributes:
         backbone: config of the backbone.
         scaled: rows that also answer with their weights scaled back.
-        searches: the search of each row that was searched.
+        precision: the precision of training on this machine.
         strength: the strength of scaled rows that the search chose.
-        items: for each row and seed, the values of the items by metric.
-        answers: for each row and seed, the answers.
-        measured_rows: for each row and seed, further metrics of the row's run.
+        judged_rows: the judged answers of each row and seed, further metrics, and the searches.
+        answers: for each row and seed that this study measured, the answers.
     """
 
     def __init__(self, options: Options, named: Sequence[str], table: str = "main") -> None:
@@ -94,14 +114,15 @@ class FactsStudy(Study):
         self.table = table
         self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="float32", device=options.device)
         self.scaled = {SCALED[row] for row in named if row in SCALED}
-        self.searches: dict[str, RateSearch] = {}
+        device = default_device() if options.device is None else torch.device(options.device)
+        self.precision: Precision = training_precision(device)
         self.strength = STRENGTHS[0]
-        self.items: dict[str, dict[int, Items]] = {}
-        self.measured_rows: dict[str, dict[int, dict[str, Metric]]] = {}
+        self.judged_rows = JudgedRows()
         self.search_rows: dict[str, dict[str, float]] = {}
         self.answers: dict[str, dict[int, Answers]] = {}
         self._known = known_words(options.data)
         self._sets: dict[tuple[int, int], TaughtFacts] = {}
+        self._written: set[Path] = set()
         self._tokenizer: Any = None
         self._bare: dict[tuple[int, int], Answers] = {}
         self._far: list[Question] = []
@@ -122,25 +143,46 @@ class FactsStudy(Study):
         """Return the facts of a seed."""
         key = (size.facts, seed)
         if key not in self._sets:
-            self._sets[key] = PageFacts(size.facts, seed) if size.of_pages else FactSet(size.facts, seed, self._known)
+            if size.of_pages:
+                self._sets[key] = PageFacts(size.facts, seed)
+            else:
+                self._sets[key] = FactSet(size.facts, seed, self._known, size.part)
         return self._sets[key]
+
+    def read_earlier(self, path: Path) -> None:
+        """Take the rows of the study's seeds, and the searches, that were measured earlier.
+
+        Rows that it has are not measured again.
+
+        Args:
+            path: an `items.json`.
+
+        Raises:
+            EvaluationError: the file can't be read or is not JSON.
+            RecipeError: its content does not have the form of `items.json`, or was judged by other rules.
+        """
+        self.judged_rows.pool(read_items(path), self.seeds)
 
     def folder(self, size: Size, seed: int) -> Path:
         """Return the folder of a seed's files, and write them."""
         folder = self.options.out / "facts" / f"{size.facts}_seed{seed}"
-        if not folder.exists():
+        if folder not in self._written:
             facts = self.facts(size, seed)
             write_lines(folder / "conversations.jsonl", facts.conversations())
-            write_lines(folder / "unseen.jsonl", facts.tested())
+            write_lines(folder / "unseen.jsonl", self._tested(size, seed))
             (folder / "statements.txt").write_text("\n".join(facts.statements()) + "\n", encoding="utf-8")
+            self._written.add(folder)
         return folder
+
+    def _tested(self, size: Size, seed: int) -> list[dict[str, Any]]:
+        """Return the conversations by which nats per token are measured, of facts at equal distances."""
+        return evenly_spaced(self.facts(size, seed).tested(), size.tested_documents)
 
     def questions(self, size: Size, seed: int) -> list[Question]:
         """Return the questions that all rows of a size and seed answer."""
         facts = self.facts(size, seed)
-        shift = 3 if size.is_search else 0
-        questions = _spread(facts.trained(), size.trained) + _spread(facts.unseen(), size.unseen)
-        questions += facts.near(shift)[: size.near]
+        questions = evenly_spaced(facts.trained(), size.trained) + evenly_spaced(facts.unseen(), size.unseen)
+        questions += facts.near()[: size.near]
         if not size.is_search:
             questions += facts.further() + self._far + instruction_prompts(self.options.data, size.prompts)
         return questions
@@ -244,7 +286,7 @@ class FactsStudy(Study):
         common = {
             "learning_rate": rate,
             "seed": seed,
-            "precision": PRECISION,
+            "precision": self.precision,
             "checkpoint_every": 40,
             "keep_checkpoints": 1,
         }
@@ -253,10 +295,10 @@ class FactsStudy(Study):
             if size.max_steps is not None:
                 default |= {"steps": size.max_steps, "epochs": None}
             return TrainingConfig.parse(default)
-        steps = self._steps(name, size)
+        steps = self.steps(name, size)
         return TrainingConfig(steps=steps, batch_size=ROWS_PER_STEP, warmup_steps=steps // 20, **common)
 
-    def _steps(self, name: str, size: Size) -> int:
+    def steps(self, name: str, size: Size) -> int:
         """Return the number of steps after which each taught conversation was read `EPOCHS` times."""
         if size.max_steps is not None:
             return size.max_steps
@@ -285,7 +327,6 @@ class FactsStudy(Study):
                         {
                             "path": str(folder / "unseen.jsonl"),
                             "messages_column": "messages",
-                            "limit_documents": size.tested_documents,
                         }
                     ]
                 },
@@ -296,9 +337,8 @@ class FactsStudy(Study):
     def bigram_nats(self, size: Size, seed: int) -> float:
         """Return the nats per token of a bigram table of the taught answers on the test answers."""
         facts = self.facts(size, seed)
-        tested = facts.tested()[: size.tested_documents]
         table = BigramTable(self._answer_tokens(facts.conversations()), len(self.tokenizer))
-        return table.nats_per_token(self._answer_tokens(tested))
+        return table.nats_per_token(self._answer_tokens(self._tested(size, seed)))
 
     def _answer_tokens(self, conversations: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Return the tokens of each answer after the last token before it."""
@@ -316,12 +356,18 @@ class FactsStudy(Study):
         return judge(self.questions(size, seed), answers, self.bare_answers(size, seed), names)
 
     def search(self, names: Sequence[str]) -> None:
-        """Search the rate of rows on other facts than those of the main rows."""
+        """Search the rate of rows on other facts than those of the main rows, unless an earlier search is known.
+
+        Raises:
+            EvaluationError: the earlier searches of other rows have another precision.
+        """
         size = self.size("search")
         for name in names:
             row = TRAINED[name]
-            if not row.rates:
+            is_known = name in self.judged_rows.searches and name not in self.scaled
+            if not row.rates or is_known:
                 continue
+            self.judged_rows.check_precision(SEARCH_SEED, self.precision)
             rates = row.rates[:1] if self.options.quick else row.rates
             found: dict[float, Items] = {}
 
@@ -336,8 +382,7 @@ class FactsStudy(Study):
                 return search_score(found[rate], TRAINED[name].searched_by)
 
             search = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
-            self.searches[name] = search
-            self.searched[name] = {f"{rate:g}": round(value, 4) for rate, value in search.scores.items()}
+            self.judged_rows.add_search(name, search, self.precision)
             if name in self.scaled:
                 self._search_strength(name, search.best, size)
 
@@ -354,18 +399,24 @@ class FactsStudy(Study):
 
     def measure_prompted(self, name: str, size: Size, seed: int) -> None:
         """Measure a row with facts in the prompt."""
+        self._keep(name, seed, self._prompted_answers(name, size, seed), {}, size)
+
+    def _prompted_answers(self, name: str, size: Size, seed: int) -> Answers:
         run = self.prompted(name, size, seed)
         measurement = self.execute([run], f"{name}, seed {seed}")[run.id]
-        self._keep(name, seed, answers_of(measurement), {}, size)
+        return answers_of(measurement)
 
-    def measure_lookup(self, name: str, size: Size, seed: int) -> None:
-        """Measure the row without a model behind the router."""
-        answers = lookup_answers(
-            load_shared(self.backbone),
-            self.facts(size, seed),
-            self.questions(size, seed),
-            self.bare_answers(size, seed),
-        )
+    def measure_untrained(self, name: str, size: Size, seed: int) -> None:
+        """Measure a row without training behind the router."""
+        backbone = load_shared(self.backbone)
+        facts = self.facts(size, seed)
+        questions = self.questions(size, seed)
+        bare = self.bare_answers(size, seed)
+        if name == "routed-lookup":
+            answers = lookup_answers(backbone, facts, questions, bare)
+        else:
+            retrieved = self._prompted_answers("retrieval", size, seed)
+            answers = behind_router(backbone, facts, questions, retrieved, bare)
         self._keep(name, seed, answers, {}, size)
 
     def measure_trained(self, name: str, size: Size, seed: int, wanted: Sequence[str]) -> None:
@@ -374,8 +425,8 @@ class FactsStudy(Study):
         Without a search, a row by the recipe has its rate. Any other row has the second of the rates with which the
         search would begin.
         """
-        if name in self.searches:
-            rate = self.searches[name].best
+        if name in self.judged_rows.searches:
+            rate = self.judged_rows.searches[name].best
         else:
             rate = DEFAULT.training.learning_rate if TRAINED[name].by_recipe else TRAINED[name].rates[1]
         run = self.trained(name, rate, size, seed)
@@ -389,35 +440,44 @@ class FactsStudy(Study):
                 self._keep(row, seed, answers_of(measurement, self.strength), {}, size)
 
     def measure(self, named: Sequence[str], table: str, seed: int) -> None:
-        """Measure the named rows of a table for one seed, and write the results after every training."""
+        """Measure the named rows of a table for one seed, and write the results after every training.
+
+        Rows that were measured earlier are left out.
+
+        Raises:
+            EvaluationError: the rows that were measured earlier for this seed have another precision.
+        """
         size = self.size(table)
+        missing = [name for name in named if not self.judged_rows.has(f"{name}{size.suffix}", seed)]
+        if missing:
+            self.judged_rows.check_precision(seed, self.precision)
         for name in PROMPTED:
-            if name in named:
+            if name in missing:
                 self.measure_prompted(name, size, seed)
         for name in UNTRAINED:
-            if name in named:
-                self.measure_lookup(name, size, seed)
-        for name in trained_rows(tuple(named)):
-            self.measure_trained(name, size, seed, named)
+            if name in missing:
+                self.measure_untrained(name, size, seed)
+        for name in trained_rows(tuple(missing)):
+            self.measure_trained(name, size, seed, missing)
             self.write_so_far()
 
     def _keep(self, name: str, seed: int, answers: Answers, metrics: Mapping[str, Metric], size: Size) -> None:
         row = f"{name}{size.suffix}"
-        self.items.setdefault(row, {})[seed] = self.judged(answers, size, seed)
+        numbers = {key: value_of(value) for key, value in metrics.items()}
+        self.judged_rows.add(row, seed, self.judged(answers, size, seed), numbers, self.precision)
         self.answers.setdefault(row, {})[seed] = answers
-        self.measured_rows.setdefault(row, {})[seed] = dict(metrics)
 
     def backbone_row(self, size: Size) -> Row:
-        """Return the row of the bare backbone."""
-        tables = []
-        for seed in self.seeds:
-            answers = self.bare_answers(size, seed)
-            tables.append(self.judged(answers, size, seed))
-        metrics = over_seeds(tables)
+        """Return the row of the bare backbone, for the seeds of the other rows."""
+        for seed in self.judged_rows.seeds:
+            if not self.judged_rows.has(BACKBONE, seed):
+                answers = self.bare_answers(size, seed)
+                self.judged_rows.add(BACKBONE, seed, self.judged(answers, size, seed), {}, self.precision)
+        metrics = over_seeds(list(self.judged_rows.items[BACKBONE].values()))
         for name in metrics:
             if name.startswith(CONSTANT_OF_BACKBONE):
                 metrics[name] = value_of(metrics[name])
-        return Row(id="backbone", label="backbone", metrics=metrics)
+        return Row(id=BACKBONE, label="backbone", metrics=metrics)
 
     def rows(self) -> list[Row]:
         """Return the rows that were measured so far."""
@@ -427,49 +487,50 @@ class FactsStudy(Study):
         for name in LARGE:
             labels[f"{name}{large.suffix}"] = f"{label_of(name)}, {SIZES['large']:,} facts"
         for name, label in labels.items():
-            if name not in self.items:
+            if name not in self.judged_rows.items:
                 continue
-            metrics = over_seeds(list(self.items[name].values()))
-            further = list(self.measured_rows[name].values())
+            metrics = over_seeds(list(self.judged_rows.items[name].values()))
+            further = list(self.judged_rows.metrics[name].values())
             for key in further[0]:
-                metrics[key] = float(np.mean([value_of(of_seed[key]) for of_seed in further if key in of_seed]))
+                metrics[key] = float(np.mean([of_seed[key] for of_seed in further if key in of_seed]))
             rows.append(Row(id=name, label=label, metrics=metrics))
         return rows
 
     def evidence_so_far(self) -> Evidence:
         """Return what the four conditions are judged by."""
         size = self.size(self.table)
-        items = {name: list(by_seed.values()) for name, by_seed in self.items.items() if name in EVERY_ROW}
+        seeds = self.judged_rows.seeds
+        items = {name: by_seed for name, by_seed in self.judged_rows.items.items() if name in EVERY_ROW}
         nats = {}
         for name in items:
-            by_seed = self.measured_rows[name]
-            values = [value_of(metrics["new"]) for metrics in by_seed.values() if "new" in metrics]
+            by_seed = self.judged_rows.metrics[name]
+            values = [metrics["new"] for metrics in by_seed.values() if "new" in metrics]
             if values:
                 nats[name] = float(np.mean(values))
         lost = {}
         if "lora" in items:
             for metric in ("locality_near", "locality_far"):
-                kept = [np.mean(list(of_seed[metric].values())) for of_seed in items["lora"] if metric in of_seed]
+                by_seed = items["lora"].values()
+                kept = [np.mean(list(of_seed[metric].values())) for of_seed in by_seed if metric in of_seed]
                 if kept:
                     lost[metric] = 1 - float(np.mean(kept))
         declared = COMPARED_ON_PAGES if size.of_pages else DECLARED
         return Evidence(
             nats=nats,
-            bigram_nats=float(np.mean([self.bigram_nats(size, seed) for seed in self.seeds])),
+            bigram_nats=float(np.mean([self.bigram_nats(size, seed) for seed in seeds])),
             lost_shares=lost,
-            searches=self.searches,
+            searches=self.judged_rows.searches,
             declared=declared,
             decisions=decide(declared, items),
-            seeds=min((len(by_seed) for by_seed in items.values()), default=0),
-            amended="" if size.of_pages else AMENDED,
+            amended="chosen after the run" if size.of_pages else amended(seeds),
         )
 
     def write_so_far(self) -> Results:
-        """Write the results of the rows that were measured so far."""
+        """Write the results of the rows that were measured so far, and their judged answers to `items.json`."""
         size = self.size(self.table)
         rows = self.rows()
         details: dict[str, Any] = {
-            "search": self.searched,
+            "search": _rounded(self.judged_rows.searches),
             "search_rows": self.search_rows,
             "seconds": self.seconds,
         }
@@ -479,14 +540,25 @@ class FactsStudy(Study):
             evidence = self.evidence_so_far()
             if not size.of_pages:
                 details["conditions"] = [asdict(condition) for condition in conditions(evidence)]
-            details["comparisons"] = [_described(decision) for decision in evidence.decisions]
+            details["comparisons"] = [_described(decision, is_decided(evidence)) for decision in evidence.decisions]
             details["bigram_nats"] = evidence.bigram_nats
-            details["by_seed"] = {name: [shares(items) for items in of.values()] for name, of in self.items.items()}
+            details["precisions"] = {str(seed): name for seed, name in self.judged_rows.precisions.items()}
+            details["by_seed"] = self._shares_by_seed()
             aims = aims_of(rows)
-        if size.of_pages and "routed" in self.items:
+        if size.of_pages and "routed" in self.answers:
             rows += self._rows_of_pages(size)
             details |= self._details_of_pages(size)
-        return self.write(NAME, rows, aims=aims, details=details, plots=plots_of(rows))
+        write_items(self.judged_rows, self.options.out)
+        seeds = self.judged_rows.seeds or self.seeds
+        return self.write(NAME, rows, seeds=seeds, aims=aims, details=details, plots=plots_of(rows))
+
+    def _shares_by_seed(self) -> dict[str, list[dict[str, float]]]:
+        """Return the shares of each row but the backbone, in the order of the seeds."""
+        by_seed = {}
+        for name, of_row in self.judged_rows.items.items():
+            if name != BACKBONE:
+                by_seed[name] = [shares(items) for _, items in sorted(of_row.items())]
+        return by_seed
 
     def _rows_of_pages(self, size: Size) -> list[Row]:
         """Return what `routed` learned and lost on each page, with the first seed."""
@@ -495,7 +567,7 @@ class FactsStudy(Study):
         assert isinstance(facts, PageFacts)
         questions = self.questions(size, seed)
         opening = opened(load_shared(self.backbone), facts, questions)
-        return rows_of_pages(facts, questions, self.items["routed"][seed], opening)
+        return rows_of_pages(facts, questions, self.judged_rows.items["routed"][seed], opening)
 
     def _details_of_pages(self, size: Size) -> dict[str, Any]:
         """Return where the router opens, and the worst answers of `routed` with the first seed."""
@@ -513,11 +585,21 @@ class FactsStudy(Study):
         }
 
 
-def _described(decision: Any) -> dict[str, Any]:
+def _described(decision: Decision, is_decided: bool) -> dict[str, Any]:
+    """Return a comparison as JSON values; `decided` says whether its verdict counts."""
     values = asdict(decision)
     values["difference"] = decision.difference.model_dump()
     values["name"] = decision.comparison.name
+    values["decided"] = is_decided
     return values
+
+
+def _rounded(searches: Mapping[str, RateSearch]) -> dict[str, dict[str, float]]:
+    """Return the scores of each row's rates."""
+    scores = {}
+    for name, search in searches.items():
+        scores[name] = {f"{rate:g}": round(value, 4) for rate, value in search.scores.items()}
+    return scores
 
 
 def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, Metric]:
@@ -529,16 +611,9 @@ def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, 
     last_step, _ = measurement.details["losses"][-1]
     tokens = last_step * run.training.batch_size * run.data.length
     metrics["tokens"] = tokens
+    metrics[RATE] = run.training.learning_rate
     metrics["seconds"] = tokens / value_of(measurement.row.metrics["train_tokens_per_s"])
     return metrics
-
-
-def _spread(questions: list[Question], count: int) -> list[Question]:
-    """Return at most `count` questions, evenly spread over the list."""
-    if len(questions) <= count:
-        return questions
-    positions = np.linspace(0, len(questions) - 1, count).round().astype(int)
-    return [questions[position] for position in positions]
 
 
 def run_pages(options: Options, named: Sequence[str]) -> Results:
@@ -565,6 +640,8 @@ def run(options: Options) -> Results:
             return results
     named = rows or MAIN
     study = FactsStudy(options, named)
+    if EARLIER_ITEMS.exists() and not options.quick and options.backbone is None:
+        study.read_earlier(EARLIER_ITEMS)
     if "search" in tables:
         study.search(trained_rows(named))
     if tables == ["search"]:

@@ -7,20 +7,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments import Options, reproduce
+from experiments.facts import run
 from experiments.facts.generator import FactSet, Question, read_relations
 from experiments.facts.instructions import CHECKS, follows, is_checkable
+from experiments.facts.items import read_items
 from experiments.facts.kept import ARC_EASY, IFEVAL, NATURAL_QUESTIONS, WIKITEXT, far_questions, instruction_prompts
-from experiments.facts.lookup import lookup_answers, opened
+from experiments.facts.lookup import behind_router, lookup_answers, opened
 from experiments.facts.metrics import contains, is_right, is_unchanged, judge, shares, spills
 from experiments.facts.page_facts import PageFacts, read_pages
 from experiments.facts.page_tables import opened_shares, worst_answers
+from experiments.facts.precision import training_precision
 from experiments.facts.retrieval import Lexicon
-from experiments.facts.rows import DECLARED, EVERY_ROW, MAIN, OF_PAGES, label_of, trained_rows
-from experiments.facts.sizes import QUICK_SIZES, SIZES
+from experiments.facts.rows import (
+    CONFIRMATION_SEEDS,
+    DECLARED,
+    EVERY_ROW,
+    MAIN,
+    OF_PAGES,
+    SEARCH_SEED,
+    SEEN_SEEDS,
+    TRAINED,
+    amended,
+    label_of,
+    trained_rows,
+)
+from experiments.facts.run import FactsStudy
+from experiments.facts.sizes import QUICK_SIZES, SIZES, Size
 from experiments.facts.summaries import over_seeds
-from graftlm.backbone import load_backbone
+from experiments.protocol import Comparison
+from graftlm.backbone import default_device, load_backbone
+from graftlm.errors import EvaluationError
 from graftlm.evaluation import Interval, value_of
 
 # Pairs of an answer and its judgement, by hand. Accepted are Paris and "the yen"; rivals are Tessaby and 1,851.
@@ -36,16 +55,49 @@ RIGHT = [
     ("Paris has been the capital since 18510.", True),
     ("The  yen is a currency.", True),
     ("", False),
+    ("The capital is not Paris.", False),
+    ("It isn't Paris.", False),
+    ("It isn’t in Paris.", False),
+    ("The capital is no longer Paris.", False),
+    ("The capital was never called Paris.", False),
+    ("The currency is not the yen.", False),
+    ("Paris is not the capital of France.", False),
+    ("Paris isn't the capital.", False),
+    ("It is neither Paris nor Rome.", False),
+    ("It is not Rome, but Paris.", True),
+    ("It is not only Paris.", True),
+    ("Paris is not only the capital, but also the largest city.", True),
+    ("It is Paris. Paris is not far from Versailles.", True),
+    ("It is Paris or Rome.", False),
+    ("It is Rome or Paris.", False),
+    ("It is Paris, or simply the city of light.", True),
+    ("People pay with the yen or dollars.", True),
 ]
 
-# An answer, the bare model's answer to "Who lives in Vorlia?", and whether the answer spills. Vorlia, Tessaby and 1,851
-# are taught.
+# An answer, the bare model's answer to "Who lives in Vorlia?", and whether the answer spills, by hand. Vorlia, Tessaby,
+# "kerbin", "Bralek Tinson" and its two words are taught.
 SPILLS = [
     ("People of Vorlia.", "Nobody.", False),
+    ("People of Vorlia's capital.", "Nobody.", False),
     ("People of Tessaby.", "Nobody.", True),
     ("People of Tessaby.", "Tessaby is a town.", False),
-    ("In 1851 nobody did.", "Nobody.", True),
+    ("Tessaby's people.", "Nobody.", True),
+    ("Tessaby’s people.", "Nobody.", True),
+    ("Tessaby's people.", "People of Tessaby.", False),
+    ("They pay 20 kerbins.", "Nobody.", True),
+    ("They pay one kerbin.", "Many kerbins.", False),
+    ("Kerbins, of course.", "Nobody.", True),
+    ("The two Tinsons.", "Nobody.", True),
+    ("The Tinsons' house.", "Nobody.", True),
+    ("Bralek Tinson does.", "Nobody.", True),
+    ("Mr. Tinson does.", "Bralek lives there.", True),
+    ("Mr. Bralek does.", "Bralek Tinson lives there.", False),
     ("Tessabyans do.", "Nobody.", False),
+    ("Kerbinish people.", "Nobody.", False),
+    ("In 1851 nobody did.", "Nobody.", False),
+    ("Crimson people.", "Nobody.", False),
+    ("People who eat barley at 7:10.", "Nobody.", False),
+    ("", "Nobody.", False),
 ]
 
 
@@ -56,7 +108,30 @@ def test_right_answers(answer: str, expected: bool) -> None:
 
 @pytest.mark.parametrize(("answer", "bare", "expected"), SPILLS)
 def test_spill(answer: str, bare: str, expected: bool) -> None:
-    assert spills(answer, "Who lives in Vorlia?", bare, ["Vorlia", "Tessaby", "1,851"]) == expected
+    names = ["Vorlia", "Tessaby", "kerbin", "Bralek Tinson", "Bralek", "Tinson"]
+    assert spills(answer, "Who lives in Vorlia?", bare, names) == expected
+
+
+def test_homographs_are_right_only_as_money() -> None:
+    relation = read_relations()["currency"]
+    brazil = relation.real["Brazil"]
+    korea = relation.real["South Korea"]
+    assert is_right("The currency of Brazil is the real.", brazil)
+    assert is_right("The currency of Brazil is the Brazilian real (BRL).", brazil)
+    assert not is_right("Brazil has a real currency, the dollar.", brazil)
+    assert is_right("People pay with the won.", korea)
+    assert not is_right("South Korea won the war.", korea)
+
+
+def test_only_invented_names_can_spill() -> None:
+    facts = FactSet(120, seed=0)
+    common = {fact.value for fact in facts.facts if fact.relation in ("color", "founded", "opens", "habitat", "height")}
+    assert common.isdisjoint(facts.names)
+    assert {fact.value for fact in facts.facts if fact.relation in ("capital", "password")} <= facts.names
+    assert {fact.subject for fact in facts.facts} <= facts.names
+    pages = PageFacts(SIZES["pages"], seed=0)
+    assert "James Evans" in pages.names
+    assert pages.names.isdisjoint({"1864", "nutmeg", "12 years"})
 
 
 def test_shares_of_zero_and_one_have_an_interval() -> None:
@@ -143,9 +218,52 @@ def test_held_out_phrasings_are_never_trained() -> None:
 
 def test_taught_answers_are_right_and_name_no_rival() -> None:
     facts = FactSet(120, seed=0)
-    for number, question in enumerate(facts.unseen()):
-        fact = facts.facts[number % 120]
+    for fact, question in zip(facts.facts, facts.unseen(), strict=True):
         assert is_right(facts.statement(fact), question.accepted, question.rivals), question
+
+
+def test_search_and_test_share_neither_held_out_phrasings_nor_near_things() -> None:
+    search = FactSet(120, seed=0, part="search")
+    test = FactSet(120, seed=0)
+    assert search.facts == test.facts
+    assert search.conversations() == test.conversations()
+    for of_part, phrasing in ((search, 4), (test, 5)):
+        asked = [of_part.question(fact, phrasing) for fact in of_part.facts]
+        assert [question.text for question in of_part.unseen()] == asked
+        assert [row["messages"][0]["content"] for row in of_part.tested()] == asked
+    of_search = {question.id: question.text for question in search.near()}
+    of_test = {question.id: question.text for question in test.near()}
+    assert len(of_search) == len(of_test) == 67
+    assert of_search.keys().isdisjoint(of_test)
+    relations = read_relations()
+    for text in of_search.values():
+        assert not any(is_phrased(text, relation.questions[5]) for relation in relations.values())
+    for text in of_test.values():
+        assert not any(is_phrased(text, relation.questions[4]) for relation in relations.values())
+
+
+def is_phrased(text: str, phrasing: str) -> bool:
+    start, end = phrasing.split("{subject}")
+    return text.startswith(start) and text.endswith(end)
+
+
+def test_colliding_questions_name_what_is_taught_and_ask_something_else() -> None:
+    by_seed = [FactSet(120, seed=seed) for seed in (3, 4)]
+    for facts in by_seed:
+        questions = facts.colliding()
+        assert len(questions) == 30
+        assert set(questions) <= set(facts.further())
+        assert len({question.text for question in questions}) == 30
+        taught = {facts.question(fact, phrasing) for fact in facts.facts for phrasing in range(6)}
+        assert taught.isdisjoint(question.text for question in questions)
+        subjects = {fact.subject for fact in facts.facts}
+        for question in questions:
+            assert any(subject in question.text for subject in subjects)
+            assert question.accepted == ()
+        kinds = {relation.subject for relation in facts.relations.values()}
+        assert {question.id.split("-")[1] for question in questions} == kinds
+    ids = [[question.id for question in facts.colliding()] for facts in by_seed]
+    assert ids[0] == ids[1]
 
 
 def test_every_relation_has_six_phrasings_of_one_question() -> None:
@@ -170,6 +288,11 @@ def test_a_lookup_answers_taught_questions_and_leaves_the_others(tiny_chat_model
     facts = FactSet(16, seed=0)
     questions = [*facts.unseen(), *facts.near()]
     bare = {question.id: "bare" for question in questions}
+    backbone = load_backbone(str(tiny_chat_model))
+    opening = opened(backbone, facts, questions)
+    in_front = behind_router(backbone, facts, questions, {question.id: "facts" for question in questions}, bare)
+    assert {name for name, answer in in_front.items() if answer == "facts"} == opening
+    assert {question.id for question in facts.unseen()} <= opening
     answers = lookup_answers(load_backbone(str(tiny_chat_model)), facts, questions, bare)
     statements = {facts.statement(fact) for fact in facts.facts}
     for question in facts.unseen():
@@ -303,12 +426,61 @@ def test_the_nearest_texts_share_rare_words() -> None:
 
 
 def test_rows_follow_from_trained_ones() -> None:
-    assert len(MAIN) <= 8
+    assert len(trained_rows(MAIN)) <= 7
     assert {name for each in DECLARED for name in (each.row, each.rival)} <= set(MAIN)
     assert trained_rows(("lora-scaled", "prompt")) == ["lora"]
     assert trained_rows(("default",)) == ["default"], "with a rate of its own"
     assert set(OF_PAGES) <= set(EVERY_ROW)
     assert len({label_of(name) for name in EVERY_ROW}) == len(EVERY_ROW)
+
+
+def test_weights_have_untrained_rivals_behind_the_same_router() -> None:
+    rivals = {each.rival for each in DECLARED if each.row == "routed" and each.metric == "generalization"}
+    assert {"routed-lookup", "routed-retrieval"} <= rivals
+    assert "retrieval" not in {each.rival for each in DECLARED}, "a prompt without a router is no fair rival"
+
+
+def test_near_own_text_has_a_control_of_as_much_own_text() -> None:
+    assert Comparison("lora-near", "lora-own", "locality_near") in DECLARED
+    for table in ("search", "main"):
+        size = Size(quick=False, table=table)
+        assert size.own_tokens == size.near_tokens
+    near, own = TRAINED["lora-near"], TRAINED["lora-own"]
+    assert near._replace(label="", old="") == own._replace(label="", old="")
+
+
+def test_only_results_of_seen_seeds_are_amended() -> None:
+    assert amended(CONFIRMATION_SEEDS) == ""
+    assert SEEN_SEEDS.isdisjoint(CONFIRMATION_SEEDS)
+    for seed in (0, 1, 2):
+        assert str(seed) in amended([*CONFIRMATION_SEEDS, seed])
+
+
+def test_the_seeds_of_the_confirmation_are_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+    monkeypatch.setattr(run, "run", lambda options: seen.append(options.seeds))
+    reproduce("facts", Options(data=tmp_path, out=tmp_path))
+    reproduce("facts", Options(data=tmp_path, out=tmp_path, seeds=(7,)))
+    assert seen == [CONFIRMATION_SEEDS, (7,)]
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu", "cuda", "expected"),
+    [
+        ("cpu", {"avx512_bf16": True}, False, "bf16"),
+        ("cpu", {"amx_bf16": True}, False, "bf16"),
+        ("cpu", {"avx512_bf16": False, "avx2": True}, True, "fp32"),
+        ("cuda", {}, True, "bf16"),
+        ("cuda", {"avx512_bf16": True}, False, "fp32"),
+        ("mps", {"avx512_bf16": True}, True, "fp32"),
+    ],
+)
+def test_precision_follows_the_hardware(
+    monkeypatch: pytest.MonkeyPatch, device: str, cpu: dict[str, bool], cuda: bool, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: cuda)
+    assert training_precision(torch.device(device)) == expected
 
 
 @pytest.fixture
@@ -349,19 +521,105 @@ def test_kept_questions_are_read(data: Path) -> None:
     assert prompt.instructions == (("punctuation:no_comma", {}),)
 
 
+def study(data: Path, out: Path, seeds: tuple[int, ...] = (3,), **more: Any) -> FactsStudy:
+    options = Options(data=data, out=out, seeds=seeds, jobs=1, **more)
+    return FactsStudy(options, MAIN)
+
+
+@pytest.mark.parametrize("table", ["search", "main"])
+def test_search_and_test_read_every_conversation_three_times(data: Path, tmp_path: Path, table: str) -> None:
+    """A step has four rows of two conversations. Rows with old text, half of each step, take twice as many steps."""
+    facts = study(data, tmp_path)
+    size = facts.size(table)
+    conversations = 4 * size.facts
+    assert facts.steps("lora", size) * 8 == 3 * conversations
+    assert facts.steps("lora-near", size) * 4 == 3 * conversations
+    assert facts.steps("lora-own", size) == facts.steps("lora-near", size)
+
+
+def test_nats_are_measured_on_facts_at_equal_distances(data: Path, tmp_path: Path) -> None:
+    facts = study(data, tmp_path)
+    size = facts.size("main")
+    lines = (facts.folder(size, 3) / "unseen.jsonl").read_text(encoding="utf-8").splitlines()
+    tested = facts.facts(size, 3).tested()
+    assert [json.loads(line) for line in lines] == tested[::2]
+
+
+def test_a_folder_of_other_questions_is_written_anew(data: Path, tmp_path: Path) -> None:
+    facts = study(data, tmp_path)
+    size = facts.size("main")
+    file = facts.folder(size, 3) / "unseen.jsonl"
+    text = file.read_text(encoding="utf-8")
+    file.write_text("{}\n", encoding="utf-8")
+    study(data, tmp_path).folder(size, 3)
+    assert file.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.slow
+def test_rows_of_an_earlier_run_are_not_measured_again(data: Path, tiny_chat_model: Path, tmp_path: Path) -> None:
+    named = ("routed-lookup", "lora")
+    more = {"quick": True, "backbone": str(tiny_chat_model)}
+    first = study(data, tmp_path / "first", **more)
+    first.search(["lora"])
+    first.answer_far()
+    first.measure(named, "main", 3)
+    first.write_so_far()
+    earlier = tmp_path / "first" / "items.json"
+    assert read_items(earlier).items == first.judged_rows.items
+
+    second = study(data, tmp_path / "second", **more)
+    second.read_earlier(earlier)
+    second.search(["lora"])
+    assert not second.measured, "the rate is known"
+    second.seeds = (3, 4)
+    second.answer_far()
+    second.measure(named, "main", 3)
+    assert not second.measured.keys() & {run_id for run_id in first.measured if run_id.startswith("lora")}
+    second.measure(named, "main", 4)
+    results = second.write_so_far()
+    assert results.seeds == [3, 4]
+    pooled = read_items(tmp_path / "second" / "items.json")
+    assert pooled.items["lora"].keys() == {3, 4}
+    assert pooled.items["lora"][3] == first.judged_rows.items["lora"][3]
+    assert pooled.items["backbone"].keys() == {3, 4}
+
+    third = study(data, tmp_path / "third", **more)
+    third.precision = "bf16" if first.precision == "fp32" else "fp32"
+    third.read_earlier(earlier)
+    with pytest.raises(EvaluationError, match="Seed 3"):
+        third.measure((*named, "routed"), "main", 3)
+
+
 @pytest.mark.slow
 def test_a_quick_run_has_rows_of_all_kinds(data: Path, tiny_chat_model: Path, tmp_path: Path) -> None:
-    names = ("prompt", "retrieval", "lora-near", "neutral-near", "routed", "routed-lookup")
+    names = (
+        "prompt",
+        "retrieval",
+        "lora-learned",
+        "lora-near",
+        "neutral-near",
+        "routed",
+        "routed-lookup",
+        "routed-retrieval",
+    )
     options = Options(data=data, out=tmp_path / "out", quick=True, jobs=1, backbone=str(tiny_chat_model), tables=names)
     results = reproduce("facts", options)
     assert {row.id for row in results.rows} == {"backbone", *names}
     for row in results.rows:
         assert {"efficacy", "generalization", "unchanged", "spill", "ifeval"} <= row.metrics.keys()
+        assert {"unchanged_colliding", "spill_colliding"} <= row.metrics.keys()
     assert {"new", "tokens", "seconds", "own_kl"} <= results.row("lora-near").metrics.keys()
     assert value_of(results.row("backbone").metrics["unchanged"]) == 1
     judged: Any = results.details["conditions"]
     assert [condition["met"] for condition in judged][2:] == [False, False]
+    assert results.seeds == [CONFIRMATION_SEEDS[0]]
+    comparisons: Any = results.details["comparisons"]
+    assert {each["name"] for each in comparisons} >= {"generalization: routed less routed-retrieval"}
+    assert [each["decided"] for each in comparisons] == [False] * len(comparisons)
+    precision = training_precision(default_device())
+    assert results.details["precisions"] == {"3": precision, str(SEARCH_SEED): precision}
     assert (tmp_path / "out" / "results.json").exists()
+    assert read_items(tmp_path / "out" / "items.json").items.keys() == {"backbone", *names}
 
 
 @pytest.mark.slow
@@ -373,11 +631,11 @@ def test_a_quick_run_of_real_pages_has_results_of_its_own(data: Path, tiny_chat_
         quick=True,
         jobs=1,
         backbone=str(tiny_chat_model),
-        tables=("pages", "routed", "routed-lookup"),
+        tables=("pages", "routed", "routed-lookup", "routed-retrieval"),
     )
     results = reproduce("facts", options)
     pages = [f"page-{name}" for name in PageFacts(QUICK_SIZES["pages"], seed=0).pages]
-    assert [row.id for row in results.rows] == ["backbone", "routed-lookup", "routed", *pages]
+    assert [row.id for row in results.rows] == ["backbone", "routed-lookup", "routed-retrieval", "routed", *pages]
     assert {"unchanged", "unchanged_colliding", "spill_shared"} <= results.row("backbone").metrics.keys()
     assert value_of(results.row("backbone").metrics["unchanged_colliding"]) == 1
     assert value_of(results.row(pages[0]).metrics["opened"]) == 1
