@@ -26,7 +26,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _PYTHON = "3.11"
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """The environment can't be made; the message is one sentence."""
 
 
@@ -38,7 +38,7 @@ def find_python(find_links: str | None = None, seconds: float = SECONDS) -> Path
         seconds: time limit of each step.
 
     Raises:
-        Unavailable: there is no uv, no index, or no wheel for this platform, or vLLM can't be imported.
+        UnavailableError: there is no uv, no index, or no wheel for this platform, or vLLM can't be imported.
     """
     digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graftlm"
@@ -55,7 +55,7 @@ def find_python(find_links: str | None = None, seconds: float = SECONDS) -> Path
                 _make(folder, find_links, seconds)
                 complete.touch()
     except OSError as error:
-        raise Unavailable(
+        raise UnavailableError(
             f"The environment of vLLM could not be written to {folder} ({error}): set XDG_CACHE_HOME."
         ) from error
     return python
@@ -65,7 +65,7 @@ def _make(folder: Path, find_links: str | None, seconds: float) -> None:
     """Make an environment, install the locked packages and import vLLM once."""
     uv = shutil.which("uv")
     if uv is None:
-        raise Unavailable("uv, which installs vLLM, is not on the PATH: install it with pip install uv.")
+        raise UnavailableError("uv, which installs vLLM, is not on the PATH: install it with pip install uv.")
     find_links = find_links or os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
     source = ["--find-links", find_links] if find_links else ["--torch-backend", "cpu"]
     python = str(folder / "bin" / "python")
@@ -76,17 +76,17 @@ def _make(folder: Path, find_links: str | None, seconds: float) -> None:
 
 
 def _run(command: list[str], seconds: float) -> None:
-    """Run a command silently; raise `Unavailable` with the last line of its messages if it fails."""
+    """Run a command silently; raise `UnavailableError` with the last line of its messages if it fails."""
     shown = " ".join(command[:3])
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise Unavailable(
+        raise UnavailableError(
             f"vLLM could not be installed within {seconds:.0f} seconds ({shown}): raise --timeout."
         ) from error
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise Unavailable(f"vLLM can't be installed here ({shown}: {lines[-1]}): its tests need another machine.")
+        raise UnavailableError(f"vLLM can't be installed here ({shown}: {lines[-1]}): its tests need another machine.")
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         python = find_python(options.find_links, options.timeout)
-    except Unavailable as error:
+    except UnavailableError as error:
         print(error, file=sys.stderr)
         raise SystemExit(UNAVAILABLE) from error
     print(python)

@@ -7,8 +7,8 @@
     prompts         a list of lists of token ids
     loras           a LoRA folder or null for each prompt; without it no prompt has one
     tokens          number of tokens to generate, 12 by default; generation is greedy and has no end token
-    engine          further arguments of `vllm.LLM`, such as tensor_parallel_size, enable_lora, max_loras, max_lora_rank,
-                    lora_target_modules, enable_prefix_caching
+    engine          further arguments of `vllm.LLM`, such as tensor_parallel_size, enable_lora, max_loras,
+                    max_lora_rank, lora_target_modules, enable_prefix_caching
 
 A result is `{"name", "seconds", "outputs": [{"tokens", "logprobs"}]}` with one output for each prompt, and with the
 log-probability of each token; or `{"name", "seconds", "error"}`, with the first line of what vLLM raised. A line
