@@ -114,9 +114,13 @@ def lora_requests(folders: Sequence[str | None]) -> list[Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class and the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Return the class and the first line of an error, or the line with the cause in errors of a config."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    is_list = "validation error" in lines[0] and len(lines) > 1
+    line = lines[1].partition(" [type=")[0] if is_list else lines[0]
+    return f"{type(error).__name__}: {line}"
 
 
 def say(result: dict[str, Any]) -> None:
