@@ -10,10 +10,10 @@
     engine          further arguments of `vllm.LLM`, such as tensor_parallel_size, enable_lora, max_loras,
                     max_lora_rank, lora_target_modules, enable_prefix_caching
 
-A result is `{"name", "seconds", "outputs": [{"tokens", "logprobs"}]}` with one output for each prompt, and with the
-log-probability of each token; or `{"name", "seconds", "error"}`, with the first line of what vLLM raised. A line
-starts with `RESULT`, since vLLM prints lines of its own. `{"started": NAME}` precedes each job, so that the reader
-knows which job ended the process.
+A result is `{"name", "seconds", "outputs": [{"tokens", "logprobs", "cached"}]}` with one output for each prompt: the
+generated tokens, the log-probability of each, and the number of the prompt's tokens that were in the prefix cache. Or
+it is `{"name", "seconds", "error"}` with the first line of what vLLM raised. A line starts with `RESULT`, since vLLM
+prints lines of its own. `{"started": NAME}` precedes each job, so that the reader knows which job ended the process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def generate(job: dict[str, Any]) -> list[dict[str, Any]]:
         (completion,) = answer.outputs
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
-        outputs.append({"tokens": tokens, "logprobs": logprobs})
+        outputs.append({"tokens": tokens, "logprobs": logprobs, "cached": answer.num_cached_tokens or 0})
     return outputs
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from graftlm.backbone import Backbone
 from graftlm.export import export_graft, export_model
@@ -30,7 +32,9 @@ _SIZES = {
     **dict.fromkeys(("head_dim", "query_pre_attn_scalar"), _HEAD_WIDTH),
 }
 _MORE_SIZES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    # vLLM's latent attention has the sizes of DeepSeek alone.
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32},
+    "mixtral": {"moe_intermediate_size": 80},  # its experts have the intermediate size, but vLLM reads this key first
     "qwen3_next": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
 }
 
@@ -83,11 +87,13 @@ def exported_bare(backbone: Backbone, folder: Path) -> Exported:
         export_model(backbone, folder)
     else:
         backbone.model.save_pretrained(folder)
-    return Exported(folder, _continuations(backbone.model), 0.0)
+    return Exported(folder, continuations(backbone.model), 0.0)
 
 
-def exported_graft(graft: Graft, backbone: Backbone, folder: Path) -> Exported:
-    """Export a graft, and continue the prompts with the grafted model.
+def exported_graft(
+    graft: Graft, backbone: Backbone, folder: Path, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> Exported:
+    """Export a graft, and continue prompts with the grafted model.
 
     Raises:
         ArtifactError: the graft can't be exported.
@@ -98,12 +104,13 @@ def exported_graft(graft: Graft, backbone: Backbone, folder: Path) -> Exported:
     with GraftedModel(backbone, {"graft": graft}) as model:
         model.eval()
         grafted = logits(model, prompt)[0, -1].log_softmax(-1)
-        expected = _continuations(model)
+        expected = continuations(model, prompts)
     return Exported(folder, expected, float((grafted - bare).abs().max()))
 
 
-def _continuations(model: Any) -> list[Continuation]:
-    return [continuation(lambda ids: logits(model, ids), prompt, STEPS) for prompt in PROMPTS]
+def continuations(model: nn.Module, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Continuation]:
+    """Continue prompts greedily with a model of transformers or a grafted model."""
+    return [continuation(lambda ids: logits(model, ids), prompt, STEPS) for prompt in prompts]
 
 
 def _tiny() -> Any:
