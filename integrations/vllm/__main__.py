@@ -1,4 +1,8 @@
-"""Measure exports in vLLM: `python -m integrations.vllm table`."""
+"""Measure exports in vLLM.
+
+python -m integrations.vllm table --out integrations/vllm/results.json    # goes on with what is missing
+python -m integrations.vllm families                                      # the list that the package contains
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from graftlm.evaluation import Results
 from integrations.vllm.environment import UNAVAILABLE, UnavailableError, find_python
-from integrations.vllm.table import measure
+from integrations.vllm.table import FAMILIES_FILE, families_text, measure
 
 
 def main() -> None:
@@ -17,7 +22,12 @@ def main() -> None:
     table = commands.add_parser("table", help="kinds of grafts by families of models")
     table.add_argument("--out", type=Path, required=True, metavar="FILE", help="results.json; report.md is next to it")
     table.add_argument("--family", action="append", metavar="NAME", help="a family; by default all")
+    commands.add_parser("families", help="write the list of families that vLLM can't run, from the committed table")
     options = parser.parse_args()
+    if options.command == "families":
+        results = Results.read(Path(__file__).parent)
+        FAMILIES_FILE.write_text(families_text(results), encoding="utf-8")
+        return
     try:
         python = find_python()
     except UnavailableError as error:

