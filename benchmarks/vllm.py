@@ -1,6 +1,6 @@
 """Throughput of vLLM with an exported graft, relative to our server and to vLLM with the bare backbone.
 
-    python benchmarks/vllm.py --out DIR [--quick]    # about 15 minutes, with --quick one or two
+    python benchmarks/vllm.py --out DIR [--quick]    # about 20 minutes; --quick for one or two
 
 Neutral residues on SmolLM2-135M-Instruct in float32, one thread for each server: our server has the graft, and two
 servers of vLLM have the exported model and the bare backbone. Clients in another process stream their answers. The
@@ -12,6 +12,7 @@ ratio is the median over rounds; its interval has the smallest and the largest v
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from graftlm.export import export_graft
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.batching import BatchingEngine
 from graftlm.serving.protocol import EngineLimits
-from serving import Figures, Measured, random_prompts, run_load, served, warm_up
+from serving import Figures, Measured, random_ids, run_load, served, warm_up
 
 sys.path.append(str(Path(__file__).parents[1]))  # A script can import only from its folder.
 from integrations.vllm.environment import UNAVAILABLE, UnavailableError, find_python
@@ -174,12 +175,18 @@ class Servers:
         load = Load(
             url=url,
             models=[model],
-            prompts=random_prompts(self.size, clients),
+            prompts=self._prompts(clients),
             clients=clients,
             max_tokens=self.size.new,
         )
         warm_up(load)
         return run_load(load)
+
+    def _prompts(self, clients: int) -> list[list[int]]:
+        """Return the same random prompts for all servers."""
+        chance = random.Random(SEED + clients)
+        count = clients * self.size.requests[clients]
+        return [random_ids(chance, chance.randint(*self.size.prompt)) for _ in range(count)]
 
 
 def measure(size: Size, folder: Path, python: Path) -> Measured:
