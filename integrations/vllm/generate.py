@@ -9,6 +9,7 @@
     tokens          number of tokens to generate, 12 by default; generation is greedy and has no end token
     engine          further arguments of `vllm.LLM`, such as tensor_parallel_size, enable_lora, max_loras,
                     max_lora_rank, lora_target_modules, enable_prefix_caching
+    environment     environment variables during the job
 
 A result is `{"name", "seconds", "outputs": [{"tokens", "logprobs", "cached"}]}` with one output for each prompt: the
 generated tokens, the log-probability of each, and the number of the prompt's tokens that were in the prefix cache. Or
@@ -98,6 +99,18 @@ def engine(model: str, options: dict[str, Any]) -> Iterator[Any]:
         gc.collect()
 
 
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables in a block."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()  # vLLM sets variables too
+        os.environ.update(before)
+
+
 def lora_requests(folders: Sequence[str | None]) -> list[Any]:
     """Return vLLM's request of each LoRA folder; equal folders have the same number."""
     from vllm.lora.request import LoRARequest
@@ -137,7 +150,8 @@ def main() -> None:
         say({"started": job["name"]})
         start = time.monotonic()
         try:
-            result = {"outputs": generate(job)}
+            with environment(job.get("environment") or {}):
+                result = {"outputs": generate(job)}
         except Exception as error:  # A model of transformers may raise anything.
             traceback.print_exc()
             result = {"error": first_line(error)}

