@@ -72,7 +72,10 @@ ROWS = {
         "prefix_1000",
         "json",
     ],
+    "vllm": ["clients_1", "clients_8", "clients_32"],
 }
+NOT_MEASURED = ("vllm",)  # without committed results
+SKIPPED = 3  # status of a benchmark that can't run on this machine
 AIMS = {
     "neutral_residues": ["ratio", "ratio", "ratio"],
     "distillation": [],
@@ -85,6 +88,7 @@ AIMS = {
     "conditional_tasks": ["ratio", "ratio", "ratio", "ratio"],
     "summarize": ["ratio"],
     "serving": ["ratio", "ratio", "ratio", "ratio", "ratio", "ratio"],
+    "vllm": ["export_over_bare", "export_over_bare"],
 }
 
 
@@ -94,6 +98,8 @@ def test_a_quick_run_writes_results(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(tmp_path), "--quick"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode == SKIPPED:
+        pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr[-3000:]
     results = Results.read(tmp_path)
     check_form(results, name)
@@ -101,7 +107,7 @@ def test_a_quick_run_writes_results(name: str, tmp_path: Path) -> None:
     assert all(aim.met is None for aim in results.aims)  # the aims do not apply to small models
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in NOT_MEASURED])
 def test_the_committed_results_are_of_the_same_form(name: str) -> None:
     results = Results.read(ROOT / "benchmarks" / "results" / name)
     check_form(results, name)
@@ -115,7 +121,7 @@ def check_form(results: Results, name: str) -> None:
         if name == "operations":  # counts have no interval
             assert value_of(row.metrics["operations_ratio"]) >= 1
             continue
-        ratio = row.metrics.get("ratio", row.metrics.get("value"))
+        ratio = next(row.metrics[metric] for metric in ("ratio", "value", "export_over_bare") if metric in row.metrics)
         assert isinstance(ratio, Interval)
         assert ratio.low <= ratio.mean <= ratio.high
         assert ratio.low > 0 or row.id == "growth_exponent"

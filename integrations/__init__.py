@@ -1,0 +1,1 @@
+"""Tests of other software on what GraftLM writes."""

@@ -1,0 +1,1 @@
+"""vLLM as a test of exported models, in an environment of its own."""
