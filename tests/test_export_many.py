@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from cli.tools import invoke
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, WrongBackboneError
-from graftlm.export import export_many, export_peft
+from graftlm.export import export_graft, export_many, export_model, export_peft
 from graftlm.export import many as many_module
 from graftlm.export.carrier import Carrier, pieces_of
 from graftlm.export.many import SETTINGS
@@ -252,3 +252,26 @@ def test_options_that_contradict_each_other_are_refused(options: list[str]) -> N
     outcome = invoke("export", *options)
     assert outcome.code == 2
     assert outcome.err.startswith("error:")
+
+
+def test_families_that_vllm_cannot_run_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backbone = tiny("gpt2")
+    graft = trained(GRAFTS["relu"], backbone)
+    with pytest.raises(ArtifactError):
+        export_graft(graft, backbone, tmp_path / "model", target="vllm")
+    with pytest.raises(ArtifactError):
+        export_many({"relu": graft}, backbone, tmp_path / "model", target="vllm")
+    block_state = tiny("block-state")
+    with pytest.raises(ArtifactError):
+        export_model(block_state, tmp_path / "model", target="vllm")
+    assert not (tmp_path / "model").exists()
+    export_graft(graft, backbone, tmp_path / "model")
+    assert "gpt2" in caplog.text
+    export_graft(trained(GRAFTS["lora"], backbone), backbone, tmp_path / "merged", target="vllm")
+
+
+def test_a_variable_that_vllm_needs_is_part_of_the_command(tmp_path: Path) -> None:
+    backbone = tiny("deepseek_v3")
+    graft = trained(GRAFTS["relu"], backbone)
+    folder = export_many({"relu": graft}, backbone, tmp_path / "many")
+    assert "VLLM_MLA_DISABLE=1 vllm serve" in (folder / "README.md").read_text()

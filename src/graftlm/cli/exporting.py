@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
     from graftlm.backbone import Backbone
 
 
+Server = Literal["vllm"]
+
+
 @dataclass(frozen=True)
 class _Source:
-    """Where the backbone of grafts comes from.
+    """Where the backbone of grafts comes from, and what the export is for.
 
     Attributes:
         name: name or folder of the backbone; None for the one that a graft records.
         device: torch device.
         trust_remote_code: run model code that comes with the backbone.
+        target: the server that the export is for.
     """
 
     name: str | None
     device: str | None
     trust_remote_code: bool
+    target: Server | None
 
     def load(self, graft: Path) -> Backbone:
         """Return the backbone of a graft, or the model in its place."""
@@ -53,6 +58,7 @@ def export(
         option("NAME=A:X+B:Y", "With --many: also this sum of grafts. Repeatable."),
     ] = None,
     to_peft: Annotated[bool, flag("--to-peft", "Write LoRA as an adapter of PEFT.")] = False,
+    target: Annotated[Server | None, option("SERVER", "Refuse what this server can't run.", "--for")] = None,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
@@ -61,7 +67,7 @@ def export(
 ) -> None:
     """Write grafts as models for transformers and vLLM, or for PEFT."""
     _check_options(graft, changes, mix, many=many, to_peft=to_peft)
-    source = _Source(backbone, device, trust_remote_code)
+    source = _Source(backbone, device, trust_remote_code, target)
     if many:
         written = _export_many(graft, to, mix or (), changes or (), source)
     else:
@@ -117,9 +123,11 @@ def _export_one(
         check_model(str(graft), trust_remote_code=source.trust_remote_code)
     loaded = source.load(graft)
     if not is_graft:
-        return export_model(loaded, to)
+        return export_model(loaded, to, target=source.target)
     own = load_graft(graft, loaded, changes)
-    return export_peft(own, loaded, to) if to_peft else export_graft(own, loaded, to)
+    if to_peft:
+        return export_peft(own, loaded, to)
+    return export_graft(own, loaded, to, target=source.target)
 
 
 def _export_many(
@@ -143,7 +151,7 @@ def _export_many(
     first = next(iter(folders.values()))
     loaded = source.load(first)
     own = {name: load_graft(folder, loaded, changes) for name, folder in folders.items()}
-    return export_many(own, loaded, to, mixtures)
+    return export_many(own, loaded, to, mixtures, target=source.target)
 
 
 def named_grafts(texts: Sequence[str]) -> dict[str, Path]:

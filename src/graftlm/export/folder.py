@@ -18,6 +18,7 @@ from graftlm.export.adapters import save_with_adapters
 from graftlm.export.code import add_older_rope_keys, copy_code, is_own, save_unchanged
 from graftlm.export.turn_ends import add_turn_ends
 from graftlm.export.verifying import verify_model, verify_unchanged
+from graftlm.export.vllm import Server, check_server
 from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Exportable, ExportsAdapter, Graft
@@ -26,7 +27,7 @@ from graftlm.models import register
 _CARD = Path(__file__).with_name("card.md")
 
 
-def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
+def export_graft(graft: Graft, backbone: Backbone, folder: str | Path, *, target: Server | None = None) -> Path:
     """Write the backbone with a graft as one model that needs only transformers, with its tokenizer and a card.
 
     The written model is loaded again, and its output for a short text is compared with that of the grafted model.
@@ -35,13 +36,15 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
         graft: the graft, detached; its kind must be `Exportable` or `ExportsAdapter`.
         backbone: the backbone that it was trained on; it is left unchanged.
         folder: a new or empty folder.
+        target: the server that the export is for, if it must run there.
 
     Returns:
         The folder.
 
     Raises:
-        ArtifactError: a model of transformers can't express the graft, the backbone is quantized or has a PEFT
-            adapter, the written model computes something else, or the folder contains files or can't be written.
+        ArtifactError: a model of transformers can't express the graft, the server can't run the model, the backbone is
+            quantized or has a PEFT adapter, the written model computes something else, or the folder contains files or
+            can't be written.
         TapConflictError: the backbone is part of a `GraftedModel` that is not detached.
         WrongBackboneError: the graft was built for another backbone.
     """
@@ -52,6 +55,8 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
             " lacks: load it with graftlm, or serve it with graft serve."
         )
     check_weights(backbone)
+    if isinstance(graft, ExportsAdapter) or is_own(type(backbone.model)):
+        check_server(backbone, target=target)
     with new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
         if isinstance(graft, Exportable):
             _save_merged(graft, backbone, draft)
@@ -69,7 +74,7 @@ def _save_merged(graft: Exportable, backbone: Backbone, folder: Path) -> None:
     copy_code(model, folder)
 
 
-def export_model(backbone: Backbone, folder: str | Path) -> Path:
+def export_model(backbone: Backbone, folder: str | Path, *, target: Server | None = None) -> Path:
     """Write a model that transformers can't load otherwise: one of GraftLM's architectures, or a GGUF file.
 
     A model of GraftLM is written with its code, which needs only transformers. The weights of a GGUF file are written
@@ -78,18 +83,21 @@ def export_model(backbone: Backbone, folder: str | Path) -> Path:
     Args:
         backbone: the model, with its tokenizer, if it has one.
         folder: a new or empty folder.
+        target: the server that the export is for, if it must run there.
 
     Returns:
         The folder.
 
     Raises:
         ArtifactError: the model is in the format of transformers, and its architecture is transformers' own; only a
-            part of it was loaded; the written model computes something else; or the folder contains files or can't be
-            written.
+            part of it was loaded; the server can't run it; the written model computes something else; or the folder
+            contains files or can't be written.
     """
     is_gguf = names_gguf_file(backbone.name)
     if not is_gguf:
         _check_own(backbone.name, backbone.config)
+    if is_own(type(backbone.model)):
+        check_server(backbone, target=target)
     content = "its dequantized weights" if is_gguf else "the code of its architecture"
     with new_model(Path(folder), backbone, content) as draft:
         save_unchanged(backbone.model, draft)

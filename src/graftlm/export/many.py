@@ -21,6 +21,7 @@ from graftlm.export.folder import check_new_folder, check_weights, new_model
 from graftlm.export.low_rank import Updates, largest_rank, write_peft
 from graftlm.export.shared import SharedGraft, carrier_for, updates_of
 from graftlm.export.verifying import verify_adapters
+from graftlm.export.vllm import Server, check_server, vllm_variables
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Graft
 from graftlm.store.names import GRAFT_NAME, NAME_RULE
@@ -70,7 +71,12 @@ class VllmSettings(NamedTuple):
 
 
 def export_many(
-    grafts: Mapping[str, Graft], backbone: Backbone, folder: str | Path, mixtures: Mixtures | None = None
+    grafts: Mapping[str, Graft],
+    backbone: Backbone,
+    folder: str | Path,
+    mixtures: Mixtures | None = None,
+    *,
+    target: Server | None = None,
 ) -> Path:
     """Write grafts of one backbone so that one server of LoRA adapters, such as vLLM, serves them all.
 
@@ -83,6 +89,7 @@ def export_many(
         backbone: the backbone that they were trained on; it is left unchanged.
         folder: a new or empty folder.
         mixtures: further adapters by name, which are weighted sums of grafts.
+        target: the server that the export is for, if it must run there.
 
     Returns:
         The folder.
@@ -99,6 +106,8 @@ def export_many(
     check_new_folder(folder)
     shared = {name: SharedGraft.of(name, graft, backbone) for name, graft in grafts.items()}
     carrier = carrier_for(list(chosen.values()), shared)
+    if carrier is not None:
+        check_server(backbone, target=target)
     entries = {name: updates_of(weights, shared, carrier, backbone) for name, weights in chosen.items()}
     try:
         with staged_folder(folder) as draft:
@@ -216,7 +225,8 @@ def _write_notes(
     }
     (folder / SETTINGS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     modules = " ".join(f"{name}={name}" for name in names)
-    command = ["vllm serve", CARRIER if has_carrier else backbone.name]
+    variables = [f"{name}={value}" for name, value in vllm_variables(backbone).items()] if has_carrier else []
+    command = [*variables, "vllm serve", CARRIER if has_carrier else backbone.name]
     command += ["--served-model-name", shlex.quote(Path(backbone.name).name)]
     command += [*settings.arguments(has_carrier=has_carrier), "--lora-modules", modules]
     loaded = f'"{CARRIER}", trust_remote_code=True' if has_carrier else f'"{backbone.name}"'

@@ -15,6 +15,7 @@ import uvicorn
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, GraftError
 from graftlm.export.many import Mixtures, VllmSettings, checked_entries
+from graftlm.export.vllm import check_server, vllm_variables
 from graftlm.grafts import Graft
 from graftlm.serving.errors import LOG
 from graftlm.serving.settings import ApiKeys, ServerSettings
@@ -111,6 +112,8 @@ class _Server:
             if mixture == name:
                 raise GraftError(f"The mixture {mixture} has the name of the backbone: choose another name.")
         self.needs = Needs.of(self.grafts, self.mixtures, backbone)
+        if self.needs.carrier is not None:
+            check_server(backbone, target="vllm")
         self.slots = options.slots or self.needs.adapters + _SPARE_SLOTS
         if self.slots < self.needs.adapters:
             raise GraftError(
@@ -133,6 +136,7 @@ class _Server:
                 self.options.installation,
                 model_for_vllm(self.needs.carrier, self.backbone),
                 self._arguments(Path(scratch)),
+                environment=vllm_variables(self.backbone) if self.needs.carrier is not None else None,
             )
             try:
                 await process.start()
