@@ -91,7 +91,7 @@ class StandIn:
 
 def main() -> None:
     if sys.argv[1] == "-c":
-        print(os.environ.get("STAND_IN_VERSION", VERSION))
+        print(os.environ.get("STAND_IN_VERSION", f"vllm {VERSION}"))
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")

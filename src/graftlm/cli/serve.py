@@ -97,7 +97,7 @@ def serve(
     ] = None,
     vllm_args: Annotated[str, option("ARGS", "Arguments of vLLM, as in '--tensor-parallel-size 2'.")] = "",
     mix: Annotated[list[str] | None, option("NAME=A:X+B:Y", "With vLLM: a sum of grafts. Repeatable.")] = None,
-    slots: Annotated[int | None, option("N", "With vLLM: number of adapters that fit.", min=1)] = None,
+    slots: Annotated[int | None, option("N", "With vLLM: number of different adapters in a batch.", min=1)] = None,
     trust_remote_code: Trust = False,
     quiet: Quiet = False,
 ) -> None:

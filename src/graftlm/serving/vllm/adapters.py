@@ -25,6 +25,7 @@ from graftlm.files.model_files import names_gguf_file
 from graftlm.grafts import ChoosesByPrompt, Graft, LowRankUpdate
 from graftlm.version import __version__
 
+_BLANK = "@blank"  # the name of no graft
 CACHE_VARIABLE = "GRAFTLM_CACHE"
 
 
@@ -95,6 +96,11 @@ class AdapterWriter:
         write_peft(updates, self.folder / adapter, self.backbone.name)
         return ServedGraft(name, {"": adapter})
 
+    def write_blank(self, updates: Mapping[str, LowRankUpdate]) -> str:
+        """Write an adapter without effect, and return its name in vLLM."""
+        write_peft(updates, self.folder / _BLANK, self.backbone.name)
+        return _BLANK
+
     def remove(self, adapter: str) -> None:
         """Remove the folder of an adapter that vLLM does not use any more."""
         shutil.rmtree(self.folder / adapter, ignore_errors=True)
@@ -145,12 +151,14 @@ class Needs:
         rank: the largest rank of an adapter.
         modules: the last parts of the names of the modules that adapters change.
         adapters: number of adapters.
+        blank: updates without effect; empty without adapters.
     """
 
     carrier: Carrier | None
     rank: int
     modules: frozenset[str]
     adapters: int
+    blank: Mapping[str, LowRankUpdate]
 
     @classmethod
     def of(cls, grafts: Mapping[str, Graft], mixtures: Mapping[str, Mapping[str, float]], backbone: Backbone) -> Needs:
@@ -170,12 +178,15 @@ class Needs:
         carrier = carrier_for(entries, parts)
         ranks = [1]
         modules: set[str] = set()
+        blank: dict[str, LowRankUpdate] = {}
         for weights in entries:
             updates = updates_of(weights, parts, carrier, backbone)
             ranks.append(largest_rank(updates))
             modules.update(path.rpartition(".")[2] for path in updates)
+            path, update = next(iter(updates.items()))
+            blank = {path: LowRankUpdate(0 * update.a[:1], 0 * update.b[:, :1])}
         rank = next(allowed for allowed in RANKS if allowed >= max(ranks))
-        return cls(carrier, rank, frozenset(modules), len(entries))
+        return cls(carrier, rank, frozenset(modules), len(entries), blank)
 
 
 def model_for_vllm(carrier: Carrier | None, backbone: Backbone) -> str:

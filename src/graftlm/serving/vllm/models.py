@@ -7,14 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from graftlm.errors import ArtifactError
 from graftlm.grafts import Graft
 from graftlm.serving.protocol import UnknownModelError
 from graftlm.serving.vllm.adapters import AdapterWriter, ServedGraft
 from graftlm.serving.vllm.process import VllmProcess
-
-_RESERVED = 1
-"""Slots that stay free: if all are taken, the CPU build of vLLM 0.32 applies the last adapter to bare rows as well."""
 
 
 class ServedModels:
@@ -27,21 +23,24 @@ class ServedModels:
         backbone: name of the backbone in requests and in vLLM.
         process: vLLM.
         writer: writes the adapters of grafts.
-        slots: number of adapters that vLLM can hold.
+        bare: an adapter without effect that answers for the backbone; None if the backbone answers itself.
     """
 
-    def __init__(self, backbone: str, process: VllmProcess, writer: AdapterWriter, slots: int) -> None:
+    def __init__(self, backbone: str, process: VllmProcess, writer: AdapterWriter, bare: str | None = None) -> None:
         self.backbone = backbone
         self._process = process
         self._writer = writer
-        self._slots = slots
+        self._bare = bare
         self._grafts: dict[str, ServedGraft] = {}
         self._loaded: set[str] = set()
         self._retired: set[str] = set()
         self._users: Counter[str] = Counter()
         self._changing = asyncio.Lock()
-        self._unloaded = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps weak references only
+
+    def name_in_vllm(self, adapter: str | None) -> str:
+        """Return the name of an adapter in vLLM; for None, that of the model that answers for the backbone."""
+        return adapter or self._bare or self.backbone
 
     @property
     def names(self) -> list[str]:
@@ -91,7 +90,7 @@ class ServedModels:
             graft: the graft; None removes the name.
 
         Raises:
-            ArtifactError: vLLM can't serve the graft, or holds too many.
+            ArtifactError: vLLM can't serve the graft, or can't without a restart.
             GraftError: vLLM refuses an adapter.
         """
         async with self._changing:
@@ -106,10 +105,8 @@ class ServedModels:
             await self._add(await asyncio.to_thread(self._writer.write_mixture, name, weights, grafts))
 
     async def _add(self, served: ServedGraft) -> None:
-        adapters = list(served.adapters.values())
         try:
-            await self._wait_for_slots(served, len(adapters))
-            for adapter in adapters:
+            for adapter in served.adapters.values():
                 await self._process.load(adapter, self._writer.folder / adapter)
                 self._loaded.add(adapter)
         except BaseException:
@@ -118,22 +115,6 @@ class ServedModels:
         previous = self._grafts.get(served.name)
         self._grafts[served.name] = served
         self._retire(previous)
-
-    async def _wait_for_slots(self, served: ServedGraft, needed: int) -> None:
-        """Wait until unused adapters are unloaded, if the slots don't suffice.
-
-        Raises:
-            ArtifactError: they don't suffice without them either.
-        """
-        available = self._slots - _RESERVED
-        staying = len(self._loaded - self._retired)
-        if staying + needed > available:
-            raise ArtifactError(
-                f"The graft {served.name} needs {needed} of the {available} slots for adapters, but {staying} are "
-                "taken: remove a graft, or restart the server with more slots (--slots)."
-            )
-        async with self._unloaded:
-            await self._unloaded.wait_for(lambda: len(self._loaded) + needed <= available)
 
     def _retire(self, served: ServedGraft | None) -> None:
         if served is None:
@@ -148,6 +129,7 @@ class ServedModels:
     def _unload_unused(self) -> None:
         for adapter in [adapter for adapter in self._retired if not self._users[adapter]]:
             self._retired.discard(adapter)
+            self._loaded.discard(adapter)
             task = asyncio.get_running_loop().create_task(self._unload(adapter))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -155,6 +137,3 @@ class ServedModels:
     async def _unload(self, adapter: str) -> None:
         await self._process.unload(adapter)
         self._writer.remove(adapter)
-        async with self._unloaded:
-            self._loaded.discard(adapter)
-            self._unloaded.notify_all()

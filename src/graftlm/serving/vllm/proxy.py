@@ -126,7 +126,7 @@ class Proxy:
         adapter = await self._current_adapter(name, body)
         async with AsyncExitStack() as stack:
             stack.enter_context(self.models.use(adapter))
-            own_name = adapter or self.models.backbone
+            own_name = self.models.name_in_vllm(adapter)
             answer = await self._send(request, {**body, "model": own_name})
             stack.push_async_callback(answer.aclose)
             if answer.headers.get("content-type", "").startswith("text/event-stream"):

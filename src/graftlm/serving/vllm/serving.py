@@ -38,7 +38,7 @@ class VllmOptions:
 
     Attributes:
         installation: its environment.
-        slots: number of adapters that it can hold; None leaves two free after the start.
+        slots: number of different adapters in one batch; None for all that are there at the start, and two more.
         mixtures: names of weighted sums of grafts.
         arguments: further arguments of its server.
     """
@@ -115,11 +115,6 @@ class _Server:
         if self.needs.carrier is not None:
             check_server(backbone, target="vllm")
         self.slots = options.slots or self.needs.adapters + _SPARE_SLOTS
-        if self.slots < self.needs.adapters:
-            raise GraftError(
-                f"--slots is {self.slots}, but the grafts need {self.needs.adapters}: choose a larger number, or leave "
-                "it out."
-            )
 
     async def run(self, on_ready: Callable[[str], None] | None) -> None:
         """Start vLLM, load the grafts, and serve."""
@@ -150,9 +145,9 @@ class _Server:
         dtype = str(self.backbone.model.dtype).removeprefix("torch.")  # vLLM would round float32 by itself
         arguments = ["--served-model-name", self.name, "--dtype", dtype]
         has_carrier = self.needs.carrier is not None
-        if self.needs.adapters or self.options.slots:
-            # One slot stays free, and one is for a version that replaces another.
-            lora = VllmSettings(self.needs.rank, self.slots + 2, sorted(self.needs.modules))
+        if self.needs.adapters:
+            slots = self.slots + 1 if self.options.installation.is_for_cpus else self.slots  # one for the bare model
+            lora = VllmSettings(self.needs.rank, slots, sorted(self.needs.modules))
             arguments += lora.arguments(has_carrier=has_carrier)
         if self.settings.chat_template is not None:
             template = scratch / "chat_template.jinja"
@@ -167,7 +162,13 @@ class _Server:
         writer = AdapterWriter(
             self.backbone, self.needs.carrier, adapters, rank=self.needs.rank, modules=self.needs.modules
         )
-        models = ServedModels(self.name, process, writer, self.slots + 2)
+        bare = None
+        if self.needs.adapters and self.options.installation.is_for_cpus:
+            # While all slots are taken, the CPU build of vLLM 0.32 lets the last adapter act on rows without one. Slots
+            # stay taken after an adapter was unloaded.
+            bare = writer.write_blank(self.needs.blank)
+            await process.load(bare, adapters / bare)
+        models = ServedModels(self.name, process, writer, bare)
         for name, graft in self.grafts.items():
             await models.put(name, graft)
         for name, weights in self.mixtures.items():
