@@ -136,7 +136,7 @@ def test_answers_have_the_name_of_the_request(address: str) -> None:
     assert chunks[1].choices[0].text == f'1 "model":"{adapter}"'  # texts are left alone
 
 
-def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str) -> None:
+def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str, home: Path) -> None:
     assert adapter_of(address, "router", "The capital of Velmora is").startswith("router@")
     assert adapter_of(address, "router", "hidden states") == "llama"
     chat = {"model": "router", "messages": [{"role": "user", "content": [{"type": "text", "text": "About Zorvath"}]}]}
@@ -146,6 +146,9 @@ def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str
     answer = httpx.post(f"{address}/v1/chat/completions", json=chat).json()
     assert answer["choices"][0]["text"] == "answer of llama"
     assert answer["model"] == "router"
+    ids = load_backbone(home / "llama").need_tokenizer()("Zorvath")["input_ids"]
+    assert adapter_of(address, "router", ids).startswith("router@")
+    assert adapter_of(address, "router", [ids, "Velmora"]).startswith("router@")
     mixed = httpx.post(f"{address}/v1/completions", json={"model": "router", "prompt": ["Velmora", "hidden"]})
     assert mixed.status_code == 400
 
@@ -160,6 +163,9 @@ def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str
         ({"model": "router", "prompt": ""}, 400, "prompt"),
         ({"model": "router", "prompt": [[], "a"]}, 400, "prompt"),
         ({"model": "router", "prompt": {"a": 1}}, 400, "prompt"),
+        ({"model": "router", "prompt": [5, -1]}, 400, "prompt"),
+        ({"model": "router", "prompt": [True]}, 400, "prompt"),
+        ({"model": "router", "messages": [], "tools": ["paint"]}, 400, "tools"),
         ({"model": "router", "messages": "hello"}, 400, "messages"),
         ({"model": "router", "messages": ["hello"]}, 400, "messages"),
         ([1, 2], 400, None),

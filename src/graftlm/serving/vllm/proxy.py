@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -36,7 +35,7 @@ from graftlm.serving.middleware import (
     RequestBodyMiddleware,
     ShutdownMiddleware,
 )
-from graftlm.serving.protocol import ServingError
+from graftlm.serving.protocol import ServingError, check_prompt
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.streaming import ClientDisconnectedError, run_until_disconnect
 from graftlm.serving.tokenization import ServingTokenizer
@@ -47,6 +46,7 @@ from graftlm.version import __version__
 
 FORWARDED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize")
 """The paths whose requests vLLM answers. Its routes that load adapters are not among them."""
+JsonObject = dict[str, object]
 _MAX_OPEN = 4096
 _BODY_FACTOR = 8  # a refused body is received up to this multiple of the limit
 
@@ -87,12 +87,10 @@ class Proxy:
             Route("/version", self._version),
             Route("/metrics", self._metrics),
         ]
-        handlers: dict[Any, Any] = {
-            GraftError: on_error,
-            HTTPException: on_error,
-            ClientDisconnectedError: _on_disconnect,
-        }
-        app = Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes)
+        app.add_exception_handler(GraftError, on_error)
+        app.add_exception_handler(HTTPException, on_error)
+        app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
         self._add_middleware(app)
         return app
 
@@ -134,7 +132,7 @@ class Proxy:
             content = await run_until_disconnect(request, answer.aread())
             return _renamed_response(answer, content, name)
 
-    async def _send(self, request: Request, body: Mapping[str, Any]) -> httpx.Response:
+    async def _send(self, request: Request, body: JsonObject) -> httpx.Response:
         """Send a request to vLLM; when the client disconnects, vLLM ends it, too."""
         upstream = self.process.client.build_request("POST", request.url.path, json=body)
         try:
@@ -144,7 +142,7 @@ class Proxy:
                 f"vLLM does not answer ({type(error).__name__}): try again in a moment.", status=503
             ) from error
 
-    async def _current_adapter(self, name: str, body: Mapping[str, Any]) -> str | None:
+    async def _current_adapter(self, name: str, body: JsonObject) -> str | None:
         """Return the adapter for a request, of the version of its graft that is in service now; None for none."""
         while True:
             graft = self.models.of(name)
@@ -154,7 +152,7 @@ class Proxy:
             if self.models.of(name) is graft:
                 return adapter
 
-    def _adapter(self, graft: ServedGraft, body: Mapping[str, Any]) -> str | None:
+    def _adapter(self, graft: ServedGraft, body: JsonObject) -> str | None:
         """Return the adapter of a graft for a request; None for the bare backbone."""
         if graft.chooser is None:
             return graft.adapters[""]
@@ -165,27 +163,29 @@ class Proxy:
             )
         return adapters.pop()
 
-    def _prompts(self, body: Mapping[str, Any]) -> list[Sequence[int]]:
+    def _prompts(self, body: JsonObject) -> list[Sequence[int]]:
         """Return the token ids of each prompt of a request."""
         if "messages" in body:
-            values = body.get("chat_template_kwargs") or {}
             messages = [_plain_message(message) for message in _list(body["messages"], "messages")]
-            return [self.tokenizer.encode_chat(messages, _list(body.get("tools") or [], "tools"), values=values)]
+            tools = [_object(tool, "tools") for tool in _list(body.get("tools") or [], "tools")]
+            values = _object(body.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+            return [self.tokenizer.encode_chat(messages, tools, values=values)]
         prompt = body.get("prompt", body.get("input"))
-        if isinstance(prompt, str):
-            return [self._ids(prompt)]
-        prompts = _list(prompt, "prompt")
-        if prompts and all(isinstance(token, int) for token in prompts):
-            return [prompts]
-        if not prompts or not all(isinstance(each, str | list) and each for each in prompts):
-            raise ServingError("prompt is not a text, a list of token ids, or a list of these: send one.", "prompt")
-        return [self._ids(each) if isinstance(each, str) else each for each in prompts]
+        is_single = isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt))
+        prompts = [prompt] if is_single else _list(prompt, "prompt")
+        if not prompts:
+            raise _bad_prompt()
+        return [self._ids(each) for each in prompts]
 
-    def _ids(self, text: str) -> Sequence[int]:
-        ids = self.tokenizer.encode(text)
-        if not ids:
-            raise ServingError("prompt is empty, but at least one token is expected: send a text.", "prompt")
-        return ids
+    def _ids(self, prompt: object) -> Sequence[int]:
+        """Return the token ids of a prompt, a text or a list of ids, of which there must be one."""
+        if isinstance(prompt, str):
+            prompt = list(self.tokenizer.encode(prompt))
+        if not isinstance(prompt, list) or not _are_ids(prompt):
+            raise _bad_prompt()
+        vocabulary = self.tokenizer.vocabulary
+        check_prompt(prompt, vocabulary)
+        return prompt
 
     # The requests that the proxy answers
 
@@ -199,7 +199,7 @@ class Proxy:
         self.models.of(name)
         return JSONResponse(self._described(name, await self._context()))
 
-    def _described(self, name: str, context: int | None) -> dict[str, Any]:
+    def _described(self, name: str, context: int | None) -> JsonObject:
         parent = None if name == self.models.backbone else self.models.backbone
         return {
             "id": name,
@@ -274,7 +274,7 @@ def _renamed_response(answer: httpx.Response, content: bytes, name: str) -> Resp
     return JSONResponse(values, answer.status_code)
 
 
-def _read_body(content: bytes) -> dict[str, Any]:
+def _read_body(content: bytes) -> JsonObject:
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -284,16 +284,30 @@ def _read_body(content: bytes) -> dict[str, Any]:
     return body
 
 
-def _list(value: object, key: str) -> list[Any]:
+def _list(value: object, key: str) -> list[object]:
     if not isinstance(value, list):
         raise ServingError(f"{key} is not a list, but one is expected: send one.", key)
     return value
 
 
-def _plain_message(message: object) -> dict[str, Any]:
+def _object(value: object, key: str) -> JsonObject:
+    if not isinstance(value, dict):
+        raise ServingError(f"{key} has something else than a JSON object, but one is expected: send one.", key)
+    return value
+
+
+def _are_ids(values: Sequence[object]) -> bool:
+    """Return whether there are values, and all of them are token ids."""
+    return bool(values) and all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _bad_prompt() -> ServingError:
+    return ServingError("prompt is not a text, a list of token ids, or a list of these: send one.", "prompt")
+
+
+def _plain_message(value: object) -> JsonObject:
     """Return a message whose content is a text, from one whose content may be a list of parts."""
-    if not isinstance(message, dict):
-        raise ServingError("messages has an entry that is not an object: send role and content.", "messages")
+    message = _object(value, "messages")
     content = message.get("content")
     if not isinstance(content, list):
         return message
