@@ -6,7 +6,7 @@ Tests compare `BatchingEngine` with it, and the benchmark measures it as "one re
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -103,14 +103,10 @@ class SerialEngine(ThreadedEngine):
     def _final_text(self, request: GenerationRequest, tokens: list[int]) -> tuple[str, bool]:
         """Return the text that is final after these tokens, and whether a stop string ends it."""
         text = full_text(self._backbone, request.prompt, tokens)
-        stops = request.stop if len(tokens) > request.min_tokens else ()
-        # Stop strings are searched after the text of the first tokens, which nothing ends.
-        first_text = full_text(self._backbone, request.prompt, tokens[: request.min_tokens]).rstrip("\ufffd")
-        rest = text[len(first_text) :]
-        before_stop = text_before_stop(rest.rstrip("\ufffd"), stops)
+        before_stop = text_before_stop(text.rstrip("\ufffd"), request.stop)
         if before_stop is not None:
-            return first_text + before_stop, True
-        return first_text + final_text(rest, stops), False
+            return before_stop, True
+        return final_text(text, request.stop), False
 
     @staticmethod
     def _end(scheduled: ScheduledRequest, reason: EngineFinishReason, tokens: list[int], text: str) -> Finish:
@@ -140,7 +136,7 @@ class SerialEngine(ThreadedEngine):
                 logits_to_keep=1,
             )
             logits = output.logits[0, -1].float()
-            changed_logits = changed(logits, scheduled.sampling, self._end_ids)
+            changed_logits = changed(logits, scheduled.sampling)
             token = sample_row(changed_logits, request, scheduled.sampling.generator)
             sampled = TokenOutput(token, "")
             if request.logprobs is not None:
@@ -151,8 +147,8 @@ class SerialEngine(ThreadedEngine):
             ids = torch.tensor([[token]], device=model.device)
 
 
-def changed(logits_V: Tensor, row: RowSampling, end_ids: Iterable[int]) -> Tensor:
-    """Return the logits after bias, penalties, minimum length and grammar, token by token."""
+def changed(logits_V: Tensor, row: RowSampling) -> Tensor:
+    """Return the logits after bias, penalties and grammar, token by token."""
     request = row.request
     logits = logits_V.clone()
     for token, bias in request.logit_bias:
@@ -164,9 +160,6 @@ def changed(logits_V: Tensor, row: RowSampling, end_ids: Iterable[int]) -> Tenso
             logits[token] *= request.repetition_penalty
     for token, count in row.counts.items():
         logits[token] -= request.presence_penalty + count * request.frequency_penalty
-    if sum(row.counts.values()) < request.min_tokens:
-        for token in {*request.stop_tokens, *end_ids}:
-            logits[token] = -torch.inf
     if row.matcher is not None:
         allowed = row.matcher.compute_logit_bias()
         for token in range(len(logits)):
@@ -193,14 +186,12 @@ def sample_row(logits_V: Tensor, request: GenerationRequest, generator: random.R
 
 
 def kept_tokens(p: Sequence[float], request: GenerationRequest) -> set[int]:
-    """Return the tokens that min_p, then top_k, then top_p keep.
+    """Return the tokens that top_k, then top_p keep.
 
-    min_p excludes tokens below this share of the highest probability, and top_k all but the most likely of the others.
-    Of these, the most likely ones are kept until they reach top_p of their total probability.
+    top_k keeps the most likely tokens. Of these, the most likely ones are kept until they reach top_p of their total
+    probability.
     """
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
-    highest = p[order[0]]
-    order = [token for token in order if p[token] >= request.min_p * highest]
     if request.top_k:
         order = order[: request.top_k]
     total = sum(p[token] for token in order)

@@ -326,6 +326,13 @@ MISFITS: dict[str, tuple[dict[str, Any], list[str]]] = {
 """Changes of a row, and what the error names."""
 
 
+def test_frequencies_that_depend_on_positions_do_not_hide_the_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ROWS, "llama")
+    plain = Sites(tiny_model("llama"))
+    live = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0})
+    assert Sites(live).family == plain.family
+
+
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_row_that_does_not_fit_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, named = MISFITS[name]

@@ -50,7 +50,11 @@ CASES = {
     "a number out of range": completions(None, "temperature", temperature=3),
     "no tokens wanted": completions(None, "max_tokens", max_tokens=0),
     "a penalty": completions(None, "frequency_penalty", frequency_penalty=2.5),
-    "the prompt once more": completions("unsupported_parameter", "echo", echo=True),
+    "the prompt once more": completions(None, "echo", echo=True),
+    "a key that is not implemented, without an effect": completions(None, "echo", echo=False),
+    "a refusal that is sent back": chats(
+        None, "messages.0.refusal", messages=[{"role": "assistant", "content": "a", "refusal": "No."}]
+    ),
     "a prompt of nothing": completions(None, "prompt", prompt=None),
     "an empty list of prompts": completions(None, "prompt", prompt=[]),
     "text among ids": completions(None, "prompt", prompt=[[1, "a"]]),
@@ -63,7 +67,7 @@ CASES = {
     "too many continuations": completions(None, "n", prompt=["a", "b", "c"], n=3),
     "options of a stream that is none": completions(None, "stream_options", stream_options={"include_usage": True}),
     "no messages": chats(None, "messages", messages=[]),
-    "an image": chats("unsupported_parameter", "messages.0.content.0", **turn("user", [IMAGE])),
+    "an image": chats(None, "messages.0.content.0.image_url", **turn("user", [IMAGE])),
     "another role": chats(None, "messages.0.role", **turn("critic", "a")),
     "a message of nothing": chats(None, "messages.0", **turn("user", None)),
     "a call by the user": chats(None, "messages.0", messages=[{"role": "user", "content": "a", "tool_calls": [CALL]}]),
@@ -92,11 +96,6 @@ CASES = {
     ),
     "a bias of a word": completions(None, "logit_bias", logit_bias={"fox": 1}),
     "a bias of a token that is not there": completions(None, "logit_bias", logit_bias={"900": 1}),
-    "an end token that is not there": completions(None, "stop_token_ids", stop_token_ids=[5, 900]),
-    "an answer that is to be longer than it may": completions(None, "min_tokens", min_tokens=17),
-    "a shortest length of a form": completions(
-        None, "min_tokens", min_tokens=2, structured_outputs={"choice": ["yes", "no"]}
-    ),
     "end tokens to be ignored beside tools": chats(None, "ignore_eos", ignore_eos=True, tools=[TOOL]),
     "values of the template that are too long": chats(
         None, "chat_template_kwargs", chat_template_kwargs={"a": "b" * 10000}

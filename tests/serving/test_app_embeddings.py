@@ -18,7 +18,6 @@ from graftlm.serving.service import open_service
 from graftlm.serving.settings import ApiKeys
 from graftlm.store.artifact import save_graft
 from graftlm.testing import randomise
-from graftlm.version import __version__
 from serving.web import ScriptedEngine, running, web_service
 from tiny import tiny_model, tiny_tokenizer
 
@@ -99,24 +98,6 @@ def test_langchain_s_client_embeds(address: str) -> None:
     assert len(vectors[0]) == 48
 
 
-def test_tokens_of_texts_and_chats(address: str) -> None:
-    def post(**body: Any) -> Any:
-        return httpx.post(f"{address}/tokenize", json=body).json()
-
-    tokens, tokenizer = post(prompt="the fox é"), tiny_tokenizer()
-    assert tokens == {"count": len(tokens["tokens"]), "max_model_len": 128, "tokens": tokens["tokens"]}
-    assert str(tokenizer.decode(tokens["tokens"])).endswith("the fox é")
-    back = httpx.post(f"{address}/detokenize", json={"tokens": tokens["tokens"]}).json()
-    assert back == {"prompt": tokenizer.decode(tokens["tokens"])}
-    unknown = httpx.post(f"{address}/detokenize", json={"tokens": [5, 900]}).json()
-    assert unknown["error"]["param"] == "tokens"
-    assert httpx.get(f"{address}/version").json() == {"version": __version__}
-    chat = post(messages=[{"role": "user", "content": "the fox"}])
-    assert "User: the fox" in str(tokenizer.decode(chat["tokens"]))
-    assert "error" in post(model="tiny"), "neither prompt nor messages"
-
-
-@pytest.mark.parametrize("path", ["tokenize", "detokenize", "v1/embeddings"])
-def test_keys_are_asked_for(path: str) -> None:
+def test_keys_are_asked_for() -> None:
     with running(web_service(ScriptedEngine(), keys=ApiKeys([("ann", "k" * 40)]))) as address:
-        assert httpx.post(f"{address}/{path}", json={}).status_code == 401
+        assert httpx.post(f"{address}/v1/embeddings", json={}).status_code == 401

@@ -553,7 +553,7 @@ def test_what_breaks_a_grammar_is_the_client_s_mistake(address: str) -> None:
     [
         ("v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
         ("v1/completions", {"prompt": "a", "structured_outputs": {"json": {"const": "\ud800"}}}),
-        ("tokenize", {"prompt": "\ud800"}),
+        ("v1/embeddings", {"input": "\ud800"}),
     ],
 )
 def test_half_a_character_is_refused_everywhere(address: str, path: str, body: dict[str, Any]) -> None:
@@ -680,4 +680,3 @@ def test_more_texts_than_the_queue_takes_are_embedded(client: openai.OpenAI, add
     assert [item.index for item in answer.data] == list(range(100))
     assert answer.data[0].embedding == pytest.approx(answer.data[90].embedding, abs=1e-5)
     assert answer.usage.prompt_tokens == 200
-    assert httpx.post(f"{address}/tokenize", json={"model": "dansk", "prompt": "a"}).status_code == 404

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -71,14 +72,34 @@ def test_a_chat(client: openai.OpenAI, engine: ScriptedEngine) -> None:
 
 
 def test_keys_of_vllm_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    options = {"min_tokens": 2, "stop_token_ids": [7, 9], "ignore_eos": True, "top_k": 3, "min_p": 0.5}
-    neutral = {"skip_special_tokens": True, "length_penalty": 1.0, "bad_words": [], "keep_alive": "5m", "priority": 0}
-    client.completions.create(model="tiny", prompt="the fox", extra_body=options | neutral)
-    client.chat.completions.create(model="tiny", messages=USER, max_tokens=9, extra_body=options | neutral)
+    options = {"ignore_eos": True, "top_k": 3, "repetition_penalty": 1.2}
+    client.completions.create(model="tiny", prompt="the fox", extra_body=options)
+    client.chat.completions.create(model="tiny", messages=USER, max_tokens=9, extra_body=options)
     for request in engine.requests:
-        assert (request.min_tokens, request.stop_tokens, request.ignore_eos) == (2, (7, 9), True)
-        assert (request.top_k, request.min_p) == (3, 0.5)
+        assert (request.ignore_eos, request.top_k, request.repetition_penalty) == (True, 3, 1.2)
     assert len(engine.requests) == 2
+
+
+def test_keys_of_openai_without_an_effect_on_the_answer_are_ignored(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
+    keys: Any = {"user": "ann", "metadata": {"topic": "foxes"}, "store": False, "service_tier": "auto"}
+    keys |= {"safety_identifier": "a1", "prompt_cache_key": "b2", "prompt_cache_retention": "24h"}
+    client.chat.completions.create(model="tiny", messages=USER, max_tokens=9)
+    client.chat.completions.create(model="tiny", messages=USER, max_tokens=9, **keys)
+    client.chat.completions.create(model="tiny", messages=USER, max_tokens=9, extra_body={"user": None})
+    assert engine.requests[0] == engine.requests[1] == engine.requests[2]
+    client.embeddings.create(model="tiny", input="the fox", user="ann")
+
+
+def test_what_vllm_bench_serve_sends(address: str, engine: ScriptedEngine) -> None:
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    text = completion(repetition_penalty=1.0, max_tokens=9, logprobs=None, ignore_eos=True, **stream)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "the fox"}]}]
+    talk = chat(messages=parts, max_completion_tokens=9, **stream)
+    assert post(address, "/v1/completions", text).status_code == 200
+    assert post(address, "/v1/chat/completions", talk).status_code == 200
+    assert [request.max_tokens for request in engine.requests] == [9, 9]
 
 
 def test_a_streamed_chat(client: openai.OpenAI) -> None:
@@ -288,8 +309,14 @@ def test_curl(address: str) -> None:
 
 def test_an_assistant_s_answer_can_be_sent_back_whole(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     answer = client.chat.completions.create(model="tiny", messages=USER).choices[0].message
-    client.chat.completions.create(model="tiny", messages=[*USER, answer, {"role": "user", "content": "and then?"}])
-    assert len(engine.requests[1].prompt) > len(engine.requests[0].prompt)
+    with_null = answer.model_dump()
+    with_annotations = with_null | {"annotations": [{"type": "url_citation"}]}
+    for sent_back in (answer, with_null, with_annotations):
+        messages: Any = [*USER, sent_back, {"role": "user", "content": "and then?"}]
+        client.chat.completions.create(model="tiny", messages=messages)
+    first, *others = (request.prompt for request in engine.requests)
+    assert len(others[0]) > len(first)
+    assert others[0] == others[1] == others[2]
 
 
 def test_health_and_metrics(address: str, engine: ScriptedEngine) -> None:

@@ -144,12 +144,10 @@ OPTIONS = st.fixed_dictionaries(
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 5.0]),
         "top_p": st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
         "top_k": st.sampled_from([0, 1, 2, 9]),
-        "min_p": st.sampled_from([0.0, 0.2, 1.0]),
         "repetition_penalty": st.sampled_from([1.0, 1.5]),
         "presence_penalty": st.sampled_from([0.0, 2.0]),
         "frequency_penalty": st.sampled_from([0.0, -1.0]),
         "logit_bias": st.sampled_from([(), ((0, 5.0), (3, -100.0))]),
-        "min_tokens": st.sampled_from([0, 3]),
         "stop_tokens": st.sampled_from([(), (0, 3)]),
         "ignore_eos": st.booleans(),
     }
@@ -166,7 +164,7 @@ def test_choices_are_those_of_a_row_alone(
     found = sample(torch.tensor(logits), [after(request, before) for request in requests])
     for n, (row, request, choice) in enumerate(zip(logits, requests, found, strict=True)):
         assert choice is not None
-        changed = reference.changed(torch.tensor(row), after(request, before), {2})
+        changed = reference.changed(torch.tensor(row), after(request, before))
         assert choice.token == reference.sample_row(changed, request, random.Random(seed + n))
         logprobs = torch.tensor(row).log_softmax(-1)
         assert choice.logprob == (
@@ -183,12 +181,9 @@ def after(request: GenerationRequest, tokens: list[int]) -> RowSampling:
     return row
 
 
-def test_no_end_token_comes_too_early_and_others_end_the_answer_where_asked() -> None:
-    request = GenerationRequest((1,), "m", min_tokens=2, stop_tokens=(3,))
-    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
-    chosen = [choice and choice.token for n in range(3) for choice in sample(logits, [after(request, [1] * n)])]
-    assert chosen == [1, 1, 2]
-    assert after(request, []).ends == {2, 3}
+def test_end_tokens_of_the_model_and_of_the_request_end_the_answer() -> None:
+    request = GenerationRequest((1,), "m", stop_tokens=(3,), turn_ends=(4,))
+    assert after(request, []).ends == {2, 3, 4}
     assert after(replace(request, ignore_eos=True), []).ends == {3}
 
 

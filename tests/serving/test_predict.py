@@ -235,9 +235,6 @@ def test_an_encoder_embeds_texts_without_its_grafts(address: str, service: Servi
     answer = httpx.post(f"{address}/v1/embeddings", json={"model": "tasks", "input": "a"}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "model"
-    messages = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
-    refused = httpx.post(f"{address}/tokenize", json=messages, timeout=60).json()["error"]
-    assert refused["param"] == "messages"
 
 
 @pytest.mark.parametrize("name", ["T5", "Llava", "CLIP", "GPT2", "Bart"])

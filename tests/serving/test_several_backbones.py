@@ -109,7 +109,6 @@ def requests_to(model: str) -> list[Request]:
         Request(f"{model} ids", "v1/completions", ids),
         Request(f"{model} chat", "v1/chat/completions", greedy | {"messages": user}),
         Request(f"{model} embedding", "v1/embeddings", embedded),
-        Request(f"{model} tokens", "tokenize", {"model": model, "messages": user}),
     ]
 
 
@@ -120,11 +119,9 @@ def said(address: str, request: Request) -> Any:
     values = answer.json()
     if request.path == "v1/embeddings":
         return len(values["data"][0]["embedding"])
-    if "choices" in values:
-        choice = values["choices"][0]
-        text = choice.get("text") or choice["message"]["content"]
-        return text, values["usage"]["prompt_tokens"]
-    return values
+    choice = values["choices"][0]
+    text = choice.get("text") or choice["message"]["content"]
+    return text, values["usage"]["prompt_tokens"]
 
 
 _MODELS = {"one": ["one", "danish", "danish+german"], "org/two": ["org/two", "french"]}
@@ -151,8 +148,8 @@ def test_each_model_answers_as_it_would_alone(address: str, grafts: Path, servic
         assert value == alone[request.key], request.key
     texts = {value for key, value in alone.items() if key.endswith(" text")}
     assert len(texts) == 5, "no two models say the same"
-    assert alone["one tokens"]["max_model_len"] == 512
-    assert alone["org/two tokens"]["max_model_len"] == 400
+    for model, context in (("one", 512), ("org/two", 400)):
+        assert httpx.get(f"{address}/v1/models/{model}").json()["max_model_len"] == context
     assert service.engine.stats().tokens == sum(member.engine.stats().tokens for member in service.members.values())
 
 
@@ -207,8 +204,6 @@ def test_what_is_served(address: str) -> None:
         ),
         ("v1/completions", {"model": "tasks", "prompt": "a"}, 400, "reader"),
         ("v1/embeddings", {"model": "gone", "input": "a"}, 404, "'gone'"),
-        ("tokenize", {"model": "gone", "prompt": "a"}, 404, "'gone'"),
-        ("tokenize", {"prompt": "a"}, 400, "model"),
         ("v1/graftlm/predict", {"model": "danish", "rows": ROWS}, 400, "one"),
         ("v1/graftlm/predict", {"model": "reader", "rows": ROWS}, 400, "tasks"),
         ("v1/graftlm/clarify", {"model": "gone", "start": {"text": "a"}}, 404, "'gone'"),

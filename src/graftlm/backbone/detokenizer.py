@@ -86,20 +86,16 @@ class IncrementalDetokenizer:
             self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []  # tokens of an incomplete character in the stream
 
-    def add(self, token: int, *, ignore_stops: bool = False) -> tuple[str, bool]:
+    def add(self, token: int) -> tuple[str, bool]:
         """Add a token.
 
         Args:
             token: token id.
-            ignore_stops: return all text, even if it contains or begins a stop string.
 
         Returns:
             The text that is final after this token, and whether a stop string ended the continuation.
         """
-        text = self._new_text(token)
-        if ignore_stops:
-            return text, False
-        return self._before_stops(text)
+        return self._before_stops(self._new_text(token))
 
     def rest(self) -> str:
         """Return the text that is held back; call it after the last token. The state is not changed."""

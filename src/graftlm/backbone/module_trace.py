@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _ROWS = 2
 _TOKENS = 3
 
+ROPE_OF_LONGEST_TEXT = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies depend on the longest text of a batch."""
 _SEPARATE = "find_packed_sequence_indices"
 """The function by which transformers' masks separate the documents of a row."""
 
@@ -66,8 +68,15 @@ class ModuleTrace:
     """
 
     def __init__(self, model_class: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig) -> None:
+        config = copy.deepcopy(config)
+        # The usual products of experts have no form without storage for float32 in torch 2.13.
+        config._experts_implementation = "batched_mm"
         with torch.device("meta"):
-            self.model = model_class(copy.deepcopy(config)).eval()
+            self.model = model_class(config).eval()
+        modules: list[Any] = list(self.model.modules())
+        for module in modules:
+            if getattr(module, "rope_type", None) in ROPE_OF_LONGEST_TEXT:
+                module.rope_type = "default"  # its frequencies are chosen by positions, which the pass does not have
         self.base: nn.Module = self.model.base_model
         self.text_config: Any = self.model.config.get_text_config()
         self.names = {module: name for name, module in self.base.named_modules()}

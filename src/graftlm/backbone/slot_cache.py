@@ -18,12 +18,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from graftlm.backbone.decode_steps import decodes_in_one_graph
+from graftlm.backbone.module_trace import ROPE_OF_LONGEST_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-_ROPE_OF_LONGEST_TEXT = ("dynamic", "longrope")
 
 
 def has_slots(model: PreTrainedModel) -> bool:
@@ -38,7 +36,7 @@ def has_slots(model: PreTrainedModel) -> bool:
     if not decodes_in_one_graph(model) or getattr(model, "has_decode_state", False):
         return False
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if rope.get("rope_type") in _ROPE_OF_LONGEST_TEXT:
+    if rope.get("rope_type") in ROPE_OF_LONGEST_TEXT:
         return False
     layers = DynamicCache(config=model.config).layers
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)

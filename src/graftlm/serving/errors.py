@@ -20,13 +20,6 @@ from graftlm.serving.protocol import QueueFullError, ServingError, ShuttingDownE
 LOG = logging.getLogger("graftlm.serving")
 
 
-class UnsupportedValueError(ValueError):
-    """A request sets a key of OpenAI's protocol that this server does not implement.
-
-    It is a `ValueError`, so that pydantic reports it as a validation error.
-    """
-
-
 class ErrorResponse(BaseModel):
     """The body of error responses."""
 
@@ -104,12 +97,7 @@ def _invalid_body(model: type[Config], body: dict[str, object]) -> ServingError:
         model.model_validate(body)
     except ValidationError as error:
         problem = max(error.errors(), key=_relevance)
-        unsupported = isinstance(problem.get("ctx", {}).get("error"), UnsupportedValueError)
-        return ServingError(
-            explain(error, model, "The request"),
-            param=_path(problem),
-            code="unsupported_parameter" if unsupported else None,
-        )
+        return ServingError(explain(error, model, "The request"), param=_path(problem))
     return ServingError("The request does not fit its schema: compare it with /openapi.json.")
 
 

@@ -148,14 +148,12 @@ class GenerationRequest:
         prompt: token ids, at least one.
         model: name of the backbone or of a graft, or names of grafts joined by `+`, which then act together.
         max_tokens: maximum number of new tokens.
-        min_tokens: minimum number of new tokens; earlier, neither an end token nor a stop string ends the text.
         stop_tokens: further end tokens.
         turn_ends: tokens that end an answer in a conversation, beside the model's own end tokens.
         ignore_eos: continue after the model's own end tokens and after `turn_ends`.
         temperature: 0 selects the most likely token at each step; 1 samples from the unmodified distribution.
         top_p: sample among the most likely tokens with this total probability.
         top_k: sample among this number of most likely tokens; 0 samples among all.
-        min_p: sample among tokens with at least this share of the highest probability.
         repetition_penalty: divides positive logits, and multiplies negative logits, of tokens that occurred before.
         presence_penalty: subtracted once from the logits of tokens that occurred in the continuation.
         frequency_penalty: subtracted from the logits of those tokens for each occurrence.
@@ -173,14 +171,12 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     model: str
     max_tokens: int = 16
-    min_tokens: int = 0
     stop_tokens: tuple[int, ...] = ()
     turn_ends: tuple[int, ...] = ()
     ignore_eos: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -18,11 +18,9 @@ from graftlm.serving.request_schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     EmbeddingRequest,
     NamedTool,
     StructuredOutputs,
-    TokenizeRequest,
 )
 from graftlm.serving.service import Service
 from graftlm.serving.tokenization import ServingTokenizer
@@ -162,33 +160,6 @@ def parse_embedding(service: Service, body: EmbeddingRequest, user: str) -> Pars
         model=body.model,
         base64=body.encoding_format == "base64",
     )
-
-
-def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
-    """Return the token ids of the text or the chat in the body of /tokenize.
-
-    Raises:
-        ServingError: the body has a chat, but the model is an encoder or its chat template rejects the messages.
-    """
-    if body.messages is None:
-        special = body.add_special_tokens is not False
-        return list(service.tokenizer.encode(body.prompt or "", special=special))
-    if service.encodes:
-        raise ServingError(
-            f"messages is set, but the encoder {service.name} has no chats: send a text as prompt instead.", "messages"
-        )
-    return list(service.tokenizer.encode_chat(_messages(body.messages)))
-
-
-def detokenize(service: Service, body: DetokenizeRequest) -> str:
-    """Return the text of the tokens in the body of /detokenize with special tokens, as vLLM does.
-
-    Raises:
-        ServingError: a token id is not in the vocabulary.
-    """
-    check_tokens(body.tokens, service.tokenizer.vocabulary, "tokens")
-    text = service.tokenizer.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
-    return str(text)
 
 
 def _token_ids(service: Service, prompt: str | list[int]) -> tuple[int, ...]:
@@ -342,13 +313,11 @@ def _generation_request(
         prompt=(),
         model=body.model,
         max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
-        stop_tokens=(*(body.stop_token_ids or ()), *stops.ids),
+        stop_tokens=tuple(stops.ids),
         ignore_eos=bool(body.ignore_eos),
         temperature=temperature,
         top_p=body.top_p or 1.0,
         top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
@@ -363,20 +332,12 @@ def _generation_request(
 
 def _check_options(request: GenerationRequest, vocabulary: int, grammar_key: str) -> None:
     """Check options against each other and against the model."""
-    if request.min_tokens > request.max_tokens:
+    if request.grammar is not None and request.ignore_eos:
         raise ServingError(
-            f"min_tokens is {request.min_tokens}, but the maximum number of tokens is {request.max_tokens}: request "
-            "fewer, or raise the maximum.",
-            "min_tokens",
+            f"{grammar_key} and ignore_eos are set, but both determine the end of the answer: leave one out.",
+            "ignore_eos",
         )
-    if request.grammar is not None:
-        for key, is_set in (("min_tokens", request.min_tokens > 0), ("ignore_eos", request.ignore_eos)):
-            if is_set:
-                raise ServingError(
-                    f"{grammar_key} and {key} are set, but both determine the end of the answer: leave one out.", key
-                )
     check_tokens([token for token, _ in request.logit_bias], vocabulary, "logit_bias")
-    check_tokens(request.stop_tokens, vocabulary, "stop_token_ids")
 
 
 def _parsed(

@@ -1,95 +1,36 @@
 """The bodies of OpenAI's requests.
 
 The schema has OpenAI's keys with their ranges, some keys of vLLM, and the key `graftlm`. Types are strict: the text "5"
-is not a number. Keys of OpenAI and vLLM that this server does not implement accept only values without an effect.
+is not a number. Any other key is refused, except keys of OpenAI that have no effect on an answer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     PlainValidator,
     WithJsonSchema,
-    create_model,
     field_validator,
     model_validator,
 )
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
-from graftlm.config import Config, read_yaml
+from graftlm.config import Config
 from graftlm.data.conversations import read_arguments
 from graftlm.errors import DataError
-from graftlm.serving.errors import UnsupportedValueError
 from graftlm.serving.tokenization import TEMPLATE_ARGUMENTS
 from graftlm.serving.tools import ToolSchema
 
 MAX_CHOICES = 16
-_Body = TypeVar("_Body", bound=BaseModel)
 _TEMPLATE_CHARACTERS = 10_000  # maximum size of values for a chat template, which may repeat them
 _NO_UNICODE = "the text has half of a surrogate pair, but Unicode is expected"
-
-
-class NeutralValue:
-    """The annotation of a key that is not implemented: it accepts None and values without an effect.
-
-    Args:
-        values: the values without an effect.
-    """
-
-    def __init__(self, *values: object) -> None:
-        self.values = values
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
-        return {"enum": [None, *self.values]}
-
-    def _check(self, value: object) -> object:
-        if value is None:
-            return value
-        for neutral in self.values:
-            # True equals 1 in Python, but the two are different JSON values.
-            same_kind = isinstance(neutral, bool) == isinstance(value, bool)
-            if same_kind and neutral == value:
-                return value
-        allowed = f", or set it to {self.values[0]!r}" if self.values else ""
-        raise UnsupportedValueError(f"this server does not implement it: leave it out{allowed}")
-
-
-Ignored = Annotated[object, WithJsonSchema({"description": "Accepted and ignored."})]
-_NEUTRAL_KEYS = read_yaml(Path(__file__).with_name("neutral_keys.yaml"))
-
-
-def accepts_neutral_keys(body: type[_Body]) -> type[_Body]:
-    """Return a subclass of a body, with the same name and docstring, that also has its keys of neutral_keys.yaml.
-
-    Keys with listed values accept these values and null only. Other keys accept any value and ignore it.
-    """
-    fields: dict[str, Any] = {}
-    for entry in _NEUTRAL_KEYS[body.__name__]:
-        kind = Annotated[Any, NeutralValue(*entry["values"])] if "values" in entry else Ignored
-        for key in entry["keys"].split():
-            fields[key] = (kind, None)
-    return create_model(
-        body.__name__,
-        __base__=body,
-        __doc__=body.__doc__,
-        __module__=body.__module__,
-        **fields,
-    )
 
 
 def _is_token_ids(value: object) -> bool:
@@ -150,6 +91,7 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+Ignored = Annotated[object, WithJsonSchema({"description": "Accepted and ignored."})]
 NotEmpty = Field(min_length=1)
 NonEmptyText = Annotated[str, NotEmpty]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
@@ -194,11 +136,23 @@ class RequestBody(StrictBody):
         return body
 
 
-@accepts_neutral_keys
+class OpenAIRequest(RequestBody):
+    """A body of OpenAI's API, with the keys that have no effect on an answer."""
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+
 class StreamOptions(StrictBody):
     """Options of a streamed response."""
 
     include_usage: bool = Field(False, description="Add a last chunk with the numbers of tokens.")
+    include_obfuscation: Ignored = None
 
 
 class RequestExtras(StrictBody):
@@ -207,12 +161,13 @@ class RequestExtras(StrictBody):
     trace: bool = Field(False, description="Report the activity of the grafts at each token.")
 
 
-@accepts_neutral_keys
 class JsonSchema(StrictBody):
     """A named schema, which answers always follow."""
 
     name: str = Field(min_length=1, max_length=64)
     json_schema: dict[str, Any] | bool = Field(True, alias="schema")
+    description: Ignored = None
+    strict: Ignored = None
 
 
 class ResponseFormat(StrictBody):
@@ -245,8 +200,7 @@ class StructuredOutputs(StrictBody):
             )
 
 
-@accepts_neutral_keys
-class ApiRequest(RequestBody):
+class ApiRequest(OpenAIRequest):
     """The common keys of completions and chats."""
 
     model: str = Field(min_length=1, max_length=512, description="The backbone, a graft, or grafts joined by +.")
@@ -262,16 +216,12 @@ class ApiRequest(RequestBody):
     presence_penalty: float | None = Field(0.0, ge=-2, le=2)
     logit_bias: Biases | None = Field(None, description="By token id; added to the logit.")
     top_k: int | None = Field(None, ge=-1, description="As in vLLM; 0 and -1 allow all tokens.")
-    min_p: float | None = Field(0.0, ge=0, le=1, description="As in vLLM.")
     repetition_penalty: float | None = Field(1.0, gt=0, le=100, description="As in vLLM.")
     structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM.")
-    min_tokens: int | None = Field(0, ge=0, description="As in vLLM: nothing ends the answer before.")
-    stop_token_ids: TokenIds | None = Field(None, max_length=64, description="As in vLLM.")
     ignore_eos: bool | None = Field(False, description="As in vLLM: the model's end tokens don't end the answer.")
     graftlm: RequestExtras | None = None
 
 
-@accepts_neutral_keys
 class CompletionRequest(ApiRequest):
     """The body of /v1/completions: prompts as text or as token ids."""
 
@@ -284,16 +234,6 @@ class TextPart(StrictBody):
 
     type: Literal["text"]
     text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, values: object) -> object:
-        kind = values.get("type") if isinstance(values, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
-            raise UnsupportedValueError(
-                f"the type of a part is {kind[:50]!r}, but this server supports text only: leave the part out"
-            )
-        return values
 
 
 TextParts = Annotated[
@@ -326,9 +266,12 @@ class MessageToolCall(StrictBody):
     function: FunctionCall
 
 
-@accepts_neutral_keys
 class ChatMessage(StrictBody):
-    """One message of a conversation. A message with the role `tool` contains the result of a call."""
+    """One message of a conversation. A message with the role `tool` contains the result of a call.
+
+    Attributes:
+        annotations: ignored; OpenAI's answers have this key and the following ones, and clients send them back.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextParts | None = None
@@ -336,6 +279,10 @@ class ChatMessage(StrictBody):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = Field(None, description="As in vLLM, for chat templates that read it.")
+    annotations: Ignored = Field(None, exclude=True)
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
 
     def _problems(self) -> Iterator[str]:
         if self.content is None and not self.tool_calls:
@@ -377,8 +324,7 @@ class NamedTool(StrictBody):
         return self.function["name"]
 
 
-@accepts_neutral_keys
-class EmbeddingRequest(RequestBody):
+class EmbeddingRequest(OpenAIRequest):
     """The body of /v1/embeddings: texts, as text or as token ids."""
 
     model: str = Field(min_length=1)
@@ -386,7 +332,6 @@ class EmbeddingRequest(RequestBody):
     encoding_format: Literal["float", "base64"] | None = "float"
 
 
-@accepts_neutral_keys
 class ChatRequest(ApiRequest):
     """The body of /v1/chat/completions: a conversation that the assistant continues."""
 
@@ -399,24 +344,3 @@ class ChatRequest(ApiRequest):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
-
-
-class TokenizeRequest(RequestBody):
-    """The body of /tokenize: a text, or the messages of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    add_special_tokens: bool | None = True
-
-    def _problems(self) -> Iterator[str]:
-        if (self.prompt is None) == (self.messages is None):
-            found = "neither prompt nor messages is" if self.prompt is None else "both prompt and messages are"
-            yield f"{found} given, but one of them is expected"
-
-
-class DetokenizeRequest(RequestBody):
-    """The body of /detokenize: token ids of a model."""
-
-    model: str | None = None
-    tokens: TokenIds

@@ -26,7 +26,6 @@ class RowSampling:
         end_ids: tokens that end a text of the model.
 
     Attributes:
-        barred: end tokens, which are excluded while the continuation is too short.
         ends: tokens that end this continuation.
         generator: random numbers of this row.
         counts: how often each token occurs in the continuation.
@@ -35,10 +34,9 @@ class RowSampling:
 
     def __init__(self, request: GenerationRequest, end_ids: Iterable[int] = ()) -> None:
         self.request = request
-        self.barred = {*request.stop_tokens, *request.turn_ends, *end_ids}
-        self.ends = self.barred
-        if request.ignore_eos:
-            self.ends = set(request.stop_tokens)
+        self.ends = set(request.stop_tokens)
+        if not request.ignore_eos:
+            self.ends.update(request.turn_ends, end_ids)
         seed = request.seed
         if seed is None:
             seed = secrets.randbits(64)
@@ -68,11 +66,6 @@ class RowSampling:
         return "" if self.matcher is None else self.matcher.get_error()
 
     @property
-    def is_too_short(self) -> bool:
-        """Whether the continuation has fewer than `min_tokens` tokens."""
-        return self.request.min_tokens > 0 and self.counts.total() < self.request.min_tokens
-
-    @property
     def changes_logits(self) -> bool:
         """Whether `change` has an effect."""
         request = self.request
@@ -81,12 +74,11 @@ class RowSampling:
             or request.repetition_penalty != 1
             or request.presence_penalty != 0
             or request.frequency_penalty != 0
-            or self.is_too_short
             or self.matcher is not None
         )
 
     def change(self, logits_V: Tensor) -> None:
-        """Apply bias, penalties, minimum length and grammar, in this order, to the logits (V,) in place."""
+        """Apply bias, penalties and grammar, in this order, to the logits (V,) in place."""
         request = self.request
         if request.logit_bias:
             _add_bias(logits_V, request.logit_bias)
@@ -95,9 +87,6 @@ class RowSampling:
             _penalize_repetition(logits_V, occurred, request.repetition_penalty)
         if request.presence_penalty or request.frequency_penalty:
             _add_bias(logits_V, self._occurrence_penalties())
-        if self.is_too_short and self.barred:
-            barred = torch.tensor(list(self.barred), device=logits_V.device)
-            logits_V[barred] = -torch.inf
         if self.matcher is not None:
             _mask_disallowed(logits_V, self.matcher.compute_logit_bias())
 
@@ -193,7 +182,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
     requests = []
     for index, row in enumerate(rows):
         request = row.request
-        if request.top_p < 1 or request.top_k or request.min_p:
+        if request.top_p < 1 or request.top_k:
             truncated.append(index)
             requests.append(request)
     if truncated:
@@ -210,15 +199,13 @@ def _draw(logits_RV: Tensor, rows: Sequence[RowSampling]) -> list[int]:
 
 
 def _truncated(p_RV: Tensor, requests: Sequence[GenerationRequest]) -> Tensor:
-    """Set the probabilities of tokens outside of min_p, then top_k, then top_p, to 0."""
+    """Set the probabilities of tokens outside of top_k, then top_p, to 0."""
     vocabulary = p_RV.shape[-1]
     device = p_RV.device
-    min_p_R1 = _column([request.min_p for request in requests], device)
     top_k_R1 = _column([request.top_k or vocabulary for request in requests], device)
     top_p_R1 = _column([request.top_p for request in requests], device)
     sorted_RV, order_RV = p_RV.sort(descending=True, stable=True)
-    kept_RV = sorted_RV >= min_p_R1 * sorted_RV[:, :1]
-    kept_RV &= torch.arange(vocabulary, device=device) < top_k_R1
+    kept_RV = torch.arange(vocabulary, device=device) < top_k_R1
     sorted_RV = sorted_RV * kept_RV
     before_RV = sorted_RV.cumsum(-1) - sorted_RV
     inside_RV = before_RV < top_p_R1 * sorted_RV.sum(-1, keepdim=True)

@@ -81,7 +81,7 @@ class ScheduledRequest:
         """
         if self._detokenizer is None:
             self._detokenizer = IncrementalDetokenizer(tokenizer, self.request.prompt, self.request.stop)
-        text, stopped = self._detokenizer.add(sampled.token, ignore_stops=self.sampling.is_too_short)
+        text, stopped = self._detokenizer.add(sampled.token)
         grammar_ended = self.sampling.add(sampled.token)
         self.answer.append(sampled.token)
         output = replace(sampled, text=text, trace=trace, index=self.index)
