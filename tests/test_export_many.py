@@ -136,7 +136,7 @@ def test_vllm_gets_one_slot_more_than_adapters_and_every_module(tmp_path: Path) 
     settings = json.loads((folder / SETTINGS).read_text())
     assert settings["adapters"] == ["relu", "lora", "both"]
     assert settings["max_loras"] == 4
-    assert {"w_i", "w_g", "w_o", "w_gate", "up_proj"} <= set(settings["target_modules"])
+    assert {"w_i", "w_g", "w_o", "adapter_gate", "up_proj"} <= set(settings["target_modules"])
     card = (folder / "README.md").read_text()
     assert "--max-loras 4" in card
     assert "--lora-modules relu=relu lora=lora both=both" in card
@@ -182,7 +182,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "weights by the text": {"kind": "token-routing", "experts": EXPERTS},
     "magnitudes": {"kind": "peft", "method": "DORA", "options": {"target_modules": ["q_proj"], "r": 2}},
     "an embedding": {"kind": "peft", "method": "LORA", "options": {"target_modules": ["embed_tokens"], "r": 2}},
-    "another method": {"kind": "peft", "method": "OFT", "options": {"target_modules": ["q_proj"], "r": 2}},
+    "another method": {
+        "kind": "peft",
+        "method": "OFT",
+        "options": {"target_modules": ["q_proj"], "r": 0, "oft_block_size": 4},
+    },
     "too wide a rank": {"kind": "lora", "rank": 600},
 }
 
@@ -194,6 +198,13 @@ def test_what_a_lora_adapter_cannot_do_is_refused(name: str, tmp_path: Path) -> 
     with pytest.raises(ArtifactError):
         export_many({"graft": graft}, backbone, tmp_path / "many")
     assert not (tmp_path / "many").exists()
+
+
+def test_experts_of_a_mixture_are_no_linear_modules(tmp_path: Path) -> None:
+    backbone = tiny("mixtral")
+    graft = trained({"kind": "lora", "rank": 2}, backbone)
+    with pytest.raises(ArtifactError):
+        export_many({"graft": graft}, backbone, tmp_path / "many")
 
 
 def test_bad_names_and_weights_are_refused(tmp_path: Path) -> None:
@@ -209,6 +220,7 @@ def test_bad_names_and_weights_are_refused(tmp_path: Path) -> None:
         ({"one": graft}, {"two": {"other": 1.0}}),
         ({"one": graft}, {"two": {"one": 0.0}}),
         ({"one": graft}, {"two": {"one": float("nan")}}),
+        ({"one": graft}, {"two": {"one": 1e39}}),
     ):
         with pytest.raises(GraftError):
             export_many(grafts, backbone, to, mixtures)

@@ -28,8 +28,19 @@ class StandIn:
 
     def __init__(self, arguments: argparse.Namespace, others: list[str]) -> None:
         self.name = arguments.served_model_name
-        self.log = {"model": arguments.model, "arguments": others, "loads": [], "unloads": [], "cancelled": 0}
+        self.loads: list[str] = []
+        self.unloads: list[str] = []
+        self.cancelled = 0
         self.adapters: set[str] = set()
+
+    def write_log(self) -> None:
+        """Write what was asked for to the file that an environment variable names."""
+        file = os.environ.get("STAND_IN_LOG")
+        if file:
+            log = {"loads": self.loads, "unloads": self.unloads, "cancelled": self.cancelled}
+            draft = Path(f"{file}.part")
+            draft.write_text(json.dumps(log))
+            draft.rename(file)
 
     def app(self) -> Starlette:
         routes = [
@@ -40,7 +51,6 @@ class StandIn:
             Route("/v1/chat/completions", self.answer, methods=["POST"]),
             Route("/v1/completions", self.answer, methods=["POST"]),
             Route("/metrics", lambda request: Response("requests 1\n", media_type="text/plain")),
-            Route("/log", lambda request: JSONResponse(self.log)),
         ]
         return Starlette(routes=routes)
 
@@ -55,13 +65,15 @@ class StandIn:
         if adapter["r"] == 5:
             return JSONResponse({"error": {"message": "five is not a rank. Sorry."}}, 400)
         self.adapters.add(body["lora_name"])
-        self.log["loads"].append(body["lora_name"])
+        self.loads.append(body["lora_name"])
+        self.write_log()
         return Response("loaded")
 
     async def unload(self, request: Request) -> Response:
         body = await request.json()
         self.adapters.discard(body["lora_name"])
-        self.log["unloads"].append(body["lora_name"])
+        self.unloads.append(body["lora_name"])
+        self.write_log()
         return Response("unloaded")
 
     async def answer(self, request: Request) -> Response:
@@ -76,21 +88,30 @@ class StandIn:
             for _ in range(20):
                 await asyncio.sleep(0.05)
                 if await request.is_disconnected():
-                    self.log["cancelled"] += 1
+                    self.cancelled += 1
+                    self.write_log()
                     return Response()
+            if body["model"] not in {self.name, *self.adapters}:
+                return JSONResponse({"error": {"message": f"{body['model']} was unloaded", "code": 500}}, 500)
         return JSONResponse({"model": body["model"], "choices": [{"text": f"answer of {body['model']}"}]})
 
     async def events(self, body: dict[str, object]) -> AsyncIterator[str]:
-        for number in range(3):
-            chunk = {"model": body["model"], "choices": [{"text": f'{number} "model":"{body["model"]}"'}]}
-            yield f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
-            if "slowly" in json.dumps(body):
-                await asyncio.sleep(0.3)
-        yield "data: [DONE]\n\n"
+        try:
+            for number in range(3):
+                text = f'{number} "model":"{body["model"]}"\u2028\x85'
+                chunk = {"model": body["model"], "choices": [{"text": text}]}
+                yield f"data: {json.dumps(chunk, separators=(',', ':'), ensure_ascii=False)}\n\n"
+                if "slowly" in json.dumps(body):
+                    await asyncio.sleep(0.3)
+            yield "data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            self.write_log()
+            raise
 
 
 def main() -> None:
-    if sys.argv[1] == "-c":
+    if sys.argv[1] == "-I":
         print(os.environ.get("STAND_IN_VERSION", f"vllm {VERSION}"))
         return
     parser = argparse.ArgumentParser()
@@ -99,6 +120,9 @@ def main() -> None:
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     arguments, others = parser.parse_known_args(sys.argv[3:])
+    if not Path(arguments.model, "config.json").exists():
+        print(f"no model {arguments.model}", file=sys.stderr)
+        sys.exit(5)
     if "--fail" in others:
         print("no such device", file=sys.stderr)
         sys.exit(4)

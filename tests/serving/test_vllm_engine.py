@@ -17,10 +17,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from cli.tools import invoke
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import GraftError
+from graftlm.export.carrier import Carrier
+from graftlm.grafts import AdapterForm
+from graftlm.serving.vllm.adapters import model_for_vllm
 from graftlm.serving.vllm.installation import find_vllm
 from graftlm.store.artifact import save_graft
 from graftlm.testing import attach_graft, randomise
@@ -80,10 +84,11 @@ def start(home: Path) -> Iterator[Start]:
     """Starts `graft serve --engine vllm` in the folder; gives the process and its address."""
     processes: list[subprocess.Popen[str]] = []
 
-    def begin(*options: str) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, "-m", "graftlm", "serve", "--engine", "vllm", "--vllm-python", str(home / "python")]
+    def begin(*options: str, log: str = "other-log.json") -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-m", "graftlm", "serve", "--engine", "vllm", "--vllm-python", "./python"]
         command += ["--backbone", "llama", "--port", "0", "--reload-every", "0.2", *options]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GRAFTLM_CACHE": str(home / "cache")}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GRAFTLM_CACHE": "cache"}
+        environment["STAND_IN_LOG"] = str(home / log)
         process = subprocess.Popen(command, cwd=home, env=environment, stderr=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stderr is not None
@@ -104,8 +109,13 @@ def start(home: Path) -> Iterator[Start]:
 def address(start: Start, home: Path) -> str:
     served = home / "watched"
     shutil.copytree(home / "grafts", served)
-    _, address = start("--grafts", "watched", "--mix", "both=danish:0.7+law:0.3", "--slots", "6")
+    _, address = start("--grafts", "watched", "--mix", "both=danish:0.7+law:0.3", "--slots", "6", log="log.json")
     return address
+
+
+def log_of_vllm(home: Path) -> dict[str, Any]:
+    """Return what the stand-in behind `address` was asked to do."""
+    return json.loads((home / "log.json").read_text())
 
 
 def ask(address: str, model: str, prompt: object = "Hello", **keys: object) -> dict[str, Any]:
@@ -133,7 +143,7 @@ def test_answers_have_the_name_of_the_request(address: str) -> None:
     chunks = list(client.completions.create(model="danish", prompt="Hello", stream=True))
     assert [chunk.model for chunk in chunks] == ["danish"] * 3
     adapter = adapter_of(address, "danish")
-    assert chunks[1].choices[0].text == f'1 "model":"{adapter}"'  # texts are left alone
+    assert chunks[1].choices[0].text == f'1 "model":"{adapter}"\u2028\x85'  # texts are left alone
 
 
 def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str, home: Path) -> None:
@@ -165,9 +175,7 @@ def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str
         ({"model": "router", "prompt": {"a": 1}}, 400, "prompt"),
         ({"model": "router", "prompt": [5, -1]}, 400, "prompt"),
         ({"model": "router", "prompt": [True]}, 400, "prompt"),
-        ({"model": "router", "messages": [], "tools": ["paint"]}, 400, "tools"),
-        ({"model": "router", "messages": "hello"}, 400, "messages"),
-        ({"model": "router", "messages": ["hello"]}, 400, "messages"),
+        ({"model": "router", "prompt": "Velmora", "truncate_prompt_tokens": 3}, 400, "model"),
         ([1, 2], 400, None),
     ],
 )
@@ -177,8 +185,62 @@ def test_bad_requests_are_refused(address: str, body: object, status: int, param
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": "hello"},
+        {"messages": ["hello"]},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "Velmora"}], "tools": ["paint"]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        {},
+    ],
+)
+def test_conversations_that_the_router_cannot_read_are_refused(address: str, body: dict[str, object]) -> None:
+    answer = httpx.post(f"{address}/v1/chat/completions", json={"model": "router", **body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+
+
+def test_what_is_not_json_is_refused_and_odd_text_is_passed_on(address: str) -> None:
+    for content in (b'{"model": "danish", "prompt": "a", "temperature": NaN}', b"{", b"\xff", b"[" * 10_000):
+        answer = httpx.post(f"{address}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+    half_of_a_pair = b'{"model": "danish", "prompt": "hi \\ud83d"}'
+    answer = httpx.post(
+        f"{address}/v1/completions", content=half_of_a_pair, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 200
+
+
+def test_calls_of_tools_in_a_conversation_are_read(address: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hidden states"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "Zorvath"},
+    ]
+    answer = httpx.post(f"{address}/v1/chat/completions", json={"model": "router", "messages": messages}).json()
+    assert answer["choices"][0]["text"].startswith("answer of router@")
+
+
+def test_a_mixture_changes_with_its_grafts(address: str, home: Path) -> None:
+    old = adapter_of(address, "both")
+    law = home / "watched" / "law"
+    shutil.move(law, home / "law-elsewhere")
+    until(lambda: "both" not in httpx.get(f"{address}/v1/models").text)
+    shutil.move(home / "law-elsewhere", law)
+    until(lambda: "both" in httpx.get(f"{address}/v1/models").text)
+    assert adapter_of(address, "both") != old
+    until(lambda: old in log_of_vllm(home)["unloads"])
+    shutil.copytree(home / "others" / "wide", home / "watched" / "both")
+    until(lambda: "both" in httpx.get(f"{address}/health").json()["broken"])
+    shutil.rmtree(home / "watched" / "both")
+    assert adapter_of(address, "both").startswith("both@")
+
+
 def test_routes_that_change_adapters_are_not_reachable(address: str) -> None:
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/log"):
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert httpx.post(f"{address}{path}", json={}).status_code == 404
     assert httpx.get(f"{address}/v1/graftlm/reports").status_code == 501
     assert httpx.get(f"{address}/version").json()["vllm"] == "0.32.0"
@@ -196,7 +258,9 @@ def test_grafts_come_go_and_change_while_requests_run(address: str, home: Path) 
         shutil.copyfile(home / "others" / "wide" / "graft.safetensors", served / "danish" / "graft.safetensors")
         until(lambda: "later" in httpx.get(f"{address}/v1/models").text)
         until(lambda: adapter_of(address, "danish") != old)
+        assert old not in log_of_vllm(home)["unloads"]
         assert running.result()["choices"][0]["text"] == f"answer of {old}"
+    until(lambda: old in log_of_vllm(home)["unloads"])
     new = adapter_of(address, "danish")
     assert new.startswith("danish@")
     shutil.rmtree(served / "later")
@@ -207,11 +271,13 @@ def test_grafts_come_go_and_change_while_requests_run(address: str, home: Path) 
     assert adapter_of(address, "danish") == new
 
 
-def test_a_client_that_leaves_ends_its_request(address: str) -> None:
+def test_a_client_that_leaves_ends_its_request(address: str, home: Path) -> None:
     with httpx.stream("POST", f"{address}/v1/completions", json={"model": "law", "prompt": "slowly", "stream": True}):
         pass
+    until(lambda: log_of_vllm(home)["cancelled"] == 1)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{address}/v1/completions", json={"model": "law", "prompt": "slowly"}, timeout=0.2)
+    until(lambda: log_of_vllm(home)["cancelled"] == 2)
     assert adapter_of(address, "law").startswith("law@")
 
 
@@ -258,6 +324,9 @@ def test_the_server_ends_when_vllm_does(start: Start, home: Path) -> None:
         ["--mix", "llama=law"],
         ["--graft", "follows=others/follows"],
         ["--vllm-args", "--fail"],
+        ["--vllm-args", "--port 3"],
+        ["--mix", "both=law:1+router:1", "--graft", "router=grafts/router"],
+        ["--mix", "both=law:1e39"],
     ],
 )
 def test_bad_options_are_one_sentence(home: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
@@ -310,3 +379,22 @@ def test_a_carrier_is_written_once(start: Start, home: Path) -> None:
     after = {path: path.stat().st_mtime_ns for path in (home / "cache").rglob("*.safetensors")}
     assert before == after
     assert json.loads(next((home / "cache").rglob("config.json")).read_text())["auto_map"]
+
+
+def test_the_carrier_in_the_cache_is_that_of_all_its_contents(
+    tiny_backbone: BackboneFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAFTLM_CACHE", str(tmp_path))
+    backbone = load_backbone(tiny_backbone("llama"))
+    carrier = Carrier([AdapterForm("silu", "relu")], 64)
+    folder = Path(model_for_vllm(carrier, backbone))
+    assert folder == Path(model_for_vllm(carrier, backbone))
+    next(folder.glob("*.safetensors")).unlink()
+    assert folder == Path(model_for_vllm(carrier, backbone))
+    assert any(folder.glob("*.safetensors"))
+    weight = next(parameter for parameter in backbone.model.parameters() if parameter.dim() == 2)
+    with torch.no_grad():
+        weight[1, 1] += 1
+    changed = Path(model_for_vllm(carrier, backbone))
+    backbone.need_tokenizer().chat_template = "{{ messages }}"
+    assert len({folder, changed, Path(model_for_vllm(carrier, backbone))}) == 3

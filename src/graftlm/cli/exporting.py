@@ -66,12 +66,13 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write grafts as models for transformers and vLLM, or for PEFT."""
-    _check_options(graft, changes, mix, many=many, to_peft=to_peft)
+    _check_options(graft, changes, mix, many=many, to_peft=to_peft, target=target)
     source = _Source(backbone, device, trust_remote_code, target)
     if many:
         written = _export_many(graft, to, mix or (), changes or (), source)
     else:
-        written = _export_one(Path(graft[0]), to, changes or (), source, to_peft=to_peft)
+        (folder,) = named_grafts(graft).values()
+        written = _export_one(folder, to, changes or (), source, to_peft=to_peft)
     print_result({"folder": str(written)}, as_json=as_json, show=lambda: typer.echo(f"wrote {written}"))
 
 
@@ -82,8 +83,11 @@ def _check_options(
     *,
     many: bool,
     to_peft: bool,
+    target: Server | None,
 ) -> None:
     """Raise `GraftError` if options don't go together."""
+    if to_peft and target is not None:
+        raise GraftError("--for was given with --to-peft, but PEFT's adapters depend on no server: leave it out.")
     if many and to_peft:
         raise GraftError("--many and --to-peft were given, but one form is written: leave out one of them.")
     if mix and not many:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EngineName = Literal["own", "vllm"]
 _VLLM_SIZES = {"context": "--max-model-len", "batch_size": "--max-num-seqs"}
 """vLLM's arguments for options of both engines."""
+_SET_BY_GRAFTLM = {"--model", "--served-model-name", "--host", "--port", "--api-key", "--uds", "--lora-modules"}
 _VLLM_ENGINE = {"vllm_python", "vllm_args", "mix", "slots"}
 """Parameters that only the engine vllm has."""
 _OWN_ENGINE = {"queue", "max_tokens", "prefix_cache", "seconds", "device", "quantize", "pack", "compile_steps"}
@@ -228,14 +229,19 @@ def _split_arguments(text: str) -> list[str]:
     """Return arguments as a shell would split them.
 
     Raises:
-        GraftError: a quotation mark has no partner.
+        GraftError: a quotation mark has no partner, or an argument is one that GraftLM sets.
     """
     try:
-        return shlex.split(text)
+        arguments = shlex.split(text)
     except ValueError as error:
         raise GraftError(
             f"--vllm-args can't be split into arguments ({first_line(error)}): quote as in a shell."
         ) from None
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in _SET_BY_GRAFTLM:
+            raise GraftError(f"--vllm-args has {name}, which graft serve sets: leave it out.")
+    return arguments
 
 
 def _vllm_options(python: str | None, arguments: list[str], slots: int | None, mix: list[str]) -> VllmOptions:

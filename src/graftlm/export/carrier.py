@@ -109,7 +109,7 @@ class Carrier:
             tensors[f"{prefix}.w_i.weight"] = torch.zeros(self.width, width + CONSTANTS)
             tensors[f"{prefix}.w_g.weight"] = torch.zeros(self.width, width + CONSTANTS)
             tensors[f"{prefix}.w_o.weight"] = torch.zeros(width, self.width)
-            tensors[f"{prefix}.w_gate.weight"] = torch.zeros(1, width + CONSTANTS)
+            tensors[f"{prefix}.adapter_gate.weight"] = torch.zeros(1, width + CONSTANTS)
         return tensors
 
     def _source(self) -> str:
@@ -145,7 +145,7 @@ class Carrier:
         inner = tensors["w_i.weight"]
         identity_Ff = torch.eye(self.width, len(inner), dtype=inner.dtype, device=inner.device)
         updates = {
-            "w_gate": LowRankUpdate(a=_gate_row(piece, tensors), b=inner.new_ones(1, 1)),
+            "adapter_gate": LowRankUpdate(a=_gate_row(piece, tensors), b=inner.new_ones(1, 1)),
             "w_o": LowRankUpdate(a=identity_Ff.T, b=tensors["w_o.weight"]),
         }
         if "w_g.weight" in tensors:

@@ -22,7 +22,8 @@ class BlankAdapter(nn.Module):
         self.w_i = nn.Linear(width + CONSTANTS, inner, bias=False)
         self.w_g = nn.Linear(width + CONSTANTS, inner, bias=False)
         self.w_o = nn.Linear(inner, width, bias=False)
-        self.w_gate = nn.Linear(width + CONSTANTS, 1, bias=False)
+        # No name is the beginning of another one: vLLM's tensor parallelism would take one for the other.
+        self.adapter_gate = nn.Linear(width + CONSTANTS, 1, bias=False)
         self.act = ACT2FN[activation]
         self.gate_act = ACT2FN[gate]
 
@@ -32,7 +33,7 @@ class BlankAdapter(nn.Module):
         z = nn.functional.pad(x.to(self.w_o.weight.dtype), (0, CONSTANTS), value=1.0)
         hidden = self.act(self.w_g(z))
         adapted = self.w_o(hidden * self.w_i(z))
-        return self.gate_act(self.w_gate(z)) * adapted
+        return self.gate_act(self.adapter_gate(z)) * adapted
 
 
 class Adapter(nn.Module):

@@ -114,12 +114,12 @@ def export_many(
             draft.mkdir()
             if carrier is not None:
                 write_carrier(carrier, backbone, draft / CARRIER)
-            base = backbone.name if carrier is None else CARRIER
+            base = CARRIER if carrier is not None else _absolute(backbone.name)
             for name, updates in entries.items():
                 write_peft(updates, draft / name, base)
             verify_adapters(draft, None if carrier is None else draft / CARRIER, grafts, backbone)
             settings = VllmSettings.of(entries)
-            _write_notes(draft, settings, list(entries), backbone, has_carrier=carrier is not None)
+            _write_notes(draft, settings, list(entries), backbone, base)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
             f"The grafts could not be written to {folder} ({first_line(error)}): free some space or name another "
@@ -171,7 +171,7 @@ def export_peft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
     updates = updates_of({"adapter": 1.0}, {"adapter": shared}, None, backbone)
     try:
         with staged_folder(folder) as draft:
-            write_peft(updates, draft, backbone.name)
+            write_peft(updates, draft, _absolute(backbone.name))
             verify_adapters(draft.parent, None, {draft.name: graft}, backbone)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
@@ -179,6 +179,11 @@ def export_peft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
             "folder."
         ) from error
     return folder
+
+
+def _absolute(name: str) -> str:
+    """Return the name of a model; of a folder, its absolute path, since adapters are used in other folders."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def checked_entries(grafts: Mapping[str, Graft], mixtures: Mixtures) -> dict[str, dict[str, float]]:
@@ -214,22 +219,21 @@ def _checked_weights(name: str, weights: Mapping[str, float], grafts: Mapping[st
     return dict(weights)
 
 
-def _write_notes(
-    folder: Path, settings: VllmSettings, names: list[str], backbone: Backbone, *, has_carrier: bool
-) -> None:
-    """Write vLLM's settings, and the card."""
+def _write_notes(folder: Path, settings: VllmSettings, names: list[str], backbone: Backbone, base: str) -> None:
+    """Write vLLM's settings, and the card. The model is `base`, a name or folder."""
+    has_carrier = base == CARRIER
     values = {
-        "model": CARRIER if has_carrier else backbone.name,
+        "model": base,
         **settings._asdict(),
         "adapters": names,
     }
     (folder / SETTINGS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     modules = " ".join(f"{name}={name}" for name in names)
     variables = [f"{name}={value}" for name, value in vllm_variables(backbone).items()] if has_carrier else []
-    command = [*variables, "vllm serve", CARRIER if has_carrier else backbone.name]
+    command = [*variables, "vllm serve", shlex.quote(base)]
     command += ["--served-model-name", shlex.quote(Path(backbone.name).name)]
     command += [*settings.arguments(has_carrier=has_carrier), "--lora-modules", modules]
-    loaded = f'"{CARRIER}", trust_remote_code=True' if has_carrier else f'"{backbone.name}"'
+    loaded = f'"{base}", trust_remote_code=True' if has_carrier else f'"{base}"'
     card = Template(_CARD.read_text(encoding="utf-8")).substitute(
         name=backbone.name,
         adapters=", ".join(names),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graftlm.backbone import Backbone
+from graftlm.backbone.modules import linear_sizes
 from graftlm.errors import ArtifactError
 from graftlm.export.adapters import moved_path
 from graftlm.export.carrier import MAX_RANK, Carrier, Piece, pieces_of
@@ -47,13 +48,32 @@ class SharedGraft:
                 return cls(name, adapter=adapter)
         elif isinstance(graft, ExportsLowRank):
             try:
-                return cls(name, updates=graft.low_rank_updates(backbone))
+                return cls(name, updates=checked_updates(graft.low_rank_updates(backbone), backbone))
             except ArtifactError as error:
                 raise ArtifactError(f"The graft {name} can't share a backbone. {error}") from None
         raise ArtifactError(
             f"The graft {name} is of the kind {graft.config.kind}, but only gated adapters and LoRA can share a "
             "backbone: serve it with graft serve, or export it alone if graft export can."
         )
+
+
+def checked_updates(updates: Mapping[str, LowRankUpdate], backbone: Backbone) -> Mapping[str, LowRankUpdate]:
+    """Return updates after a check that servers of LoRA can apply them.
+
+    Raises:
+        ArtifactError: a module is not linear, or has other sizes than its update.
+    """
+    for path, update in updates.items():
+        try:
+            sizes = linear_sizes(backbone.model.get_submodule(path))
+        except AttributeError:
+            sizes = None
+        if sizes != (update.a.shape[1], update.b.shape[0]):
+            raise ArtifactError(
+                f"It changes {path}, which is not one linear module of the backbone, as the experts of a mixture are "
+                "not: export the graft alone (graft export GRAFT --to FOLDER)."
+            )
+    return updates
 
 
 def carrier_for(entries: Sequence[Mapping[str, float]], grafts: Mapping[str, SharedGraft]) -> Carrier | None:
@@ -105,6 +125,10 @@ def updates_of(
     result = joined(parts)
     if not result:
         raise ArtifactError(f"The graft {name} changes no module, but at least one is expected: leave it out.")
+    if not all(update.a.isfinite().all() and update.b.isfinite().all() for update in result.values()):
+        raise ArtifactError(
+            f"The updates of {name} have values that are not finite: give its grafts smaller weights, or train again."
+        )
     if largest_rank(result) > MAX_RANK:
         raise ArtifactError(
             f"The updates of {name} have the rank {largest_rank(result)}, but vLLM takes at most {MAX_RANK}: export "

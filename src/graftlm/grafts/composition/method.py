@@ -88,11 +88,11 @@ class Composition(Graft, ReadsModels):
             )
         self.readout: MixtureGate | None = None
         if config.readout == "mixture":
-            self.readout = self._new_gate(backbone)
+            self.readout = self._neadapter_gate(backbone)
         self.config = config.model_copy(update={"augmenting": resolved})
         self.to(backbone.device)
 
-    def _new_gate(self, backbone: Backbone) -> MixtureGate:
+    def _neadapter_gate(self, backbone: Backbone) -> MixtureGate:
         widths = []
         for name, model in self._models.items():
             widths.append(output_width(f"The augmenting model {name}", model.backbone))

@@ -10,9 +10,13 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+from filelock import FileLock
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError
@@ -20,7 +24,8 @@ from graftlm.export.carrier import Carrier
 from graftlm.export.folder import export_plain
 from graftlm.export.low_rank import largest_rank, write_peft
 from graftlm.export.many import RANKS, write_carrier
-from graftlm.export.shared import SharedGraft, carrier_for, updates_of
+from graftlm.export.shared import SharedGraft, carrier_for, checked_updates, updates_of
+from graftlm.export.verifying import verify_unchanged
 from graftlm.files.model_files import names_gguf_file
 from graftlm.grafts import ChoosesByPrompt, Graft, LowRankUpdate
 from graftlm.version import __version__
@@ -77,20 +82,22 @@ class AdapterWriter:
             ArtifactError: vLLM can't serve the graft, or can't without a restart.
         """
         parts = parts_of(name, graft, self.backbone)
+        updates = {}
+        for choice, part in parts.items():
+            updates[choice] = updates_of({name: 1.0}, {name: part}, self.carrier, self.backbone)
+            self._check(name, updates[choice])
         self._versions += 1
         adapters = {}
-        for choice, part in parts.items():
-            updates = updates_of({name: 1.0}, {name: part}, self.carrier, self.backbone)
-            self._check(name, updates)
-            adapter = f"{name}@{self._versions}" + (f".{choice}" if choice else "")
-            write_peft(updates, self.folder / adapter, self.backbone.name)
-            adapters[choice] = adapter
+        for choice, of_choice in updates.items():
+            adapters[choice] = f"{name}@{self._versions}" + (f".{choice}" if choice else "")
+            write_peft(of_choice, self.folder / adapters[choice], self.backbone.name)
         return ServedGraft(name, adapters, graft if "" not in parts and isinstance(graft, ChoosesByPrompt) else None)
 
     def write_mixture(self, name: str, weights: Mapping[str, float], grafts: Mapping[str, Graft]) -> ServedGraft:
         """Write the adapter of a weighted sum of grafts."""
         shared = {member: SharedGraft.of(member, grafts[member], self.backbone) for member in weights}
         updates = updates_of(weights, shared, self.carrier, self.backbone)
+        self._check(name, updates)
         self._versions += 1
         adapter = f"{name}@{self._versions}"
         write_peft(updates, self.folder / adapter, self.backbone.name)
@@ -129,7 +136,9 @@ def parts_of(name: str, graft: Graft, backbone: Backbone) -> dict[str, SharedGra
     if isinstance(graft, ChoosesByPrompt) and not _is_fixed(graft, backbone):
         backbone.check_graft(graft.config.kind, graft._fingerprint)
         choices = graft.choices(backbone)
-        return {choice: SharedGraft(name, updates=updates) for choice, updates in choices.items()}
+        return {
+            choice: SharedGraft(name, updates=checked_updates(updates, backbone)) for choice, updates in choices.items()
+        }
     return {"": SharedGraft.of(name, graft, backbone)}
 
 
@@ -174,7 +183,14 @@ class Needs:
                 key = f"{name}.{choice}" if choice else name
                 parts[key] = part
                 entries.append({key: 1.0})
-        entries += mixtures.values()
+        for name, weights in mixtures.items():
+            for member in weights:
+                if member not in parts:
+                    raise ArtifactError(
+                        f"The mixture {name} has the graft {member}, which chooses its expert by the prompt, but a sum "
+                        "is the same for all prompts: leave it out."
+                    )
+            entries.append(weights)
         carrier = carrier_for(entries, parts)
         ranks = [1]
         modules: set[str] = set()
@@ -193,30 +209,60 @@ def model_for_vllm(carrier: Carrier | None, backbone: Backbone) -> str:
     """Return the name or folder of the model that vLLM loads.
 
     That is the backbone itself, if no adapters are needed next to its FFNs and it is in the format of transformers.
-    Otherwise it is a folder that is written once, whose name is a digest of the backbone's weights, of the blank
-    adapters and of GraftLM's version.
+    Otherwise it is a folder that is written once, whose name is a digest of all that it contains: the backbone's
+    weights, config and tokenizer, the blank adapters, and GraftLM's version.
 
     Raises:
         ArtifactError: the model can't be written.
     """
     if carrier is None and not names_gguf_file(backbone.name):
-        return backbone.name
-    blanks = None if carrier is None else [carrier.width, *((form.activation, form.gate) for form in carrier.blanks)]
-    content = [backbone.fingerprint.id, str(backbone.model.dtype), blanks, __version__]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    folder = cache_folder() / "vllm" / digest
-    if not folder.exists():
-        if carrier is None:
-            export_plain(backbone, folder)
-        else:
-            write_carrier(carrier, backbone, folder)
+        # vLLM has another working folder.
+        return str(Path(backbone.name).absolute()) if Path(backbone.name).exists() else backbone.name
+    folder = cache_folder() / "vllm" / _digest(carrier, backbone)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not _is_complete(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            _write(carrier, backbone, folder)
     return str(folder)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether the folder of a model has a config and weights."""
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+
+
+def _write(carrier: Carrier | None, backbone: Backbone, folder: Path) -> None:
+    """Write the carrier, or the plain backbone, and compare it with the backbone."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        draft = Path(scratch) / folder.name
+        if carrier is None:
+            export_plain(backbone, draft)
+        else:
+            write_carrier(carrier, backbone, draft)
+        verify_unchanged(draft, backbone)
+        draft.rename(folder)
+
+
+def _digest(carrier: Carrier | None, backbone: Backbone) -> str:
+    """Return a digest of what `model_for_vllm` writes, in hexadecimal."""
+    blanks = None if carrier is None else [carrier.width, *((form.activation, form.gate) for form in carrier.blanks)]
+    tokenizer = backbone.need_tokenizer()
+    texts = [__version__, json.dumps(blanks), backbone.config.to_json_string(), str(tokenizer.chat_template)]
+    texts.append(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+    if backbone.model.generation_config is not None:
+        texts.append(backbone.model.generation_config.to_json_string())
+    digest = hashlib.sha256("\n".join(texts).encode())
+    for name, tensor in backbone.model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def cache_folder() -> Path:
     """Return the folder for files that can be made again: $GRAFTLM_CACHE, or graftlm in the user's cache."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
-        return Path(given).expanduser()
+        return Path(given).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "graftlm"
+    return Path(base).expanduser().absolute() / "graftlm"

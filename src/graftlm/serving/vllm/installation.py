@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -51,7 +52,9 @@ def find_vllm(python: str | None = None) -> Installation:
     Raises:
         GraftError: the interpreter can't be run, lacks vLLM, or has a version that is too old.
     """
-    chosen = python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+    named = python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+    # Links are kept: the Python of an environment is often a link to another one.
+    chosen = str(Path(shutil.which(named) or named).expanduser().absolute())
     package, _, version = _package_and_version(chosen).partition(" ")
     if not package:
         raise GraftError(f"There is no vLLM in the environment of {chosen}: {_INSTALL}.")
@@ -66,12 +69,11 @@ def _package_and_version(python: str) -> str:
     """Return the name of vLLM's package and its version, which an interpreter has; empty if it has none."""
     try:
         answer = subprocess.run(
-            [python, "-c", _ASK],
+            [python, "-I", "-c", _ASK],  # without modules of the current folder
             capture_output=True,
             text=True,
             timeout=_SECONDS,
             check=True,
-            cwd=Path(python).parent if Path(python).is_absolute() else None,  # no module of the current folder counts
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise GraftError(

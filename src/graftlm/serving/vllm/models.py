@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from graftlm.errors import ArtifactError, GraftError
 from graftlm.grafts import Graft
+from graftlm.serving.errors import LOG
 from graftlm.serving.protocol import UnknownModelError
 from graftlm.serving.vllm.adapters import AdapterWriter, ServedGraft
 from graftlm.serving.vllm.process import VllmProcess
@@ -32,6 +34,8 @@ class ServedModels:
         self._writer = writer
         self._bare = bare
         self._grafts: dict[str, ServedGraft] = {}
+        self._members: dict[str, Graft] = {}
+        self._mixtures: dict[str, Mapping[str, float]] = {}
         self._loaded: set[str] = set()
         self._retired: set[str] = set()
         self._users: Counter[str] = Counter()
@@ -80,6 +84,8 @@ class ServedModels:
             yield
         finally:
             self._users[adapter] -= 1
+            if not self._users[adapter]:
+                del self._users[adapter]
             self._unload_unused()
 
     async def put(self, name: str, graft: Graft | None) -> None:
@@ -95,14 +101,37 @@ class ServedModels:
         """
         async with self._changing:
             if graft is None:
+                self._members.pop(name, None)
                 self._retire(self._grafts.pop(name, None))
-                return
-            await self._add(await asyncio.to_thread(self._writer.write, name, graft))
+            else:
+                await self._add(await asyncio.to_thread(self._writer.write, name, graft))
+                self._members[name] = graft
+            for mixture, weights in self._mixtures.items():
+                if name in weights:
+                    await self._update_mixture(mixture, weights)
 
-    async def put_mixture(self, name: str, weights: Mapping[str, float], grafts: Mapping[str, Graft]) -> None:
-        """Put a weighted sum of grafts into service."""
+    async def put_mixture(self, name: str, weights: Mapping[str, float]) -> None:
+        """Put a weighted sum of grafts into service. It changes with its grafts.
+
+        Args:
+            name: its name, which no graft may have.
+            weights: the weight of each graft, which must be in service.
+        """
         async with self._changing:
-            await self._add(await asyncio.to_thread(self._writer.write_mixture, name, weights, grafts))
+            self._mixtures[name] = weights
+            await self._update_mixture(name, weights)
+
+    async def _update_mixture(self, name: str, weights: Mapping[str, float]) -> None:
+        """Write a mixture of the present versions of its grafts; withdraw it while one is missing or does not fit."""
+        try:
+            missing = [member for member in weights if member not in self._members]
+            if missing:
+                raise ArtifactError(f"The graft {missing[0]} is not in service.")
+            served = await asyncio.to_thread(self._writer.write_mixture, name, weights, self._members)
+            await self._add(served)
+        except GraftError as error:
+            LOG.warning("mixture %s: withdrawn (%s)", name, error)
+            self._retire(self._grafts.pop(name, None))
 
     async def _add(self, served: ServedGraft) -> None:
         try:

@@ -17,6 +17,7 @@ import httpx
 
 from graftlm.errors import GraftError
 from graftlm.serving.errors import LOG
+from graftlm.serving.settings import KEYS_VARIABLE
 from graftlm.serving.vllm.installation import Installation
 
 _MODULE = "vllm.entrypoints.openai.api_server"
@@ -27,12 +28,13 @@ _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its paren
 
 
 class VllmProcess:
-    """A vLLM server on a port of this machine, which accepts requests with a random key only.
+    """A vLLM server on a port of this machine, whose routes under /v1 need a random key.
 
     Args:
         installation: vLLM's environment.
         model: name or folder of the model.
         arguments: further arguments of vLLM's server.
+        folder: its working folder.
         environment: further environment variables.
 
     Attributes:
@@ -44,6 +46,7 @@ class VllmProcess:
         installation: Installation,
         model: str,
         arguments: Sequence[str],
+        folder: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         key = secrets.token_urlsafe(32)
@@ -57,6 +60,9 @@ class VllmProcess:
             **(environment or {}),
         }
         self._environment.pop("PYTHONPATH", None)  # vLLM's environment has packages of its own
+        self._environment.pop(KEYS_VARIABLE, None)
+        self._folder = folder
+        self._model = model
         self._process: subprocess.Popen[bytes] | None = None
         self.client = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
@@ -77,7 +83,7 @@ class VllmProcess:
         Raises:
             GraftError: it ended before.
         """
-        LOG.info("starting vLLM: %s", " ".join(self._command))
+        LOG.info("starting vLLM with %s", self._model)  # its arguments may be secret
         self._process = subprocess.Popen(
             self._command,
             env=self._environment,
@@ -85,16 +91,25 @@ class VllmProcess:
             stdout=_STDERR,
             start_new_session=True,  # signals of the terminal reach GraftLM only, which then ends vLLM
             preexec_fn=_end_with_parent,
-            cwd=Path(self._command[0]).parent,  # no module of the current folder is imported
+            cwd=self._folder,
         )
-        while not await self.is_healthy():
+        is_ready = False
+        while not is_ready:
+            await asyncio.sleep(_POLL_SECONDS)
+            is_ready = await self._answers_with_key()
             status = self._process.poll()
             if status is not None:
                 raise GraftError(
                     f"vLLM ended with status {status} before it accepted requests: read its log above; it names what "
                     "this version, model or machine lacks."
                 )
-            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _answers_with_key(self) -> bool:
+        """Return whether vLLM answers a route that needs the key."""
+        with suppress(httpx.HTTPError):
+            answer = await self.client.get("/v1/models", timeout=10.0)
+            return answer.status_code == 200
+        return False
 
     async def is_healthy(self) -> bool:
         """Return whether vLLM accepts requests."""
@@ -110,13 +125,19 @@ class VllmProcess:
             GraftError: vLLM refuses it.
         """
         body = {"lora_name": adapter, "lora_path": str(folder)}
-        answer = await self.client.post("/v1/load_lora_adapter", json=body)
+        try:
+            answer = await self.client.post("/v1/load_lora_adapter", json=body)
+        except httpx.HTTPError as error:
+            raise OSError(f"vLLM does not answer ({type(error).__name__})") from error  # it may answer later
         if answer.status_code != 200:
             raise GraftError(f"vLLM can't load the adapter {adapter} ({_message(answer)}): read its log.")
 
     async def unload(self, adapter: str) -> None:
         """Unload a LoRA adapter; what vLLM refuses is logged."""
-        answer = await self.client.post("/v1/unload_lora_adapter", json={"lora_name": adapter})
+        try:
+            answer = await self.client.post("/v1/unload_lora_adapter", json={"lora_name": adapter})
+        except httpx.HTTPError:
+            return  # which ends with vLLM
         if answer.status_code != 200:
             LOG.warning("vLLM can't unload the adapter %s (%s)", adapter, _message(answer))
 

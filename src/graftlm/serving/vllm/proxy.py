@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import httpx
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -23,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from graftlm.config import explain
 from graftlm.errors import GraftError
 from graftlm.serving.errors import on_error
 from graftlm.serving.middleware import (
@@ -36,6 +38,8 @@ from graftlm.serving.middleware import (
     ShutdownMiddleware,
 )
 from graftlm.serving.protocol import ServingError, check_prompt
+from graftlm.serving.request_parsing import chat_prompt
+from graftlm.serving.request_schema import ChatRequest
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.streaming import ClientDisconnectedError, run_until_disconnect
 from graftlm.serving.tokenization import ServingTokenizer
@@ -44,6 +48,19 @@ from graftlm.serving.vllm.models import ServedModels
 from graftlm.serving.vllm.process import VllmProcess
 from graftlm.version import __version__
 
+_KEYS_OF_CHAT_PROMPTS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
+_CHAT = "/v1/chat/completions"
+_ROUTED = (_CHAT, "/v1/completions")
+_WITHOUT_WEIGHTS = ("/tokenize", "/detokenize")
+_OTHER_PROMPT = {
+    "truncate_prompt_tokens",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "documents",
+}
+"""Keys of vLLM that change the tokens of a prompt."""
 FORWARDED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize")
 """The paths whose requests vLLM answers. Its routes that load adapters are not among them."""
 JsonObject = dict[str, object]
@@ -121,7 +138,7 @@ class Proxy:
                 "without --engine).",
                 "graftlm",
             )
-        adapter = await self._current_adapter(name, body)
+        adapter = await self._current_adapter(name, request.url.path, body)
         async with AsyncExitStack() as stack:
             stack.enter_context(self.models.use(adapter))
             own_name = self.models.name_in_vllm(adapter)
@@ -129,53 +146,70 @@ class Proxy:
             stack.push_async_callback(answer.aclose)
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 return _Stream(_renamed_lines(answer, own_name, name), stack.pop_all())
-            content = await run_until_disconnect(request, answer.aread())
+            content = await _read(request, answer)
             return _renamed_response(answer, content, name)
 
     async def _send(self, request: Request, body: JsonObject) -> httpx.Response:
         """Send a request to vLLM; when the client disconnects, vLLM ends it, too."""
-        upstream = self.process.client.build_request("POST", request.url.path, json=body)
+        upstream = self.process.client.build_request(
+            "POST",
+            request.url.path,
+            content=json.dumps(body).encode(),  # ASCII, also for texts that are not valid Unicode
+            headers={"Content-Type": "application/json"},
+        )
         try:
             return await run_until_disconnect(request, self.process.client.send(upstream, stream=True))
         except httpx.HTTPError as error:
-            raise ServingError(
-                f"vLLM does not answer ({type(error).__name__}): try again in a moment.", status=503
-            ) from error
+            raise _no_answer(error) from error
 
-    async def _current_adapter(self, name: str, body: JsonObject) -> str | None:
+    async def _current_adapter(self, name: str, path: str, body: JsonObject) -> str | None:
         """Return the adapter for a request, of the version of its graft that is in service now; None for none."""
         while True:
             graft = self.models.of(name)
             if graft is None:
                 return None
-            adapter = await asyncio.to_thread(self._adapter, graft, body)
+            adapter = await asyncio.to_thread(self._adapter, graft, path, body)
             if self.models.of(name) is graft:
                 return adapter
 
-    def _adapter(self, graft: ServedGraft, body: JsonObject) -> str | None:
+    def _adapter(self, graft: ServedGraft, path: str, body: JsonObject) -> str | None:
         """Return the adapter of a graft for a request; None for the bare backbone."""
         if graft.chooser is None:
             return graft.adapters[""]
-        adapters = {graft.adapter_for(prompt) for prompt in self._prompts(body)}
+        if path in _WITHOUT_WEIGHTS:
+            return None
+        if path not in _ROUTED or not _OTHER_PROMPT.isdisjoint(body):
+            raise ServingError(
+                f"{graft.name} chooses its expert by the prompt, but the prompt of this request is known to vLLM only: "
+                "use /v1/chat/completions or /v1/completions, without keys that change the prompt or its template.",
+                "model",
+            )
+        adapters = {graft.adapter_for(prompt) for prompt in self._prompts(path, body)}
         if len(adapters) > 1:
             raise ServingError(
                 f"The prompts need different experts of {graft.name}: send a request for each prompt.", "prompt"
             )
         return adapters.pop()
 
-    def _prompts(self, body: JsonObject) -> list[Sequence[int]]:
+    def _prompts(self, path: str, body: JsonObject) -> list[Sequence[int]]:
         """Return the token ids of each prompt of a request."""
-        if "messages" in body:
-            messages = [_plain_message(message) for message in _list(body["messages"], "messages")]
-            tools = [_object(tool, "tools") for tool in _list(body.get("tools") or [], "tools")]
-            values = _object(body.get("chat_template_kwargs") or {}, "chat_template_kwargs")
-            return [self.tokenizer.encode_chat(messages, tools, values=values)]
-        prompt = body.get("prompt", body.get("input"))
+        if path == _CHAT:
+            return [self._chat_prompt(body)]
+        prompt = body.get("prompt")
         is_single = isinstance(prompt, str) or (isinstance(prompt, list) and _are_ids(prompt))
         prompts = [prompt] if is_single else _list(prompt, "prompt")
         if not prompts:
             raise _bad_prompt()
         return [self._ids(each) for each in prompts]
+
+    def _chat_prompt(self, body: JsonObject) -> Sequence[int]:
+        """Return the token ids of a conversation, as GraftLM's own engine reads it."""
+        read = {key: body[key] for key in _KEYS_OF_CHAT_PROMPTS if key in body}
+        try:
+            request = ChatRequest.model_validate({"model": "any", **read})
+        except ValidationError as error:
+            raise ServingError(explain(error, ChatRequest, "The request"), "messages") from None
+        return chat_prompt(self.tokenizer, request, with_tools=request.tool_choice != "none")
 
     def _ids(self, prompt: object) -> Sequence[int]:
         """Return the token ids of a prompt, a text or a list of ids, of which there must be one."""
@@ -237,14 +271,17 @@ class Proxy:
         return JSONResponse({"version": __version__, "vllm": self.vllm_version})
 
     async def _metrics(self, request: Request) -> Response:
-        answer = await self.process.client.get("/metrics")
+        try:
+            answer = await self.process.client.get("/metrics")
+        except httpx.HTTPError as error:
+            raise _no_answer(error) from error
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
 
 class _Stream(StreamingResponse):
     """A stream of server-sent events, after which a stack of resources is closed."""
 
-    def __init__(self, lines: AsyncIterator[str], stack: AsyncExitStack) -> None:
+    def __init__(self, lines: AsyncIterator[bytes], stack: AsyncExitStack) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         self._stack = stack
 
@@ -253,13 +290,29 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _renamed_lines(answer: httpx.Response, own_name: str, name: str) -> AsyncIterator[str]:
+async def _read(request: Request, answer: httpx.Response) -> bytes:
+    """Return the content of vLLM's answer."""
+    try:
+        return await run_until_disconnect(request, answer.aread())
+    except httpx.HTTPError as error:
+        raise _no_answer(error) from error
+
+
+def _no_answer(error: Exception) -> ServingError:
+    return ServingError(f"vLLM does not answer ({type(error).__name__}): try again in a moment.", status=503)
+
+
+async def _renamed_lines(answer: httpx.Response, own_name: str, name: str) -> AsyncIterator[bytes]:
     """Yield the lines of an event stream with the model's name in requests in place of that in vLLM."""
     # Inside of JSON strings quotation marks are escaped, so that the pattern finds keys only.
-    pattern = re.compile(rf'"model":\s*{re.escape(json.dumps(own_name))}')
-    replacement = f'"model":{json.dumps(name)}'
-    async for line in answer.aiter_lines():
-        yield pattern.sub(lambda _: replacement, line, count=1) + "\n"
+    pattern = re.compile(rf'"model":\s*{re.escape(json.dumps(own_name))}'.encode())
+    replacement = f'"model":{json.dumps(name)}'.encode()
+    rest = b""
+    async for chunk in answer.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")  # texts may have other separators of lines
+        for line in lines:
+            yield pattern.sub(lambda _: replacement, line, count=1) + b"\n"
+    yield rest
 
 
 def _renamed_response(answer: httpx.Response, content: bytes, name: str) -> Response:
@@ -276,7 +329,7 @@ def _renamed_response(answer: httpx.Response, content: bytes, name: str) -> Resp
 
 def _read_body(content: bytes) -> JsonObject:
     try:
-        body = json.loads(content)
+        body = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise ServingError("The body is not JSON: send a JSON object.", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -284,15 +337,13 @@ def _read_body(content: bytes) -> JsonObject:
     return body
 
 
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _list(value: object, key: str) -> list[object]:
     if not isinstance(value, list):
         raise ServingError(f"{key} is not a list, but one is expected: send one.", key)
-    return value
-
-
-def _object(value: object, key: str) -> JsonObject:
-    if not isinstance(value, dict):
-        raise ServingError(f"{key} has something else than a JSON object, but one is expected: send one.", key)
     return value
 
 
@@ -303,16 +354,6 @@ def _are_ids(values: Sequence[object]) -> bool:
 
 def _bad_prompt() -> ServingError:
     return ServingError("prompt is not a text, a list of token ids, or a list of these: send one.", "prompt")
-
-
-def _plain_message(value: object) -> JsonObject:
-    """Return a message whose content is a text, from one whose content may be a list of parts."""
-    message = _object(value, "messages")
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = [part.get("text", "") for part in content if isinstance(part, dict)]
-    return {**message, "content": "\n".join(str(text) for text in texts)}
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

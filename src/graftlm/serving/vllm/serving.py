@@ -14,6 +14,7 @@ import uvicorn
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, GraftError
+from graftlm.export.folder import check_weights
 from graftlm.export.many import Mixtures, VllmSettings, checked_entries
 from graftlm.export.vllm import check_server, vllm_variables
 from graftlm.grafts import Graft
@@ -21,7 +22,7 @@ from graftlm.serving.errors import LOG
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.store import GraftStore
 from graftlm.serving.tokenization import ServingTokenizer
-from graftlm.serving.vllm.adapters import AdapterWriter, Needs, model_for_vllm, parts_of
+from graftlm.serving.vllm.adapters import AdapterWriter, Needs, model_for_vllm
 from graftlm.serving.vllm.installation import Installation
 from graftlm.serving.vllm.models import ServedModels
 from graftlm.serving.vllm.process import VllmProcess
@@ -82,6 +83,7 @@ def serve_with_vllm(
             f"{backbone.name} is loaded as {backbone.kind}, but vLLM serves causal language models here: leave out "
             "--engine."
         )
+    check_weights(backbone)
     server = _Server(backbone, name, given, folder, options, settings, keys)
     asyncio.run(server.run(on_ready))
 
@@ -104,17 +106,29 @@ class _Server:
         self.options = options
         self.settings = settings
         self.keys = keys
+        self.refused: dict[str, str] = {}
         self.store = GraftStore({name: backbone}, given, folder)
-        self.grafts = self.store.open(check=lambda graft_name, graft: _check_servable(graft_name, graft, backbone))
+        self.grafts = self.store.open(check=self._check)
         entries = checked_entries(self.grafts, options.mixtures) if options.mixtures else {}
         self.mixtures = {mixture: entries[mixture] for mixture in options.mixtures}
         for mixture in self.mixtures:
             if mixture == name:
                 raise GraftError(f"The mixture {mixture} has the name of the backbone: choose another name.")
+        if not self.grafts:
+            LOG.info("no graft is there: grafts that come later need a restart, because vLLM starts without adapters")
         self.needs = Needs.of(self.grafts, self.mixtures, backbone)
         if self.needs.carrier is not None:
             check_server(backbone, target="vllm")
         self.slots = options.slots or self.needs.adapters + _SPARE_SLOTS
+
+    def _check(self, name: str, graft: Graft) -> None:
+        """Raise `ArtifactError` if vLLM can't serve a graft, or its name is taken."""
+        if name in self.options.mixtures:
+            raise ArtifactError(f"The graft's name {name} is that of a mixture (--mix): choose another name.")
+        try:
+            Needs.of({name: graft}, {}, self.backbone)
+        except ArtifactError as error:
+            raise ArtifactError(f"{str(error).rstrip('.')}. vLLM can't serve {name}.") from None
 
     async def run(self, on_ready: Callable[[str], None] | None) -> None:
         """Start vLLM, load the grafts, and serve."""
@@ -129,8 +143,9 @@ class _Server:
         with tempfile.TemporaryDirectory(prefix="graftlm-vllm-") as scratch:
             process = VllmProcess(
                 self.options.installation,
-                model_for_vllm(self.needs.carrier, self.backbone),
+                await asyncio.to_thread(model_for_vllm, self.needs.carrier, self.backbone),
                 self._arguments(Path(scratch)),
+                Path(scratch),
                 environment=vllm_variables(self.backbone) if self.needs.carrier is not None else None,
             )
             try:
@@ -170,9 +185,15 @@ class _Server:
             await process.load(bare, adapters / bare)
         models = ServedModels(self.name, process, writer, bare)
         for name, graft in self.grafts.items():
-            await models.put(name, graft)
+            try:
+                await models.put(name, graft)
+            except GraftError as error:
+                if name in self.store.given or name in _members(self.mixtures):
+                    raise
+                LOG.warning("graft %s: %s", name, error)
+                self.refused[name] = str(error)
         for name, weights in self.mixtures.items():
-            await models.put_mixture(name, weights, self.grafts)
+            await models.put_mixture(name, weights)
         return Proxy(
             models=models,
             process=process,
@@ -180,7 +201,7 @@ class _Server:
             settings=self.settings,
             keys=self.keys,
             vllm_version=self.options.installation.version,
-            problems=self.store.problems,
+            problems=lambda: {**self.refused, **self.store.problems()},
         )
 
     async def _serve(self, proxy: Proxy, on_ready: Callable[[str], None] | None) -> None:
@@ -216,7 +237,7 @@ class _Server:
 
         def replace(name: str, graft: Graft | None) -> None:
             if graft is not None:
-                _check_servable(name, graft, self.backbone)
+                self._check(name, graft)
             asyncio.run_coroutine_threadsafe(proxy.models.put(name, graft), loop).result()
 
         while True:
@@ -270,9 +291,6 @@ async def _end_with_vllm(proxy: Proxy, server: _HttpServer) -> None:
     server.should_exit = True
 
 
-def _check_servable(name: str, graft: Graft, backbone: Backbone) -> None:
-    """Raise `ArtifactError` if vLLM can't serve a graft."""
-    try:
-        parts_of(name, graft, backbone)
-    except ArtifactError as error:
-        raise ArtifactError(f"{str(error).rstrip('.')}. vLLM can't serve {name}.") from None
+def _members(mixtures: Mapping[str, Mapping[str, float]]) -> set[str]:
+    """Return the names of the grafts in mixtures."""
+    return {name for weights in mixtures.values() for name in weights}
