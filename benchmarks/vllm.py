@@ -186,7 +186,7 @@ class Servers:
         many = export_many(self.grafts, self.backbone, self.folder / "many")
         servers = [self._vllm(exported), self._vllm(bare), self._vllm(many / CARRIER, _adapter_options(many))]
         with ThreadPoolExecutor() as pool:  # a start takes a minute
-            urls = list(pool.map(stack.enter_context, servers))
+            urls = list(pool.map(lambda server: stack.enter_context(server), servers))
         return {
             "ours": self._ours,
             "exported": partial(self._load, urls[0], ["model"]),

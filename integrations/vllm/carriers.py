@@ -50,7 +50,7 @@ def exported_carrier(backbone: Backbone, folder: Path) -> Exported:
         GraftError: the other grafts can't be exported.
     """
     grafts, note = _grafts(backbone)
-    weights = dict(zip((FIRST, LORA if LORA in grafts else INSTEAD), WEIGHTS, strict=True))
+    weights: dict[str, float] = dict(zip((FIRST, LORA if LORA in grafts else INSTEAD), WEIGHTS, strict=True))
     export_many(grafts, backbone, folder, {MIXTURE: weights})
     sets = {BARE: {}, **{name: {name: graft} for name, graft in grafts.items()}}
     sets[MIXTURE] = {name: _scaled(grafts[name], weight) for name, weight in weights.items()}
