@@ -72,7 +72,7 @@ ROWS = {
         "prefix_1000",
         "json",
     ],
-    "vllm": ["clients_1", "clients_8", "clients_32"],
+    "vllm": ["clients_1", "clients_8", "clients_32", "mixed_grafts_2", "mixed_grafts_8"],
 }
 NOT_MEASURED = ("vllm",)  # without committed results
 SKIPPED = 3  # status of a benchmark that can't run on this machine
@@ -121,7 +121,8 @@ def check_form(results: Results, name: str) -> None:
         if name == "operations":  # counts have no interval
             assert value_of(row.metrics["operations_ratio"]) >= 1
             continue
-        ratio = next(row.metrics[metric] for metric in ("ratio", "value", "export_over_bare") if metric in row.metrics)
+        names = ("ratio", "value", "export_over_bare", "carrier_over_bare")
+        ratio = next(row.metrics[metric] for metric in names if metric in row.metrics)
         assert isinstance(ratio, Interval)
         assert ratio.low <= ratio.mean <= ratio.high
         assert ratio.low > 0 or row.id == "growth_exponent"

@@ -191,6 +191,15 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+def test_lora_on_the_parameters_of_experts_is_refused(tmp_path: Path) -> None:
+    backbone = tiny("mixtral")
+    graft = trained(GRAFTS["lora"], backbone)
+    for export in (lambda to: export_many({"graft": graft}, backbone, to), lambda to: export_peft(graft, backbone, to)):
+        with pytest.raises(ArtifactError, match="experts"):
+            export(tmp_path / "to")
+        assert not (tmp_path / "to").exists()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_lora_adapter_cannot_do_is_refused(name: str, tmp_path: Path) -> None:
     backbone = tiny()

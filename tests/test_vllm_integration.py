@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from graftlm.evaluation import Results
-from integrations.vllm import environment, table
+from integrations.vllm import carriers, environment, table
+from integrations.vllm.carriers import exported_carrier
 from integrations.vllm.comparison import Continuation, compare
 from integrations.vllm.jobs import run_jobs
+from integrations.vllm.models import EFFECT, PROMPTS, Exported, continuations, tiny_backbone
 
 FOLDER = Path(environment.__file__).parent
 OURS = Continuation(tokens=[5, 6, 7], logprobs=[-1.0, -2.0, -3.0], gaps=[0.5, 1e-5, 0.5])
@@ -204,6 +208,56 @@ def test_the_lock_leaves_out_what_breaks_vllm() -> None:
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(names)
 
 
+# Carriers
+
+
+@pytest.fixture(scope="module")
+def carrier(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return exported_carrier(tiny_backbone("llama"), tmp_path_factory.mktemp("carrier") / "many")
+
+
+def by_row(export: Exported) -> dict[str, Continuation]:
+    assert export.names is not None
+    return dict(zip(export.names, export.expected, strict=True))
+
+
+def test_each_graft_has_a_row_for_each_prompt_in_one_batch(carrier: Exported) -> None:
+    names = [carriers.BARE, *carriers.GRAFTS, carriers.MIXTURE]
+    assert carrier.names == [f"{name}, prompt {number + 1}" for number in range(len(PROMPTS)) for name in names]
+    assert carrier.loras is not None
+    assert [Path(lora).name if lora else carriers.BARE for lora in carrier.loras] == names * len(PROMPTS)
+    assert carrier.engine["max_num_seqs"] == len(carrier.prompts) == len(carrier.expected)
+    assert carrier.note == ""
+    assert carrier.effect > EFFECT
+
+
+def test_a_row_that_ran_with_another_graft_is_wrong(carrier: Exported) -> None:
+    outputs = {name: ours._asdict() for name, ours in by_row(carrier).items()}
+    assert not compare(carrier.expected, list(outputs.values()), carrier.names).fault
+    for name in (carriers.LORA, carriers.MIXTURE):
+        for other in (carriers.BARE, carriers.FIRST):
+            mixed_up = {**outputs, f"{name}, prompt 2": outputs[f"{other}, prompt 2"]}
+            fault = compare(carrier.expected, list(mixed_up.values()), carrier.names).fault
+            assert fault.startswith(f"{name}, prompt 2")
+
+
+def test_the_mixture_is_continued_as_peft_continues_it(carrier: Exported) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(carrier.folder, trust_remote_code=True)
+    mixed = PeftModel.from_pretrained(model, str(carrier.folder.parent / carriers.MIXTURE)).eval()
+    outputs = [ours._asdict() for ours in continuations(mixed)]
+    expected = [by_row(carrier)[f"{carriers.MIXTURE}, prompt {number + 1}"] for number in range(len(PROMPTS))]
+    comparison = compare(expected, outputs)
+    assert comparison.fault == ""
+    assert comparison.tokens > len(PROMPTS)
+
+
+def test_lora_is_left_out_where_it_would_change_experts(tmp_path: Path) -> None:
+    export = exported_carrier(tiny_backbone("mixtral"), tmp_path / "many")
+    assert "LoRA" in export.note
+    assert not (tmp_path / "many" / carriers.LORA).exists()
+    assert f"{carriers.MIXTURE}, prompt 1" in by_row(export)
+
+
 # The committed table
 
 
@@ -217,7 +271,7 @@ def test_nothing_is_wrong(results: Results) -> None:
     measured = {(family, kind): cell["outcome"] for family, row in cells.items() for kind, cell in row.items()}
     assert set(measured) == set(table.plan()), "run the table again: python -m integrations.vllm table"
     assert "wrong" not in measured.values()
-    for kind in (table.BARE, *table.KINDS):
+    for kind in (table.BARE, *table.KINDS, table.CARRIER):
         assert len([pair for pair, outcome in measured.items() if pair[1] == kind and outcome == "right"]) >= 3
         assert measured["llama", kind] == "right"
 

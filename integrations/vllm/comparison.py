@@ -64,15 +64,24 @@ def continuation(next_logits: Callable[[Tensor], Tensor], prompt: Sequence[int],
     return result
 
 
-def compare(expected: Sequence[Continuation], outputs: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Compare the outputs of a job with the continuations that are expected, prompt by prompt."""
+def compare(
+    expected: Sequence[Continuation], outputs: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
+) -> Comparison:
+    """Compare the outputs of a job with the continuations that are expected, prompt by prompt.
+
+    Args:
+        expected: the continuation of each prompt.
+        outputs: the output for each prompt, see `generate.py`.
+        names: a name for each prompt, for the description of a fault; None numbers them.
+    """
     tokens, largest, fault = 0, 0.0, ""
-    for number, (ours, theirs) in enumerate(zip(expected, outputs, strict=True)):
+    names = names or [f"prompt {number + 1}" for number in range(len(expected))]
+    for name, ours, theirs in zip(names, expected, outputs, strict=True):
         one = _compare_one(ours, theirs)
         tokens += one.tokens
         largest = max(largest, one.difference)
         if one.fault and not fault:
-            fault = f"prompt {number + 1}, {one.fault}"
+            fault = f"{name}, {one.fault}"
     if largest > TOLERANCE and not fault:
         fault = f"log-probabilities differ by {largest:.2g}"
     return Comparison(tokens, largest, fault)

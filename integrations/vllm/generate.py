@@ -19,6 +19,7 @@ prints lines of its own. `{"started": NAME}` precedes each job, so that the read
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -87,6 +88,8 @@ def engine(model: str, options: dict[str, Any]) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    if options.get("enable_lora"):
+        keep_experts_of_cpus()
     llm = None
     try:
         llm = LLM(model, **{**ENGINE, **options})
@@ -97,6 +100,24 @@ def engine(model: str, options: dict[str, Any]) -> Iterator[Any]:
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def keep_experts_of_cpus() -> None:
+    """Make vLLM on a CPU compute mixtures of experts with LoRA as it does without.
+
+    vLLM 0.32 would choose code in Triton, which its build for CPUs lacks, even if no adapter changes the experts.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.platforms import current_platform
+
+    choose = method.select_unquantized_moe_backend
+    if not current_platform.is_cpu() or choose.__name__ == "choose_without_lora":
+        return
+
+    def choose_without_lora(moe_config: Any) -> Any:
+        return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    method.select_unquantized_moe_backend = choose_without_lora
 
 
 @contextmanager

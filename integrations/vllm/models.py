@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from graftlm.backbone import Backbone
 from graftlm.export import export_graft, export_model
@@ -73,12 +75,23 @@ class Exported(NamedTuple):
     Attributes:
         folder: the model's folder.
         expected: the continuation of each prompt in this process.
-        effect: the largest change of the first token's log-probability by the graft; 0 without a graft.
+        effect: the largest change of the first token's log-probability by the graft; 0 without a graft, and of several
+            grafts the smallest.
+        prompts: the prompts, (N) lists of token ids.
+        names: a name for each prompt, for reports; None numbers them.
+        loras: the folder of an adapter for each prompt, or None; None if no prompt has one.
+        engine: further options of vLLM's engine.
+        note: what was left out.
     """
 
     folder: Path
     expected: list[Continuation]
     effect: float
+    prompts: Sequence[Sequence[int]] = PROMPTS
+    names: Sequence[str] | None = None
+    loras: Sequence[str | None] | None = None
+    engine: Mapping[str, Any] = MappingProxyType({})
+    note: str = ""
 
 
 def exported_bare(backbone: Backbone, folder: Path) -> Exported:
@@ -99,13 +112,17 @@ def exported_graft(
         ArtifactError: the graft can't be exported.
     """
     export_graft(graft, backbone, folder)
-    (prompt,) = tiny_ids(1, max(LENGTHS), seed=max(LENGTHS)).split(1)
-    bare = logits(backbone.model, prompt)[0, -1].log_softmax(-1)
+    bare = first_logprobs(backbone.model)
     with GraftedModel(backbone, {"graft": graft}) as model:
         model.eval()
-        grafted = logits(model, prompt)[0, -1].log_softmax(-1)
+        grafted = first_logprobs(model)
         expected = continuations(model, prompts)
-    return Exported(folder, expected, float((grafted - bare).abs().max()))
+    return Exported(folder, expected, float((grafted - bare).abs().max()), prompts)
+
+
+def first_logprobs(model: nn.Module) -> Tensor:
+    """Return the log-probabilities (V,) of the first token after the longest of the prompts."""
+    return logits(model, torch.tensor(PROMPTS[-1:]))[0, -1].log_softmax(-1)
 
 
 def continuations(model: nn.Module, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Continuation]:

@@ -16,6 +16,7 @@ import graftlm.export
 from graftlm.errors import GraftError, first_line
 from graftlm.evaluation import Results, Row
 from graftlm.files.writing import write_atomically
+from integrations.vllm.carriers import GRAFTS, WEIGHTS, exported_carrier
 from integrations.vllm.comparison import compare
 from integrations.vllm.environment import REQUIREMENTS
 from integrations.vllm.jobs import stream_jobs
@@ -38,6 +39,8 @@ COMMAND = "python -m integrations.vllm table --out integrations/vllm/results.jso
 FAMILIES_FILE = Path(graftlm.export.__file__).with_name("vllm.yaml")
 """The families that vLLM can't run, for users of exports."""
 BARE = "bare"
+CARRIER = "carrier"
+"""Several grafts and a mixture on one carrier, in one batch with the bare model; see `carriers.py`."""
 ALWAYS = "neutral-residues"
 """The kind that is measured on every family."""
 _EXPERTS = {name: {"rank": 3, "targets": ["attention", "ffn"]} for name in ("one", "two")}
@@ -65,7 +68,8 @@ class Cell(NamedTuple):
         why: the first line of the refusal, or a description of the fault.
         tokens: number of compared tokens.
         difference: the largest difference between log-probabilities of chosen tokens.
-        effect: the largest change of a log-probability by the graft.
+        effect: the largest change of a log-probability by the graft; of several grafts, that of the weakest.
+        note: what was left out.
     """
 
     outcome: Outcome
@@ -73,13 +77,14 @@ class Cell(NamedTuple):
     tokens: int = 0
     difference: float | None = None
     effect: float | None = None
+    note: str = ""
 
 
 def plan(chosen: Sequence[str] | None = None) -> list[tuple[str, str]]:
     """Return the pairs of family and kind that are measured.
 
-    Every family is measured bare, with neutral residues, and with one or two of the other kinds in turn; `ALL_KINDS_ON`
-    with all.
+    Every family is measured bare, with neutral residues, with a carrier of several grafts, and with one or two of the
+    other kinds in turn; `ALL_KINDS_ON` with all.
 
     Args:
         chosen: names of families, or None for all.
@@ -90,7 +95,7 @@ def plan(chosen: Sequence[str] | None = None) -> list[tuple[str, str]]:
         first, second = number % len(others), (number + 2) % len(others)
         turn = {others[first], others[second]} if number % 2 else {others[first]}
         kinds = others if family in ALL_KINDS_ON else [kind for kind in others if kind in turn]
-        pairs += [(family, kind) for kind in (BARE, ALWAYS, *kinds)]
+        pairs += [(family, kind) for kind in (BARE, ALWAYS, *kinds, CARRIER)]
     return [pair for pair in pairs if chosen is None or pair[0] in chosen]
 
 
@@ -128,29 +133,48 @@ def _measured(python: Path, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[
                 continue
             exports[name] = pair, export
             variables = {} if kind == BARE else ENVIRONMENTS.get(family, {})
-            job = {"name": name, "model": str(export.folder), "prompts": PROMPTS, "tokens": STEPS}
-            jobs.append({**job, "environment": variables})
+            jobs.append({"name": name, "environment": variables, **_job(export)})
         for result in stream_jobs(python, jobs):
             pair, export = exports[result["name"]]
             yield pair, _cell(export, result, is_bare=pair[1] == BARE)
+
+
+def _job(export: Exported) -> dict[str, Any]:
+    """Return the job of an exported model, without a name."""
+    return {
+        "model": str(export.folder),
+        "prompts": export.prompts,
+        "loras": export.loras,
+        "tokens": STEPS,
+        "engine": dict(export.engine),
+    }
 
 
 def _exported(family: str, kind: str, folder: Path) -> Exported:
     backbone = tiny_backbone(family)
     if kind == BARE:
         return exported_bare(backbone, folder)
+    if kind == CARRIER:
+        return exported_carrier(backbone, folder)
     return exported_graft(random_graft(KINDS[kind], backbone), backbone, folder)
 
 
 def _cell(export: Exported, result: dict[str, Any], *, is_bare: bool) -> Cell:
     """Return the cell of a result of vLLM."""
     if "error" in result:
-        return Cell("refused", f"vLLM: {result['error']}")
-    comparison = compare(export.expected, result["outputs"])
+        return Cell("refused", f"vLLM: {result['error']}", note=export.note)
+    comparison = compare(export.expected, result["outputs"], export.names)
     why = comparison.fault
     if not is_bare and export.effect < EFFECT:
         why = why or f"the graft changes log-probabilities by {export.effect:.2g} only, which shows nothing"
-    return Cell("wrong" if why else "right", why, comparison.tokens, comparison.difference, export.effect)
+    return Cell(
+        outcome="wrong" if why else "right",
+        why=why,
+        tokens=comparison.tokens,
+        difference=comparison.difference,
+        effect=export.effect,
+        note=export.note,
+    )
 
 
 # The file of results
@@ -234,7 +258,7 @@ def report(results: Results) -> str:
     """Return the results as Markdown: a table of outcomes, and the reasons of those that are not right."""
     cells: Any = results.details["cells"]
     versions: Any = results.details["versions"]
-    columns = [BARE, *KINDS]
+    columns = [BARE, *KINDS, CARRIER]
     environments = [
         f"Exports of {family} run with {' '.join(f'{name}={value}' for name, value in variables.items())}."
         for family, variables in ENVIRONMENTS.items()
@@ -249,23 +273,26 @@ def report(results: Results) -> str:
         f"Tiny random models in float32: {len(PROMPTS)} prompts, {STEPS} greedy tokens each. A number is the largest"
         " difference between log-probabilities of chosen tokens; the tokens are equal. Empty cells were not measured.",
         "",
+        f"Carrier: {', '.join(GRAFTS)}, the sum of {WEIGHTS[0]:g} of the first and {WEIGHTS[1]:g} of LoRA, and the bare"
+        " model, each with all prompts, as rows of one batch. A star: something is left out, see below. Experts run the"
+        " code that vLLM chooses without LoRA: with LoRA it chooses Triton, which its build for CPUs lacks.",
+        "",
         *environments,
         "",
         f"|family|{'|'.join(columns)}|",
         f"|---{'|---' * len(columns)}|",
     ]
     lines += [f"|{family}|{'|'.join(_shown(row.get(column)) for column in columns)}|" for family, row in cells.items()]
+    flat = [(f"{family}, {kind}", cell) for family, row in cells.items() for kind, cell in row.items()]
     lines += ["", "## Refused and wrong", ""]
-    for family, row in cells.items():
-        lines += [
-            f"- {family}, {kind}: {cell['outcome']}, {cell['why']}"
-            for kind, cell in row.items()
-            if cell["outcome"] != "right"
-        ]
+    lines += [f"- {name}: {cell['outcome']}, {cell['why']}" for name, cell in flat if cell["outcome"] != "right"]
+    lines += ["", "## Left out", ""]
+    lines += [f"- {name}: {cell['note']}" for name, cell in flat if cell["note"]]
     return "\n".join(lines) + "\n"
 
 
 def _shown(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return ""
-    return f"{cell['difference']:.0e}" if cell["outcome"] == "right" else cell["outcome"]
+    text = f"{cell['difference']:.0e}" if cell["outcome"] == "right" else cell["outcome"]
+    return f"{text}*" if cell["note"] else text

@@ -185,6 +185,13 @@ class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors):
                 f"{self._label} computes something else than B A x, but plain LoRA is expected: export the graft "
                 f"alone, without sharing the backbone ({_ALONE})."
             )
+        if self._peft.target_parameters:
+            # In layers without experts the names are those of Linears' weights.
+            example = min(self._peft.target_parameters, key=lambda name: name.endswith(".weight"))
+            raise ArtifactError(
+                f"{self._label} changes parameters by their names, such as {example}, but linear modules are expected: "
+                f"adapt linear modules, or export the graft alone, without sharing the backbone ({_ALONE})."
+            )
 
     def _scales(self, model: PreTrainedModel) -> dict[str, float]:
         """Return the factor of B A x of each module that the adapter changes, by the path of the module."""
