@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from graftlm.testing import tiny_ids
+from integrations.vllm.carriers import exported_carrier
 from integrations.vllm.comparison import Continuation, compare
 from integrations.vllm.environment import UnavailableError, find_python
 from integrations.vllm.jobs import run_jobs
@@ -64,7 +65,10 @@ def test_neutral_residues_with_a_prefix_cache(exported: Exported, python: Path) 
     assert [output["cached"] for output in result["outputs"]] == [0] + [2 * BLOCK] * (len(PROMPTS) - 1)
 
 
-def test_neutral_residues_in_two_processes(exported: Exported, python: Path) -> None:
-    """Each process has half of the heads, of the FFN and of the adapter's padded width."""
-    (result,) = run_jobs(python, [job(exported.folder, LONG_PROMPTS, tensor_parallel_size=2)])
-    check(exported.expected, result)
+def test_grafts_of_a_carrier_in_two_processes(python: Path, tmp_path: Path) -> None:
+    """Each process has half of the heads, of the FFN and of the blank adapters; all grafts are in one batch."""
+    carrier = exported_carrier(tiny_backbone("llama"), tmp_path / "many")
+    assert carrier.effect > EFFECT
+    engine = {**carrier.engine, "tensor_parallel_size": 2}
+    (result,) = run_jobs(python, [{**job(carrier.folder, carrier.prompts, **engine), "loras": carrier.loras}])
+    check(carrier.expected, result)
