@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, QuantizedCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, QuantizedCache
 
 from cases import pairwise, rotated
 from graftlm.backbone import Backbone
@@ -114,12 +114,22 @@ ASSISTANTS: dict[str, Callable[[GraftedModel], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("kind", "assistant"), rotated(["token routing", "composition"], ASSISTANTS))
 def test_drafts_change_no_token(kind: str, assistant: str) -> None:
+    if kind == "composition" and assistant == "its first layer":
+        _skip_unless_empty_layers_are_cropped()
     ids = tiny_ids(1, 20)
     config = READS_PROMPT[kind] | ({"refresh": "every"} if kind == "composition" else {})
     with randomise(attach_graft(backbone("llama"), config).eval(), 0.2) as model:
         plain = model.generate(ids, **GREEDY)
         assert model.generate(ids, **GREEDY, **ASSISTANTS[assistant](model)).tolist() == plain.tolist()
         assert model.model.generate(ids, **GREEDY, **ASSISTANTS[assistant](model)).tolist() == plain.tolist()
+
+
+def _skip_unless_empty_layers_are_cropped() -> None:
+    """A draft of the first layers leaves layers of a composition empty."""
+    try:
+        DynamicLayer().crop(-1)
+    except TypeError:
+        pytest.skip("this version of transformers crops only layers that were filled")
 
 
 def test_a_grafted_model_may_write_drafts_for_another() -> None:

@@ -81,7 +81,8 @@ def test_closed_gates_generate_what_the_backbone_generates(
     }
     actual = model.generate(tiny_ids(), **decoding)
     expected = tiny_model(family).generate(tiny_ids(), **decoding)
-    assert torch.equal(torch.stack(actual.logits), torch.stack(expected.logits))
+    # In torch 2.13, the pass over the prompt may round otherwise.
+    torch.testing.assert_close(torch.stack(actual.logits), torch.stack(expected.logits), rtol=1e-5, atol=1e-5)
     assert adapted == []
 
 
