@@ -34,7 +34,7 @@ AUGMENTED = {"one": {"name": "in memory"}}
 GRAFTS: dict[str, tuple[dict[str, Any], float]] = {
     "open gates": ({"kind": "neutral-residues", "gate_init": "open"}, 1.22),
     "adapter": ({"kind": "adapter"}, 1.16),
-    "lora": ({"kind": "lora", "capacity": 0.1}, 1.41),
+    "lora": ({"kind": "lora", "capacity": 0.1}, 1.42),
     "one expert": ({"kind": "token-routing", "experts": experts(1, *IN_PAPER)}, 1.21),
     "four experts": ({"kind": "token-routing", "experts": experts(4, *IN_PAPER)}, 1.27),
     "four everywhere": ({"kind": "token-routing", "experts": experts(4, "attention", "ffn")}, 1.68),

@@ -79,6 +79,7 @@ def pretended_accelerator(model: nn.Module, cache: Cache) -> Iterator[Callable[[
     Yields:
         A function that moves a tensor.
     """
+    tokens = int(cache.get_seq_length())
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
 
         def move(tensor: Tensor) -> Tensor:
@@ -86,12 +87,11 @@ def pretended_accelerator(model: nn.Module, cache: Cache) -> Iterator[Callable[[
             return fake.to(DEVICE)
 
         model._apply(move)
-        _move_cache(cache, move)
+        _move_cache(cache, move, tokens)
         yield move
 
 
-def _move_cache(cache: Cache, move: Callable[[Tensor], Tensor]) -> None:
-    tokens = int(cache.get_seq_length())
+def _move_cache(cache: Cache, move: Callable[[Tensor], Tensor], tokens: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, RecurrentCacheLayer):
             layer._apply(move)
