@@ -19,7 +19,7 @@ from graftlm.export import many as many_module
 from graftlm.export.carrier import Carrier, pieces_of
 from graftlm.export.many import SETTINGS
 from graftlm.grafted.model import GraftedModel
-from graftlm.grafts import Graft
+from graftlm.grafts import ExportsAdapter, Graft
 from graftlm.store.artifact import save_graft
 from graftlm.testing import attach_graft, logits, randomise
 from tiny import BackboneFolder, tiny_ids, tiny_model, tiny_tokenizer
@@ -119,6 +119,16 @@ def test_without_adapters_the_backbone_is_not_copied(tmp_path: Path) -> None:
     torch.testing.assert_close(written_logits(folder, "lora", backbone), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_a_backbone_of_a_gguf_file_is_written_for_lora_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    backbone = tiny()
+    graft = trained(GRAFTS["lora"], backbone)
+    monkeypatch.setattr(many_module, "names_gguf_file", lambda name: name == backbone.name)
+    folder = export_many({"lora": graft}, backbone, tmp_path / "many")
+    assert json.loads((folder / SETTINGS).read_text())["model"] == "carrier"
+    expected = grafted_logits({"graft": graft}, backbone)
+    torch.testing.assert_close(written_logits(folder, "lora", backbone), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_an_adapter_wider_than_a_lora_adapter_may_be_fills_several_blanks(tmp_path: Path) -> None:
     backbone = tiny()
     graft = trained({"kind": "neutral-residues", "width": 700}, backbone)
@@ -144,8 +154,11 @@ def test_vllm_gets_one_slot_more_than_adapters_and_every_module(tmp_path: Path) 
 
 def test_the_carrier_is_as_small_as_its_entries_allow() -> None:
     backbone = tiny()
-    shapes = {name: trained(GRAFTS[name], backbone) for name in ("relu", "adapter", "sigmoid")}
-    pieces = {name: pieces_of(graft.exported_adapter(backbone)) for name, graft in shapes.items()}  # type: ignore[attr-defined]
+    pieces = {}
+    for name in ("relu", "adapter", "sigmoid"):
+        graft = trained(GRAFTS[name], backbone)
+        assert isinstance(graft, ExportsAdapter)
+        pieces[name] = pieces_of(graft.exported_adapter(backbone))
     alone = Carrier.of(list(pieces.values()))
     assert [blank.gate for blank in alone.blanks] == ["relu", "sigmoid"]
     assert alone.width == 128  # 70 units, to the next multiple of 64

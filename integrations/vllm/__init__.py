@@ -1,1 +1,1 @@
-"""vLLM as a test of exported models, in an environment of its own."""
+"""Tests of exported models in the real vLLM, which has its own environment."""

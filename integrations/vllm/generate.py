@@ -14,7 +14,7 @@
 A result is `{"name", "seconds", "outputs": [{"tokens", "logprobs", "cached"}]}` with one output for each prompt: the
 generated tokens, the log-probability of each, and the number of the prompt's tokens that were in the prefix cache. Or
 it is `{"name", "seconds", "error"}` with the first line of what vLLM raised. A line starts with `RESULT`, since vLLM
-prints lines of its own. `{"started": NAME}` precedes each job, so that the reader knows which job ended the process.
+prints other lines. `{"started": NAME}` precedes each job, so that the reader knows which job ended the process.
 """
 
 from __future__ import annotations

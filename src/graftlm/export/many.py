@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -17,11 +17,12 @@ from graftlm.errors import ArtifactError, GraftError, first_line
 from graftlm.export.adapters import save_with_adapters
 from graftlm.export.carrier import Carrier
 from graftlm.export.code import add_older_rope_keys
-from graftlm.export.folder import check_new_folder, check_weights, new_model
+from graftlm.export.folder import check_new_folder, check_weights, export_plain, new_model
 from graftlm.export.low_rank import Updates, largest_rank, write_peft
 from graftlm.export.shared import SharedGraft, carrier_for, updates_of
 from graftlm.export.verifying import verify_adapters
 from graftlm.export.vllm import Server, check_server, vllm_variables
+from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Graft
 from graftlm.store.names import GRAFT_NAME, NAME_RULE
@@ -53,10 +54,10 @@ class VllmSettings(NamedTuple):
     target_modules: list[str]
 
     @classmethod
-    def of(cls, entries: Mapping[str, Updates]) -> VllmSettings:
-        """Return the settings for the updates of some entries."""
-        rank = max(largest_rank(updates) for updates in entries.values())
-        paths = {path for updates in entries.values() for path in updates}
+    def of(cls, entries: Collection[Updates]) -> VllmSettings:
+        """Return the settings for the updates of some adapters."""
+        rank = max(largest_rank(updates) for updates in entries)
+        paths = {path for updates in entries for path in updates}
         return cls(
             max_lora_rank=next(allowed for allowed in RANKS if allowed >= rank),
             max_loras=len(entries) + 1,
@@ -81,7 +82,8 @@ def export_many(
     """Write grafts of one backbone so that one server of LoRA adapters, such as vLLM, serves them all.
 
     The folder gets an adapter of PEFT for each graft and each mixture; if a graft has adapters next to the FFNs, a
-    carrier, which is the backbone with blank adapters; vLLM's settings; and a card with the command that serves it.
+    carrier, which is the backbone with blank adapters; vLLM's settings; and a card with the command that serves it. A
+    backbone of a GGUF file is written, too, since vLLM can't load it.
     Each graft's adapter is loaded again by PEFT, and its logits for a short text are compared with the graft's.
 
     Args:
@@ -112,13 +114,14 @@ def export_many(
     try:
         with staged_folder(folder) as draft:
             draft.mkdir()
-            if carrier is not None:
-                write_carrier(carrier, backbone, draft / CARRIER)
-            base = CARRIER if carrier is not None else _absolute(backbone.name)
+            base = _absolute(backbone.name)
+            if carrier is not None or names_gguf_file(backbone.name):
+                base = CARRIER
+                write_base(carrier, backbone, draft / base)
             for name, updates in entries.items():
                 write_peft(updates, draft / name, base)
-            verify_adapters(draft, None if carrier is None else draft / CARRIER, grafts, backbone)
-            settings = VllmSettings.of(entries)
+            verify_adapters(draft, draft / base if base == CARRIER else None, grafts, backbone)
+            settings = VllmSettings.of(entries.values())
             _write_notes(draft, settings, list(entries), backbone, base)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(
@@ -128,17 +131,20 @@ def export_many(
     return folder
 
 
-def write_carrier(carrier: Carrier, backbone: Backbone, folder: Path) -> None:
-    """Write the backbone with blank adapters as a model.
+def write_base(carrier: Carrier | None, backbone: Backbone, folder: Path) -> None:
+    """Write the model to which adapters are added: the backbone, with blank adapters if there is a carrier.
 
     Args:
-        carrier: the blank adapters.
+        carrier: the blank adapters; None for none.
         backbone: the backbone.
         folder: a new folder.
 
     Raises:
         ArtifactError: adapters can't be added to the backbone, or the folder can't be written.
     """
+    if carrier is None:
+        export_plain(backbone, folder)
+        return
     with new_model(folder, backbone, "blank adapters, which LoRA adapters fill,") as draft:
         save_with_adapters(carrier.exported(backbone), backbone, draft)
         add_older_rope_keys(draft)

@@ -475,6 +475,11 @@ class ExportsLowRank(ABC):
 class ChoosesByPrompt(ABC):
     """A graft that may act, for each prompt, as one of several updates of low rank, or not at all."""
 
+    @property
+    @abstractmethod
+    def is_fixed(self) -> bool:
+        """Whether it acts in the same way on all prompts, so that there is no choice."""
+
     @abstractmethod
     def choices(self, backbone: Backbone) -> dict[str, dict[str, LowRankUpdate]]:
         """Return the updates by the name of the choice, each as `ExportsLowRank.low_rank_updates` returns them.

@@ -35,6 +35,14 @@ def log_to_stderr(quiet: bool) -> None:
         logger.handlers = [*others, handler]
 
 
+def address_of(server: uvicorn.Server) -> str:
+    """Return the address of a server that listens, such as http://127.0.0.1:8000."""
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"
+
+
 class GraftServer(uvicorn.Server):
     """A uvicorn server whose engine finishes its requests after the first signal; a second signal ends it at once.
 
@@ -74,7 +82,7 @@ class GraftServer(uvicorn.Server):
         if threading.current_thread() is threading.main_thread():
             self._handle_signals()
         if self.on_ready is not None:
-            self.on_ready(self._address())
+            self.on_ready(address_of(self))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -86,12 +94,6 @@ class GraftServer(uvicorn.Server):
         loop.add_signal_handler(signal.SIGTERM, self._on_stop)
         loop.add_signal_handler(signal.SIGINT, self._on_stop)
         loop.add_signal_handler(signal.SIGHUP, self._on_reload)
-
-    def _address(self) -> str:
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        if ":" in host:
-            host = f"[{host}]"
-        return f"http://{host}:{port}"
 
     def _start(self, work: Coroutine[object, object, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -42,7 +42,8 @@ from graftlm.grafts.base import (
 from graftlm.grafts.token_routing.adapters import read_adapter
 from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
-from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, new_factors, write_adapter
+from graftlm.grafts.token_routing.expert_sources import placed, read_expert, saved_expert
+from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, write_adapter
 from graftlm.grafts.token_routing.merging import merge_experts
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
 from graftlm.grafts.token_routing.policy import ScoredCentroids, best_scores, expert_weights
@@ -104,7 +105,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
         experts: dict[str, ExpertConfig] = {}
         factors: dict[str, dict[str, Factors]] = {}
         for name, expert in config.experts.items():
-            factors[name], digest = _read_expert(name, expert, backbone, is_bundled=config.bundle)
+            factors[name], digest = read_expert(name, expert, backbone, is_bundled=config.bundle)
             experts[name] = expert.model_copy(update={"sha256": digest})
         self.config = config.model_copy(update={"experts": experts})
         self.mixtures = nn.ModuleDict()
@@ -123,7 +124,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
             own: dict[int, Factors] = {}
             for number, name in enumerate(self.names):
                 if path in factors[name]:
-                    own[number] = _placed(factors[name][path], backbone)
+                    own[number] = placed(factors[name][path], backbone)
             if not own:
                 continue
             self._check_experts(path, own)
@@ -436,6 +437,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
     def low_rank_updates(self, backbone: Backbone) -> dict[str, LowRankUpdate]:
         return self._updates(self._need_fixed_weights())
 
+    @property
+    def is_fixed(self) -> bool:
+        return self._fixed_weights() is not None
+
     def choices(self, backbone: Backbone) -> dict[str, dict[str, LowRankUpdate]]:
         config = self.config
         if config.reads != "prompt":
@@ -563,25 +568,9 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
         for key in tensors:
             name, _, path = key.removesuffix(".a").partition(".")
             if name in absent and key.endswith(".a"):
-                factors[name][path] = _saved_expert(tensors, f"{name}.{path}")
+                factors[name][path] = saved_expert(tensors, f"{name}.{path}")
         self.mixtures.clear()
         self._build_mixtures(factors)
-
-
-def _read_expert(
-    name: str,
-    expert: ExpertConfig,
-    backbone: Backbone,
-    *,
-    is_bundled: bool,
-) -> tuple[dict[str, Factors], str | None]:
-    """Return the factors of an expert by module path, and the hash of its tensor file; None for a new expert."""
-    if expert.path is None:
-        return new_factors(name, expert, backbone), None
-    is_absent = not Path(expert.path).expanduser().exists()
-    if is_bundled and expert.sha256 is not None and is_absent:
-        return {}, expert.sha256  # `load_tensors` restores its factors
-    return read_adapter(name, expert, backbone)
 
 
 def _check_inputs(call: Call) -> None:
@@ -592,17 +581,6 @@ def _check_inputs(call: Call) -> None:
         raise GraftError("The pass has no tokens, but token routing needs at least one: pass a longer text.")
 
 
-def _saved_expert(tensors: Mapping[str, Tensor], prefix: str) -> Factors:
-    """Return saved factors. A missing tensor becomes an empty one, which `check_tensors` refuses."""
-    missing = torch.zeros(0)
-    scale = tensors.get(f"{prefix}.scale", missing)
-    return Factors(
-        a=tensors.get(f"{prefix}.a", missing),
-        b=tensors.get(f"{prefix}.b", missing),
-        scale=float(scale) if scale.numel() == 1 else 1.0,
-    )
-
-
 def _repeat_weights(fixed: Sequence[float], like_BT: Tensor) -> Tensor:
     """Return the same weights for every token, (B, T, E + 1).
 
@@ -611,13 +589,3 @@ def _repeat_weights(fixed: Sequence[float], like_BT: Tensor) -> Tensor:
     bare = 1 - sum(fixed)
     columns = [torch.full((1,), weight, device=like_BT.device) for weight in (*fixed, bare)]
     return torch.cat(columns).expand(*like_BT.shape, len(columns))
-
-
-def _placed(factors: Factors, backbone: Backbone) -> Factors:
-    """Return factors on the backbone's device; in float32 on a backbone in half precision, as in PEFT."""
-    dtype = torch.promote_types(backbone.model.dtype, torch.float32)
-    return Factors(
-        a=factors.a.detach().to(backbone.device, dtype),
-        b=factors.b.detach().to(backbone.device, dtype),
-        scale=factors.scale,
-    )

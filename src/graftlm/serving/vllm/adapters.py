@@ -1,7 +1,7 @@
 """The grafts of a vLLM server as LoRA adapters, and which of them answers a request.
 
 vLLM keeps the keys and values of prompts by the name of the adapter, so that an adapter's name must never stand for
-other weights. Each version of a graft therefore has an adapter name of its own, such as danish@3.
+other weights. So each version of a graft has its own adapter name, such as danish@3.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from filelock import FileLock
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError
 from graftlm.export.carrier import Carrier
-from graftlm.export.folder import export_plain
 from graftlm.export.low_rank import largest_rank, write_peft
-from graftlm.export.many import RANKS, write_carrier
+from graftlm.export.many import VllmSettings, write_base
 from graftlm.export.shared import SharedGraft, carrier_for, checked_updates, updates_of
 from graftlm.export.verifying import verify_unchanged
 from graftlm.files.model_files import names_gguf_file
 from graftlm.grafts import ChoosesByPrompt, Graft, LowRankUpdate
 from graftlm.version import __version__
 
+ONLY_CHOICE = ""
+"""The name of the choice of a graft that acts in the same way on all prompts."""
 _BLANK = "@blank"  # the name of no graft
 CACHE_VARIABLE = "GRAFTLM_CACHE"
 
@@ -40,7 +41,7 @@ class ServedGraft:
 
     Attributes:
         name: its name in requests.
-        adapters: the name in vLLM of each adapter, by the name of the choice; the only choice of most grafts is empty.
+        adapters: the name in vLLM of each adapter, by the name of the choice.
         chooser: the graft, if it chooses by the prompt.
     """
 
@@ -51,7 +52,7 @@ class ServedGraft:
     def adapter_for(self, prompt: Sequence[int]) -> str | None:
         """Return the adapter that answers a prompt of token ids; None for the bare backbone."""
         if self.chooser is None:
-            return self.adapters[""]
+            return self.adapters[ONLY_CHOICE]
         choice = self.chooser.choose(prompt)
         return None if choice is None else self.adapters[choice]
 
@@ -64,15 +65,13 @@ class AdapterWriter:
         backbone: the backbone.
         carrier: the carrier; None if no graft had adapters next to FFNs when the server started.
         folder: where the adapters are written.
-        rank: the largest rank that vLLM was started with.
-        modules: the last parts of the names of modules that vLLM lets adapters change.
+        settings: the settings that vLLM was started with; None if it was started without adapters.
     """
 
     backbone: Backbone
     carrier: Carrier | None
     folder: Path
-    rank: int
-    modules: frozenset[str]
+    settings: VllmSettings | None
     _versions: int = field(default=0)
 
     def write(self, name: str, graft: Graft) -> ServedGraft:
@@ -91,7 +90,8 @@ class AdapterWriter:
         for choice, of_choice in updates.items():
             adapters[choice] = f"{name}@{self._versions}" + (f".{choice}" if choice else "")
             write_peft(of_choice, self.folder / adapters[choice], self.backbone.name)
-        return ServedGraft(name, adapters, graft if "" not in parts and isinstance(graft, ChoosesByPrompt) else None)
+        chooser = graft if isinstance(graft, ChoosesByPrompt) and not graft.is_fixed else None
+        return ServedGraft(name, adapters, chooser)
 
     def write_mixture(self, name: str, weights: Mapping[str, float], grafts: Mapping[str, Graft]) -> ServedGraft:
         """Write the adapter of a weighted sum of grafts."""
@@ -101,7 +101,7 @@ class AdapterWriter:
         self._versions += 1
         adapter = f"{name}@{self._versions}"
         write_peft(updates, self.folder / adapter, self.backbone.name)
-        return ServedGraft(name, {"": adapter})
+        return ServedGraft(name, {ONLY_CHOICE: adapter})
 
     def write_blank(self, updates: Mapping[str, LowRankUpdate]) -> str:
         """Write an adapter without effect, and return its name in vLLM."""
@@ -113,42 +113,39 @@ class AdapterWriter:
         shutil.rmtree(self.folder / adapter, ignore_errors=True)
 
     def _check(self, name: str, updates: Mapping[str, LowRankUpdate]) -> None:
-        rank = largest_rank(updates)
-        if rank > self.rank:
+        """Raise `ArtifactError` if vLLM was started with settings that are too narrow for some updates."""
+        settings = self.settings
+        if settings is None:
             raise ArtifactError(
-                f"The updates of {name} have the rank {rank}, but vLLM was started for at most {self.rank}: restart "
-                "the server with this graft."
+                f"The graft {name} came after the start, but vLLM was started without any: restart the server."
             )
-        further = sorted({path.rpartition(".")[2] for path in updates} - self.modules)
+        rank = largest_rank(updates)
+        if rank > settings.max_lora_rank:
+            raise ArtifactError(
+                f"The updates of {name} have the rank {rank}, but vLLM was started for at most "
+                f"{settings.max_lora_rank}: restart the server with this graft."
+            )
+        further = sorted({path.rpartition(".")[2] for path in updates} - set(settings.target_modules))
         if further:
             raise ArtifactError(
                 f"The graft {name} changes modules named {further[0]}, but vLLM was started for "
-                f"{', '.join(sorted(self.modules))}: restart the server with this graft."
+                f"{', '.join(settings.target_modules)}: restart the server with this graft."
             )
 
 
 def parts_of(name: str, graft: Graft, backbone: Backbone) -> dict[str, SharedGraft]:
-    """Return what a graft adds, by the name of the choice; the only choice of most grafts is empty.
+    """Return what a graft adds, by the name of the choice.
 
     Raises:
         ArtifactError: LoRA adapters can't express the graft.
     """
-    if isinstance(graft, ChoosesByPrompt) and not _is_fixed(graft, backbone):
+    if isinstance(graft, ChoosesByPrompt) and not graft.is_fixed:
         backbone.check_graft(graft.config.kind, graft._fingerprint)
         choices = graft.choices(backbone)
         return {
             choice: SharedGraft(name, updates=checked_updates(updates, backbone)) for choice, updates in choices.items()
         }
-    return {"": SharedGraft.of(name, graft, backbone)}
-
-
-def _is_fixed(graft: Graft, backbone: Backbone) -> bool:
-    """Return whether a graft that may choose by the prompt acts in the same way on all prompts."""
-    try:
-        SharedGraft.of("graft", graft, backbone)
-    except ArtifactError:
-        return False
-    return True
+    return {ONLY_CHOICE: SharedGraft.of(name, graft, backbone)}
 
 
 @dataclass(frozen=True)
@@ -157,17 +154,13 @@ class Needs:
 
     Attributes:
         carrier: the carrier, if one is needed.
-        rank: the largest rank of an adapter.
-        modules: the last parts of the names of the modules that adapters change.
-        adapters: number of adapters.
-        blank: updates without effect; empty without adapters.
+        settings: vLLM's settings for the adapters; None without grafts.
+        blank: updates without effect; empty without grafts.
     """
 
-    carrier: Carrier | None
-    rank: int
-    modules: frozenset[str]
-    adapters: int
-    blank: Mapping[str, LowRankUpdate]
+    carrier: Carrier | None = None
+    settings: VllmSettings | None = None
+    blank: Mapping[str, LowRankUpdate] = field(default_factory=dict)
 
     @classmethod
     def of(cls, grafts: Mapping[str, Graft], mixtures: Mapping[str, Mapping[str, float]], backbone: Backbone) -> Needs:
@@ -191,18 +184,13 @@ class Needs:
                         "is the same for all prompts: leave it out."
                     )
             entries.append(weights)
+        if not entries:
+            return cls()
         carrier = carrier_for(entries, parts)
-        ranks = [1]
-        modules: set[str] = set()
-        blank: dict[str, LowRankUpdate] = {}
-        for weights in entries:
-            updates = updates_of(weights, parts, carrier, backbone)
-            ranks.append(largest_rank(updates))
-            modules.update(path.rpartition(".")[2] for path in updates)
-            path, update = next(iter(updates.items()))
-            blank = {path: LowRankUpdate(0 * update.a[:1], 0 * update.b[:, :1])}
-        rank = next(allowed for allowed in RANKS if allowed >= max(ranks))
-        return cls(carrier, rank, frozenset(modules), len(entries), blank)
+        updates = [updates_of(weights, parts, carrier, backbone) for weights in entries]
+        path, update = next(iter(updates[0].items()))
+        blank = {path: LowRankUpdate(torch.zeros_like(update.a[:1]), torch.zeros_like(update.b[:, :1]))}
+        return cls(carrier, VllmSettings.of(updates), blank)
 
 
 def model_for_vllm(carrier: Carrier | None, backbone: Backbone) -> str:
@@ -236,10 +224,7 @@ def _write(carrier: Carrier | None, backbone: Backbone, folder: Path) -> None:
     """Write the carrier, or the plain backbone, and compare it with the backbone."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         draft = Path(scratch) / folder.name
-        if carrier is None:
-            export_plain(backbone, draft)
-        else:
-            write_carrier(carrier, backbone, draft)
+        write_base(carrier, backbone, draft)
         verify_unchanged(draft, backbone)
         draft.rename(folder)
 
@@ -249,7 +234,9 @@ def _digest(carrier: Carrier | None, backbone: Backbone) -> str:
     blanks = None if carrier is None else [carrier.width, *((form.activation, form.gate) for form in carrier.blanks)]
     tokenizer = backbone.need_tokenizer()
     texts = [__version__, json.dumps(blanks), backbone.config.to_json_string(), str(tokenizer.chat_template)]
-    texts.append(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    texts.append(json.dumps(tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str())
+    texts.append(str(tokenizer.special_tokens_map))
     if backbone.model.generation_config is not None:
         texts.append(backbone.model.generation_config.to_json_string())
     digest = hashlib.sha256("\n".join(texts).encode())

@@ -27,6 +27,10 @@ _END_SECONDS = 15.0
 _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
+class VllmUnreachableError(OSError):
+    """vLLM does not answer; it may do so later, unlike what a `GraftError` is about."""
+
+
 class VllmProcess:
     """A vLLM server on a port of this machine, whose routes under /v1 need a random key.
 
@@ -123,12 +127,13 @@ class VllmProcess:
 
         Raises:
             GraftError: vLLM refuses it.
+            VllmUnreachableError: vLLM does not answer.
         """
         body = {"lora_name": adapter, "lora_path": str(folder)}
         try:
             answer = await self.client.post("/v1/load_lora_adapter", json=body)
         except httpx.HTTPError as error:
-            raise OSError(f"vLLM does not answer ({type(error).__name__})") from error  # it may answer later
+            raise VllmUnreachableError(f"vLLM does not answer ({type(error).__name__})") from error
         if answer.status_code != 200:
             raise GraftError(f"vLLM can't load the adapter {adapter} ({_message(answer)}): read its log.")
 

@@ -43,7 +43,7 @@ from graftlm.serving.request_schema import ChatRequest
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.streaming import ClientDisconnectedError, run_until_disconnect
 from graftlm.serving.tokenization import ServingTokenizer
-from graftlm.serving.vllm.adapters import ServedGraft
+from graftlm.serving.vllm.adapters import ONLY_CHOICE, ServedGraft
 from graftlm.serving.vllm.models import ServedModels
 from graftlm.serving.vllm.process import VllmProcess
 from graftlm.version import __version__
@@ -81,6 +81,7 @@ class Proxy:
         vllm_version: vLLM's version.
         problems: returns the errors of grafts that can't be served, by name.
         closing: set once the server refuses new requests.
+        started: start time in seconds since 1970.
     """
 
     models: ServedModels
@@ -175,7 +176,7 @@ class Proxy:
     def _adapter(self, graft: ServedGraft, path: str, body: JsonObject) -> str | None:
         """Return the adapter of a graft for a request; None for the bare backbone."""
         if graft.chooser is None:
-            return graft.adapters[""]
+            return graft.adapters[ONLY_CHOICE]
         if path in _WITHOUT_WEIGHTS:
             return None
         if path not in _ROUTED or not _OTHER_PROMPT.isdisjoint(body):

@@ -15,20 +15,21 @@ import uvicorn
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, BackboneError, GraftError
 from graftlm.export.folder import check_weights
-from graftlm.export.many import Mixtures, VllmSettings, checked_entries
+from graftlm.export.many import Mixtures, checked_entries
 from graftlm.export.vllm import check_server, vllm_variables
 from graftlm.grafts import Graft
 from graftlm.serving.errors import LOG
+from graftlm.serving.server import address_of
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.store import GraftStore
 from graftlm.serving.tokenization import ServingTokenizer
 from graftlm.serving.vllm.adapters import AdapterWriter, Needs, model_for_vllm
 from graftlm.serving.vllm.installation import Installation
 from graftlm.serving.vllm.models import ServedModels
-from graftlm.serving.vllm.process import VllmProcess
+from graftlm.serving.vllm.process import VllmProcess, VllmUnreachableError
 from graftlm.serving.vllm.proxy import Proxy
 
-_SPARE_SLOTS = 2
+_SPARE_SLOTS = 1
 _WATCH_SECONDS = 1.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -114,12 +115,11 @@ class _Server:
         for mixture in self.mixtures:
             if mixture == name:
                 raise GraftError(f"The mixture {mixture} has the name of the backbone: choose another name.")
-        if not self.grafts:
-            LOG.info("no graft is there: grafts that come later need a restart, because vLLM starts without adapters")
         self.needs = Needs.of(self.grafts, self.mixtures, backbone)
+        if self.needs.settings is None:
+            LOG.info("no graft is there: grafts that come later need a restart, because vLLM starts without adapters")
         if self.needs.carrier is not None:
             check_server(backbone, target="vllm")
-        self.slots = options.slots or self.needs.adapters + _SPARE_SLOTS
 
     def _check(self, name: str, graft: Graft) -> None:
         """Raise `ArtifactError` if vLLM can't serve a graft, or its name is taken."""
@@ -152,6 +152,8 @@ class _Server:
                 await process.start()
                 proxy = await self._proxy(process, Path(scratch))
                 await self._serve(proxy, on_ready)
+            except VllmUnreachableError:
+                raise GraftError("vLLM ended while it loaded the grafts: read its log above.") from None
             finally:
                 await process.stop()
 
@@ -159,11 +161,12 @@ class _Server:
         """Return the arguments of vLLM's server."""
         dtype = str(self.backbone.model.dtype).removeprefix("torch.")  # vLLM would round float32 by itself
         arguments = ["--served-model-name", self.name, "--dtype", dtype]
-        has_carrier = self.needs.carrier is not None
-        if self.needs.adapters:
-            slots = self.slots + 1 if self.options.installation.is_for_cpus else self.slots  # one for the bare model
-            lora = VllmSettings(self.needs.rank, slots, sorted(self.needs.modules))
-            arguments += lora.arguments(has_carrier=has_carrier)
+        settings = self.needs.settings
+        if settings is not None:
+            slots = self.options.slots or settings.max_loras + _SPARE_SLOTS
+            if self.options.installation.is_for_cpus:
+                slots += 1  # for the bare model
+            arguments += settings._replace(max_loras=slots).arguments(has_carrier=self.needs.carrier is not None)
         if self.settings.chat_template is not None:
             template = scratch / "chat_template.jinja"
             template.write_text(self.settings.chat_template, encoding="utf-8")
@@ -174,11 +177,9 @@ class _Server:
         """Load all grafts into vLLM, and return the proxy."""
         adapters = scratch / "adapters"
         adapters.mkdir()
-        writer = AdapterWriter(
-            self.backbone, self.needs.carrier, adapters, rank=self.needs.rank, modules=self.needs.modules
-        )
+        writer = AdapterWriter(self.backbone, self.needs.carrier, adapters, self.needs.settings)
         bare = None
-        if self.needs.adapters and self.options.installation.is_for_cpus:
+        if self.needs.settings is not None and self.options.installation.is_for_cpus:
             # While all slots are taken, the CPU build of vLLM 0.32 lets the last adapter act on rows without one. Slots
             # stay taken after an adapter was unloaded.
             bare = writer.write_blank(self.needs.blank)
@@ -239,6 +240,7 @@ class _Server:
             if graft is not None:
                 self._check(name, graft)
             asyncio.run_coroutine_threadsafe(proxy.models.put(name, graft), loop).result()
+            self.refused.pop(name, None)
 
         while True:
             with suppress(TimeoutError):
@@ -275,8 +277,7 @@ class _HttpServer(uvicorn.Server):
     async def startup(self, sockets: list | None = None) -> None:
         await super().startup(sockets)
         if self._on_ready is not None:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            self._on_ready(address_of(self))
 
     async def shutdown(self, sockets: list | None = None) -> None:
         self._proxy.closing.set()
