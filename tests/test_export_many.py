@@ -260,7 +260,7 @@ def test_the_command_writes_all_grafts(tiny_backbone: BackboneFolder, tmp_path: 
     backbone = load_backbone(name)
     for run in ("danish", "law"):
         save_graft(trained(GRAFTS["relu"], backbone), backbone, tmp_path / run / "graft")
-    runs = [str(tmp_path / "danish/graft"), f"legal={tmp_path / 'law/graft'}"]
+    runs = [str(tmp_path / "danish"), f"legal={tmp_path / 'law/graft'}"]
     to = tmp_path / "many"
     outcome = invoke("export", *runs, "--many", "--mix", "both=danish:0.7+legal", "--to", str(to), "--json")
     assert json.loads(outcome.out) == {"folder": str(to)}, outcome.err

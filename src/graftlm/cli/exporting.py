@@ -161,6 +161,8 @@ def _export_many(
 def named_grafts(texts: Sequence[str]) -> dict[str, Path]:
     """Return folders of grafts by name, from `[NAME=]DIR`. Without a name it is that of the folder or of its run.
 
+    The folder of a run stands for the graft in it.
+
     Raises:
         GraftError: two folders have the same name.
     """
@@ -174,8 +176,14 @@ def named_grafts(texts: Sequence[str]) -> dict[str, Path]:
                 f"Both {folders[name]} and {folder} have the name {name}: give one another name, as in "
                 f"{name}2={folder}."
             )
-        folders[name] = Path(folder)
+        folders[name] = _graft_in(Path(folder))
     return folders
+
+
+def _graft_in(folder: Path) -> Path:
+    """Return the folder of a run's graft, if a folder is that of a run, or else the folder itself."""
+    of_run = folder / "graft"
+    return of_run if (of_run / "graft.json").exists() and not (folder / "graft.json").exists() else folder
 
 
 def _name_of(folder: Path) -> str:

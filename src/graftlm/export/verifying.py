@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -114,7 +115,9 @@ def verify_adapters(folder: Path, carrier: Path | None, grafts: Mapping[str, Gra
 @contextmanager
 def _with_adapter(model: nn.Module, folder: Path) -> Iterator[nn.Module]:
     """Yield a model with an adapter of PEFT, which is removed afterwards."""
-    adapted = PeftModel.from_pretrained(model, str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT uses
+        adapted = PeftModel.from_pretrained(model, str(folder))
     try:
         yield adapted.eval()
     finally:
