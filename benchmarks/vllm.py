@@ -238,7 +238,9 @@ def _adapter_options(folder: Path) -> list[str]:
     values = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     settings = VllmSettings(**{name: values[name] for name in VllmSettings._fields})
     modules = [f"{name}={folder / name}" for name in values["adapters"]]
-    return [*settings.arguments(has_carrier=True), "--lora-modules", *modules]
+    # At its start vLLM runs a batch of the largest size, for whose tokens a CPU copies the factors of the adapters.
+    limit = ["--max-num-batched-tokens", "256"]
+    return [*settings.arguments(has_carrier=True), "--lora-modules", *modules, *limit]
 
 
 def measure(size: Size, folder: Path, python: Path) -> Measured:

@@ -74,7 +74,6 @@ ROWS = {
     ],
     "vllm": ["clients_1", "clients_8", "clients_32", "mixed_grafts_2", "mixed_grafts_8"],
 }
-NOT_MEASURED = ("vllm",)  # without committed results
 SKIPPED = 3  # status of a benchmark that can't run on this machine
 AIMS = {
     "neutral_residues": ["ratio", "ratio", "ratio"],
@@ -107,7 +106,7 @@ def test_a_quick_run_writes_results(name: str, tmp_path: Path) -> None:
     assert all(aim.met is None for aim in results.aims)  # the aims do not apply to small models
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in NOT_MEASURED])
+@pytest.mark.parametrize("name", ROWS)
 def test_the_committed_results_are_of_the_same_form(name: str) -> None:
     results = Results.read(ROOT / "benchmarks" / "results" / name)
     check_form(results, name)
