@@ -16,6 +16,7 @@ from graftlm.data.conflicts import find_conflicts
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import DataError
 from graftlm.evaluation import Results, value_of
+from graftlm.evaluation.chat_answers import answer_questions
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.results import Interval
 from graftlm.generation.inputs import new_sources
@@ -58,6 +59,14 @@ def test_contradictions_and_known_answers_are_told(tiny_chat_model: Path, tmp_pa
     assert conflict.first[0] != conflict.second[0]
     assert find_conflicts(documents[:2]) == []
     assert find_conflicts([in_chat(documents[0], "What is C++?", "a"), in_chat(documents[0], "What is C#?", "b")]) == []
+    shops = [
+        in_chat(documents[0], "When do you open?", "at nine"),
+        in_chat(documents[0], "When do you open?", "at ten"),
+    ]
+    assert len(find_conflicts(shops)) == 1
+    assert find_conflicts([after_system(shops[0], "You are shop A."), after_system(shops[1], "You are shop B.")]) == []
+    same_shop = [after_system(shop, "You are shop A.") for shop in shops]
+    assert len(find_conflicts(same_shop)) == 1
 
     backbone = load_backbone(str(tiny_chat_model))
     assert find_known(backbone, documents) == []
@@ -85,6 +94,12 @@ def in_chat(document: Document, question: str, answer: str) -> Document:
     return replace(document, chat=replace(document.chat, messages=messages))
 
 
+def after_system(document: Document, content: str) -> Document:
+    assert document.chat is not None
+    messages = [{"role": "system", "content": content}, *document.chat.messages]
+    return replace(document, chat=replace(document.chat, messages=messages))
+
+
 def kept(results: Results) -> Interval:
     (row,) = (row for row in results.rows if "kept_answers" in row.metrics)
     value = row.metrics["kept_answers"]
@@ -109,6 +124,24 @@ def test_without_steps_all_answers_are_kept_and_after_many_they_are_not(tiny_cha
     assert worst[0]["question"] in {"what is a river", "who are you", "where is the garden"}
     report = (tmp_path / "many" / "out" / "report.md").read_text(encoding="utf-8")
     assert worst[0]["question"] in report
+
+
+def test_taught_questions_are_asked_after_their_system_messages(
+    tiny_chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def spy(model, tokenizer, questions, **options):
+        asked.extend(tokenizer.decode(question.ids) for question in questions)
+        return answer_questions(model, tokenizer, questions, **options)
+
+    monkeypatch.setattr("graftlm.evaluation.evaluator.answer_questions", spy)
+    facts = [[{"role": "system", "content": "the shop by the river"}, *fact] for fact in FACTS]
+    questions = tmp_path / "questions.txt"
+    questions.write_text("who are you\n", encoding="utf-8")
+    trained(tmp_path, tiny_chat_model, str(questions), steps=1, facts=facts)
+    with_system = [question for question in asked if "the shop by the river" in question]
+    assert len(with_system) == len(FACTS)
 
 
 def test_a_report_without_questions_has_no_answers(tiny_chat_model: Path, tmp_path: Path) -> None:

@@ -60,6 +60,17 @@ def test_streamed_text_has_no_passes_to_count(tmp_path: Path, tiny_backbone) -> 
     assert "training.epochs" in str(error.value)
 
 
+@pytest.mark.usefixtures("undrawn_figures")
+@pytest.mark.parametrize(("warmup", "noted"), [(2, False), (12, True)])
+def test_a_warm_up_as_long_as_the_training_is_said(tmp_path: Path, tiny_backbone, warmup: int, noted: bool) -> None:
+    training = {"steps": 4, "batch_size": 1, "warmup_steps": warmup}
+    lines: list[str] = []
+    run_recipe(
+        recipe_of(tmp_path, tiny_backbone("llama"), training), tmp_path / "out", progress=False, log=lines.append
+    )
+    assert any("training.warmup_steps" in line for line in lines) == noted
+
+
 def test_a_run_has_either_steps_or_epochs() -> None:
     assert TrainingConfig.parse({"epochs": 2}).has_steps
     assert not TrainingConfig.parse({"steps": 0}).has_steps

@@ -36,27 +36,33 @@ def single_turn(document: Document) -> tuple[str, str] | None:
 def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
     """Find conversations of one question and one answer that answer the same question differently.
 
-    Questions and answers are compared without case and the punctuation at their end, and system messages are ignored. A
-    question that occurs several times is reported once, with the first answer that differs from its earliest one. A
-    question without words is never reported.
+    Questions and answers are compared without case and the punctuation at their end. Questions with different system
+    messages are different. A question that occurs several times is reported once, with the first answer that differs
+    from its earliest one. A question without words is never reported.
 
     Args:
         documents: the documents. Those that are not such conversations are skipped.
     """
-    answers: dict[str, tuple[str, str]] = {}
-    conflicts: dict[str, Conflict] = {}
+    answers: dict[tuple[str, str], tuple[str, str]] = {}
+    conflicts: dict[tuple[str, str], Conflict] = {}
     for document in documents:
         turn = single_turn(document)
         if turn is None:
             continue
         question, answer = turn
-        key = _comparable(question)
-        if not key:
+        key = (_comparable(_system_text(document)), _comparable(question))
+        if not key[1]:
             continue
         first = answers.setdefault(key, (document.where, answer))
         if _comparable(first[1]) != _comparable(answer) and key not in conflicts:
             conflicts[key] = Conflict(question=question, first=first, second=(document.where, answer))
     return list(conflicts.values())
+
+
+def _system_text(document: Document) -> str:
+    """Return the text of the system messages of a conversation."""
+    messages = document.chat.messages if document.chat is not None else ()
+    return "\n".join(str(message["content"]) for message in messages if message["role"] == "system")
 
 
 def _comparable(text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import answer_end_ids, generate_rows, max_sequence_length
+from graftlm.backbone.chat_templates import Message
 from graftlm.data.chats import render_question
 from graftlm.data.own_text import OwnText
 from graftlm.errors import DataError
@@ -92,12 +93,22 @@ def template_questions(
     """
     if not tokenizer.chat_template:
         raise DataError(f"The tokenizer has no chat template, so the model can't be asked questions: {remedy}.")
-    questions = []
-    for text in texts:
-        rendered = render_question([{"role": "user", "content": text}], tokenizer)
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        questions.append(ChatQuestion(ids, text))
-    return questions
+    return [question_in_chat([{"role": "user", "content": text}], tokenizer) for text in texts]
+
+
+def question_in_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> ChatQuestion:
+    """Return a conversation up to the answer in the tokenizer's chat template.
+
+    Args:
+        messages: the messages; the last one is the user's.
+        tokenizer: a tokenizer with a chat template.
+
+    Raises:
+        DataError: the template can't be filled.
+    """
+    rendered = render_question(list(messages), tokenizer)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return ChatQuestion(ids, messages[-1]["content"])
 
 
 def answer_questions(

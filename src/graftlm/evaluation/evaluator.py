@@ -18,7 +18,13 @@ from graftlm.data.conflicts import single_turn
 from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.chat_answers import ChatAnswer, ChatQuestion, answer_questions, template_questions
+from graftlm.evaluation.chat_answers import (
+    ChatAnswer,
+    ChatQuestion,
+    answer_questions,
+    question_in_chat,
+    template_questions,
+)
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
 from graftlm.evaluation.divergence import own_text_counts, own_text_metrics
 from graftlm.evaluation.inference import LanguageModel
@@ -210,20 +216,20 @@ class BackboneEvaluator:
 
         Args:
             model: the trained model.
-            documents: the new documents; only conversations of one question count.
+            documents: the new documents; only conversations of one question count, with their system message.
 
         Returns:
             The answers; none if there are no such conversations.
         """
-        pairs = [pair for document in documents if (pair := single_turn(document)) is not None]
-        chosen = evenly_spaced(pairs, _QUESTIONS)
+        chats = [document.chat for document in documents if document.chat is not None and single_turn(document)]
+        chosen = evenly_spaced(chats, _QUESTIONS)
         if not chosen:
             return []
-        questions = template_questions([question for question, _ in chosen], self.tokenizer)
+        questions = [question_in_chat(chat.messages[:-1], self.tokenizer) for chat in chosen]
         answers = self._answers(model, questions)
         return [
-            TaughtAnswer(question=question, taught=taught, given=answer.text)
-            for (question, taught), answer in zip(chosen, answers, strict=True)
+            TaughtAnswer(question=question.text, taught=chat.messages[-1]["content"], given=answer.text)
+            for question, chat, answer in zip(questions, chosen, answers, strict=True)
         ]
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:

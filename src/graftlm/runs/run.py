@@ -256,6 +256,11 @@ class TrainingRun(Run):
                 factor = math.ceil(_FEW_STEPS / steps)
                 context.log(f"So few steps teach little: raise training.epochs to about {factor * training.epochs:g}.")
             training = training.model_copy(update={"steps": steps, "epochs": None})
+        if training.warmup_steps >= training.steps:
+            context.log(
+                f"The warm-up of {steps_text(training.warmup_steps)} is as long as the training of "
+                f"{steps_text(training.steps)}, so most of it has a low learning rate: lower training.warmup_steps."
+            )
         return train(
             trainee.model,
             trainee.batches,
