@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graftlm.errors import DataError
-from graftlm.evaluation.report_tables import render_markdown, text_sets
+from graftlm.evaluation.remarks import text_sets
+from graftlm.evaluation.report_tables import render_markdown
 from graftlm.evaluation.results import FILE_NAME, Results
 from graftlm.evaluation.scores import difference_name
 from graftlm.files.writing import write_atomically

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from graftlm.data.mixture import SourceRead
-from graftlm.data.text_sets import TextSets
 from graftlm.evaluation.differences import method_differences
 from graftlm.evaluation.kept_answers import reported_answers
 from graftlm.evaluation.measurement import TrainingDetails
@@ -23,7 +22,7 @@ from graftlm.evaluation.metric_text import (
     present_metrics,
 )
 from graftlm.evaluation.origin import Machine
-from graftlm.evaluation.remarks import remarks, scored_text
+from graftlm.evaluation.remarks import remarks, scored_text, text_sets
 from graftlm.evaluation.results import Metric, Results
 from graftlm.evaluation.scores import difference_name
 from graftlm.evaluation.taught_answers import reported_wrong_answers
@@ -96,14 +95,6 @@ def _measured_sections(results: Results) -> list[str]:
     in_sets = _metrics_of_sets(results)
     further = [name for name in present if name not in USUAL_METRICS and name not in in_sets]
     return [f"{table}\n\n{_NOTE}", _metrics_table("Further measurements", results, further)]
-
-
-def text_sets(results: Results) -> TextSets:
-    """Return the names of the sets of new and old text of all rows."""
-    found = cast("dict[str, dict[str, list[str]]]", results.details.get("text_sets") or {})
-    new = dict.fromkeys(name for sets in found.values() for name in sets["new"])
-    old = dict.fromkeys(name for sets in found.values() for name in sets["old"])
-    return TextSets(new=tuple(new), old=tuple(old))
 
 
 def _metrics_of_sets(results: Results) -> dict[str, list[str]]:
