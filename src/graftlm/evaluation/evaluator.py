@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Annotated, Literal
@@ -360,7 +360,7 @@ class BackboneEvaluator:
         if statistics:
             details["statistics"] = dict(statistics)
         if self.sets.are_named:
-            details["text_sets"] = asdict(self.sets)
+            details["text_sets"] = {"new": list(self.sets.new), "old": list(self.sets.old)}
         if outcomes:
             details["tasks"] = {name: outcome.describe(self.tasks[name]) for name, outcome in outcomes.items()}
         return details

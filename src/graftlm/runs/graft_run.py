@@ -100,7 +100,7 @@ class GraftRun(TrainingRun):
             data = settings["data"]
             settings["data"] = {"test": data["test"], "length": data["length"]}
             if self.data.sets.are_named:
-                settings["data"]["sets"] = asdict(self.data.sets)
+                settings["data"]["sets"] = [list(self.data.sets.new), list(self.data.sets.old)]
             del settings["training"]
         return settings
 
