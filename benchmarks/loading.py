@@ -50,9 +50,9 @@ class Size:
     vocabulary: int = 8192
     length: int = 256
     rows: int = 16
-    memory_batches: int = 500
-    stream_batches: int = 50
-    rounds: int = 15
+    memory_batches: int = 1_000
+    stream_batches: int = 200
+    rounds: int = 9
 
 
 SIZE = Size()
