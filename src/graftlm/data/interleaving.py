@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 
@@ -67,8 +67,14 @@ class Choice:
             tokens: number of tokens of each source so far.
         """
         limit = sum(tokens) + self.row
-        allowed = [i for i, weight in enumerate(self.weights) if tokens[i] * self._total < limit * weight]
-        return min(allowed, key=lambda i: (tokens[i] + self.row) * self._costs[i])
+        best, lowest = -1, 0
+        for number, weight in enumerate(self.weights):
+            if tokens[number] * self._total < limit * weight:
+                end = (tokens[number] + self.row) * self._costs[number]
+                if best < 0 or end < lowest:
+                    best, lowest = number, end
+        assert best >= 0, "the tokens of all sources can't exceed their shares together"
+        return best
 
 
 class InterleavedBlocks:
@@ -170,6 +176,14 @@ class InterleavedBlocks:
         return rows
 
 
+class _State(TypedDict, total=False):
+    """The state of interleaved streams: rows and tokens of each source so far, and the states of streams by number."""
+
+    rows: list[int]
+    tokens: list[int]
+    streams: dict[str, dict[str, object]]
+
+
 class InterleavedStreams:
     """Packed rows of several sources, of which some are streams. Rows are drawn in order.
 
@@ -244,23 +258,25 @@ class InterleavedStreams:
 
         return state_dict
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from the `state_dict()` of the same sources.
 
         Raises:
             DataError: the state has other streams, or a stream's buffer has another size.
         """
         streams = {str(number): stream for number, stream in self._streams().items()}
-        saved = state.get("streams", {})
-        if saved.keys() != streams.keys() or len(state.get("rows", ())) != len(self.parts):
+        found = cast("_State", state)
+        saved = found.get("streams", {})
+        rows = found.get("rows", [])
+        if saved.keys() != streams.keys() or len(rows) != len(self.parts):
             raise DataError(
                 f"The saved data state has {len(saved)} streams among its sources, but this domain has {len(streams)} "
                 f"among {len(self.parts)}: resume with the data settings of the run that saved it."
             )
         for number, stream in streams.items():
             stream.load_state_dict(saved[number])
-        self._rows = [int(count) for count in state["rows"]]
-        self._tokens = [int(count) for count in state["tokens"]]
+        self._rows = list(rows)
+        self._tokens = list(found.get("tokens", []))
 
     def _streams(self) -> dict[int, StreamingBlocks]:
         return {number: part for number, part in enumerate(self.parts) if isinstance(part, StreamingBlocks)}
@@ -271,7 +287,7 @@ def _check_form(parts: Sequence[TokenBlocks | StreamingBlocks]) -> None:
     assert len(forms) == 1, f"sources of one domain are packed with the same settings, not {forms}"
 
 
-def _sum(counts: Any) -> Mapping[str, int]:
+def _sum(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _NEAR_KEYS = ("question_tokens", "answer_tokens", "answer_temperature")  # settings of own text near the new text
 _NEAR_TOP_P = 0.9
-_WEIGHT = "Share of the domain's tokens, relative to other sources; without one 1, and 0 leaves the source out."
-_SET = "The set of texts that it belongs to; a mapping of sets to sources names it."
+_WEIGHT = "Share of tokens, relative to other sources; 0 leaves the source out."
+_SET = "The set of texts that it belongs to, which a mapping names."
 _NO_VALUES: tuple[object, ...] = (None, "", [], {}, 1, "1")  # of a column beside messages: 1 marks what is learned
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files of a folder that are read by default
